@@ -14,12 +14,12 @@ from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
-from trainkit.fileio import FileWatcher
 from trainkit.finish import alive_poller, full_name, process_of
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState
 from trainkit.schedulers.states import Poller, job_state
+from trainkit.watcher import FileWatcher
 
 POLL_SECONDS = 0.5
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from trainkit import fileio
-from trainkit import fileio as module
+from trainkit import watcher as module
 from trainkit.errors import UserError
-from trainkit.fileio import FileWatcher, append, copy, create, is_own, link, make_folder, replacing, write
+from trainkit.fileio import append, copy, create, is_own, link, make_folder, replacing, write
+from trainkit.watcher import FileWatcher
 
 
 def sparse(path: Path) -> None:
@@ -472,7 +473,7 @@ def test_where_a_file_cannot_be_seen_one_looks_as_often_as_one_likes(
 
 
 def test_where_nobody_tells_one_looks_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_inotify", lambda: None)
+    monkeypatch.setattr(module, "_open_inotify", lambda: None)
     with FileWatcher([tmp_path / "events.jsonl"]) as notice:
         assert 0.05 <= waited(notice, 0.05) < module._SELDOM
 

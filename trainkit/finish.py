@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.fileio import FileWatcher
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import named
+from trainkit.watcher import FileWatcher
 
 if TYPE_CHECKING:
     from trainkit.diagnosis.causes import Cause

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from trainkit.process import is_set, set_variables
 
 SWITCH = "TRAINKIT_WORKAROUNDS"
 
@@ -41,7 +42,7 @@ class Workaround:
             lowest, version, newest = map(
                 _major_minor, (self.tried[0], importlib.metadata.version(self.library), self.tried[1])
             )
-            if os.environ.get(SWITCH) == "off" or not lowest <= version <= newest:
+            if is_set(SWITCH, to="off") or not lowest <= version <= newest:
                 return False
             self.apply()
         except Exception:
@@ -155,7 +156,7 @@ class _Package(ModuleType):
 def _without_torch() -> None:
     if "hivemind" in sys.modules:
         return
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # its loggers print tracebacks for what is normal
+    set_variables({"HIVEMIND_LOGLEVEL": "CRITICAL"}, unless_set=True)  # its loggers print tracebacks for what is normal
     spec = importlib.util.find_spec("hivemind")
     assert spec is not None
     assert spec.origin is not None

@@ -278,12 +278,13 @@ def test_a_rank_keeps_one_cpu_for_itself(cpus: int, workers: int) -> None:
     assert default_workers(cpus) == workers
 
 
-def test_slurms_share_counts_not_the_machine() -> None:
-    assert default_workers(env={"SLURM_CPUS_PER_TASK": "1"}) == 0
-
-
-def test_more_cpus_than_this_process_may_use_are_not_believed() -> None:
-    assert default_workers(env={"SLURM_CPUS_PER_TASK": "512"}) == default_workers(env={})
+@pytest.mark.parametrize(("granted", "workers"), [("1", 0), ("512", None), ("0", None)])
+def test_slurms_share_counts_where_it_is_less_than_the_machine(
+    granted: str, workers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = default_workers()
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", granted)
+    assert default_workers() == (whole if workers is None else workers)
 
 
 def test_auto_means_no_worker_for_data_in_memory() -> None:

@@ -24,9 +24,10 @@ from trainkit.data import pack as data_pack
 from trainkit.data.datasets import image_folder
 from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
 from trainkit.data.loader import train_batches
-from trainkit.data.pack import Kind, Pack, scratch, stage, staged, staged_folder, write_pack
+from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_pack
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
+from trainkit.process import node_disk
 from trainkit.ranks.env import RankEnv
 
 
@@ -260,8 +261,13 @@ def disk(tmp_path: Path) -> Path:
     ("env", "found"),
     [({"SLURM_TMPDIR": "{}", "TMPDIR": "/"}, True), ({"TMPDIR": "{}"}, True), ({}, False), ({"TMPDIR": "/no"}, False)],
 )
-def test_the_nodes_disk_is_what_the_job_says(env: dict[str, str], found: bool, tmp_path: Path) -> None:
-    assert scratch({key: value.format(tmp_path) for key, value in env.items()}) == (tmp_path if found else None)
+def test_the_nodes_disk_is_what_the_job_says(
+    env: dict[str, str], found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    assert node_disk() == (tmp_path if found else None)
 
 
 def test_a_copy_is_the_pack(pack_staging: Pack, disk: Path) -> None:

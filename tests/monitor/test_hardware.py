@@ -152,14 +152,14 @@ def test_what_others_had_of_another_ranks_core_counts_too() -> None:
 
 def test_without_gpus_there_are_no_gpu_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0))
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda", env={}):
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda"):
         pass
     assert "gpus" not in samples(RunDir(tmp_path))[0]
 
 
 def test_a_machine_without_the_nvidia_driver_is_sampled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0, driver=False))
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0", env={}):
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0"):
         pass
     assert "gpus" not in samples(RunDir(tmp_path))[0]
 
@@ -168,7 +168,8 @@ def test_the_gpus_of_the_mask_are_sampled_and_what_a_gpu_does_not_tell_is_left_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0", env={"CUDA_VISIBLE_DEVICES": "2,1"}):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0"):
         pass
     assert samples(RunDir(tmp_path))[0]["gpus"] == [
         {"index": 2, "util_percent": 92, "memory_used_mb": 2000.0, "memory_total_mb": 16000.0, "power_w": 62.5},
@@ -178,7 +179,8 @@ def test_the_gpus_of_the_mask_are_sampled_and_what_a_gpu_does_not_tell_is_left_o
 
 def test_the_gpus_are_shown_as_nvidia_smi_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0", env={"CUDA_VISIBLE_DEVICES": "2"}):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0"):
         pass
     head, *shown = (tmp_path / "nvidia-smi-node1.txt").read_text().splitlines()
     assert head.endswith("driver 550.54")
@@ -194,7 +196,7 @@ def test_they_are_shown_when_they_hold_most(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=1))
     monkeypatch.setattr(Gpus, "samples", lambda self: [{"index": 0, "memory_used_mb": next(held)}])
     monkeypatch.setattr(Gpus, "described", lambda self: next(told))
-    with sample_hardware(RunDir(tmp_path), "node1", 0.01, "cuda:0", env={}):
+    with sample_hardware(RunDir(tmp_path), "node1", 0.01, "cuda:0"):
         deadline = time.monotonic() + 20
         while len(samples_so_far(tmp_path)) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)

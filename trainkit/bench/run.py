@@ -27,11 +27,12 @@ from trainkit.bench.results import write_results
 from trainkit.bench.work import Order, Worker
 from trainkit.config.checks import micro_batch_sizes
 from trainkit.config.schema import Config
-from trainkit.distributed.device import device_name, visible_cpus
+from trainkit.distributed.device import device_name
 from trainkit.distributed.meeting import meet
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.monitor.hardware import CpuWaits
+from trainkit.process import visible_cpus
 from trainkit.ranks.env import RankEnv, Secret, device_index
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer

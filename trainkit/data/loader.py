@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import os
 import platform
 import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +27,7 @@ from trainkit.data.base import Batch, EvalBatch, Samples, Splits, Transform
 from trainkit.data.folders import BrokenImages, RepairedBatch, noted, read_whole
 from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
 from trainkit.errors import TrainkitError
+from trainkit.process import granted_cpus
 
 if TYPE_CHECKING:
     import torch
@@ -440,18 +440,14 @@ def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | 
     return workers
 
 
-def default_workers(cpus: int | None = None, *, env: Mapping[str, str] | None = None) -> int:
+def default_workers(cpus: int | None = None) -> int:
     """Loader processes for one rank: the CPUs it really has, less one for the rank itself.
 
     Pass ``cpus`` where several ranks share cores without being bound to some. A machine may have 128 cores and the job
     four of them: the mask of this process and ``SLURM_CPUS_PER_TASK`` say so.
     """
     if cpus is None:
-        has_mask = hasattr(os, "sched_getaffinity")  # not on macOS
-        cpus = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
-        granted = (os.environ if env is None else env).get("SLURM_CPUS_PER_TASK", "")
-        if granted.isdigit() and int(granted) > 0:
-            cpus = min(cpus, int(granted))
+        cpus = granted_cpus()
     return min(max(cpus - 1, 0), 16)  # beyond 16 the rank that collects the batches is the bottleneck
 
 

@@ -17,7 +17,7 @@ import shutil
 import signal
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ from trainkit.data.folders import (
 from trainkit.data.loader import TensorSamples, TensorTransform
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.fileio import append, is_own, make_folder, write
-from trainkit.process import end_with_parent
+from trainkit.process import end_with_parent, node_disk
 
 if TYPE_CHECKING:
     import numpy
@@ -412,13 +412,6 @@ SPARE = 1 << 28
 """Bytes that are left to others on the node's disk."""
 
 
-def scratch(env: Mapping[str, str] | None = None) -> Path | None:
-    """This node's own disk, as far as the job's environment names it."""
-    env = os.environ if env is None else env
-    found = env.get("SLURM_TMPDIR") or env.get("TMPDIR")
-    return Path(found) if found and Path(found).is_dir() else None
-
-
 def staged_folder(pack: Path, disk: Path) -> Path:
     """Where the copy of a pack is on a node's disk. A pack that was made anew is another one."""
     try:
@@ -538,7 +531,7 @@ def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distribu
     dist.together(lambda: require_pack(folder, name, side))
     if staging is False:
         return dist.together(lambda: Pack(folder))
-    disk = scratch()
+    disk = node_disk()
     one_of_node = dist.env.local_rank == 0
     dist.together(lambda: _staged(folder, disk, must=staging is True) if one_of_node else None)
 

@@ -18,6 +18,7 @@ import torch
 
 from trainkit import fileio
 from trainkit.errors import RefusedError
+from trainkit.process import granted_cpus, is_set, visible_cpus
 from trainkit.ranks.env import RankEnv
 
 if TYPE_CHECKING:
@@ -126,9 +127,7 @@ def cpus_of_rank(env: RankEnv) -> int | None:
 
 def intra_op_threads(env: RankEnv) -> int:
     """Threads of a rank: processes x threads <= cores."""
-    cores = visible_cpus()
-    granted = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    return max(1, min(cores, int(granted)) if granted.isdigit() else cores // max(1, env.local_world_size))
+    return granted_cpus() if is_set("SLURM_CPUS_PER_TASK") else max(1, visible_cpus() // max(1, env.local_world_size))
 
 
 def seed_random(seed: int, device: torch.device) -> None:
@@ -186,12 +185,6 @@ def share_of_cpus(device: torch.device) -> dict[str, int]:
     return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
 
 
-def visible_cpus() -> int:
-    """CPUs that this process may use."""
-    # Not on macOS: it has no affinity.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def keep_freed_memory() -> None:
     """Have glibc keep the memory that a training frees and needs again in its next update, unless the user says
     otherwise in the environment.
@@ -201,7 +194,7 @@ def keep_freed_memory() -> None:
     instead of 5.2.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+    if mallopt is not None and not is_set(*_ALLOCATOR_VARIABLES):
         mallopt(_TRIM_THRESHOLD, -1)
         mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)  # setting one of the two lowers the other
 

@@ -27,7 +27,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from trainkit.config.loading import load
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError
-from trainkit.process import leave
+from trainkit.process import run_program, set_variables
 from trainkit.ranks.env import RankEnv, Secret, device_index
 from trainkit.site import node_health
 from trainkit.site.node_health import node_facts
@@ -370,5 +370,5 @@ def _tell(action: Callable[[], object]) -> bool:
 
 if __name__ == "__main__":
     # To NCCL a message that takes too long is the end of the process, unless it is told that this one waits for it.
-    os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
-    leave(main(dict(os.environ)))
+    set_variables({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"})
+    run_program(lambda _, env: main(env))

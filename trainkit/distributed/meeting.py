@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import ipaddress
-import os
 import re
 import socket
 import struct
@@ -20,6 +19,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from trainkit.errors import RefusedError, RunFailedError
+from trainkit.process import is_set, set_variables
 from trainkit.ranks.env import VARIABLE, ForgedError, RankEnv, Secret, address_towards, head_address
 
 # Which network interface the ranks of several machines exchange tensors over.
@@ -49,13 +49,12 @@ def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> I
     else:
         name = _require(named) if named else _towards_head(env, store)
         found = {_GLOO: name, _NCCL: name and f"={name}"}  # to NCCL eth0 is the beginning of a name, =eth0 all of it
-    ours = {variable: value for variable, value in found.items() if value and variable not in os.environ}
-    os.environ.update(ours)
+    ours = {variable: value for variable, value in found.items() if value and not is_set(variable)}
+    set_variables(ours)
     try:
         yield
     finally:
-        for variable in ours:
-            del os.environ[variable]
+        set_variables(dict.fromkeys(ours))
 
 
 def _require(name: str) -> str:

@@ -23,7 +23,7 @@ from trainkit import fileio
 from trainkit.distributed.device import intra_op_threads
 from trainkit.distributed.meeting import interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.process import user_says_how_threads_wait
+from trainkit.process import is_set, user_says_how_threads_wait
 from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, device_index
 
 # Threads of OpenMP sleep while they wait, as long as other programs want the same cores.
@@ -286,7 +286,7 @@ def distributed(
     if use_gpu:
         device = torch.device("cuda", device_index(env.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)  # before NCCL starts, or every rank opens a context on GPU 0
-    elif "OMP_NUM_THREADS" not in os.environ:
+    elif not is_set("OMP_NUM_THREADS"):
         torch.set_num_threads(intra_op_threads(env))
     # Kept here for as long as torch works with it: it holds no reference to the Python half of a store.
     name, place = met or ("", None)

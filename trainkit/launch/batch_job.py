@@ -11,7 +11,6 @@ job instead of this one.
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -34,6 +33,7 @@ from trainkit.launch.restarts import (
     pronounce,
     spared,
 )
+from trainkit.process import run_program
 from trainkit.programs import NoAnswer, NoProgram
 from trainkit.ranks.env import Secret, expand, free_port, start_for
 from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
@@ -282,4 +282,4 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:], os.environ))
+    run_program(main)

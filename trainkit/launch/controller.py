@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from trainkit.launch.plan import Plan
 from trainkit.launch.restarts import budget_spent, passing_failure
 from trainkit.launch.supervisor import Ending, Limits, Rank, Requests, signal_requests, supervise
 from trainkit.monitor.follow import RankLog
+from trainkit.process import run_program, visible_cpus
 from trainkit.programs import python_path, scrubbed
 from trainkit.ranks.env import Secret, free_port
 from trainkit.run.events import Attempt, history_of, never_began, submitted
@@ -32,14 +33,14 @@ from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import TASK
-from trainkit.site.profile import local_cpus
 
 CANCEL_SECONDS = 10.0
 """After a cancel, how long the ranks have to save before they are killed."""
 
 
-def main(folder: Path, cwd: Path) -> int:
-    """Run what is in ``folder``; 0 if all of it completed."""
+def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run what is in FOLDER; 0 if all of it completed."""
+    folder, cwd = map(Path, arguments)
     plan = Plan.read(folder / "plan.json")
     sweep = not (folder / "config.yaml").exists()
     points = sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
@@ -57,7 +58,7 @@ def main(folder: Path, cwd: Path) -> int:
             else:
                 requests.cancel = requests.preempt = requests.kill = False  # those were for the run before it
                 try:
-                    state = _run_to_its_end(run, plan, job_id, folder / ".submitit", cwd, requests)
+                    state = _run_to_its_end(run, plan, job_id, folder / ".submitit", cwd, requests, env)
                 except Exception:
                     traceback.print_exc()
                     state = "FAILED"
@@ -67,13 +68,15 @@ def main(folder: Path, cwd: Path) -> int:
     return 0 if set(states) == {"COMPLETED"} else 1
 
 
-def _run_to_its_end(run: RunDir, plan: Plan, job_id: str, pickles: Path, cwd: Path, requests: Requests) -> str:
+def _run_to_its_end(
+    run: RunDir, plan: Plan, job_id: str, pickles: Path, cwd: Path, requests: Requests, env: Mapping[str, str]
+) -> str:
     """Run all attempts of one run. The state that it ended in, in SLURM's words."""
     limits = Limits(plan.time_limit_seconds, plan.lead_seconds, plan.hang_seconds, CANCEL_SECONDS)
     while True:
         restore_code(run)
         attempt = Attempt.begin(run)
-        ending = supervise(attempt, _ranks_of(attempt, plan, job_id, pickles, os.environ), limits, requests, cwd=cwd)
+        ending = supervise(attempt, _ranks_of(attempt, plan, job_id, pickles, env), limits, requests, cwd=cwd)
         state = "CANCELLED" if requests.cancel else ending.state
         failure = passing_failure(attempt, 1) if state == "FAILED" else ""
         spent = ""
@@ -124,7 +127,7 @@ def _common(attempt: Attempt, code: Path, secret: str, ranks_here: int, env: Map
         "TRAINKIT_SECRET": secret,
         "PYTHONPATH": python_path(code, env),
         # Without this every rank starts as many threads as there are cores, and they get in one another's way.
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(local_cpus() // ranks_here, 1)),
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(visible_cpus() // ranks_here, 1)),
     }
 
 
@@ -203,4 +206,4 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    run_program(main)

@@ -14,6 +14,7 @@ from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
+from trainkit.process import set_variables
 from trainkit.programs import leaked
 from trainkit.run import folder as run_folder
 from trainkit.run.events import Attempt, history_of, submitted
@@ -157,11 +158,9 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
     submitted(run, "debug", str(me.pid), me)
     attempt = Attempt.begin(run)
     # This process becomes the rank, so its own environment is what the rank will read.
-    for name in leaked(env):
-        os.environ.pop(name, None)
-    os.environ.update(attempt.environment())
+    set_variables(dict.fromkeys(leaked(env)) | attempt.environment())
     if not plan.gpus_per_node:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        set_variables({"CUDA_VISIBLE_DEVICES": ""})
     state = "FAILED"
     try:
         function(str(run.path))

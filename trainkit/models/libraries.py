@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +167,7 @@ def _explain(error: Exception, name: str, options: dict[str, Any], library: str)
         )
     wants_weights = options.get("pretrained") or options.get("weights") or name.startswith(("hf-hub:", "hf_hub:"))
     if wants_weights and _is_download(error):
-        cache = os.environ.get("HF_HOME", "~/.cache/huggingface") if library == "timm" else "~/.cache/torch/hub"
+        cache = "$HF_HOME (~/.cache/huggingface)" if library == "timm" else "~/.cache/torch/hub"
         load = (
             f"import timm; timm.create_model({name!r}, pretrained=True)"
             if library == "timm"

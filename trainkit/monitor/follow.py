@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit import fileio, terminal
-from trainkit.fileio import FileWatcher
 from trainkit.monitor.loggers import duration, number, record_line, setback_line
 from trainkit.run.events import read_events
 from trainkit.run.events import typed as typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import SETBACK_EVENTS, TaskMetrics, best_of, described, read_thinned, setbacks_of, typed
+from trainkit.watcher import FileWatcher
 
 _GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
 """Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainkit import fileio
+from trainkit.process import gpu_mask
 from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
 
@@ -69,7 +70,6 @@ def sample_hardware(
     host: str,
     every_seconds: float,
     device: str,
-    env: Mapping[str, str] | None = None,
     ranks: int = 1,
 ) -> Iterator[None]:
     """Sample in a thread while the block runs; the last sample is taken at its end, so that a short run has one too.
@@ -78,12 +78,10 @@ def sample_hardware(
 
     Args:
         device: ``cuda`` samples GPUs as well; anything else does not.
-        env: has CUDA_VISIBLE_DEVICES (default: this process's environment).
         ranks: number of ranks of the run.
     """
-    mask = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
     stop = threading.Event()
-    gpus = Gpus(mask) if device.startswith("cuda") else None
+    gpus = Gpus(gpu_mask()) if device.startswith("cuda") else None
     file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
     energy = Energy(gpus, last_sample(file))
     processes: dict[int, psutil.Process] = {}

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from trainkit import fileio
-from trainkit.fileio import FileWatcher
 from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.process import leave
+from trainkit.watcher import FileWatcher
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config

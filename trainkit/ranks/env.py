@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import itertools
 import math
-import os
 import random
 import re
 import secrets
@@ -23,6 +22,7 @@ from typing import NoReturn
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
+from trainkit.process import run_program
 
 # SLURM's compact lists: host names (``gpu[03-05,9],cpu1``) and task counts (``4(x2),3``).
 
@@ -234,10 +234,6 @@ def start_for(env: Mapping[str, str]) -> int | None:
     """Where this job's search for a port begins: moves on with each restart; None outside of SLURM."""
     job = env.get("SLURM_JOB_ID")
     return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0)) if job else None
-
-
-if __name__ == "__main__":
-    print(free_port(start_for(os.environ)))
 
 
 # The variables that launchers set: read with errors that name them, and what several launchers share.
@@ -646,3 +642,12 @@ class Secret:
 
 NO_SECRET = Secret()
 """Of a single process, and of ranks that were started by hand without one."""
+
+
+def _print_port(_: Sequence[str], env: Mapping[str, str]) -> int:
+    print(free_port(start_for(env)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(_print_port)

@@ -29,6 +29,7 @@ from trainkit.run.metrics import (
     setbacks_of,
     steps_done,
 )
+from trainkit.run.thinning import thinned
 
 _SHOWN_BYTES = 16384
 _STILL = 0.05
@@ -211,7 +212,7 @@ class Facts:
         found = []
         files = sorted(self.run_dir.path.glob("system-*.jsonl"))
         for file in files:
-            records = fileio.read_thinned(file, max(_MOST_SAMPLES // len(files), 500)).records
+            records, *_ = thinned(file, max(_MOST_SAMPLES // len(files), 500))
             samples = [sample for sample in records if fileio.is_time(sample.get("time"))]
             if samples:
                 found.append(HostSamples(terminal.one_line(file.stem.removeprefix("system-")), samples))

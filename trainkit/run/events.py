@@ -74,9 +74,9 @@ def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 _COUNTS = frozenset(
-    ("attempt", "rank", "node_rank", "step", "total_steps", "steps_per_epoch", "world_size", "params", "pid")
-)
-_TEXTS = frozenset(("event", "executor", "host", "state", "error", "device", "precision", "process_started"))
+    ("attempt", "attempts_before", "rank", "node_rank", "step", "total_steps", "steps_per_epoch", "world_size")
+) | {"params", "pid"}
+_TEXTS = frozenset(("event", "executor", "host", "state", "error", "device", "precision", "process_started", "token"))
 _LISTS = {"hosts": str, "signals": str, "exit_codes": int}
 
 
@@ -368,117 +368,80 @@ class RunHistory:
 
 def history_of(run: RunDir) -> RunHistory:
     """What the run's events say."""
-    return _life(read_events(run, LIFE))
-
-
-def _life(events: list[dict[str, Any]]) -> RunHistory:
-    submissions: list[Submission] = []
+    jobs: list[list[dict[str, Any]]] = [[]]  # each begins with its `submitted`; the first: what came before any
     failures: list[RankFailure] = []
-    handed_back, requeued = set(), set()
+    attempts: dict[str, set[int]] = {"handed_back": set(), "requeued": set()}
     started: dict[str, Any] = {}
     finished, outcome, newest, refused_with = False, None, -1, 0
-    since: list[dict[str, Any]] = []  # events of the job whose `submitted` is `opened`
-    opened: dict[str, Any] | None = None
     submitting: dict[str, Any] | None = None
-    for event in events:
-        kind, attempt = event.get("event"), _whole(event.get("attempt"))
+    for event in read_events(run, LIFE):
+        kind, attempt = event["event"], event.get("attempt")
         if kind in ("submitting", "refused"):
             submitting = event if kind == "submitting" else None
-            continue
-        if submitting is not None and kind == "unanswered":
-            submitting = {**submitting, "time": event.get("time"), "unanswered": event.get("error")}
-            continue
-        if submitting is not None and kind == "cancelled" and not event.get("job_id"):
-            submitting = {**submitting, "cancelled": True}
-            continue
-        if kind == "submitted":
+        elif submitting is not None and kind == "unanswered":
+            submitting |= {"time": event.get("time", 0.0), "unanswered": event.get("error", "")}
+        elif submitting is not None and kind == "cancelled" and not event.get("job_id"):
+            submitting["cancelled"] = True
+        elif kind == "submitted":
             submitting = None
-            same = opened is not None and all(event.get(key) == opened.get(key) for key in ("executor", "job_id"))
+            same = all(event.get(key) == jobs[-1][0].get(key) for key in ("executor", "job_id")) if jobs[-1] else False
             if same and event.get("job_id") and ProcessId.from_fields(event) is None:
                 continue  # the job itself, or who has adopted it, was faster than the command that queued it
-            if opened is not None:
-                submissions.append(_submission(opened, since))
-            opened, since, outcome = event, [], None
-            continue
-        if attempt is not None and attempt < newest and kind in ("failed", "ended"):
+            jobs.append([event])
+            outcome = None
+        elif attempt is not None and attempt < newest and kind in ("failed", "ended"):
             continue  # ranks that SLURM took for dead, after others have gone on
-        since.append(event)
-        if kind == "started":
-            started, outcome, newest = event, None, max(newest, attempt or 0)
-        elif kind == "handed_back" and attempt is not None:
-            handed_back.add(attempt)
-        elif kind == "requeued" and attempt is not None:
-            requeued.add(attempt)
-        elif kind == "failed":
-            failures.append(_failed(event, attempt))
-            outcome = "FAILED"
-        elif kind == "ended":
-            outcome = _text(event.get("state")) or "UNKNOWN"
-            finished = finished or outcome == "COMPLETED"
-            refused_with = next((code for code in event.get("exit_codes") or () if code in (2, 3)), 0)
-    if opened is not None:
-        submissions.append(_submission(opened, since))
+        else:
+            jobs[-1].append(event)
+            if kind == "started":
+                started, outcome, newest = event, None, max(newest, attempt or 0)
+            elif kind in attempts and attempt is not None:
+                attempts[kind].add(attempt)
+            elif kind == "failed":
+                told = {key: event.get(key, "") for key in ("host", "error")}
+                failures.append(RankFailure(attempt, event.get("rank"), time=event.get("time", 0.0), **told))
+                outcome = "FAILED"
+            elif kind == "ended":
+                outcome = event.get("state") or "UNKNOWN"
+                finished = finished or outcome == "COMPLETED"
+                refused_with = next((code for code in event.get("exit_codes", ()) if code in (2, 3)), 0)
     return RunHistory(
-        submissions=tuple(submissions),
+        submissions=tuple(_submission(*job) for job in jobs if job and job[0]["event"] == "submitted"),
         failures=tuple(failures),
         refused_with=refused_with,
         started=started,
         finished=finished,
-        handed_back=frozenset(handed_back),
-        requeued=frozenset(requeued),
+        handed_back=frozenset(attempts["handed_back"]),
+        requeued=frozenset(attempts["requeued"]),
         outcome=outcome,
         cut_short=_cut_short(submitting) if submitting is not None else None,
     )
 
 
+def _told_at_submission(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "executor": event.get("executor", ""),
+        "time": float(event.get("time", 0.0)),
+        "attempts_before": event.get("attempts_before") or 0,
+        "process": ProcessId.from_fields(event),
+    }
+
+
 def _cut_short(event: Mapping[str, Any]) -> PendingSubmission:
-    return PendingSubmission(
-        time=_seconds(event.get("time")),
-        attempts_before=_whole(event.get("attempts_before")) or 0,
-        process=ProcessId.from_fields(event),
-        token=_text(event.get("token")),
-        unanswered=_text(event.get("unanswered")),
-        cancelled=event.get("cancelled") is True,
-        executor=_text(event.get("executor")),
-    )
+    more = {"token": event.get("token", ""), "unanswered": event.get("unanswered", "")}
+    return PendingSubmission(**_told_at_submission(event), **more, cancelled=event.get("cancelled") is True)
 
 
-def _submission(event: Mapping[str, Any], since: list[dict[str, Any]]) -> Submission:
-    kinds = [item.get("event") for item in since]
-    last = [item for item in since if item.get("event") in ("started", "ended")][-1:]  # started again: not ended yet
-    states = [_text(item.get("state")) for item in last if item.get("event") == "ended"]
+def _submission(event: Mapping[str, Any], *since: dict[str, Any]) -> Submission:
+    last = [item for item in since if item["event"] in ("started", "ended")][-1:]  # started again: not ended yet
+    ended = next((item.get("state", "") for item in last if item["event"] == "ended"), None)
     return Submission(
-        executor=_text(event.get("executor")),
-        job_id=_text(event.get("job_id")),
-        time=_seconds(event.get("time")),
-        attempts_before=_whole(event.get("attempts_before")) or 0,
-        process=ProcessId.from_fields(event),
-        cancelled="cancelled" in kinds,
-        ended=states[-1] if states else None,
-        finished="COMPLETED" in states,
+        **_told_at_submission(event),
+        job_id=event.get("job_id", ""),
+        cancelled=any(item["event"] == "cancelled" for item in since),
+        ended=ended,
+        finished=ended == "COMPLETED",
     )
-
-
-def _failed(event: Mapping[str, Any], attempt: int | None) -> RankFailure:
-    return RankFailure(
-        attempt=attempt,
-        rank=_whole(event.get("rank")),
-        host=_text(event.get("host")),
-        error=_text(event.get("error")),
-        time=_seconds(event.get("time")),
-    )
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 53 else None
-
-
-def _seconds(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
-
-
-def _text(value: Any) -> str:
-    return str(value)[:2000] if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
 
 def micro_batch_found(run: RunDir, world_size: int, device: str) -> int | None:

@@ -1,4 +1,9 @@
-"""A run is a folder, and it is complete. `RunDir` is the one place that knows its file names."""
+"""A run is a folder, and it is complete: `RunDir` knows its file names, `find_run` the runs that a user names.
+
+The runs that this user has started are listed in their state folder, so that `status`, `logs` and `cancel` find them
+from any folder. The lists hold paths only: what a run is doing is asked from its folder and its scheduler. Each
+installation of trainkit (a clone, an environment) has a list of its own: two clones are two projects.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import hashlib
 import os
 import pwd
 import re
+import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +21,8 @@ from pathlib import Path
 from trainkit import fileio, terminal
 from trainkit.errors import UserError, did_you_mean
 
-# Where this user's runs are, so that `status`, `logs` and `cancel` find them from any folder.
-#
-# Paths only: what a run is doing is asked from its folder and its scheduler. Each installation of trainkit (a clone,
-# an environment) has a list of its own: two clones are two projects, and what one has started is no news in the
-# other.
+LISTED = "`python -m jobs.status` lists the runs."
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def state_file(name: str = "runs") -> Path:
@@ -47,7 +50,7 @@ def make_state_folder(folder: Path) -> None:
 
 
 def remember(path: Path) -> None:
-    """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
+    """Add a run folder to the list. A home that cannot be written costs only the convenience, so it is no error."""
     _append(own_file("runs"), str(path))
 
 
@@ -64,51 +67,52 @@ def marked() -> list[tuple[str, Path]]:
 
 def note_job(path: Path, executor: str, job_id: str, process: str) -> None:
     """Note that this user has started a job or a process for a run: what its folder says of that, others may write."""
-    _append(state_file("jobs"), f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}")
+    _append(state_file("jobs"), _job_line(path, executor, job_id, process))
 
 
 def has_started(path: Path, executor: str, job_id: str, process: str) -> bool:
     """Whether that was noted."""
-    return f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}" in _private_lines(state_file("jobs"))
+    return _job_line(path, executor, job_id, process) in _lines(state_file("jobs"), private=True)
+
+
+def _job_line(path: Path, executor: str, job_id: str, process: str) -> str:
+    return f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}"
 
 
 def vouch(seals: Sequence[str]) -> None:
     """Note digests of code and settings that this user has submitted (`trainkit.run.ownership`)."""
-    known = vouched()
-    for seal in seals:
-        if seal not in known:
-            _append(state_file("vouched"), seal)
+    for seal in dict.fromkeys(seals).keys() - vouched():
+        _append(state_file("vouched"), seal)
 
 
 def vouched() -> frozenset[str]:
     """Those digests."""
-    return _private_lines(state_file("vouched"))
+    return frozenset(_lines(state_file("vouched"), private=True))
 
 
 def known(*, everywhere: bool = False) -> list[Path]:
     """Run folders that were remembered and still exist, oldest first; ``everywhere``: by other installations too."""
-    files = _everywhere() if everywhere else [own_file("runs")]
-    return [path for path in _remembered(files) if os.path.isfile(path / "config.yaml")]
+    return [path for path in _remembered(everywhere=everywhere) if os.path.isfile(path / "config.yaml")]
 
 
 def named(reference: str) -> list[Path]:
     """Folders of the runs and sweeps of that name, ``SWEEP/NUMBER`` included: those of this installation, or where it
     has none those of others."""
     for everywhere in (False, True):
-        found = [folder for path in known(everywhere=everywhere) for folder in _called(path, reference)]
+        found = [folder for path in known(everywhere=everywhere) if (folder := _called(path, reference)) is not None]
         if found:
             return list(dict.fromkeys(found))
     return []
 
 
-def _called(run: Path, reference: str) -> list[Path]:
+def _called(run: Path, reference: str) -> Path | None:
     """The run's folder, or that of its sweep, if that is its name."""
-    in_sweep = run.name.isdecimal() and os.path.isfile(run.parent / "sweep.json")
+    in_sweep = run.name.isdecimal() and is_sweep(run.parent)
     if reference == (f"{run.parent.name}/{run.name}" if run.name.isdecimal() else run.name):
-        return [run]
+        return run
     if in_sweep:
-        return [run.parent] if reference == run.parent.name else []
-    return [run] if reference == run.name else []  # a run that is called by a number
+        return run.parent if reference == run.parent.name else None
+    return run if reference == run.name else None  # a run whose name is a number
 
 
 def has(path: Path) -> bool:
@@ -116,17 +120,14 @@ def has(path: Path) -> bool:
     real = os.path.realpath(path)
     return any(
         str(item) in (str(path), real) or (item.name == path.name and os.path.realpath(item) == real)
-        for item in _remembered([file for file in _everywhere() if _is_private(file)])
+        for item in _remembered(everywhere=True, private=True)
     )
 
 
-def _everywhere() -> list[Path]:
-    """The lists of all installations; the first was that of all of them until each had its own."""
-    return [state_file(), *sorted(state_file("projects").glob("*/runs"))]
-
-
-def _remembered(files: Sequence[Path]) -> list[Path]:
-    lines = dict.fromkeys(line for file in files for line in _lines(file))
+def _remembered(*, everywhere: bool, private: bool = False) -> list[Path]:
+    # The first list was that of all installations until each had its own.
+    files = [state_file(), *sorted(state_file("projects").glob("*/runs"))] if everywhere else [own_file("runs")]
+    lines = dict.fromkeys(line for file in files for line in _lines(file, private=private))
     return [Path(line) for line in lines if line.startswith("/")]
 
 
@@ -142,30 +143,15 @@ def _append(file: Path, line: str) -> None:
         return
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path, *, private: bool = False) -> list[str]:
+    """Its lines; ``private``: none if somebody else can have written it."""
     try:
+        found = file.stat()
+        if private and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+            return []
         return list(dict.fromkeys(fileio.read_end(file).splitlines()))
     except OSError:
         return []
-
-
-def _private_lines(file: Path) -> frozenset[str]:
-    return frozenset(_lines(file)) if _is_private(file) else frozenset()
-
-
-def _is_private(file: Path) -> bool:
-    """Whether nobody else can have written it: what it says is trusted."""
-    try:
-        found = file.stat()
-    except OSError:
-        return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
-_NUMBER = re.compile(r"[0-9]{1,9}")
-
-
-LISTED = "`python -m jobs.status` lists the runs."
 
 
 class _Below:
@@ -259,21 +245,23 @@ class RunDir:
         """
         path = path.absolute()
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        late = False
+        late = made = False
         try:
-            late = after_logs and _holds_only_logs(path)
+            late = after_logs and path.is_dir() and os.listdir(path) == ["logs"]
             if late:
                 path.chmod(_mode())
                 fileio.write(path / "config.yaml", config_yaml, path)
             else:
                 make_private(partial)
+                made = True
                 fileio.write(partial / "config.yaml", config_yaml, partial)
                 fileio.make_folder(partial / "logs", partial)
-                if path.exists() or path.is_symlink():
+                if os.path.lexists(path):
                     raise FileExistsError(path)
                 partial.rename(path)
         except OSError as error:
-            _remove(partial)
+            if made:
+                shutil.rmtree(partial, ignore_errors=True)
             if path.exists() and not late:
                 raise UserError(
                     f"{path} exists already.",
@@ -478,15 +466,3 @@ def _user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
-
-
-def _holds_only_logs(path: Path) -> bool:
-    return path.is_dir() and [entry.name for entry in path.iterdir()] == ["logs"]
-
-
-def _remove(partial: Path) -> None:
-    if partial.is_dir():  # it may not even have been made: a file can lie where its folder should be
-        (partial / "config.yaml").unlink(missing_ok=True)
-        for folder in (partial / "logs", partial):
-            if folder.is_dir():
-                folder.rmdir()

@@ -1,17 +1,16 @@
-"""One writer for a run folder: ``lease.json`` says who, and is renewed as long as it lives.
+"""One writer for a run folder: ``lease.json`` names it, and is renewed as long as it lives.
 
 The file is put in place by a hard link, which succeeds for one of several at once, and replaced by a rename; both are
 atomic on NFS too, where locks may not be. Time is the file server's: ages are differences of its own time stamps, so
 the clocks of the machines do not matter.
 
 A holder on this machine is dead when its process is gone; one elsewhere when it has not renewed for `EXPIRY_SECONDS`. A
-job that SLURM starts again takes over from its own earlier attempt at once. Whoever has lost the lease (stopped for a
-while, cut off, thought dead) notices before its next write: `Lease.check`.
+job that SLURM starts again takes over from its own earlier attempt at once. A process that has lost the lease (stopped
+for a while, cut off, thought dead) notices before its next write: `Lease.check`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -28,12 +27,15 @@ from trainkit import fileio, terminal
 from trainkit.errors import RunFailedError, UserError
 from trainkit.run.folder import RunDir
 
-# A process that cannot be mistaken for another: the machine it runs on, its number, and when it started.
+EXPIRY_SECONDS = 60.0
+"""A holder on another machine that has not renewed for so long is taken for dead."""
+RENEW_SECONDS = 10.0
+_MOMENT = 0.1
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process, on whatever machine."""
+    """One process, on whatever machine, that cannot be mistaken for another one."""
 
     host: str
     pid: int
@@ -48,7 +50,7 @@ class ProcessId:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ProcessId | None:
-        """From what `fields` has put into a record; None if it is not there or was written by somebody else."""
+        """Read what `fields` has put into a record; None if it is not there or was written by somebody else."""
         host, pid = fields.get("host"), fields.get("pid")
         started, space = fields.get("process_started"), fields.get("process_space", "")
         if isinstance(host, str) and isinstance(started, str) and isinstance(space, str) and type(pid) is int:
@@ -57,12 +59,8 @@ class ProcessId:
 
     def fields(self) -> dict[str, Any]:
         """Plain values for a record."""
-        return {
-            "host": self.host,
-            "pid": self.pid,
-            "process_started": self.started,
-            "process_space": self.space,
-        }
+        names = ("host", "pid", "process_started", "process_space")
+        return dict(zip(names, (self.host, self.pid, self.started, self.space), strict=True))
 
     @classmethod
     def seen_from_here(cls, word: str) -> ProcessId | None:
@@ -72,7 +70,7 @@ class ProcessId:
         return seen if seen.is_alive() else None
 
     def word(self) -> str:
-        """The process for others who share its numbers of processes, in one word."""
+        """The process for others on this machine, in one word."""
         return f"{self.pid}:{self.started}"
 
     def is_here(self) -> bool:
@@ -86,7 +84,7 @@ class ProcessId:
     def signal(self, number: int) -> None:
         """Signal it, unless it has ended."""
         if self.is_here() and self.is_alive():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
@@ -105,22 +103,11 @@ def _space() -> str:
 
 def _start_time(pid: int) -> str | None:
     """When a process started, as text that only it has; None if it does not run (a zombie does not)."""
-    fields = _stat(pid)
-    if fields is None:
-        return None if Path("/proc/self/stat").exists() else _start_time_elsewhere(pid)
-    return None if fields[0] in ("Z", "X") else fields[19]
-
-
-def _stat(pid: int) -> list[str] | None:
-    try:
-        stat = fileio.read_text(Path(f"/proc/{pid}/stat"))
-    except OSError:
+    if (fields := _stat(pid)) is not None:
+        return None if fields[0] in ("Z", "X") else fields[19]
+    if Path("/proc/self/stat").exists():
         return None
-    return stat.rpartition(")")[2].split()  # the name before it may hold anything
-
-
-def _start_time_elsewhere(pid: int) -> str | None:
-    import psutil
+    import psutil  # for machines without /proc
 
     try:
         process = psutil.Process(pid)
@@ -129,10 +116,12 @@ def _start_time_elsewhere(pid: int) -> str | None:
         return None
 
 
-EXPIRY_SECONDS = 60.0
-"""A holder on another machine that has not renewed for so long is taken for dead."""
-RENEW_SECONDS = 10.0
-_MOMENT = 0.1
+def _stat(pid: int) -> list[str] | None:
+    try:
+        stat = fileio.read_text(Path(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()  # the name before it may hold anything
 
 
 @dataclass(frozen=True)
@@ -151,41 +140,62 @@ class Holder:
         return cls(ProcessId.of(os.getpid()), job_id, attempt)
 
     def __str__(self) -> str:
-        words = f"process {self.process.pid} on {self.process.host}"
         job = f"job {self.job_id}, " if self.job_id else ""
-        return f"{job}{words}" + (f", attempt {self.attempt}" if self.attempt is not None else "")
+        attempt = f", attempt {self.attempt}" if self.attempt is not None else ""
+        return f"{job}process {self.process.pid} on {self.process.host}{attempt}"
+
+    def precedes(self, other: Holder) -> bool:
+        """Whether SLURM has started this one's job again as the other, whatever is left of it."""
+        same_job = bool(self.job_id) and self.job_id == other.job_id
+        return same_job and self.attempt is not None and other.attempt is not None and self.attempt < other.attempt
 
 
 class StaleAttemptError(RunFailedError):
     """Another process writes the run by now: this one ends, and leaves the record to it."""
 
 
+@dataclass(frozen=True)
+class _Content:
+    """A lease as it was read."""
+
+    token: str
+    holder: Holder
+    renewed: float
+    """Time stamp of the file server."""
+
+
 class Lease:
-    """The right to write into a run folder, as long as `check` says so. Made by `lease_on`."""
+    """The right to write into a run folder, as long as `check` does not raise. Made by `lease_on`."""
 
     def __init__(self, run: RunDir, token: str) -> None:
-        self._file, self._token = run.lease, token
-        self._run = run
+        self._run, self._token = run, token
 
     def check(self) -> None:
         """Raise StaleAttemptError unless this is still the writer. Reads a small file: call it before every write."""
-        there = _read(self._file)
+        there = _read(self._run.lease)
         if there is None:  # being replaced on a file system that is not quite atomic, or removed by hand
             time.sleep(_MOMENT)
-            there = _read(self._file)
+            there = _read(self._run.lease)
         if there is None or there.token != self._token:
-            who = there.holder if there is not None else "somebody who has removed its lease.json"
-            raise _stale(self._run, f"{who}")
+            raise _stale(self._run, there.holder if there is not None else "somebody who has removed its lease.json")
 
     def _renew(self) -> None:
-        there = _read(self._file)
-        if there is not None and there.token == self._token:
-            os.utime(self._file)
+        if self._is_mine():
+            os.utime(self._run.lease)
 
     def _release(self) -> None:
-        there = _read(self._file)
-        if there is not None and there.token == self._token:
-            self._file.unlink(missing_ok=True)
+        if self._is_mine():
+            self._run.lease.unlink(missing_ok=True)
+
+    def _is_mine(self) -> bool:
+        there = _read(self._run.lease)
+        return there is not None and there.token == self._token
+
+
+def writing_attempt(run: RunDir) -> int | None:
+    """The attempt that holds the lease; None if none does."""
+    there = _read(run.lease)
+    return there.holder.attempt if there is not None else None
 
 
 @contextmanager
@@ -221,8 +231,7 @@ def lease_on(
             with suppress(OSError):  # a file server that does not answer now is asked again
                 lease._renew()
 
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
-    thread.start()
+    threading.Thread(target=renew, name="lease", daemon=True).start()
     try:
         yield lease
     finally:
@@ -231,42 +240,21 @@ def lease_on(
             lease._release()
 
 
-@dataclass(frozen=True)
-class _Found:
-    token: str
-    holder: Holder
-    renewed: float
-    """Time stamp of the file server."""
-
-
-def writing_attempt(run: RunDir) -> int | None:
-    """The attempt that holds the lease; None if none does."""
-    there = _read(run.lease)
-    return there.holder.attempt if there is not None else None
-
-
-def _stale(run: RunDir, who: str) -> StaleAttemptError:
-    return StaleAttemptError(
-        f"{run.name} has another writer now: {who}.",
-        why="This process was taken for dead; what it has not saved is done again by the other.",
-        fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
-    )
-
-
 def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
     token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
+    content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
     mine = run.path / f".lease-{token}"
     try:
         while True:
-            _write(mine, token, holder)
+            fileio.write(mine, json.dumps(content), run.path)
             there = _read(run.lease)
             if there is None:
                 if _put(mine, run.lease):
                     return Lease(run, token)
                 continue
             first = first or there
-            if _precedes(holder, there.holder):
-                raise _stale(run, f"{there.holder}")
+            if holder.precedes(there.holder):
+                raise _stale(run, there.holder)
             if is_dead(there.holder) or _is_over(there, holder, now=mine.stat().st_mtime):
                 if _replace(mine, run, there.token):
                     return Lease(run, token)
@@ -284,19 +272,20 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
         mine.unlink(missing_ok=True)
 
 
-def _precedes(one: Holder, other: Holder) -> bool:
-    """Whether SLURM has started the job of ``one`` again as ``other``, whatever is left of it."""
-    same_job = bool(one.job_id) and one.job_id == other.job_id
-    return same_job and one.attempt is not None and other.attempt is not None and one.attempt < other.attempt
+def _stale(run: RunDir, who: object) -> StaleAttemptError:
+    return StaleAttemptError(
+        f"{run.name} has another writer now: {who}.",
+        why="This process was taken for dead; what it has not saved is done again by the other.",
+        fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
+    )
 
 
-def _is_over(there: _Found, holder: Holder, *, now: float) -> bool:
-    """Whether the one who holds the lease will not write again."""
-    other = there.holder
-    if _precedes(other, holder):
+def _is_over(there: _Content, holder: Holder, *, now: float) -> bool:
+    """Whether the holder of the lease will not write again."""
+    if there.holder.precedes(holder):
         return True
-    if other.process.is_here():
-        return not other.process.is_alive()
+    if there.holder.process.is_here():
+        return not there.holder.process.is_alive()
     return now - there.renewed > EXPIRY_SECONDS
 
 
@@ -308,11 +297,10 @@ def _put(mine: Path, lease: Path) -> bool:
         return False
     except OSError:  # a file system without hard links
         try:
-            out = fileio.create(lease, lease.parent)
+            with fileio.create(lease, lease.parent) as out:
+                out.write(fileio.read_bytes(mine))
         except FileExistsError:
             return False
-        with out:
-            out.write(fileio.read_bytes(mine))
     return True
 
 
@@ -337,29 +325,19 @@ def _replace(mine: Path, run: RunDir, token: str) -> bool:
         right.unlink(missing_ok=True)
 
 
-def _write(file: Path, token: str, holder: Holder) -> None:
-    content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
-    fileio.write(file, json.dumps(content), file.parent)
-
-
-def _read(file: Path) -> _Found | None:
+def _read(file: Path) -> _Content | None:
     """What the lease says; None if there is none. One that cannot be read is nobody's, and expires like any other."""
     try:
         with fileio.open_regular(file) as content:  # opened, so that NFS asks its server anew
             renewed = os.fstat(content.fileno()).st_mtime
-            text = content.read(10_000)
+            fields = fileio.parse_object(content.read(10_000)) or {}
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno is not None:
             raise
-        renewed, text = file.stat().st_mtime, b""  # a FIFO in its place
-    try:
-        fields: Any = fileio.parse(text)
-        process = ProcessId.from_fields(fields)
-        attempt = fields.get("attempt")
-    except (ValueError, AttributeError):
-        fields, process, attempt = {}, None, None
-    nobody = ProcessId("an unknown machine", 0, "")
-    holder = Holder(process or nobody, str(fields.get("job_id") or ""), attempt if type(attempt) is int else None)
-    return _Found(str(fields.get("token") or ""), holder, renewed)
+        renewed, fields = file.stat().st_mtime, {}  # a FIFO in its place
+    process = ProcessId.from_fields(fields) or ProcessId("an unknown machine", 0, "")
+    attempt = fields.get("attempt")
+    holder = Holder(process, str(fields.get("job_id") or ""), attempt if type(attempt) is int else None)
+    return _Content(str(fields.get("token") or ""), holder, renewed)

@@ -9,7 +9,6 @@ import bisect
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,10 +20,27 @@ from trainkit.config.task import Metric as Metric
 from trainkit.config.task import TaskMetrics as TaskMetrics
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
+from trainkit.run.thinning import MOST_BYTES, thinned
 
 SPLITS = ("train", "val", "test")
+MOST = 10_000
+"""Train records from which on a reader may do with fewer: no curve has more places, and a median hardly moves."""
+TAIL_BYTES = 8192
+"""The end of the file, from which the pace is taken."""
+LONGEST = 1 << 26
+"""Most bytes of the end that are searched for the newest records."""
+FORECAST_EVENTS = ("started", "handed_back")
+SETBACK_EVENTS = ("started", "skipped", "nonfinite", "rolled_back")
+_LOOKED_AT = 1 << 16
+"""Bytes of the end that are read at first; more where no validation is among them."""
 _NAME = re.compile(r"[A-Za-z]\w{0,40}")
 _MOST_METRICS = 50
+_MOST_TRIES = 10_000
+_NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
+_NO_METRICS = TaskMetrics("", {})
+"""Enough for reading when a step was recorded."""
+_DIVERGED_SHARE = 0.5
+"""The share of lost updates that nobody calls bad luck."""
 
 
 def described(run_dir: RunDir) -> TaskMetrics:
@@ -47,6 +63,33 @@ def describe(run_dir: RunDir, metrics: TaskMetrics) -> None:
     fileio.write(run_dir.task, json.dumps(content, indent=2) + "\n", run_dir.path)
 
 
+def typed(raw: Mapping[str, Any], metrics: TaskMetrics) -> dict[str, Any] | None:
+    """A record that readers may rely on; None without a split and a step.
+
+    ``step`` is a count, everything measured a finite number or null (a loss that has diverged), percentages are 0 to
+    100, other text is one line. Fields that are none of this are left out.
+    """
+    if raw.get("split") not in SPLITS or not fileio.is_whole(raw.get("step")):
+        return None
+    record: dict[str, Any] = {}
+    for key, value in raw.items():
+        metric = metrics.find(key)
+        if key == "time":
+            fits = fileio.is_time(value)
+        elif key == "epoch":
+            fits = fileio.is_number(value) and 0 <= value < 1e9
+        elif metric is not None and metric.unit == "%":
+            fits = value is None or (fileio.is_number(value) and metric.fits(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            fits, value = True, value if fileio.is_number(value) else None
+        else:
+            fits = value is None or (isinstance(value, str) and key not in _NUMBERS and metric is None)
+            value = fileio.plain(value)
+        if fits:
+            record[key] = value
+    return record
+
+
 def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, Any]]:
     """Records in order of step, of one split or of all; after a restart the newer record of a step counts.
 
@@ -54,22 +97,11 @@ def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, An
     """
     newest: dict[tuple[str, int], dict[str, Any]] = {}
     metrics = described(run_dir)
-    for raw in fileio.read_jsonl(run_dir.metrics, most=fileio.MOST_THINNED_BYTES):
+    for raw in fileio.read_jsonl(run_dir.metrics, most=MOST_BYTES):
         record = typed(raw, metrics)
         if record is not None and split in (None, record["split"]):
             newest[record["split"], record["step"]] = record
-    return sorted(newest.values(), key=lambda record: record["step"])
-
-
-def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
-    """The newest record in ``evaluations.jsonl`` of the best weights on the test split, with the run's own settings."""
-    own = {"split": "test", "checkpoint": "best", "settings": []}
-    found = [raw for raw in fileio.read_jsonl(run_dir.evaluations) if all(raw.get(key) == own[key] for key in own)]
-    return typed(found[-1], described(run_dir)) if found else None
-
-
-MOST = 10_000
-"""Train records from which on a reader may do with fewer: no curve has more places, and a median hardly moves."""
+    return _by_step(newest.values())
 
 
 class Thinned(NamedTuple):
@@ -82,34 +114,40 @@ class Thinned(NamedTuple):
 
 
 def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
-    """As `read_metrics`, of an enormous file some of the train records only: for whoever draws and sums up.
+    """`read_metrics` for drawing and summing up: of an enormous file only some of the train records.
 
     Raises UserError where the file is there and cannot be read.
     """
-    raw, every, extra = fileio.read_thinned(
-        run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss"
-    )
+    raw, every, extra = thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss")
     newest: dict[tuple[str, int], dict[str, Any]] = {}
-    metrics, highest = described(run_dir), -1
     outliers: dict[int, dict[str, Any]] = {}
+    metrics, highest = described(run_dir), -1
     for place, item in enumerate(raw):
         record = typed(item, metrics)
         if record is None:
             continue
-        if every > 1 and record["split"] == "train":
-            if record["step"] <= highest:  # a restart; what it does again need not be among what was picked before
-                newest = {key: value for key, value in newest.items() if key[1] < record["step"]}
-                outliers = {step: value for step, value in outliers.items() if step < record["step"]}
-            highest = record["step"]
-        if place in extra and record["split"] == "train":
-            outliers[record["step"]] = record
+        step, is_train = record["step"], record["split"] == "train"
+        if every > 1 and is_train:
+            if step <= highest:  # a restart; what it does again need not be among what was picked before
+                newest = {key: value for key, value in newest.items() if key[1] < step}
+                outliers = {key: value for key, value in outliers.items() if key < step}
+            highest = step
+        if place in extra and is_train:
+            outliers[step] = record
         else:
-            newest[record["split"], record["step"]] = record
+            newest[record["split"], step] = record
     return Thinned(_by_step(newest.values()), every, _by_step(outliers.values()))
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["step"])
+
+
+def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
+    """The newest record in ``evaluations.jsonl`` of the best weights on the test split, with the run's own settings."""
+    own = {"split": "test", "checkpoint": "best", "settings": []}
+    found = [raw for raw in fileio.read_jsonl(run_dir.evaluations) if all(raw.get(key) == own[key] for key in own)]
+    return typed(found[-1], described(run_dir)) if found else None
 
 
 def best_of(
@@ -120,51 +158,14 @@ def best_of(
     One whose loss is null (it was NaN or infinite) is never the best, as in training.
     """
     metrics = metrics or metrics_of("classification")
+    headline, sign = metrics.headline, 1 if metrics.metrics[metrics.headline].higher_is_better else -1
     finite = [record for record in val if fileio.is_number(record.get("loss", 0.0))]
     chosen = [record for record in finite if record["step"] == best_step]
-    headline, sign = metrics.headline, 1 if metrics.metrics[metrics.headline].higher_is_better else -1
     scored = [record for record in finite if fileio.is_number(record.get(headline))]
     return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
 
 
-def typed(raw: Mapping[str, Any], metrics: TaskMetrics) -> dict[str, Any] | None:
-    """A record as others may rely on it; None without a split and a step.
-
-    ``step`` is a count, everything measured a finite number or null (a loss that has diverged), percentages are 0 to
-    100, other text is one line. Fields that are none of this are left out.
-    """
-    if raw.get("split") not in SPLITS or not fileio.is_whole(raw.get("step")):
-        return None
-    record: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key == "time":
-            fits = fileio.is_time(value)
-        elif key == "epoch":
-            fits = fileio.is_number(value) and 0 <= value < 1e9
-        elif (metric := metrics.find(key)) is not None and metric.unit == "%":
-            fits = value is None or (fileio.is_number(value) and metric.fits(value))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            fits, value = True, value if fileio.is_number(value) else None
-        else:
-            is_text = isinstance(value, str) and key not in NUMBERS and metrics.find(key) is None
-            fits, value = value is None or is_text, fileio.plain(value)
-        if fits:
-            record[key] = value
-    return record
-
-
-NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
-
-
 # How far a run is, from the end of its metrics: a list of a thousand runs must not read all that they hold.
-
-TAIL_BYTES = 8192
-_LOOKED_AT = 1 << 16
-"""Bytes of the end that are read at first; more where no validation is among them."""
-LONGEST = 1 << 26
-_MOST_TRIES = 10_000
-_NO_METRICS = TaskMetrics("", {})
-"""For those who want to know when a step was recorded alone."""
 
 
 @dataclass(frozen=True)
@@ -172,16 +173,11 @@ class RunProgress:
     """The newest records of a run. After a restart these may be of earlier steps than those before them."""
 
     last: Mapping[str, Any] = field(default_factory=dict)
-    """Of training or validation; empty if there is none. Tests tell of the best weights, not how far it is."""
+    """Of training or validation; empty if there is none. A test measures the best weights, not how far the run is."""
     val: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     """Of late, validation and saving included; None where too little is known."""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether there may be more to know before the records that were looked at."""
-        return not (self.last and self.val and self.train)
 
     @property
     def step(self) -> int | None:
@@ -195,7 +191,7 @@ class RunProgress:
 
 
 def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
-    """Read it: few lines, for a list of a thousand runs.
+    """Read the end of a run's metrics: few lines, for a list of a thousand runs.
 
     Args:
         pace_since: when the newest attempt started, in seconds since 1970: the pace is taken from its records only.
@@ -204,30 +200,26 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
     Raises:
         UserError: there is a file that cannot be read.
     """
-    metrics = described(run)
+    metrics, looked_at = described(run), _LOOKED_AT
     try:
         with fileio.open_regular(run.metrics) as file:
-            fileio.require_size(file, fileio.MOST_THINNED_BYTES)
-            size, looked_at = os.fstat(file.fileno()).st_size, _LOOKED_AT
-            found = _standing(fileio.end_of(file, looked_at), pace_since, metrics)
-            while found.is_partial and looked_at < min(size, LONGEST):
+            size = fileio.require_size(file, MOST_BYTES)
+            while True:
+                end = fileio.end_of(file, looked_at)
+                last = _newest(end, b"\n", ("train", "val"), metrics)
+                found = {"train": last, "val": last}
+                for split in {"train", "val"} - {last.get("split")}:
+                    found[split] = _newest(end, f'"split": "{split}"'.encode(), (split,), metrics)
+                if all(found.values()) or looked_at >= min(size, LONGEST):
+                    break
                 looked_at = min(16 * looked_at, LONGEST)
-                found = _standing(fileio.end_of(file, looked_at), pace_since, metrics)
-            if not found.last and size > LONGEST:
+            if not last and size > LONGEST:
                 raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
     except FileNotFoundError:
         return RunProgress()
     except OSError as error:
         raise fileio.unreadable(run.metrics, error) from None
-    return found
-
-
-def _standing(content: bytes, pace_since: float | None, metrics: TaskMetrics) -> RunProgress:
-    last = _newest(content, b"\n", ("train", "val"), metrics)
-    val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",), metrics)
-    train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",), metrics)
-    pace = _pace(content, pace_since) if pace_since is not None else None
-    return RunProgress(last, val, train, pace)
+    return RunProgress(last, found["val"], found["train"], None if pace_since is None else _pace(end, pace_since))
 
 
 def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: TaskMetrics) -> dict[str, Any]:
@@ -249,40 +241,37 @@ def _record(line: bytes, metrics: TaskMetrics) -> dict[str, Any] | None:
     return typed(raw, metrics) if raw is not None else None
 
 
-def longest_pause(run: RunDir, since: float) -> float | None:
-    """Seconds between two records of late, of those that were written since; None where too little is known."""
-    try:
-        text = fileio.read_end(run.metrics, TAIL_BYTES)
-    except OSError:
-        return None
-    found = [item[0] for line in text.encode().split(b"\n") if (item := _timed(line)) is not None]
-    timed = [when for when in found if when >= since]
-    return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
-
-
-def _pace(content: bytes, since: float) -> float | None:
-    """From the first and the last record near the end: of a thousand runs few of those between are looked at."""
-    lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
-    newest = next((found for line in reversed(lines) if (found := _timed(line)) is not None), None)
-    if newest is None or newest[0] < since:
-        return None  # an attempt that has recorded nothing yet
-    begin = bisect.bisect_left(lines, since, key=lambda line: (_timed(line) or (0.0, 0))[0])
-    late = (found for line in lines[begin:] if (found := _timed(line)) is not None and found[0] >= since)
-    first, last = next(late, None), newest
-    if first is None or last[1] <= first[1] or last[0] <= first[0]:
-        return None
-    return (last[0] - first[0]) / (last[1] - first[1])
-
-
 def _timed(line: bytes) -> tuple[float, int] | None:
-    """When a step was recorded, and which; None of what is no record."""
+    """When a step was recorded, and which; None for a line that is no record."""
     record = _record(line, _NO_METRICS)
     return (record["time"], record["step"]) if record is not None and "time" in record else None
 
 
-# When a run will have ended that needs more attempts than it has had: time limits end some, and each start costs.
+def longest_pause(run: RunDir, since: float) -> float | None:
+    """Most seconds between two records of late that were written since then; None where too little is known."""
+    try:
+        text = fileio.read_end(run.metrics, TAIL_BYTES)
+    except OSError:
+        return None
+    timed = [item[0] for line in text.encode().split(b"\n") if (item := _timed(line)) is not None and item[0] >= since]
+    return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
 
-FORECAST_EVENTS = ("started", "handed_back")
+
+def _pace(content: bytes, since: float) -> float | None:
+    """Seconds per step, from the first and the last record near the end: few of those between are looked at."""
+    lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
+    last = next((found for line in reversed(lines) if (found := _timed(line)) is not None), None)
+    if last is None or last[0] < since:
+        return None  # an attempt that has recorded nothing yet
+    begin = bisect.bisect_left(lines, since, key=lambda line: (_timed(line) or (0.0, 0))[0])
+    late = (found for line in lines[begin:] if (found := _timed(line)) is not None and found[0] >= since)
+    first = next(late, last)
+    if last[1] <= first[1] or last[0] <= first[0]:
+        return None
+    return (last[0] - first[0]) / (last[1] - first[1])
+
+
+# When a run will have ended that needs more attempts than it has had: time limits end some, and each start costs.
 
 
 @dataclass(frozen=True)
@@ -300,7 +289,7 @@ class Forecast:
 def forecast(
     events: Sequence[Mapping[str, Any]], training_seconds: float, *, now: float, attempt_seconds: float, runs: bool
 ) -> Forecast:
-    """What is to be expected of a run by what has been.
+    """Predict a run's end from its past.
 
     Args:
         events: of `FORECAST_EVENTS`, oldest first.
@@ -322,9 +311,9 @@ def forecast(
             begun, ended = when, None
         elif begun is not None and ended is None:
             ended = when
-            if "SIGUSR2" in event.get("signals", ()):  # told so by the time limit, and by few preemptions
+            if "SIGUSR2" in event.get("signals", ()):  # sent by the time limit, and by few preemptions
                 lasted.append(ended - begun)
-    # SLURM tells it early, up to a minute; what ended in half of the time was something else.
+    # SLURM sends it early, up to a minute; what ended in half of the time was something else.
     whole = [seconds for seconds in lasted if seconds >= max(lasted) / 2]
     if len(whole) > 1 if math.isinf(limited) else whole and max(whole) >= limited / 2:
         limited = sum(whole) / len(whole)
@@ -339,10 +328,6 @@ def forecast(
 
 # Updates that came to nothing, and a loss that is no number any more: whether a run that looks fine has diverged.
 
-SETBACK_EVENTS = ("started", "skipped", "nonfinite", "rolled_back")
-_DIVERGED_SHARE = 0.5
-"""From this share of all updates on nobody calls it bad luck."""
-
 
 @dataclass(frozen=True)
 class Divergence:
@@ -353,7 +338,7 @@ class Divergence:
     skipped: int = 0
     """Updates that fp16 skipped because a gradient overflowed, to try the next data with a smaller scale."""
     nonfinite: int = 0
-    """Others that came to nothing because a gradient was infinite or not a number."""
+    """Other updates that came to nothing because a gradient was infinite or not a number."""
     updates: int = 0
     """All that were tried, these among them."""
     rollbacks: int = 0
@@ -377,7 +362,7 @@ class Divergence:
 
 
 def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str, Any]], steps: int) -> Divergence:
-    """What a run's events (of `SETBACK_EVENTS`; others are passed over) and its train records, in order of step, tell.
+    """The setbacks in a run's events (of `SETBACK_EVENTS`) and its train records, in order of step.
 
     What was lost and then done again, after a restart, counts once.
 
@@ -387,21 +372,27 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
     lost: list[Mapping[str, Any]] = []
     rollbacks = undone = 0
     for event in events:
-        step = event.get("step")
-        if event["event"] not in SETBACK_EVENTS or not isinstance(step, int):
+        kind, step = event["event"], event.get("step")
+        if kind not in SETBACK_EVENTS or not isinstance(step, int):
             continue
-        if event["event"] == "started":
+        if kind == "started":
             # fp16's skips carry the step before them, which the checkpoint has; others their own.
             lost = [item for item in lost if item["step"] <= step]
-        elif event["event"] == "rolled_back":
+        elif kind == "rolled_back":
             rollbacks += 1
             before = event.get("from_step")
             undone += max(before - step, 0) if isinstance(before, int) else 0
-        elif event["event"] == "skipped" or not (lost and _ends_skips(lost[-1], event)):
+        # The last skip of too many in a row is told a second time, as nonfinite, with its loss.
+        elif kind == "skipped" or not (lost and lost[-1]["event"] == "skipped" and lost[-1]["step"] == step):
             lost.append(event)
     skipped = sum(item["event"] == "skipped" for item in lost)
+    nan_from = None
+    for record in reversed(train):
+        if "loss" not in record or record["loss"] is not None:
+            break
+        nan_from = record["step"]
     # An update that fp16 skips is none of the steps.
-    return Divergence(_nan_from(train), skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
+    return Divergence(nan_from, skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
 
 
 def steps_done(events: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]) -> int:
@@ -416,17 +407,3 @@ def divergence_of(run: RunDir) -> str:
     events = read_events(run, (*SETBACK_EVENTS, "saved"))
     setbacks = setbacks_of(events, train, steps_done(events, train))
     return setbacks.in_words() if setbacks.diverged else ""
-
-
-def _ends_skips(last: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
-    """The last skip of too many in a row is told a second time, with its loss."""
-    return bool(last["event"] == "skipped" and last["step"] == event["step"])
-
-
-def _nan_from(train: Sequence[Mapping[str, Any]]) -> int | None:
-    found = None
-    for record in reversed(train):
-        if "loss" not in record or record["loss"] is not None:
-            break
-        found = record["step"]
-    return found

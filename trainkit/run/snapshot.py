@@ -33,12 +33,48 @@ from trainkit.run import folder as run_folder
 from trainkit.run import secrets
 from trainkit.run.folder import RunDir
 
-# Code as names and contents: of a folder, and of the one archive that a run keeps. Either may be a stranger's.
-
+INSTALLED = Path(__file__).resolve().parents[2]
+"""The folder that jobs and trainkit are in: a checkout, site-packages, or the snapshot of another run."""
 LARGEST_CODE = 1 << 26
 MOST_FILES = 10_000
 DEEPEST = 20
-"""Folders on the way to a file of code."""
+"""Most folders on the way to a file of code."""
+LONGEST_DIFF = 2_000_000
+SENT = "sent.json"
+"""Beside code that came from another machine: what git said of it there, as a manifest has it."""
+PACKAGES = (
+    "trainkit", "torch", "torchvision", "timm", "submitit", "hivemind", "tensorboard", "wandb", "pydantic", "numpy",
+    "safetensors",
+)  # fmt: skip
+_OWN = ("jobs", "trainkit", "configs")
+# Names of Python's own modules: it starts with some of them, before anything could say that those of the library are
+# meant, and never imports the user's.
+_PYTHONS = {
+    f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
+}
+_UNUSED_SECONDS = 3600.0
+"""The age at which a shared copy of code goes that no run has any more."""
+_LOOKED_AT = 1000
+"""Entries of a data folder; a folder with more of them is told by its own time of change."""
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """Something that was left out of a run folder because it looks like a credential."""
+
+    what: str
+    """A file of the user's, ``the diff`` or ``the command line``."""
+    line: int
+    """0 for a whole file, which has the name of one that holds credentials."""
+    kind: str
+
+    def __str__(self) -> str:
+        if not self.line:
+            return f"{self.what} ({self.kind})"
+        return f"{self.what} (line {self.line} looks like a {self.kind})"
+
+
+# Code as names and contents: of a folder, and of the one archive that a run keeps. Either may be a stranger's.
 
 
 def read_tree(top: Path) -> dict[str, bytes] | None:
@@ -117,57 +153,11 @@ def are_of_code(names: Sequence[str]) -> bool:
     )  # fmt: skip
 
 
-INSTALLED = Path(__file__).resolve().parents[2]
-"""The folder that jobs and trainkit are in: a checkout, site-packages, or the snapshot of another run."""
-
-PACKAGES = (
-    "trainkit",
-    "torch",
-    "torchvision",
-    "timm",
-    "submitit",
-    "hivemind",
-    "tensorboard",
-    "wandb",
-    "pydantic",
-    "numpy",
-    "safetensors",
-)
-_OWN = ("jobs", "trainkit", "configs")
-# Names of Python's own modules: it starts with some of them, before anything could say that those of the library are
-# meant, and never imports the user's.
-_PYTHONS = {
-    f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
-}
-
-LONGEST_DIFF = 2_000_000
-_UNUSED_SECONDS = 3600.0
-"""After which a shared copy of code goes, that no run has any more."""
-SENT = "sent.json"
-"""Beside code that came from another machine: what git said of it there, as a manifest has it."""
-
-
-@dataclass(frozen=True)
-class Withheld:
-    """Something that was left out of a run folder because it looks like a credential."""
-
-    what: str
-    """A file of the user's, ``the diff`` or ``the command line``."""
-    line: int
-    """0 for a whole file, which has the name of one that holds credentials."""
-    kind: str
-
-    def __str__(self) -> str:
-        if not self.line:
-            return f"{self.what} ({self.kind})"
-        return f"{self.what} (line {self.line} looks like a {self.kind})"
-
-
 def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None = None) -> list[Withheld]:
     """Copy the packages that the job runs, so that edits after submission do not change a queued or requeued job.
 
-    The user's own Python files beside them (``package.module:function``) come along, those of the current folder,
-    except for files with what looks like a credential, or with the name of a file that holds some: these are returned.
+    The user's own Python files in the current folder (``package.module:function``) come along, except for files with
+    what looks like a credential, or with the name of a file that holds some: these are returned.
 
     Args:
         own: the run's own functions, ``package.module:function``.
@@ -177,12 +167,9 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
         RefusedError: a file that would have to be left out is one that the run cannot do without.
     """
     sources, withheld = _sources(own)
-    if store is None or not _share(run_dir, sources, store):
-        for name, source in sources.items():
-            target = run_dir.code / name
-            make_folder(target.parent, run_dir.path)
-            with fileio.open_regular(source, follow=True) as content, create(target, run_dir.path) as out:
-                shutil.copyfileobj(content, out)
+    content = {name: fileio.read_bytes(source, 16 * LARGEST_CODE, follow=True) for name, source in sources.items()}
+    if store is None or not _share(run_dir, content, store):
+        _write_tree(content, run_dir.code, run_dir.path)
     return withheld
 
 
@@ -246,17 +233,16 @@ def not_code(run_dir: RunDir) -> UserError:
     )
 
 
-def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
-    """Make ``code`` a link to the copy of equal code in ``store``, and ``code.zip`` what the run itself keeps of it.
+def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
+    """Make ``code`` a link to the copy of equal code in ``store``, and ``code.zip`` the run's own archive of it.
 
-    Whether it could: not in a store that is another user's, nor on a disk without links.
+    Returns False, and does neither, in a store that is another user's, and on a disk without links.
     """
     mode = stat.S_IMODE(run_dir.path.stat().st_mode)
     store = store.with_name(store.name + (f"-{mode:o}" if mode != 0o700 else ""))
+    if len(content) > MOST_FILES or sum(map(len, content.values())) > LARGEST_CODE:
+        return False
     try:
-        content = {name: fileio.read_bytes(source, LARGEST_CODE, follow=True) for name, source in sources.items()}
-        if len(content) > MOST_FILES or sum(map(len, content.values())) > LARGEST_CODE:
-            return False
         with suppress(FileExistsError):
             store.mkdir(mode=0o700)
             store.chmod(mode)
@@ -351,27 +337,24 @@ def _write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_o
 def _sources(own: Sequence[str]) -> tuple[dict[str, Path], list[Withheld]]:
     """Every file of a snapshot by its name there, and what is left out."""
     here = Path.cwd()
-    modules = [file for file in _user_modules(here) if (here / file).is_file()]  # a link may lead nowhere
-    withheld = {file: found for file in modules if (found := withheld_in(here / file, str(file)))}
-    needed = {Path(*name.partition(":")[0].split(".")) for name in own if ":" in name}
-    needed = {file for module in needed for file in (module.with_suffix(".py"), module / "__init__.py")}
-    essential = [found for file, found in withheld.items() if file in needed]
-    essential += [
-        found for file in _changed_own_files() if (found := withheld_in(INSTALLED / file, file)) and found.line
-    ]
-    if essential:
-        raise refusal(essential[0])
-    left_behind = list(withheld.values())
-    sources: dict[str, Path] = {}
-    for name, source in _packages():
-        if any(secrets.is_credentials(part) for part in name.parts):
-            left_behind.append(_by_name(str(Path(*name.parts[-2:]))))
+    modules = {str(file): here / file for file in _user_modules(here) if (here / file).is_file()}  # no broken links
+    left_behind = {name: found for name, file in modules.items() if (found := withheld_in(file, name))}
+    for name in own:
+        top = name.partition(":")[0].replace(".", "/") if ":" in name else ""
+        for file in (f"{top}.py", f"{top}/__init__.py"):
+            if file in left_behind:
+                raise refusal(left_behind[file])
+    for name in _changed_own_files():
+        if (found := withheld_in(INSTALLED / name, name)) and found.line:
+            raise refusal(found)
+    sources = {name: file for name, file in modules.items() if name not in left_behind}
+    for path, source in _packages():
+        if any(map(secrets.is_credentials, path.parts)):
+            name = str(Path(*path.parts[-2:]))
+            left_behind[name] = _by_name(name)
         else:
-            sources[str(name)] = source
-    for file in modules:
-        if file not in withheld:
-            sources.setdefault(str(file), here / file)
-    return sources, left_behind
+            sources[str(path)] = source
+    return sources, list(left_behind.values())
 
 
 def _by_name(name: str) -> Withheld:
@@ -387,8 +370,7 @@ def _packages() -> Iterator[tuple[Path, Path]]:
             folders[:] = [item for item in folders if item not in ("__pycache__", "configs", "slurm")]
             for file in sorted(found):
                 if not file.endswith((".pyc", ".ipynb")):
-                    source = Path(folder, file)
-                    yield name / source.relative_to(top), source
+                    yield name / Path(folder, file).relative_to(top), Path(folder, file)
 
 
 def refusal(essential: Withheld) -> RefusedError:
@@ -405,11 +387,9 @@ def refusal(essential: Withheld) -> RefusedError:
 
 
 def code_files() -> list[tuple[str, Path]]:
-    """Every file of code that `write_code` would copy, by its name in the snapshot."""
-    own = [file for name in ("jobs", "trainkit") for file in (INSTALLED / name).rglob("*.py")]
-    here = Path.cwd()
-    files = [(str(file.relative_to(INSTALLED)), file) for file in own]
-    return files + [(str(file), here / file) for file in _user_modules(here)]
+    """Every Python file that `write_code` would copy, by its name in the snapshot."""
+    own = [(str(name), source) for name, source in _packages() if source.suffix == ".py"]
+    return own + [(str(file), Path.cwd() / file) for file in _user_modules(Path.cwd())]
 
 
 def write_manifest(
@@ -546,9 +526,6 @@ def _git(*arguments: str) -> str | None:
 
 
 # What makes two runs the same: their configuration, their code, their data, and how many ranks train, not where.
-
-_LOOKED_AT = 1000
-"""Entries of a data folder; a folder with more of them is told by its own time of change."""
 
 
 def digest_of(files: Iterable[tuple[str, Path]]) -> str:

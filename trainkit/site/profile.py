@@ -20,6 +20,7 @@ from trainkit.config import yaml
 from trainkit.config.loading import SITE, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import UserError
+from trainkit.process import visible_cpus
 from trainkit.programs import NoAnswer
 from trainkit.ranks.env import expand
 from trainkit.schedulers.base import NoCluster, batch_here
@@ -95,7 +96,7 @@ class Site:
 
 def discover(env: Mapping[str, str]) -> Site:
     """Ask this machine, and its scheduler if it has one."""
-    gpus, cpus = local_gpus(env.get("CUDA_VISIBLE_DEVICES")), local_cpus()
+    gpus, cpus = local_gpus(env.get("CUDA_VISIBLE_DEVICES")), visible_cpus()
     scheduler = batch_here(env)
     if scheduler is None:
         return Site("", gpus=gpus, cpus=cpus)
@@ -170,11 +171,6 @@ def local_gpus(mask: str | None) -> int:
         return 0
     finally:
         pynvml.nvmlShutdown()
-
-
-def local_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own_groups() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainkit import process
 from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.schema import Config
@@ -196,7 +197,7 @@ def make_deterministic(asked: bool) -> None:
     """
     torch.backends.cudnn.benchmark = not asked
     if asked:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it, before its first call
+        process.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, unless_set=True)  # before cuBLAS is first called
     if torch.are_deterministic_algorithms_enabled() != asked:  # saying so again would import torch's compiler
         torch.use_deterministic_algorithms(asked)
 
@@ -206,10 +207,10 @@ def use_own_compiler_cache() -> None:
 
     torch keeps it in a folder of /tmp with a predictable name, and runs what it finds there, whoever made that folder.
     """
-    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+    if not process.is_set("TORCHINDUCTOR_CACHE_DIR"):
         own = Path(tempfile.gettempdir(), f"trainkit-{os.geteuid()}")
         folder = own if make_own(own) else run_folder.state_file("cache")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
+        process.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor")})
 
 
 def checkpoint_activations(model: nn.Module, which: Literal["none", "full"] | int) -> None:

@@ -48,8 +48,9 @@ from torch.autograd import Variable
 
 from trainkit.config.checks import less_traffic, strategy_traits
 from trainkit.config.schema import Config
-from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb, visible_cpus
+from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb
 from trainkit.monitor.hardware import energy_of
+from trainkit.process import visible_cpus
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
