@@ -27,8 +27,8 @@ def add_host_flag(parser: argparse.ArgumentParser) -> None:
 def forward(verb: str, argv: Sequence[str], host: str, env: Mapping[str, str]) -> int:
     """Run ``verb`` there, with the code that was sent last; its exit code."""
     there = Host.parse(host)
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()  # then Ctrl-C reaches the command, and does not only leave it
-    return run_there(there, script(there, f"jobs.{verb}", without_host(argv)), env, show, terminal=terminal)
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()  # then Ctrl-C reaches the command there
+    return run_there(there, script(there, f"jobs.{verb}", without_host(argv)), env, show, on_terminal=on_terminal)
 
 
 def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) -> list[Path]:

@@ -21,7 +21,7 @@ from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
 from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import SENT, refusal, withheld_in, write_code, write_manifest
-from trainkit.site.ssh import Host, Sent, Word, run_there, script
+from trainkit.site.ssh import Host, Word, run_there, script
 
 
 def submit(
@@ -57,10 +57,10 @@ def submit(
         name = f"configs/clusters/{Path(args.cluster).name}"
         presets[name] = fileio.read_text(Path(args.cluster), follow=True)
         words.replace("cluster", name)
-    sent = Sent(_snapshot(presets, own if loadeds else ()))
+    sent = _snapshot(presets, own if loadeds else ())
     line = script(there, f"jobs.{verb}", words.words, sent=sent)
     try:
-        return run_there(there, line, env, show, content=sent.content)
+        return run_there(there, line, env, show, content=sent)
     except KeyboardInterrupt:
         look = terminal.command("status", "--host", there)
         print(f"\nDetached; what was submitted goes on.\n  state   {look}")

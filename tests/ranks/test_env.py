@@ -512,7 +512,7 @@ def test_outside_of_slurm_the_search_begins_anywhere() -> None:
 
 def test_the_module_prints_one_port_outside_the_ephemeral_range_and_imports_no_torch() -> None:
     code = (
-        "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "import atexit, runpy, sys, trainkit.process; atexit.register(lambda: print('torch' in sys.modules))\n"
         "runpy.run_module('trainkit.ranks.env', run_name='__main__')"
     )
     env = {**os.environ, "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from trainkit import terminal
 from trainkit.errors import SchedulerError, UserError
-from trainkit.site.ssh import BEGIN, NEEDED, SSH, Host, Sent, Word, run_there, script
+from trainkit.site.ssh import BEGIN, NEEDED, SSH, Host, Word, run_there, script
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,14 @@ def _packed(tmp_path: Path) -> bytes:
 
 
 def test_code_that_is_sent_twice_is_there_once_and_commands_run_in_it(there: Host, tmp_path: Path) -> None:
-    code = Sent(_packed(tmp_path))
+    code = _packed(tmp_path)
+    name = hashlib.sha256(code).hexdigest()[:16]
     line = script(there, "jobs.submit", ["ddp"], sent=code)
     for _ in range(2):
-        done = _run(line, code.content)
-        assert done.stdout.decode().splitlines()[0] == f"in {there.folder}/.trainkit/sent/{code.name}"
+        done = _run(line, code)
+        assert done.stdout.decode().splitlines()[0] == f"in {there.folder}/.trainkit/sent/{name}"
     sent = Path(there.folder, ".trainkit/sent")
-    assert sorted(path.name for path in sent.iterdir()) == sorted([code.name, "latest"])
+    assert sorted(path.name for path in sent.iterdir()) == sorted([name, "latest"])
     assert (sent / "latest" / "my_model.py").is_file()
     assert sent.stat().st_mode & 0o077 == 0
     after = _run(script(there, "jobs.status", [])).stdout.decode().splitlines()
@@ -97,8 +99,8 @@ def test_code_that_is_sent_twice_is_there_once_and_commands_run_in_it(there: Hos
 
 
 def test_code_that_arrives_torn_is_not_run_and_leaves_nothing(there: Host, tmp_path: Path) -> None:
-    code = Sent(_packed(tmp_path))
-    done = _run(script(there, "jobs.submit", ["ddp"], sent=code), code.content[:20])
+    code = _packed(tmp_path)
+    done = _run(script(there, "jobs.submit", ["ddp"], sent=code), code[:20])
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"nothing was submitted" in done.stderr
     assert list(Path(there.folder, ".trainkit/sent").iterdir()) == []

@@ -16,6 +16,7 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -24,8 +25,29 @@ from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.process import run_program
 
-# SLURM's compact lists: host names (``gpu[03-05,9],cpu1``) and task counts (``4(x2),3``).
-
+PORTS = range(20000, 30000)
+"""Below Linux's default ephemeral range (32768-60999): a port in that range can be taken, between our probe and
+rank 0's bind, by any outgoing connection."""
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+VARIABLE = "TRAINKIT_SECRET"
+SHORTEST = 16
+"""Characters of a secret. Strangers can see what is sealed with it, and try all short ones in peace."""
+HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MPI_PARTS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+# Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+SETS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", *HAND_SET, "LOCAL_WORLD_SIZE"),
+    "manual": (*HAND_SET, "LOCAL_WORLD_SIZE"),
+    "submitit-local": ("SUBMITIT_EXECUTOR", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
+    "mpi": (
+        *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS),
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ),
+    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"),
+}
+"""Variables that each launcher sets."""
 _MOST = 100_000
 """Hosts in one list; SLURM itself knows at most 65,533."""
 _LONGEST = 1 << 20
@@ -61,24 +83,21 @@ def expand(nodelist: str) -> list[str]:
 def fold(hosts: Sequence[str]) -> str:
     """``hosts`` for people, in their order: three and more in a row are ``n[01-32]``."""
     rows: list[list[str]] = []
+    following = None
     for host in hosts:
-        if rows and host == _next(rows[-1][-1]):
+        if rows and host == following:
             rows[-1].append(host)
         else:
             rows.append([host])
+        match = _NUMBER.fullmatch(host)
+        following = f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
     return ", ".join(_folded(row) if len(row) > 2 else ", ".join(row) for row in rows)
 
 
-def _next(host: str) -> str | None:
-    match = _NUMBER.fullmatch(host)
-    return f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
-
-
 def _folded(row: list[str]) -> str:
-    first, last = (_NUMBER.fullmatch(host) for host in (row[0], row[-1]))
-    assert first is not None
-    assert last is not None
-    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}"
+    parts = [match.groups() for host in (row[0], row[-1]) if (match := _NUMBER.fullmatch(host)) is not None]
+    (before, first, after), (_, last, _) = parts
+    return f"{before}[{first}-{last}]{after}"
 
 
 def expand_counts(counts: str) -> list[int]:
@@ -126,17 +145,6 @@ def _malformed(nodelist: str) -> UserError:
     )
 
 
-# Where ranks meet: the head node's address and a port.
-#
-# ``python -m trainkit.ranks.env`` prints a free port; batch scripts call it on the head node.
-
-PORTS = range(20000, 30000)
-"""Below Linux's default ephemeral range (32768-60999): a port in that range can be taken, between our probe and
-rank 0's bind, by any outgoing connection."""
-
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-
 def derived_port(job: str, attempt: int) -> int:
     """A port that all ranks compute alike, without a message: another one for each job, and for each attempt of it."""
     digest = hashlib.sha256(job.encode()).digest()
@@ -176,18 +184,16 @@ def free_port(start: int | None = None) -> int:
 def check_head(addr: str, num_nodes: int) -> None:
     """Refuse a head node that other nodes cannot reach: a name that does not resolve, or loopback on several nodes."""
     try:
-        found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+        addresses = _addresses(addr)
     except OSError as error:
         raise UserError(
             f"The head node '{addr}' cannot be found.",
             why=f"Its name does not resolve on {socket.gethostname()}: {error}.",
             fix="Give a name or an IP address that every node can resolve, as MASTER_ADDR or --master-addr.",
         ) from error
-    addresses = sorted({str(entry[4][0]) for entry in found})
-    # A scope ("fe80::1%eth0") is not part of the address.
-    if num_nodes > 1 and all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
+    if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise UserError(
-            f"The head node '{addr}' is loopback ({', '.join(addresses)}), but there are {num_nodes} nodes.",
+            f"The head node '{addr}' is loopback ({', '.join(sorted(addresses))}), but there are {num_nodes} nodes.",
             why="On every other node that address is the node itself, so its ranks would wait for ever.",
             fix="Give the head node's address in the nodes' network, as MASTER_ADDR or --master-addr.",
         )
@@ -195,12 +201,15 @@ def check_head(addr: str, num_nodes: int) -> None:
 
 def head_address(addr: str) -> str | None:
     """The head node's address in the nodes' network, by its name as another node sees it; None if there is none."""
-    try:
-        found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    addresses = [str(entry[4][0]).split("%")[0] for entry in found]
-    return next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), None)
+    with suppress(OSError):
+        return next((each for each in _addresses(addr) if not ipaddress.ip_address(each).is_loopback), None)
+    return None
+
+
+def _addresses(addr: str) -> list[str]:
+    """Addresses of a name, without the scope of ``fe80::1%eth0``. Raises OSError if it does not resolve."""
+    found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in found))
 
 
 def address_towards(addr: str) -> str | None:
@@ -231,17 +240,9 @@ def _is_free(port: int) -> bool:
 
 
 def start_for(env: Mapping[str, str]) -> int | None:
-    """Where this job's search for a port begins: moves on with each restart; None outside of SLURM."""
+    """The port where this job's search begins, another one after each restart; None outside of SLURM."""
     job = env.get("SLURM_JOB_ID")
     return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0)) if job else None
-
-
-# The variables that launchers set: read with errors that name them, and what several launchers share.
-
-# Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
-
-HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_srun_task(env: Mapping[str, str]) -> bool:
@@ -311,21 +312,6 @@ class Reader:
         )
 
 
-SETS = {
-    "torchrun": ("TORCHELASTIC_RUN_ID", *HAND_SET, "LOCAL_WORLD_SIZE"),
-    "manual": (*HAND_SET, "LOCAL_WORLD_SIZE"),
-    "submitit-local": ("SUBMITIT_EXECUTOR", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
-    "mpi": (
-        *(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ),
-    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"),
-}
-
-
-_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankEnv:
     """One rank's place among all ranks. ``local_rank`` counts on this node and indexes the devices visible here."""
@@ -382,22 +368,10 @@ class RankEnv:
         if env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env:
             return _from_submitit_local(Reader(env, "submitit-local"))
         if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-            return _from_mpi(
-                Reader(env, "mpi"),
-                rank="OMPI_COMM_WORLD_RANK",
-                size="OMPI_COMM_WORLD_SIZE",
-                local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-                local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-            )
+            return _from_mpi(Reader(env, "mpi"), *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS))
         # `srun --mpi=pmi2` sets PMI_RANK too, but not the local ones, which come from Intel MPI's and MPICH's mpirun.
         if "MPI_LOCALRANKID" in env or (not is_srun_task(env) and ("PMI_RANK" in env or "PMI_SIZE" in env)):
-            return _from_mpi(
-                Reader(env, "mpi"),
-                rank="PMI_RANK",
-                size="PMI_SIZE",
-                local_rank="MPI_LOCALRANKID",
-                local_size="MPI_LOCALNRANKS",
-            )
+            return _from_mpi(Reader(env, "mpi"), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         if is_srun_task(env):
             return _from_slurm(Reader(env, "slurm"))
         if any(name in env for name in HAND_SET) and not is_job_shell(env):
@@ -408,16 +382,24 @@ class RankEnv:
     def single(cls) -> RankEnv:
         """The only process there is."""
         return cls(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            node_rank=0,
-            num_nodes=1,
-            master_addr="127.0.0.1",
-            master_port=0,
-            launcher="single",
-        )
+            rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, master_addr="127.0.0.1",
+            master_port=0, launcher="single",
+        )  # fmt: skip
+
+
+def _in_blocks(read: Reader, rank: int, world_size: int, local_world_size: int, addr: str, port: int) -> RankEnv:
+    """A rank of nodes whose ranks follow one another."""
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size,
+        num_nodes=-(-world_size // local_world_size),
+        master_addr=addr,
+        master_port=port,
+        launcher=read.launcher,
+    )
 
 
 def device_index(local_rank: int, visible_device_count: int) -> int:
@@ -477,21 +459,11 @@ def _from_submitit_local(read: Reader) -> RankEnv:
             why="TRAINKIT_SIMULATED_NODES must divide SUBMITIT_LOCAL_NTASKS.",
             fix="Unset TRAINKIT_SIMULATED_NODES; `python -m jobs.submit` sets it for its own jobs.",
         )
-    local_world_size = world_size // num_nodes
-    return RankEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank % local_world_size,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=num_nodes,
-        master_addr=read.text("MASTER_ADDR", "127.0.0.1"),
-        master_port=read.number("MASTER_PORT", derived_port(f"local-{read.text('SUBMITIT_LOCAL_JOB_ID', '')}", 0)),
-        launcher=read.launcher,
-    )
+    port = read.number("MASTER_PORT", derived_port(f"local-{read.text('SUBMITIT_LOCAL_JOB_ID', '')}", 0))
+    return _in_blocks(read, rank, world_size, world_size // num_nodes, read.text("MASTER_ADDR", "127.0.0.1"), port)
 
 
-def _from_mpi(read: Reader, *, rank: str, size: str, local_rank: str, local_size: str) -> RankEnv:
+def _from_mpi(read: Reader, rank: str, size: str, local_rank: str, local_size: str) -> RankEnv:
     world_size = read.number(size)
     alone = world_size == 1
     mine, local = read.number(rank), read.number(local_rank, 0 if alone else None)
@@ -560,29 +532,9 @@ def _from_hand_set(read: Reader) -> RankEnv:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         read.text(name)
     rank, world_size = read.number("RANK"), read.number("WORLD_SIZE")
-    one_machine = is_loopback(read.text("MASTER_ADDR"))
-    local_world_size = max(read.number("LOCAL_WORLD_SIZE", world_size if one_machine else 1), 1)
-    return RankEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank % local_world_size,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=-(-world_size // local_world_size),
-        master_addr=read.text("MASTER_ADDR"),
-        master_port=read.number("MASTER_PORT"),
-        launcher=read.launcher,
-    )
-
-
-# The secret of a run: whoever does not know it is no rank of it.
-#
-# It comes in the environment variable TRAINKIT_SECRET, which whoever starts the ranks sets, and is never written
-# down.
-
-VARIABLE = "TRAINKIT_SECRET"
-SHORTEST = 16
-"""Characters. What is sealed with a secret can be seen by strangers, who may try all short ones in peace."""
+    addr = read.text("MASTER_ADDR")
+    local_world_size = max(read.number("LOCAL_WORLD_SIZE", world_size if is_loopback(addr) else 1), 1)
+    return _in_blocks(read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"))
 
 
 class ForgedError(Exception):
@@ -591,7 +543,11 @@ class ForgedError(Exception):
 
 @dataclass(frozen=True)
 class Secret:
-    """What the ranks of one run know and nobody else; the empty one is known to everybody."""
+    """What the ranks of one run know and nobody else: whoever does not know it is no rank of it.
+
+    It comes in TRAINKIT_SECRET, which whoever starts the ranks sets, and is never written down. Everybody knows the
+    empty one.
+    """
 
     text: str = field(default="", repr=False)
 

@@ -1,6 +1,6 @@
-"""Asking a site what it is: its scheduler and this machine. What nobody answers is a gap.
+"""Ask a site what it is: its scheduler and this machine. A question that nobody answers is a gap.
 
-At most six calls to the scheduler.
+At most six calls to the scheduler. The readers are pure: from the text that SLURM's commands print to facts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainkit import fileio, programs, terminal
-from trainkit.config.slurm_options import time_minutes
 from trainkit.errors import UserError
 from trainkit.ranks.env import expand
 from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
@@ -28,12 +27,11 @@ from trainkit.site.profile import (
     count_gpus,
     facts_of,
     gpu_types,
+    limit_minutes,
     names_in,
     read_nodes,
     read_partitions,
 )
-
-# Readers of what SLURM's commands and this machine print about a site: pure, from text to facts.
 
 ACCOUNT_FIELDS = ("User", "DefaultAccount", "Cluster", "Account", "Partition", "QOS")
 SINFO_FORMAT = "%P|%a|%l|%s|%c|%m|%f|%G|%T|%N"
@@ -109,7 +107,7 @@ def read_sinfo(text: str) -> tuple[Partition, ...]:
         found[name.rstrip("*")] = Partition(
             name.rstrip("*"),
             default=name.endswith("*"),
-            max_time_min=_minutes(limit),
+            max_time_min=limit_minutes(limit),
             max_nodes=int(largest) if largest.isdigit() else None,
             up=up == "up",
         )
@@ -124,13 +122,6 @@ def read_shared_folders(mounts: str) -> tuple[str, ...]:
         if _NETWORK.fullmatch(kind) and not place.startswith(_NO_HOME):
             found.append(place.replace("\\040", " "))
     return tuple(dict.fromkeys(found))
-
-
-def _minutes(text: str) -> float | None:
-    try:
-        return time_minutes(text)
-    except ValueError:  # infinite, n/a
-        return None
 
 
 NO_ANSWER = "no answer "
@@ -182,24 +173,23 @@ class _Ask:
     def __call__(self, question: str) -> str:
         command = self.questions[question]
         words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
-        if self.where(command[0]) is None:
-            self.gaps.append(f"{words}: there is no {command[0]} on this machine")
-            return ""
-        done = self.run(command)
-        if isinstance(done, str):
-            self.gaps.append(f"{words}: {done}")
-            return ""
-        if done.code:
+        if not self.is_here(command[0]):
+            problem = f"there is no {command[0]} on this machine"
+        elif isinstance(done := self.run(command), str):
+            problem = done
+        elif done.code:
             said = (done.err or done.out).strip().splitlines()
-            self.gaps.append(f"{words}: {terminal.one_line(said[-1]) if said else f'exit code {done.code}'}")
-            return ""
-        return done.out
+            problem = terminal.one_line(said[-1]) if said else f"exit code {done.code}"
+        else:
+            return done.out
+        self.gaps.append(f"{words}: {problem}")
+        return ""
 
-    def where(self, program: str) -> str | None:
-        return shutil.which(program, path=self.env.get("PATH"))
+    def is_here(self, program: str) -> bool:
+        return shutil.which(program, path=self.env.get("PATH")) is not None
 
     def run(self, command: Sequence[str]) -> programs.Answer | str:
-        """What it came to, or in words why it came to nothing."""
+        """Its answer, or in words why there is none."""
         if command[0] in self.silent:
             return "not asked, since it was silent before"
         try:
@@ -211,24 +201,25 @@ class _Ask:
 
 def _partitions(ask: _Ask) -> tuple[Partition, ...]:
     """From scontrol; from sinfo, which knows less, where a site does not let its users ask that."""
-    try:
+
+    def from_scontrol() -> tuple[Partition, ...]:
         told = ask("partitions")
         nodes = read_nodes(ask("nodes")) if told else {}
-        if nodes:
-            return read_partitions(told, nodes)
-    except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
-        ask.gaps.append(f"scontrol show: cannot be read: {terminal.one_line(error)}")
-    try:
-        return read_sinfo(ask("summary"))
-    except (ValueError, KeyError, UserError) as error:
-        ask.gaps.append(f"sinfo: cannot be read: {terminal.one_line(error)}")
-        return ()
+        return read_partitions(told, nodes) if nodes else ()
+
+    for program, read in (("scontrol show", from_scontrol), ("sinfo", lambda: read_sinfo(ask("summary")))):
+        try:
+            if found := read():
+                return found
+        except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+            ask.gaps.append(f"{program}: cannot be read: {terminal.one_line(error)}")
+    return ()
 
 
 def _version(ask: _Ask) -> str:
     """As sinfo says it of itself, which asks nobody: ``slurm 23.02.7``; Debian's is ``slurm-wlm 22.05.8``."""
     command = ask.questions["version"]
-    done = ask.run(command) if ask.where(command[0]) else ""
+    done = ask.run(command) if ask.is_here(command[0]) else ""
     return "" if isinstance(done, str) or done.code else (done.out.split() or [""])[-1]
 
 
@@ -242,20 +233,16 @@ def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dial
 
 def _containers(ask: _Ask) -> tuple[str, ...]:
     """Programs that are here."""
-    found = [name for name in _CONTAINERS if ask.where(name)]
+    found = [name for name in _CONTAINERS if ask.is_here(name)]
     return ("pyxis", *found) if ask.scheduler.has_pyxis(ask.env) else tuple(found)
 
 
 def _modules(ask: _Ask) -> tuple[str, ...]:
     """Modules that training may need, as Lmod or Environment Modules list them; () where there are none."""
     home = ask.env.get("MODULESHOME", "")
-    programs = [
-        ask.env.get("LMOD_CMD", ""),
-        ask.env.get("MODULES_CMD", ""),
-        f"{home}/libexec/modulecmd.tcl",
-        f"{home}/bin/modulecmd",
-    ]
-    program = next((item for item in programs if item and os.access(item, os.X_OK)), None)
+    named = [ask.env.get(name, "") for name in ("LMOD_CMD", "MODULES_CMD")]
+    places = [*named, f"{home}/libexec/modulecmd.tcl", f"{home}/bin/modulecmd"]
+    program = next((item for item in places if item and os.access(item, os.X_OK)), None)
     if program is None:
         return ()
     done = ask.run((program, "bash", "-t", "avail"))

@@ -39,106 +39,90 @@ def require_access(loaded: Loaded, request: Request, partition: Partition | None
         UserError: the account is still a profile's placeholder.
         RefusedError: everything else.
     """
-    account = loaded.config.launch.account
+    account, names = loaded.config.launch.account, list(dict.fromkeys(item.name for item in facts.accounts))
     if account == PLACEHOLDER:
         raise UserError(
             f"launch.account is still {PLACEHOLDER} ({loaded.source('launch.account')}).",
             why="Everybody has another one.",
             fix="Give yours: --account NAME, or export SBATCH_ACCOUNT=NAME."
-            + (f" You have: {', '.join(_names(facts))}." if facts.accounts else ""),
+            + (f" You have: {', '.join(names)}." if names else ""),
             key="launch.account",
         )
-    mine = [item for item in facts.accounts if item.default] if account is None else []
-    charged = account or (mine[0].name if mine else None)
+    charged = account or next((item.name for item in facts.accounts if item.default), None)
     if partition is not None and charged is not None:
         _require_in_partition(loaded, charged, partition)
+    mine = [item for item in facts.accounts if charged in (None, item.name)]
     if facts.accounts_enforced and facts.accounts:
         if account is not None:
-            _require_mine(loaded, account, partition, facts)
-        _require_qos_of_mine(loaded, charged, facts)
-    _require_qos(loaded, request, partition, facts, charged)
+            _require_mine(loaded, account, partition, mine, names)
+        _require_qos_of_mine(loaded, charged, mine)
+    _require_qos(loaded, request, partition, facts, mine)
 
 
-def _names(facts: SiteFacts) -> list[str]:
-    return list(dict.fromkeys(item.name for item in facts.accounts))
+def _refused(loaded: Loaded, key: str, what: str, why: str, fix: str) -> RefusedError:
+    return RefusedError(f"{what} ({loaded.source(key)}).", why=why, fix=fix, key=key)
 
 
 def _require_in_partition(loaded: Loaded, account: str, partition: Partition) -> None:
     lets_in = partition.accounts
     if (lets_in and account not in lets_in) or account in partition.denied_accounts:
-        raise RefusedError(
-            f"Account '{account}' may not use partition '{partition.name}' ({loaded.source('launch.account')}).",
-            why=f"It lets in: {', '.join(lets_in)}." if lets_in else "It shuts this account out.",
-            fix="Use another --partition" + (f", or --account {lets_in[0]} if it is yours." if lets_in else "."),
-            key="launch.account",
-        )
+        raise _refused(
+            loaded, "launch.account", f"Account '{account}' may not use partition '{partition.name}'",
+            f"It lets in: {', '.join(lets_in)}." if lets_in else "It shuts this account out.",
+            "Use another --partition" + (f", or --account {lets_in[0]} if it is yours." if lets_in else "."),
+        )  # fmt: skip
 
 
-def _require_mine(loaded: Loaded, account: str, partition: Partition | None, facts: SiteFacts) -> None:
-    names = _names(facts)
-    if account not in names:
-        raise RefusedError(
-            f"Account '{account}' is none of yours ({loaded.source('launch.account')}).",
-            why=f"You have: {', '.join(names)}.",
-            fix=did_you_mean(account, names, otherwise=f"Use --account {names[0]}."),
-            key="launch.account",
-        )
-    places = [item.partition for item in facts.accounts if item.name == account]
+def _require_mine(
+    loaded: Loaded, account: str, partition: Partition | None, mine: Sequence[Account], names: Sequence[str]
+) -> None:
+    if not mine:
+        fix = did_you_mean(account, names, otherwise=f"Use --account {names[0]}.")
+        what, why = f"Account '{account}' is none of yours", f"You have: {', '.join(names)}."
+        raise _refused(loaded, "launch.account", what, why, fix)
+    places = [item.partition for item in mine]
     if partition is not None and all(places) and partition.name not in places:
-        raise RefusedError(
-            f"Account '{account}' is not for partition '{partition.name}' ({loaded.source('launch.account')}).",
-            why=f"It is yours in: {', '.join(places)}.",
-            fix=f"Use --partition {places[0]}, or another --account.",
-            key="launch.account",
-        )
+        raise _refused(
+            loaded, "launch.account", f"Account '{account}' is not for partition '{partition.name}'",
+            f"It is yours in: {', '.join(places)}.", f"Use --partition {places[0]}, or another --account.",
+        )  # fmt: skip
 
 
-def _associations(account: str | None, facts: SiteFacts) -> list[Account]:
-    return [item for item in facts.accounts if account is None or item.name == account]
-
-
-def _require_qos_of_mine(loaded: Loaded, account: str | None, facts: SiteFacts) -> None:
+def _require_qos_of_mine(loaded: Loaded, account: str | None, mine: Sequence[Account]) -> None:
     qos = loaded.config.launch.qos
-    known = list(dict.fromkeys(name for item in _associations(account, facts) for name in item.qos))
+    known = list(dict.fromkeys(name for item in mine for name in item.qos))
     if qos is not None and known and qos not in known:
         whose = f" with account '{account}'" if account else ""
-        raise RefusedError(
-            f"QOS '{qos}' is none of yours{whose} ({loaded.source('launch.qos')}).",
-            why=f"You have: {', '.join(known)}.",
-            fix=did_you_mean(qos, known, otherwise=f"Use --qos {known[0]}, or leave it out."),
-            key="launch.qos",
-        )
+        fix = did_you_mean(qos, known, otherwise=f"Use --qos {known[0]}, or leave it out.")
+        what, why = f"QOS '{qos}' is none of yours{whose}", f"You have: {', '.join(known)}."
+        raise _refused(loaded, "launch.qos", what, why, fix)
 
 
 def _require_qos(
-    loaded: Loaded, request: Request, partition: Partition | None, facts: SiteFacts, account: str | None
+    loaded: Loaded, request: Request, partition: Partition | None, facts: SiteFacts, mine: Sequence[Account]
 ) -> None:
-    qos, source = loaded.config.launch.qos, loaded.source("launch.qos")
+    qos = loaded.config.launch.qos
     if qos is not None and partition is not None and partition.qos and qos not in partition.qos:
-        raise RefusedError(
-            f"QOS '{qos}' is not for partition '{partition.name}' ({source}).",
-            why=f"It takes: {', '.join(partition.qos)}.",
-            fix=did_you_mean(qos, partition.qos, otherwise=f"Use --qos {partition.qos[0]}, or another --partition."),
-            key="launch.qos",
-        )
-    only = {name for item in _associations(account, facts) for name in item.qos}
+        fix = did_you_mean(qos, partition.qos, otherwise=f"Use --qos {partition.qos[0]}, or another --partition.")
+        what = f"QOS '{qos}' is not for partition '{partition.name}'"
+        raise _refused(loaded, "launch.qos", what, f"It takes: {', '.join(partition.qos)}.", fix)
+    only = {name for item in mine for name in item.qos}
     name = qos or (only.pop() if len(only) == 1 else None)
     limits = next((item for item in facts.qos if item.name == name), None)
     if limits is None:
         return
     if limits.max_wall and request.minutes > time_minutes(limits.max_wall):
         longest = slurm_time(time_minutes(limits.max_wall))
-        raise RefusedError(
-            f"--time {slurm_time(request.minutes)} is over the limit of QOS '{name}' ({loaded.source('launch.time')}).",
-            why=f"Its MaxWall is {longest}; SLURM would leave the job pending for ever.",
-            fix=f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
-            key="launch.time",
-        )
+        raise _refused(
+            loaded, "launch.time", f"--time {slurm_time(request.minutes)} is over the limit of QOS '{name}'",
+            f"Its MaxWall is {longest}; SLURM would leave the job pending for ever.",
+            f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
+        )  # fmt: skip
     most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user)
     gpus = request.nodes * request.gpus_per_node
     if most is not None and gpus > int(most[1]):
         raise RefusedError(
-            f"{gpus} GPUs are more than QOS '{name}' gives one user ({source}).",
+            f"{gpus} GPUs are more than QOS '{name}' gives one user ({loaded.source('launch.qos')}).",
             why=f"Its limit is {most[1]}; SLURM would leave the job pending for ever.",
             fix=f"Ask for at most {most[1]} GPUs over all nodes, or use another --qos.",
             key="launch.gpus_per_node",
@@ -160,7 +144,7 @@ _USUALLY_OWN = ("/tmp", "/var/tmp")
 def require_room(folder: Path) -> None:
     """Raise RefusedError where a run folder could be begun, but not filled."""
     require_text(folder)
-    place = _nearest(folder)
+    place = next(item for item in (folder, *folder.absolute().parents) if item.is_dir())
     try:
         there = os.statvfs(place)
     except OSError:  # making the folder will say it better
@@ -218,14 +202,11 @@ def require_shared(folder: Path, what: str, site: Site, shared: Sequence[str]) -
 
 def doubtful(folder: Path, site: Site, shared: Sequence[str]) -> str:
     """A word of caution about a folder that most sites do not share; empty if there is no doubt."""
-    if shared or _is_one_machine(site) or not _below(Path(os.path.realpath(folder)), _USUALLY_OWN):
-        return ""
-    return f"Note: {folder} must be seen by the compute nodes, and few sites share {_top(folder)}."
-
-
-def _top(folder: Path) -> str:
     real = Path(os.path.realpath(folder))
-    return next(item for item in _USUALLY_OWN if real.is_relative_to(item))
+    usual = [item for item in _USUALLY_OWN if real.is_relative_to(item)]
+    if shared or _is_one_machine(site) or not usual:
+        return ""
+    return f"Note: {folder} must be seen by the compute nodes, and few sites share {usual[0]}."
 
 
 def _is_one_machine(site: Site) -> bool:
@@ -236,8 +217,3 @@ def _is_one_machine(site: Site) -> bool:
 
 def _below(path: Path, folders: Sequence[str]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(item for item in (folder, *folder.absolute().parents) if item.is_dir())

@@ -1,21 +1,24 @@
 """What this machine and its site are: SLURM or not, partitions and their nodes, GPUs and CPUs here.
 
 `discover` asks; the rest are pure readers of what `scontrol` prints as text. Its JSON differs between SLURM's versions.
+What does not change from day to day stands below ``site:`` in a profile: `jobs.cluster discover` writes it, and
+`trainkit.site.limits` goes by it, so that a submission need not ask.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import grp
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainkit import terminal
 from trainkit.config import yaml
 from trainkit.config.loading import SITE, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
@@ -26,12 +29,13 @@ from trainkit.ranks.env import expand
 from trainkit.schedulers.base import NoCluster, batch_here
 
 # A node that is powered down is none of these: SLURM boots it for the job, as clouds do.
-_DOWN = frozenset(
-    (
-        *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "INVAL", "INVALID_REG"),
-        *("MAINT", "NOT_RESPONDING", "UNKNOWN"),
-    )
-)
+_DOWN = {
+    "DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "INVAL", "INVALID_REG", "MAINT",
+    "NOT_RESPONDING", "UNKNOWN",
+}  # fmt: skip
+Dialect = Literal["gpus-per-node", "gres", "constraint"]
+_HOW = {"gpus-per-node": "--gpus-per-node=N", "gres": "--gres=gpu:N", "constraint": "--constraint alone"}
+_HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
 
 
 @dataclass(frozen=True)
@@ -123,21 +127,19 @@ def read_nodes(text: str) -> dict[str, Node]:
 
 def count_gpus(gres: str) -> int:
     """GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has 4, ``gpu`` has 1."""
-    total = 0
-    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
-        kind, *rest = item.strip().removeprefix("gres/").replace("=", ":").split(":")
-        if kind == "gpu":
-            count = rest[-1] if rest and rest[-1].isdigit() else "1"
-            total += int(count)
-    return total
+    return sum(int(rest[-1]) if rest and rest[-1].isdigit() else 1 for rest in _gpus_in(gres))
 
 
 def gpu_types(gres: str) -> tuple[str, ...]:
     """Types of the GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has a100."""
-    items = [item.split(":") for item in re.sub(r"\([^)]*\)", "", gres).split(",")]
-    return tuple(
-        dict.fromkeys(item[1] for item in items if item[0] == "gpu" and len(item) > 1 and not item[1].isdigit())
-    )
+    return tuple(dict.fromkeys(rest[0] for rest in _gpus_in(gres) if rest and not rest[0].isdigit()))
+
+
+def _gpus_in(gres: str) -> list[list[str]]:
+    """What follows ``gpu`` in each item of such a list: its type, its count, both or neither."""
+    items = [item.strip().removeprefix("gres/") for item in re.sub(r"\([^)]*\)", "", gres).split(",")]
+    words = [item.replace("=", ":").split(":") for item in items]
+    return [rest for kind, *rest in words if kind == "gpu"]
 
 
 def visible_gpus(mask: str | None, present: int) -> int:
@@ -157,26 +159,21 @@ def visible_gpus(mask: str | None, present: int) -> int:
 
 def local_gpus(mask: str | None) -> int:
     """GPUs of this machine that are visible under ``mask``; asked from the driver, without torch."""
-    try:
+    with suppress(Exception):  # no library, or no driver
         import pynvml
-    except ImportError:
-        return 0
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    try:
-        return visible_gpus(mask, int(pynvml.nvmlDeviceGetCount()))
-    except pynvml.NVMLError:
-        return 0
-    finally:
-        pynvml.nvmlShutdown()
+        try:
+            return visible_gpus(mask, int(pynvml.nvmlDeviceGetCount()))
+        finally:
+            pynvml.nvmlShutdown()
+    return 0
 
 
 def _own_groups() -> tuple[str, ...]:
     found = []
     for number in {os.getegid(), *os.getgroups()}:
-        with contextlib.suppress(KeyError):  # a number without a name
+        with suppress(KeyError):  # a number without a name
             found.append(grp.getgrgid(number).gr_name)
     return tuple(found)
 
@@ -193,8 +190,8 @@ def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partitio
         name=fields["PartitionName"],
         nodes=tuple(nodes[name] for name in members if name in nodes),
         default=fields.get("Default") == "YES",
-        max_time_min=_minutes(fields.get("MaxTime", "")),
-        max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
+        max_time_min=limit_minutes(fields.get("MaxTime", "")),
+        max_nodes=_number(fields.get("MaxNodes", "")),
         up=fields.get("State", "UP") == "UP",
         max_mem_mb=_number(fields.get("MaxMemPerNode", "")) or None,
         min_nodes=_number(fields.get("MinNodes", "")) or None,
@@ -217,10 +214,11 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _minutes(text: str) -> float | None:
+def limit_minutes(text: str) -> float | None:
+    """A time limit of SLURM's in minutes; None for UNLIMITED, NONE, infinite and n/a."""
     try:
         return time_minutes(text)
-    except ValueError:  # UNLIMITED, NONE
+    except ValueError:
         return None
 
 
@@ -243,14 +241,6 @@ def _node(fields: Mapping[str, str]) -> Node:
         gpu_types=gpu_types(fields.get("Gres", "")),
         features=names_in(fields.get("AvailableFeatures", "")),
     )
-
-
-# What is known of a site and does not change from day to day: written by ``jobs.cluster discover``, read back by
-# name.
-#
-# It stands below ``site:`` in a profile. `trainkit.site.limits` goes by it, so that a submission need not ask.
-
-Dialect = Literal["gpus-per-node", "gres", "constraint"]
 
 
 @dataclass(frozen=True)
@@ -322,6 +312,9 @@ class SiteFacts:
 def facts_of(partition: Partition) -> PartitionFacts:
     """A partition as a profile keeps it."""
     limit = partition.max_time_min
+    kinds = Counter(
+        NodeKind(0, node.cpus, node.mem_mb, node.gpus, node.gpu_types, node.features) for node in partition.nodes
+    )
     return PartitionFacts(
         partition.name,
         partition.default,
@@ -331,7 +324,7 @@ def facts_of(partition: Partition) -> PartitionFacts:
         partition.accounts,
         partition.qos,
         "" if partition.preempt_mode == "OFF" else partition.preempt_mode,
-        tuple(_kinds(partition.nodes)),
+        tuple(replace(kind, count=count) for kind, count in kinds.items()),
     )
 
 
@@ -357,11 +350,8 @@ def renewed(text: str, facts: SiteFacts) -> str:
     return f"{rest}\n\n{_known(facts)}" if rest else _known(facts)
 
 
-_HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
-
-
 def _known(facts: SiteFacts) -> str:
-    return _HEADING + yaml.dump({SITE: _plain(facts)})
+    return _HEADING + yaml.dump({SITE: TypeAdapter(SiteFacts).dump_python(facts, mode="json", exclude_defaults=True)})
 
 
 def read_facts(cluster: str) -> SiteFacts | None:
@@ -385,38 +375,11 @@ def read_facts(cluster: str) -> SiteFacts | None:
         ) from None
 
 
-def _kinds(nodes: Iterable[Node]) -> Iterable[NodeKind]:
-    counts: dict[NodeKind, int] = {}
-    for node in nodes:
-        kind = NodeKind(0, node.cpus, node.mem_mb, node.gpus, node.gpu_types, node.features)
-        counts[kind] = counts.get(kind, 0) + 1
-    return [dataclasses.replace(kind, count=count) for kind, count in counts.items()]
-
-
-def _plain(value: object) -> object:
-    """What differs from its default, as YAML writes it."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    defaults = {field.name: field.default for field in dataclasses.fields(value)}
-    return {name: _plain(item) for name, item in found.items() if item != defaults[name]}
-
-
-# What is known of a site, as lines for a person.
-
-_HOW = {
-    "gpus-per-node": "--gpus-per-node=N",
-    "gres": "--gres=gpu:N",
-    "constraint": "--constraint alone",
-}
-
-
 def lines(facts: SiteFacts) -> list[str]:
     """The whole of ``jobs.cluster show``."""
     found = [f"{facts.cluster or 'This site'}: SLURM {facts.version or 'of unknown version'}"]
-    found += _table([_row(partition) for partition in facts.partitions])
+    rows = [_row(partition) for partition in facts.partitions]
+    found += [f"  {line}" for line in (terminal.table(rows[0], rows[1:]) if rows else [])]
     accounts = [_account(item.name, item.partition, item.qos, item.default) for item in facts.accounts]
     limits = [f"{item.name}: {', '.join(filter(None, (item.max_wall, item.max_tres_per_user)))}" for item in facts.qos
               if item.max_wall or item.max_tres_per_user]  # fmt: skip
@@ -458,10 +421,3 @@ def _kind(kind: NodeKind) -> str:
 def _account(name: str, partition: str, qos: tuple[str, ...], default: bool) -> str:
     where = f" in {partition}" if partition else ""
     return f"{name}{'*' * default}{where}" + (f" (QOS {', '.join(qos)})" if qos else "")
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)] + [0]
-    return [
-        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

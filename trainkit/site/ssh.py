@@ -23,11 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from trainkit import programs, terminal
-from trainkit import terminal as printable
 from trainkit.errors import RefusedError, SchedulerError, TrainkitError, UserError
 from trainkit.fileio import make_own
-
-# What is run on a login node: a few lines of shell, and the Python that starts a module of the kit there.
 
 FOLDER = "trainkit"
 """Below the home folder there, where none is given: what README's first lines have cloned and installed."""
@@ -121,81 +118,59 @@ class Word:
         return f'{shlex.quote(self.before) if self.before else ""}"$root"/{shlex.quote(self.below)}'
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Code that comes over stdin: a packed archive, called by its hash."""
-
-    content: bytes
-
-    @property
-    def name(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()[:16]
-
-
-def script(host: Host, module: str, words: Sequence[str | Word], *, sent: Sent | None = None) -> str:
+def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes | None = None) -> str:
     """The lines of shell that run a module of the kit there.
 
     Args:
-        sent: the code; the module runs in its folder. None: the latest that was sent, else what lies in the host's
-            folder; the module runs in that one.
+        sent: the code, a packed archive that comes over stdin; the module runs in its folder. None: the latest that
+            was sent, else what lies in the host's folder; the module runs in that one.
     """
+    name = host.name
+    no_folder = UserError(
+        f"{name} has no folder {host.folder}.",
+        why="It is where trainkit was installed there, and where its runs go.",
+        fix=f"Log in, clone and install trainkit there, or give another folder: --host {name}:FOLDER.",
+    )
+    no_python = RefusedError(
+        f"{name} has no Python.",
+        why=f"There is neither {host.folder}/.venv/bin/python nor python3 on the PATH.",
+        fix="Log in, and install trainkit into .venv in that folder, as its README begins.",
+    )
+    not_whole = SchedulerError(
+        f"The code has not arrived on {name}.",
+        why=f"It could not be unpacked below {host.folder}; nothing was submitted.",
+        fix="Look for space and quota there, and give the command again.",
+    )
     # Below the home folder wherever a profile there goes, and whatever CDPATH it sets.
     folder = ("" if host.folder.startswith("/") else "~/") + shlex.quote(host.folder)
     lines = [
-        f"cd {folder} 2>/dev/null || {{ {_no_folder(host)} >&2; exit 2; }}",
+        f"cd {folder} 2>/dev/null || {{ {_saying(no_folder)} >&2; exit 2; }}",
         "root=$PWD",
         'python=$root/.venv/bin/python; [ -x "$python" ] || python=python3',
-        f'command -v "$python" >/dev/null || {{ {_no_python(host)} >&2; exit 3; }}',
+        f'command -v "$python" >/dev/null || {{ {_saying(no_python)} >&2; exit 3; }}',
         'export TRAINKIT_RUNS="${TRAINKIT_RUNS:-$root/runs}"',
     ]
     if sent is None:
         lines += [f"code=$root/{SENT}/latest", '[ -d "$code" ] || code=']
     else:
-        size = len(sent.content)
+        size = len(sent)
         lines += [
-            f"sent=$root/{SENT}; code=$sent/{sent.name}",
+            f"sent=$root/{SENT}; code=$sent/{hashlib.sha256(sent).hexdigest()[:16]}",
             "umask 077",
-            f'mkdir -p "$sent" || {{ {_not_whole(host)} >&2; exit 1; }}',
+            f'mkdir -p "$sent" || {{ {_saying(not_whole)} >&2; exit 1; }}',
             # Of connections that were lost while they sent.
             "find \"$sent\" -maxdepth 1 -name 'new.*' -mmin +600 -exec rm -rf {} + 2>/dev/null",
             # Complete or absent: two submissions at once unpack it twice, and one of them is left aside.
             f'if [ -d "$code" ]; then head -c {size} >/dev/null',
             f'elif new=$(mktemp -d "$sent/new.XXXXXX") && head -c {size} | tar xzf - -C "$new"; then',
             'ln -s "$root/.venv" "$new/.venv"; mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"',
-            f'else {_not_whole(host)} >&2; rm -rf "$new"; exit 1; fi',
+            f'else {_saying(not_whole)} >&2; rm -rf "$new"; exit 1; fi',
             'ln -sfn "$code" "$sent/latest"',
             'cd "$code" || exit 1',
         ]
     given = " ".join(str(word) if isinstance(word, Word) else shlex.quote(word) for word in words)
     start = f'"$python" -u -c {shlex.quote(_START)} "$code" {shlex.join([str(host), terminal.PROGRAM, module])} {given}'
     return "\n".join([f"echo {shlex.quote(BEGIN)}", *lines, start])
-
-
-def _no_folder(host: Host) -> str:
-    error = UserError(
-        f"{host.name} has no folder {host.folder}.",
-        why="It is where trainkit was installed there, and where its runs go.",
-        fix=f"Log in, clone and install trainkit there, or give another folder: --host {host.name}:FOLDER.",
-    )
-    return _saying(error)
-
-
-def _no_python(host: Host) -> str:
-    error = RefusedError(
-        f"{host.name} has no Python.",
-        why=f"There is neither {host.folder}/.venv/bin/python nor python3 on the PATH.",
-        fix="Log in, and install trainkit into .venv in that folder, as its README begins.",
-    )
-    return _saying(error)
-
-
-def _not_whole(host: Host) -> str:
-    error = SchedulerError(
-        f"The code has not arrived on {host.name}.",
-        why=f"It could not be unpacked below {host.folder}; nothing was submitted.",
-        fix="Look for space and quota there, and give the command again.",
-    )
-    return _saying(error)
 
 
 def _saying(error: TrainkitError) -> str:
@@ -219,7 +194,7 @@ _FAILED = 255
 
 def run_there(
     host: Host, line: str, env: Mapping[str, str], hear: Callable[[bytes], None], *, content: bytes = b"",
-    terminal: bool = False,
+    on_terminal: bool = False,
 ) -> int:  # fmt: skip
     """Run lines of shell on the login node; their exit code.
 
@@ -229,19 +204,19 @@ def run_there(
     Args:
         hear: told of what they print, as it comes.
         content: what they read from stdin first; after it stdin stays open until they or this process end.
-        terminal: they talk to this terminal instead, so that Ctrl-C reaches them.
+        on_terminal: they talk to this terminal instead, so that Ctrl-C reaches them.
 
     Raises SchedulerError if there was no connection, or is none any more; what ssh says itself has reached stderr.
     """
     ssh = shlex.split(env.get(SSH) or "ssh")
     # In base64 it is the same for every login shell: csh takes no line breaks in quotes, fish knows other escapes.
     packed = base64.b64encode(os.fsencode(line)).decode()
-    options = ["-t"] if terminal else ["-T"]
+    options = ["-t"] if on_terminal else ["-T"]
     command = [*ssh, *options, *_lasting(ssh, host, env), "--", host.name]
     command.append(f"exec bash -lc 'eval \"$(echo {packed} | base64 -d)\"'")
     try:
         process = subprocess.Popen(
-            command, env=dict(env), stdin=None if terminal else subprocess.PIPE, stdout=subprocess.PIPE
+            command, env=dict(env), stdin=None if on_terminal else subprocess.PIPE, stdout=subprocess.PIPE
         )
     except OSError as error:
         if error.errno == errno.E2BIG:
@@ -269,19 +244,14 @@ def run_there(
             if process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
-    if (code == _FAILED or code < 0) and begun:
-        raise SchedulerError(
-            f"The connection to {host.name} was lost.",
-            why="What had begun there may have come to its end, or not.",
-            fix=f"Look: `{printable.command('status', '--host', host)}`.",
-        )
-    if code == _FAILED or code < 0:
-        raise SchedulerError(
-            f"No connection to {host.name}.",
-            why="ssh has said above what is wrong.",
-            fix=f"Try `{shlex.join([*ssh, host.name])}`.",
-        )
-    return code
+    if code != _FAILED and code >= 0:
+        return code
+    if begun:
+        why, look = "What had begun there may have come to its end, or not.", terminal.command("status", "--host", host)
+        raise SchedulerError(f"The connection to {host.name} was lost.", why=why, fix=f"Look: `{look}`.")
+    by_hand = shlex.join([*ssh, host.name])
+    why = "ssh has said above what is wrong."
+    raise SchedulerError(f"No connection to {host.name}.", why=why, fix=f"Try `{by_hand}`.")
 
 
 def _feed(stdin: IO[bytes], content: bytes) -> None:
@@ -304,7 +274,7 @@ def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes]
             if len(before) > _LONGEST_GREETING:
                 raise SchedulerError(
                     f"{host.name} does not come to the point.",
-                    why=f"Its shell has printed {printable.size(len(before))}, and has not begun with the command.",
+                    why=f"Its shell has printed {terminal.size(len(before))}, and has not begun with the command.",
                     fix=f"Look at what the shell's profile there prints: `ssh {host.name} true`.",
                 )
             if not mark or b"\n" not in after:
@@ -321,7 +291,7 @@ def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes]
 
 def _complain(noise: bytes) -> None:
     if noise.strip():
-        sys.stderr.write(printable.lines(noise.decode(errors="replace")).rstrip() + "\n")
+        sys.stderr.write(terminal.lines(noise.decode(errors="replace")).rstrip() + "\n")
         sys.stderr.flush()
 
 
