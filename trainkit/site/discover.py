@@ -207,7 +207,7 @@ def _partitions(ask: _Ask) -> tuple[Partition, ...]:
         nodes = read_nodes(ask("nodes")) if told else {}
         return read_partitions(told, nodes) if nodes else ()
 
-    for program, read in (("scontrol show", from_scontrol), ("sinfo", lambda: read_sinfo(ask("summary")))):
+    for read, program in ((from_scontrol, "scontrol show"), (lambda: read_sinfo(ask("summary")), "sinfo")):
         try:
             if found := read():
                 return found
