@@ -74,9 +74,9 @@ def _completions() -> dict[str, Any]:
     """What completes the arguments that are called so in the help."""
     import shtab
 
+    from trainkit.config.json_schema import settings
     from trainkit.config.loading import PACKAGED, described
     from trainkit.config.schema import SECTIONS
-    from trainkit.config.settings import settings
 
     def words(*known: str, further: str = "") -> dict[str, Any]:
         return shtab.cmd(f"printf '%s\\n' {' '.join(known)}; {further}".removesuffix("; "))

@@ -111,7 +111,7 @@ def _print_presets() -> int:
 
 
 def _print_settings(section: str | None) -> int:
-    from trainkit.config.settings import settings
+    from trainkit.config.json_schema import settings
 
     rows = [
         (f"{item.key}={item.default}", f"({item.type})", f"{f'{item.of}: ' if item.of else ''}{item.sentence}")

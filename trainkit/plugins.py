@@ -21,25 +21,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from trainkit import fileio, importing
 from trainkit.errors import UserError, did_you_mean
 
-# Values of a plugin's options, checked against the annotations of its function.
-#
-# Every value is of the declared type and the defaults are filled in, so that ``data.image_size=big`` is an error for
-# the user at submission and not a traceback on the compute node. Which options there are is `check_options`'
-# part.
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
 
-_ARTICLE = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+
+def option_type(annotation: str) -> Any:
+    """The type that an annotation in a plugin's source says; None for one whose values are not checked.
+
+    Understands int, float, bool, str, None, Literal and unions of them.
+    """
+    if literal := re.fullmatch(r"Literal\[(.*)\]", annotation):
+        return Literal[ast.literal_eval(f"({literal[1]},)")]
+    parts = [part.strip() for part in annotation.split("|")]
+    return Union[tuple(_TYPES[part] for part in parts)] if all(part in _TYPES for part in parts) else None  # noqa: UP007
 
 
 def fill(build: Callable[..., Any], options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """All keyword-only parameters of ``build`` with the values of ``options`` or their defaults.
 
-    ``where`` is the configuration section, for messages. Understands int, float, bool, str, None, Literal and unions of
-    them; a value of any other annotation is left as it is.
+    ``where`` is the configuration section, for messages.
     """
     filled = dict(options)
     for parameter in inspect.signature(build).parameters.values():
@@ -56,33 +62,30 @@ def fill(build: Callable[..., Any], options: Mapping[str, Any], *, where: str) -
 
 def convert(value: Any, annotation: str, *, key: str) -> Any:
     """``value`` as ``annotation`` wants it, or a UserError that names ``key``."""
-    literal = re.fullmatch(r"Literal\[(.*)\]", annotation)
-    if literal:
-        choices = [choice.strip().strip("\"'") for choice in literal[1].split(",")]
-        if str(value) not in choices:
-            raise UserError(
-                f"{key}={value} is not possible.",
-                why=f"{key} is one of: {', '.join(choices)}.",
-                fix=did_you_mean(str(value), choices, otherwise=f"Use {key}={choices[0]}."),
-                key=key,
-            )
+    kind = option_type(annotation)
+    if kind is None:
         return value
-    types = [part.strip() for part in annotation.split("|")]
-    if any(part not in _ARTICLE for part in types):
-        return value
-    for part in types:
-        # YAML has told 1, 1.0, true and text apart already. What is exact is accepted: 3 for a float, 3.0 for an int.
-        if part == "None" and value is None:
-            return None
-        if part == "bool" and isinstance(value, bool):
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        if str(value) in choices:
             return value
-        if part == "int" and isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
-            return int(value)
-        if part == "float" and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if part == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
+        raise UserError(
+            f"{key}={value} is not possible.",
+            why=f"{key} is one of: {', '.join(choices)}.",
+            fix=did_you_mean(str(value), choices, otherwise=f"Use {key}={choices[0]}."),
+            key=key,
+        )
+    types = get_args(kind) or (kind,)
+    # YAML has told 1, 1.0, true and text apart already. What is exact is accepted: 3 for a float, 3.0 for an int.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    for part in types:
+        if (part is NoneType and value is None) or (part is bool and isinstance(value, bool)):
+            return value
+        if (part is int and is_number and value % 1 == 0) or (part is float and is_number):
+            return part(value)
+        if part is str and (is_number or isinstance(value, str)):
             return str(value)
-    wanted = " or ".join(_ARTICLE[part] for part in types)
+    wanted = " or ".join(_WORDS[part] for part in types)
     shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
     raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=f"Give {wanted}.", key=key)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trainkit.config.json_schema import Setting, settings
 from trainkit.config.schema import SECTIONS
-from trainkit.config.settings import Setting, settings
 from trainkit.errors import UserError
 
 

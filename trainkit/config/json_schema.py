@@ -1,24 +1,26 @@
-"""``python -m trainkit.config.json_schema > configs/schema.json``: JSON schema by which editors complete presets.
+"""What can be set: the JSON schema by which editors complete presets, and the same as lines for people.
 
-It is made at each release, with the names of the timm and torchvision that are installed then: `trainkit.plugins`
-reads them from their source, so that neither is imported, nor torch.
+``python -m trainkit.config.json_schema > configs/schema.json`` is called at each release, with the names of the timm
+and torchvision that are installed then: `trainkit.plugins` reads them from their source, so that neither is imported.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from trainkit import plugins
 from trainkit.config.loading import PACKAGED
 from trainkit.config.optimizers import usable_names
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
-from trainkit.config.settings import field_docs
+from trainkit.errors import UserError, did_you_mean
 
 OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}
 ELSEWHERE = {
@@ -38,6 +40,23 @@ FROM_A_LIBRARY = {
     "drop_rate": {"type": "number", "description": "timm: dropout before the head."},
     "drop_path_rate": {"type": "number", "description": "timm: stochastic depth."},
 }
+# Options that mean the same in every plugin that has them and says nothing else.
+_SHARED = {
+    "augment": "Augment the training images.",
+    "dropout": "Dropout before the head.",
+    "image_size": "Pixels of a side of the images that the model gets.",
+    "in_chans": "Colour channels: 1 or 3.",
+    "num_classes": "Number of classes.",
+    "shift": "Pixels by which augmentation shifts an image at most.",
+    "test_fraction": "The part of the images that becomes test, where there is no such folder.",
+    "test_size": "Number of test images.",
+    "train_size": "Number of training images.",
+    "val_fraction": "The part of the training images that becomes val.",
+    "val_size": "Number of validation images.",
+    "width": "Channels of the first stage.",
+}
+_NAMES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "null": "null"}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def library_models() -> list[str]:
@@ -49,46 +68,65 @@ def json_schema(models: Sequence[str], optimizers: Sequence[str]) -> dict[str, A
     """Schema of a preset: that of `Config`, plus `extends`, the names of plugins, and their options.
 
     Args:
-        models, optimizers: see `library_models`.
+        models, optimizers: names that libraries have.
     """
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "trainkit preset"
-    sections: list[type[BaseModel]] = [Config, *SECTIONS.values()]
-    for model in sections:
-        properties = schema["properties"] if model is Config else schema["$defs"][model.__name__]["properties"]
-        for name, text in field_docs(model).items():
+    sections: dict[str, Any] = schema["$defs"]
+    models_of_sections: list[type[BaseModel]] = [Config, *SECTIONS.values()]
+    for model in models_of_sections:
+        properties = schema["properties"] if model is Config else sections[model.__name__]["properties"]
+        for name, text in _field_docs(model).items():
             properties[name]["description"] = text
     # What the configuration turns into text may be written as a number: `time: 90`, `sbatch: {nice: 10}`.
-    launch = schema["$defs"]["LaunchConfig"]["properties"]
+    launch = sections["LaunchConfig"]["properties"]
     launch["time"]["type"] = ["string", "integer"]
     launch["mem"]["anyOf"].append({"type": "integer"})
     for options in (launch["sbatch"], launch["srun"]):
         options["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
-    for section, package in (
-        ("ModelConfig", "models"),
-        ("DataConfig", "data.datasets"),
-        ("TaskConfig", "tasks"),
-        ("StrategyConfig", "strategies"),
-    ):
-        _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
-    del launch["executor"]["type"]
-    launch["executor"]["anyOf"] = [{"enum": ["auto", *plugins.available("trainkit.schedulers"), "debug"]}, OWN]
-    _name_ours(schema["$defs"]["OptimConfig"], OptimConfig, optimizers, ANY_OPTIMIZER)
-    _name_ours(schema["$defs"]["ScheduleConfig"], ScheduleConfig, (), OWN)
-    loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
-    loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}
+    for key in ("model.name", "data.name", "task.name", "strategy.name"):
+        section = SECTIONS[key.partition(".")[0]].__name__
+        _name_plugins(sections[section], plugins.package_of(key), models if key == "model.name" else ())
+    _name(launch["executor"], ["auto", *plugins.available("trainkit.schedulers"), "debug"], OWN)
+    _name_ours(sections["OptimConfig"], OptimConfig, optimizers, ANY_OPTIMIZER)
+    _name_ours(sections["ScheduleConfig"], ScheduleConfig, (), OWN)
+    _name(sections["MonitorConfig"]["properties"]["loggers"]["items"], plugins.available("trainkit.monitor"), OWN)
+    presets = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
     extends = {
         "description": "A preset to start from, by name or path; this file states only what differs.",
-        "anyOf": [{"enum": _presets()}, {"type": "string"}],
+        "anyOf": [
+            {"enum": sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in presets)},
+            {"type": "string"},
+        ],
     }
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return schema
 
 
-def _presets() -> list[str]:
-    files = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
-    return sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in files)
+def _field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring below each field of a section.
+
+    pydantic can do this (`use_attribute_docstrings`), but then does it for every command, a tenth of its start.
+    """
+    body = ast.parse(inspect.getsource(model)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        before.target.id: inspect.cleandoc(after.value.value)
+        for before, after in zip(body.body, body.body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+    }
+
+
+def _name(field: dict[str, Any], names: Sequence[str], elsewhere: dict[str, Any]) -> None:
+    """Have a field list its names, beside those that are elsewhere."""
+    del field["type"]
+    field["anyOf"] = [{"enum": list(names)}, elsewhere]
+
+
+def _if_named(rule: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {"name": rule}, "required": ["name"]}
 
 
 def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) -> None:
@@ -98,22 +136,17 @@ def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) 
         others: names that a library has.
     """
     names, common = plugins.available(package), sorted(section["properties"])
-    name = section["properties"]["name"]
-    del name["type"]
-    name["anyOf"] = [{"enum": [*names, *others]}, ELSEWHERE if others else OWN]
+    _name(section["properties"]["name"], [*names, *others], ELSEWHERE if others else OWN)
     rules = []
     for plugin in names:
         signature = plugins.signature(package, plugin)
-        options = {
-            option: {**_type(signature.annotations.get(option, "")), **_default(signature, option)}
-            for option in signature.options
-        }
-        rule: dict[str, Any] = {"properties": options}
+        rule: dict[str, Any] = {"properties": {option: _option(signature, option) for option in signature.options}}
         if not signature.takes_any:
             rule["propertyNames"] = {"enum": [*common, *signature.options]}
-        rules.append({"if": _named({"const": plugin}), "then": rule})
+        rules.append({"if": _if_named({"const": plugin}), "then": rule})
     if others:
-        rules.append({"if": _named({"not": {"anyOf": [{"enum": names}, OWN]}}), "then": {"properties": FROM_A_LIBRARY}})
+        not_ours = _if_named({"not": {"anyOf": [{"enum": names}, OWN]}})
+        rules.append({"if": not_ours, "then": {"properties": FROM_A_LIBRARY}})
     section["allOf"] = rules
 
 
@@ -121,35 +154,113 @@ def _name_ours(
     section: dict[str, Any], model: type[ExtensibleSection], others: Sequence[str], elsewhere: dict[str, Any]
 ) -> None:
     """Have the section list its names, of which ours have no keys but the section's own."""
-    name, ours = section["properties"]["name"], list(model.OURS)
-    del name["type"]
-    name["anyOf"] = [{"enum": [*ours, *others]}, elsewhere]
+    _name(section["properties"]["name"], [*model.OURS, *others], elsewhere)
     own_keys = {"propertyNames": {"enum": sorted(section["properties"])}}
-    section["allOf"] = [{"if": _named({"not": {"enum": ours}}), "else": own_keys}]
+    section["allOf"] = [{"if": _if_named({"not": {"enum": list(model.OURS)}}), "else": own_keys}]
 
 
-def _named(rule: dict[str, Any]) -> dict[str, Any]:
-    return {"properties": {"name": rule}, "required": ["name"]}
+def _option(signature: plugins.Signature, option: str) -> dict[str, Any]:
+    """An option of a plugin; nothing is said of a type that `trainkit.plugins` does not check either."""
+    kind = plugins.option_type(signature.annotations.get(option, ""))
+    field = {} if kind is None else TypeAdapter(kind).json_schema()
+    if option in signature.defaults:
+        field["default"] = signature.defaults[option]
+    if text := _about(signature.doc, option):
+        field["description"] = text
+    return field
 
 
-def _default(signature: plugins.Signature, option: str) -> dict[str, Any]:
-    return {"default": signature.defaults[option]} if option in signature.defaults else {}
-
-
-def _type(annotation: str) -> dict[str, Any]:
-    """Of an option's annotation; nothing is said of one that `trainkit.plugins` does not check either."""
-    words = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
-    if literal := re.fullmatch(r"Literal\[(.*)\]", annotation):
-        return {"enum": list(ast.literal_eval(f"({literal[1]},)"))}
-    parts = [part.strip() for part in annotation.split("|")]
-    if any(part not in words for part in parts):
-        return {}
-    return {"type": words[parts[0]] if len(parts) == 1 else [words[part] for part in parts]}
+def _about(doc: str, option: str) -> str:
+    """What the docstring of a plugin's function says of an option: the sentence that names it, from its name on."""
+    for paragraph in re.split(r"\n\s*\n", doc):
+        text = " ".join(paragraph.split())
+        if found := re.search(rf"(?:^|[.;:] )(``{option}(?:=[^`]*)?``)(:)?", text):
+            rest = text[found.end(2) :] if found[2] else text[found.start(1) :]
+            sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", rest.strip(), maxsplit=1)[0].replace("``", "")
+            return f"{sentence[:1].upper()}{sentence[1:]}" if found[2] else sentence
+    return _SHARED.get(option, "")
 
 
 def text(models: Sequence[str], optimizers: Sequence[str]) -> str:
     """The file's content."""
     return json.dumps(json_schema(models, optimizers), indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key that a preset or a command line may give."""
+
+    key: str
+    type: str
+    default: str
+    text: str
+    of: str = ""
+    """The plugins whose option it is; empty for a key that is always there."""
+
+    @property
+    def sentence(self) -> str:
+        """The first sentence of what is said about it."""
+        return re.split(r"(?<=[.])\s", self.text, maxsplit=1)[0]
+
+
+def settings(section: str | None = None) -> list[Setting]:
+    """All settings, or those of a section, in the order in which the configuration has them.
+
+    Raises UserError where there is no such section.
+    """
+    if section is not None and section not in SECTIONS:
+        raise UserError(
+            f"Unknown section '{section}'.",
+            why=f"There are: {', '.join(SECTIONS)}.",
+            fix=did_you_mean(section, list(SECTIONS), otherwise=f"Use {next(iter(SECTIONS))}."),
+        )
+    schema, found = json_schema((), ()), []
+    for name, field in schema["properties"].items():
+        if name not in SECTIONS and name != "extends" and section is None:
+            found.append(_setting(name, field))
+        elif name in SECTIONS and section in (None, name):
+            part = schema["$defs"][SECTIONS[name].__name__]
+            found += [_setting(f"{name}.{key}", field) for key, field in part["properties"].items()]
+            options: dict[Setting, list[str]] = {}  # one that several plugins share stands once
+            for rule in part.get("allOf", ()):
+                for key, field in rule.get("then", {}).get("properties", {}).items():
+                    plugin: str = rule["if"]["properties"]["name"]["const"]
+                    options.setdefault(_setting(f"{name}.{key}", field), []).append(plugin)
+            found += [Setting(it.key, it.type, it.default, it.text, ", ".join(of)) for it, of in options.items()]
+    return found
+
+
+def _setting(key: str, field: Mapping[str, Any]) -> Setting:
+    default = _written(field["default"]) if "default" in field else "(no default)"
+    is_name = key.endswith(".name") or key == "launch.executor"
+    kind = "text" if is_name else "[text, ...]" if key == "monitor.loggers" else _type(field)
+    return Setting(key, kind, default, " ".join(field.get("description", "").split()))
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    """A type of the schema in words: ``int > 0 | auto | null``."""
+    if "anyOf" in field:
+        return " | ".join(_type(item) for item in field["anyOf"])
+    if "const" in field or "enum" in field:
+        return " | ".join(map(str, field.get("enum", [field.get("const")])))
+    kind = field.get("type", "any")
+    if kind == "array":
+        items = field.get("prefixItems") or [field.get("items", {})]
+        inside = [_type({"type": item.get("type", "any")}) for item in items]
+        return f"[{', '.join(inside if 'prefixItems' in field else [*inside, '...'])}]"
+    if kind == "object":
+        return "{name: text}"
+    kinds: list[str] = kind if isinstance(kind, list) else [kind]
+    names = [_NAMES.get(name, name) for name in kinds]
+    bounds = [f"{sign} {field[word]:.10g}" for word, sign in _BOUNDS.items() if word in field]
+    return " ".join([" | ".join(names), ", ".join(bounds)]).strip()
+
+
+def _written(value: Any) -> str:
+    """A default as it is written on a command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_written, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -112,21 +112,6 @@ def merge(low: Layer, high: Layer) -> Layer:
     return merged
 
 
-def moved(layer: Layer, before: Layer, there: Layer) -> Layer:
-    """``layer`` at another site: what the profile of the one ``before`` has said gives way to what is said ``there``.
-
-    What differs from that profile, its user has said, of a mapping each entry. It stays.
-    """
-    kept: Layer = {}
-    for key, (value, source) in layer.items():
-        said = before[key][0] if key in before else None
-        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(said, dict):
-            kept[key] = ({name: item for name, item in value.items() if str(said.get(name)) != str(item)}, source)
-        elif key not in before or str(said) != str(value):
-            kept[key] = (value, source)
-    return merge(kept, there)
-
-
 PACKAGED = fileio.folder("configs")
 OWN = Path("configs")
 """The user's own, in the folder where the command is given; they come before the packaged ones."""
@@ -201,42 +186,43 @@ def presets_named(name: str) -> list[Path]:
     return [folder / f"{name}.yaml" for folder in (OWN, PACKAGED) if os.path.isfile(folder / f"{name}.yaml")]
 
 
-def file_layer(path: Path, seen: tuple[Path, ...] = ()) -> Layer:
-    """What a preset's file says, on top of what it extends. ``seen``: the files that extend it."""
-    if path.resolve() in [item.resolve() for item in seen]:
-        chain = " -> ".join(str(item) for item in (*seen, path))
-        raise UserError(f"{path} extends itself.", why=chain, fix="Break the circle.")
-    if len(seen) > _LONGEST_CHAIN:
-        why = f"Each of {_LONGEST_CHAIN} files extends the next."
-        raise UserError(f"{seen[0]} extends too many files.", why=why, fix="Write what they say into fewer.")
-    values, lines = yaml.read(path)
-    base: Layer = {}
-    parent = values.pop("extends", None)
-    if parent is not None:
-        base = file_layer(_parent(path, parent, lines["extends"]), (*seen, path))
-    own: Layer = {}
-    for key, value in flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
-        own[key] = (value, Source("file", f"{path}:{lines.get(key, 1)}"))
-    return merge(base, own)
+def file_layer(path: Path) -> Layer:
+    """What a preset's file says, on top of what it extends."""
+    layers = [_said(file, values, lines, "file") for file, values, lines in _chain(path)]
+    return reduce(merge, reversed(layers))
 
 
 def files_of(path: Path) -> list[Path]:
     """A preset's file, and those that it extends, nearest first."""
-    found = [path]
-    while True:
-        values, lines = yaml.read(found[-1])
-        if values.get("extends") is None:
-            return found
-        parent = _parent(found[-1], values["extends"], lines["extends"])
-        if parent.resolve() in [item.resolve() for item in found]:
-            return found  # which `file_layer` says
-        found.append(parent)
+    return [file for file, _, _ in _chain(path)]
+
+
+def _chain(path: Path) -> list[tuple[Path, dict[str, Any], dict[str, int]]]:
+    """A preset's file and those that it extends, nearest first, each with its values and their lines."""
+    found = [(path, *yaml.read(path))]
+    while (parent := found[-1][1].pop("extends", None)) is not None:
+        last, _, lines = found[-1]
+        file, seen = _parent(last, parent, lines["extends"]), [item for item, _, _ in found]
+        if file.resolve() in [item.resolve() for item in seen]:
+            chain = " -> ".join(map(str, [*seen, file]))
+            raise UserError(f"{file} extends itself.", why=chain, fix="Break the circle.")
+        if len(seen) > _LONGEST_CHAIN:
+            why = f"Each of {_LONGEST_CHAIN} files extends the next."
+            raise UserError(f"{path} extends too many files.", why=why, fix="Write what they say into fewer.")
+        found.append((file, *yaml.read(file)))
+    return found
+
+
+def _said(path: Path, values: Mapping[str, Any], lines: Mapping[str, int], kind: str) -> Layer:
+    """The layer of one file. `optim:` with nothing but comments below it says nothing."""
+    whole = {key: {} if value is None and key in SECTIONS else value for key, value in values.items()}
+    return {key: (value, Source(kind, f"{path}:{lines.get(key, 1)}")) for key, value in flatten(whole)}
 
 
 def _parent(path: Path, parent: Any, line: int) -> Path:
     """The file that ``path`` extends: beside it first, then as `find_preset` knows it.
 
-    What extends its own name extends the packaged preset that it stands before.
+    A preset that extends its own name extends the packaged one that it hides.
     """
     if not isinstance(parent, str):
         raise UserError(
@@ -245,19 +231,14 @@ def _parent(path: Path, parent: Any, line: int) -> Path:
             fix="For example extends: ddp.",
         )
     name = parent if parent.endswith((".yaml", ".yml")) else f"{parent}.yaml"
-    beside, packaged_one = path.parent / name, PACKAGED / name
+    beside, packaged = path.parent / name, PACKAGED / name
     is_beside = os.path.isfile(beside)  # False for a name that no file can have
-    if is_beside and beside.resolve() == path.resolve() and packaged_one.is_file():
-        return packaged_one
+    if is_beside and beside.resolve() == path.resolve() and packaged.is_file():
+        return packaged
     try:
         return beside if is_beside else find_preset(parent)
     except UserError as error:
         raise UserError(error.what, why=f"{error.why.removesuffix('.')} (file {path}:{line}).", fix=error.fix) from None
-
-
-def _is_bare(key: str, value: Any) -> bool:
-    # `optim:` with nothing but comments below it says nothing, rather than that there is no optimizer.
-    return value is None and key in SECTIONS
 
 
 def profile_layer(cluster: str) -> Layer:
@@ -268,15 +249,14 @@ def profile_layer(cluster: str) -> Layer:
     path = find_profile(cluster)
     values, lines = yaml.read(path)
     values.pop(SITE, None)
-    layer: Layer = {}
-    for key, value in flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
+    layer = _said(path, values, lines, "cluster profile")
+    for key in layer:
         if not key.startswith("launch.") or key == "launch.cluster":
             raise UserError(
                 f"'{key}' does not belong into a cluster profile.",
                 why=f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only.",
                 fix="Move it to a preset.",
             )
-        layer[key] = (value, Source("cluster profile", f"{path}:{lines.get(key, 1)}"))
     return layer
 
 
@@ -351,16 +331,15 @@ def load(
         UserError: unknown preset or key, wrong type, impossible combination; names the key and where it was written.
     """
     path = find_preset(preset)
-    from_file = file_layer(path, ())
+    from_file = file_layer(path)
     if moved_to is not None:
         from_file = _moved(from_file, moved_to)
     given = env or {}
     variables, notes = settings_of(given)
     variables += [(CLUSTER, "launch.cluster", given[CLUSTER])] if given.get(CLUSTER) else []
-    layers: list[Layer] = [{key: (value, Source("environment", name))} for name, key, value in variables]
+    layers: list[Layer] = [from_file, *({key: (value, Source("environment", name))} for name, key, value in variables)]
     layers += [override_layer(overrides)]
     layers += [{key: (value, Source("flag", flag)) for key, (value, flag) in (flags or {}).items()}]
-    layers.insert(0, from_file)
     merged = reduce(merge, layers)
     cluster, written = merged.get("launch.cluster", (None, DEFAULT))
     # The configuration that a run keeps is complete: what its site's profile says by now, or whether it is still there,
@@ -394,13 +373,23 @@ def _entries(layers: Iterable[Layer]) -> dict[str, Source]:
 
 
 def _moved(layer: Layer, cluster: str) -> Layer:
-    before, _ = layer.get("launch.cluster", (None, DEFAULT))
-    said: Layer = {}
-    if before is not None:
-        with suppress(UserError):  # that profile may be gone: then nobody knows what it has said
-            said = profile_layer(str(before))
+    """``layer`` at another site: what the profile of the site before has said gives way to that of ``cluster``.
+
+    What differs from that profile, its user has said, of a mapping each entry. It stays.
+    """
     there = merge(profile_layer(cluster), {"launch.cluster": (cluster, Source("flag", "--cluster"))})
-    return moved(layer, said, there)
+    before: Layer = {}
+    if "launch.cluster" in layer and layer["launch.cluster"][0] is not None:
+        with suppress(UserError):  # that profile may be gone: then nobody knows what it has said
+            before = profile_layer(str(layer["launch.cluster"][0]))
+    kept: Layer = {}
+    for key, (value, source) in layer.items():
+        said = before[key][0] if key in before else None
+        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(said, dict):
+            kept[key] = ({name: item for name, item in value.items() if str(said.get(name)) != str(item)}, source)
+        elif key not in before or str(said) != str(value):
+            kept[key] = (value, source)
+    return merge(kept, there)
 
 
 def to_yaml(config: Config) -> str:
@@ -409,6 +398,8 @@ def to_yaml(config: Config) -> str:
 
 
 def _validate(layer: Layer) -> Config:
+    from trainkit.config import refusals  # which stands on this module
+
     tree: dict[str, Any] = {}
     for key, (value, source) in layer.items():
         *parents, last = key.split(".")
@@ -416,20 +407,14 @@ def _validate(layer: Layer) -> Config:
         for parent in parents:
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                from trainkit.config import refusals
-
                 if parent in SECTIONS and node is tree:
                     raise refusals.value_for_section(parent, child, layer[parent][1])
                 raise refusals.below_a_value(key, layer)
             node = child
         if last in SECTIONS and node is tree:
-            from trainkit.config import refusals
-
             raise refusals.value_for_section(last, value, source)
         node[last] = value
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        from trainkit.config import refusals  # what only a mistake needs
-
         raise refusals.explain(error, layer) from None

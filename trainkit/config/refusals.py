@@ -73,7 +73,9 @@ def explain(error: ValidationError, layer: Layer) -> UserError:
     location = [str(part) for part in problem["loc"]]
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, ImpossibleError):
-        return _impossible(cause, layer)
+        written = [f"{key} ({_source(key, layer)})" for key in cause.keys if key in layer]
+        where = "" if cause.secret else f"Written: {', '.join(written) or 'by default'}."
+        return UserError(f"{cause}.", why=f"{cause.why} {where}".strip(), fix=cause.fix, key=cause.keys[0])
     if problem["type"] == "extra_forbidden":
         return unknown_key(".".join([*location, *problem.get("ctx", {}).values()]), layer)
     # Members of a union and items of a list put their own names behind the key; keep the setting itself.
@@ -143,7 +145,7 @@ def wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     if origin is Annotated:
         return wanted(arguments[0], tuple(item for part in arguments[1:] for item in getattr(part, "metadata", [part])))
     if origin is Literal:
-        return _any_of([str(item) for item in arguments])
+        return " or ".join(filter(None, [", ".join(map(str, arguments[:-1])), str(arguments[-1])]))
     if origin in (Union, UnionType):
         return ", or ".join(wanted(part) for part in arguments)
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -197,17 +199,6 @@ def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
     )
 
 
-def _impossible(problem: ImpossibleError, layer: Layer) -> UserError:
-    written = [f"{key} ({_source(key, layer)})" for key in problem.keys if key in layer]
-    where = "" if problem.secret else f"Written: {', '.join(written) or 'by default'}."
-    return UserError(
-        f"{problem}.",
-        why=f"{problem.why} {where}".strip(),
-        fix=problem.fix,
-        key=problem.keys[0],
-    )
-
-
 def _source(key: str, layer: Layer) -> Source:
     """Where a setting, or the first one below it, was written."""
     found = [source for item, (_, source) in layer.items() if item == key or item.startswith(f"{key}.")]
@@ -252,7 +243,3 @@ def _within(limits: tuple[Any, ...]) -> str:
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
     found = [(word, getattr(item, name)) for item in limits for name, word in words.items() if hasattr(item, name)]
     return " and".join(f" {word} {limit if isinstance(limit, int) else format(limit, 'g')}" for word, limit in found)
-
-
-def _any_of(items: list[str]) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} or {items[-1]}"

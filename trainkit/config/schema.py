@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -32,6 +34,27 @@ from trainkit import fileio, plugins
 from trainkit.config.slurm_options import long_name, time_minutes
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what torch, numpy and scikit-learn all take
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def only_if(holds: Callable[[Any], object], words: str) -> AfterValidator:
+    """A value for which that holds, or null. ``words`` say what is wanted."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not holds(value):
+            raise ValueError(words)
+        return value
+
+    return AfterValidator(check)
+
+
+@BeforeValidator
+def number_as_text(value: Any) -> Any:
+    """A whole number that stands for the same text."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)
@@ -179,9 +202,6 @@ class TrainConfig(Section):
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
 
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
 class AugmentConfig(Section):
     """Of whole batches on the device, after what the data set does itself (shift or crop, mirror)."""
 
@@ -273,9 +293,14 @@ class LaunchConfig(Section):
     """Ranks per node; null: one per GPU, or one on CPU."""
     cpus_per_task: PositiveInt | None = None
     """CPUs for each rank; null: the share of the GPUs that a job takes."""
-    mem: Annotated[str | None, PLAIN] = None
+    mem: Annotated[
+        str | None,
+        PLAIN,
+        number_as_text,
+        only_if(re.compile(r"\d+[KMGT]?B?").fullmatch, "a size as sbatch writes it: 32G, 500M, 0"),
+    ] = None
     """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
-    time: Annotated[str, PLAIN] = "1:00:00"
+    time: Annotated[str, PLAIN, number_as_text, only_if(time_minutes, "a time above zero")] = "1:00:00"
     """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
     partition: Annotated[str | None, PLAIN] = None
     """Partition of the cluster, or several: a,b. null: the site's default."""
@@ -322,9 +347,15 @@ class LaunchConfig(Section):
     """Shell lines before the job starts: module load, source ..."""
     modules: Annotated[tuple[str, ...], STARTS] = ()
     """Environment modules that a batch job loads first: [cuda/12.4]."""
-    environment: Annotated[str | None, STARTS] = None
+    environment: Annotated[
+        str | None,
+        STARTS,
+        only_if(re.compile(r"(venv|conda|uv):.+").fullmatch, "venv:FOLDER, conda:NAME or uv:PROJECT"),
+    ] = None
     """The Python of a batch job. null: the one that submits; venv:FOLDER, conda:NAME, uv:PROJECT."""
-    container_image: Annotated[str | None, STARTS] = None
+    container_image: Annotated[
+        str | None, STARTS, AfterValidator(lambda image: None if image in ("", "none") else image)
+    ] = None  # against a profile's or a run's own
     """Run the ranks in a container: image.sif, image.sqsh, nvcr.io#nvidia/pytorch:25.01-py3, docker://..."""
     container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
     """auto: apptainer for .sif files and URLs; of the rest pyxis on SLURM, docker without (jobs.launch)."""
@@ -341,14 +372,6 @@ class LaunchConfig(Section):
         """Seconds before the time limit at which the job is told to save."""
         return self.signal_seconds or max(5, min(90, int(time_minutes(self.time) * 60 / 3)))
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _on_one_line(cls, value: Any) -> Any:
-        # All of it goes into the batch script: a line break would begin a line of its own there.
-        if not all(is_one_line(text) for text in _texts(value)):
-            raise ValueError("text on one line, without control characters")
-        return value
-
     @field_validator("executor")
     @classmethod
     def _is_a_scheduler(cls, value: str) -> str:
@@ -358,59 +381,28 @@ class LaunchConfig(Section):
                 raise UnknownNameError(f"{', '.join(known)}, or package.module:build of your own", known)
         return value
 
-    @field_validator("time", mode="before")
-    @classmethod
-    def _minutes_as_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("time")
-    @classmethod
-    def _is_a_time(cls, value: str) -> str:
-        time_minutes(value)
-        return value
-
-    @field_validator("mem", mode="before")
-    @classmethod
-    def _mem_as_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("mem")
-    @classmethod
-    def _is_a_size(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+[KMGT]?B?", value):
-            raise ValueError("a size as sbatch writes it: 32G, 500M, 0")
-        return value
-
     @field_validator("sbatch", "srun", mode="before")
     @classmethod
-    def _values_as_text(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
-            return {
-                str(key): "" if item is None or item is True else str(item)
-                for key, item in value.items()
-                if item is not False
-            }
-        return value
-
-    @field_validator("sbatch", "srun")
-    @classmethod
-    def _are_option_names(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        if not all(re.fullmatch(r"[A-Za-z][\w-]*", key) for key in value):
+    def _options(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if not all(re.fullmatch(r"[A-Za-z][\w-]*", str(key)) for key in value):
             raise ValueError("options without their dashes, as in {comment: thesis}")
-        return {long_name(str(info.field_name), key): text for key, text in value.items()}
+        # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
+        return {
+            long_name(str(info.field_name), str(key)): "" if item is None or item is True else str(item)
+            for key, item in value.items()
+            if item is not False
+        }
 
-    @field_validator("environment")
+    @field_validator("*", mode="before")
     @classmethod
-    def _is_an_environment(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"(venv|conda|uv):.+", value):
-            raise ValueError("venv:FOLDER, conda:NAME or uv:PROJECT")
+    def _on_one_line(cls, value: Any) -> Any:
+        # All of it goes into the batch script: a line break would begin a line of its own there.
+        # pydantic calls the last one of such validators first.
+        if not all(is_one_line(text) for text in _texts(value)):
+            raise ValueError("text on one line, without control characters")
         return value
-
-    @field_validator("container_image")
-    @classmethod
-    def _or_none(cls, value: str | None) -> str | None:
-        return None if value in ("", "none") else value  # against a profile's or a run's own
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:
@@ -421,9 +413,8 @@ class LaunchConfig(Section):
                 why="A site knows one of them.",
                 fix="Give one of them.",
             )
-        memory = [name for name in ("mem-per-cpu", "mem-per-gpu") if name in self.sbatch] + ["mem"] * (
-            self.mem is not None
-        )
+        given = {*self.sbatch, *(["mem"] if self.mem is not None else [])}
+        memory = [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]
         if len(memory) > 1:
             raise ImpossibleError(
                 f"--{' and --'.join(memory)} both ask for memory",
@@ -454,10 +445,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list | tuple):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _texts(item)
-
-
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what torch, numpy and scikit-learn all take
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ModelConfig(PluginSection):
@@ -519,7 +506,7 @@ class OptimConfig(ExtensibleSection):
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.05
     """Applied to matrices and filters only, not to biases and norms."""
-    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    layer_decay: Share = 1.0
     """Layers nearer to the image learn slower: each at so much of the next one's rate. 0.65 to 0.8 is usual for
     fine-tuning vision transformers; 1: all alike."""
     betas: tuple[Fraction, Fraction] | tuple[Fraction, Fraction, Fraction] | None = (0.9, 0.999)
@@ -561,7 +548,7 @@ class ScheduleConfig(ExtensibleSection):
     """Epochs between two falls (step only)."""
     gamma: Fraction = 0.1
     """What is left of the rate at each fall (step only)."""
-    decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    decay_ratio: Share = 0.2
     """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
 
 
@@ -576,7 +563,14 @@ class StrategyConfig(PluginSection):
 
 
 class MonitorConfig(Section):
-    loggers: Annotated[tuple[str, ...], IMPORTS] = ("console", "jsonl", "tensorboard", "wandb")
+    loggers: Annotated[
+        tuple[str, ...],
+        IMPORTS,
+        only_if(
+            lambda names: len(set(names)) == len(names),
+            "a list without repetitions: every record would be written twice",
+        ),
+    ] = ("console", "jsonl", "tensorboard", "wandb")
     """Where records go, each once: files in trainkit/monitor, or package.module:function of your own."""
     log_every: PositiveInt = 10
     """Updates between two training records."""
@@ -585,25 +579,14 @@ class MonitorConfig(Section):
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 
-    profile_steps: tuple[NonNegativeInt, PositiveInt] | None = None
+    profile_steps: Annotated[
+        tuple[NonNegativeInt, PositiveInt] | None,
+        only_if(lambda steps: steps[0] < steps[1], "two steps, the second after the first, such as [20, 25]"),
+    ] = None
     """[20, 25]: profile the updates after the 20th up to the 25th, on rank 0, into RUN/profile; `touch RUN/PROFILE`
     profiles 5 at any time."""
     memory_history: bool = False
     """Note which line asks for which memory of the GPU, for the snapshot that is written when there is too little."""
-
-    @field_validator("profile_steps")
-    @classmethod
-    def _forward(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
-        if value is not None and value[0] >= value[1]:
-            raise ValueError("two steps, the second after the first, such as [20, 25]")
-        return value
-
-    @field_validator("loggers")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) < len(value):
-            raise ValueError("a list without repetitions: every record would be written twice")
-        return value
 
 
 class CollaborativeConfig(Section):

@@ -82,69 +82,44 @@ _NAMES = {
     },
 }  # fmt: skip
 
-# Option -> the flag or setting that stands for it. The plan is made of these: elsewhere they would contradict it.
-_JOBS = {
-    **{name: f"--{name}" for name in (
-        "account", "constraint", "cpus-per-task", "dependency", "exclude", "gpus-per-node", "job-name", "mail-type",
-        "mail-user", "nodelist", "nodes", "ntasks-per-node", "partition", "qos", "reservation", "time",
-    )},
-    "container": "--container-image",
-    "container-image": "--container-image",
-    "container-mounts": "launch.container_mounts",
-    "nodefile": "--nodelist",
-    "ntasks": "--nodes and --ntasks-per-node",
-    "ntasks-per-core": "--ntasks-per-node",
-    "ntasks-per-gpu": "--ntasks-per-node",
-    "ntasks-per-socket": "--ntasks-per-node",
-    "signal": "launch.signal_seconds",
-}  # fmt: skip
-_FLAGS = {
-    "sbatch": {
-        **_JOBS,
-        "array": "--sweep (peers of a swarm: --array)",
-        **dict.fromkeys(("gpus", "gpus-per-socket", "gpus-per-task"), "--gpus-per-node"),
-        "cpus-per-gpu": "--cpus-per-task",
-        "mem": "--mem",
-        "no-requeue": "launch.requeue=false",
-        "requeue": "launch.requeue",
-        "test-only": "--dry-run or --estimate",
-        "wait": "--wait",
-    },
-    "srun": _JOBS,
-}
-
-# Option -> the promise that it breaks.
-_LOGS = "The logs of ranks and of the batch script are in the run's folder, where `logs`, `why` and restarts read them."
-_FOLDER = "A run goes on in the folder of its submission, where paths of its own keep their meaning."
-_CLUSTER = "`status`, `cancel` and restarts ask the cluster of this machine."
-_OWNER = "A run is its submitter's: nobody else writes its folder."
-_CALL = "trainkit calls it by itself, and reads what it says."
-_NODES = "A node that is gone ends the job, which starts again without it."
-_ALL = "All ranks of the job are started together, one by one for its tasks."
-_BREAKS = {
-    "sbatch": {
-        **dict.fromkeys(("output", "error", "open-mode"), _LOGS),
-        **dict.fromkeys(("clusters", "cluster-constraint"), _CLUSTER),
-        **dict.fromkeys(("uid", "gid"), _OWNER),
-        **dict.fromkeys(
-            ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"), _CALL
-        ),
-        "chdir": _FOLDER,
-        "no-kill": _NODES,
-    },
-    "srun": {
-        **dict.fromkeys(("output", "error", "open-mode", "label"), _LOGS),
-        **dict.fromkeys(("clusters", "cluster-constraint"), _CLUSTER),
-        **dict.fromkeys(("uid", "gid"), _OWNER),
-        **dict.fromkeys(("help", "test-only", "usage", "version"), _CALL),
-        **dict.fromkeys(("het-group", "jobid", "multi-prog", "no-allocate", "pty", "relative"), _ALL),
-        "chdir": _FOLDER,
-        "export": "The ranks get the variables of the batch script, and in them where they meet.",
-        "kill-on-bad-exit": "A rank that dies ends the others at once, and the run starts again.",
-        "no-kill": _NODES,
-        "wait": "Ranks end by themselves, each when it has written its part.",
-    },
-}
+# Flags of ours that have the option's own name. The plan is made of these: elsewhere they would contradict it.
+_OWN_FLAGS = """
+    account constraint cpus-per-task dependency exclude gpus-per-node job-name mail-type mail-user nodelist nodes
+    ntasks-per-node partition qos reservation time
+"""
+# The flag or setting of ours; options of both programs that it stands for; and those of sbatch alone.
+_FLAGS = (
+    ("--container-image", "container container-image", ""),
+    ("launch.container_mounts", "container-mounts", ""),
+    ("--nodelist", "nodefile", ""),
+    ("--nodes and --ntasks-per-node", "ntasks", ""),
+    ("--ntasks-per-node", "ntasks-per-core ntasks-per-gpu ntasks-per-socket", ""),
+    ("launch.signal_seconds", "signal", ""),
+    ("--sweep (peers of a swarm: --array)", "", "array"),
+    ("--gpus-per-node", "", "gpus gpus-per-socket gpus-per-task"),
+    ("--cpus-per-task", "", "cpus-per-gpu"),
+    ("--mem", "", "mem"),
+    ("launch.requeue=false", "", "no-requeue"),
+    ("launch.requeue", "", "requeue"),
+    ("--dry-run or --estimate", "", "test-only"),
+    ("--wait", "", "wait"),
+)
+# A promise; options of both programs that break it; those of sbatch alone; and those of srun alone.
+_PROMISES = (
+    ("The logs of ranks and of the batch script are in the run's folder, where `logs`, `why` and restarts read them.",
+     "output error open-mode", "", "label"),
+    ("A run goes on in the folder of its submission, where paths of its own keep their meaning.", "chdir", "", ""),
+    ("`status`, `cancel` and restarts ask the cluster of this machine.", "clusters cluster-constraint", "", ""),
+    ("A run is its submitter's: nobody else writes its folder.", "uid gid", "", ""),
+    ("trainkit calls it by itself, and reads what it says.",
+     "help test-only usage version", "parsable quiet verbose wait wrap", ""),
+    ("A node that is gone ends the job, which starts again without it.", "no-kill", "", ""),
+    ("All ranks of the job are started together, one by one for its tasks.",
+     "", "", "het-group jobid multi-prog no-allocate pty relative"),
+    ("The ranks get the variables of the batch script, and in them where they meet.", "", "", "export"),
+    ("A rank that dies ends the others at once, and the run starts again.", "", "", "kill-on-bad-exit"),
+    ("Ranks end by themselves, each when it has written its part.", "", "", "wait"),
+)  # fmt: skip
 _HARMLESS = {("srun", "export"): ("ALL", "ALL,"), ("sbatch", "open-mode"): ("append",)}
 
 
@@ -164,10 +139,17 @@ def objection(program: str, name: str, value: str) -> tuple[str, str] | None:
     """Why an option (by its long name) is not passed on, and what to do instead; None if it is."""
     if value and value.startswith(_HARMLESS.get((program, name), ("\0",))):
         return None
-    promise, flag = _BREAKS[program].get(name), _FLAGS[program].get(name)
-    if promise is None and flag is None:
+    is_sbatch = program == "sbatch"
+    flags = [flag for flag, both, sbatch in _FLAGS if name in f"{both} {sbatch if is_sbatch else ''}".split()]
+    flags += [f"--{name}"] if name in _OWN_FLAGS.split() else []
+    promises = [
+        promise
+        for promise, both, sbatch, srun in _PROMISES
+        if name in f"{both} {sbatch if is_sbatch else srun}".split()
+    ]
+    if not promises and not flags:
         return None
-    return promise or "It would contradict the plan.", f"Use {flag}." if flag else "Leave it out."
+    return "".join(promises) or "It would contradict the plan.", f"Use {flags[0]}." if flags else "Leave it out."
 
 
 # sbatch's own variables, which users set in their shell's profile. sbatch ranks them above the script's header, and
