@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -57,22 +57,20 @@ def run(
 
     Args:
         open_run: makes or opens the run folder and takes its lease; called on rank 0 only, once the ranks have met.
-        node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
-        secret: what the ranks of this run know and nobody else.
+        node: the attempt that this node's launcher has begun, which need not share rank 0's folder; None: no launcher.
+        secret: shared by the ranks of this run and nobody else.
         beat: called whenever this rank has made progress: an update, a batch, a save.
-        prepared: what `prepare_loggers` has given on rank 0.
+        prepared: the result of `prepare_loggers` on rank 0.
 
     Raises:
         TrainkitError: what a user can mend. It has been written to the run's events.
     """
+    # Longer than the watchdog's patience: it knows more than a collective that times out.
+    patience = timedelta(seconds=2 * max(config.launch.hang_seconds, 300))
+    interface, monitor = config.launch.interface, config.monitor
     group = distributed(
-        env,
-        use_gpu=wants_gpu(config),
-        secret=secret,
-        interface=config.launch.interface,
-        # Longer than the watchdog's patience: it knows more than a collective that times out.
-        collective_timeout=timedelta(seconds=2 * max(config.launch.hang_seconds, 300)),
-    )
+        env, use_gpu=wants_gpu(config), secret=secret, interface=interface, collective_timeout=patience
+    )  # fmt: skip
     uploads: Uploads | None = None
     waits = _WAIT_AT_STOP
     try:
@@ -81,80 +79,59 @@ def run(
             check_batch_sizes(config, dist.world_size, splits)
             build_task(config, splits)  # refuses what would leave a failed run behind
             writer = _meet(config, dist, open_run)
-            with _failures_recorded(writer.attempt, dist):
+            run_dir, gpu = writer.run, dist.device.type == "cuda"
+            with _failures_recorded(writer.attempt, dist), ExitStack() as held:
                 uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)
                 config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
-                outcome = _run(build(config, dist, splits), stop, writer, node, beat, uploads, prepared or {})
-        waits = _WAIT_AT_END if outcome == "finished" else 0.0
+                parts = build(config, dist, splits)
+                keep, asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
+                checkpoints = Checkpoints(
+                    run_dir.checkpoints, keep=keep, dist=dist, may_write=writer.check, asynchronous=asynchronous
+                )
+                held.enter_context(closing(checkpoints))
+                held.enter_context(explain_out_of_memory(config, dist))
+                progress, hosts = _started(parts, writer, checkpoints)
+                loggers = open_loggers(
+                    config, run_dir, total_steps=parts.total_steps, params=parts.num_parameters,
+                    world_size=dist.world_size, resumed_step=progress.step, precision=parts.precision.name,
+                    micro_batch_size=parts.micro_batch_size, is_main=dist.is_main, may_write=writer.check,
+                    prepared=prepared,
+                )  # fmt: skip
+                with (
+                    loggers as metrics,
+                    sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), env),
+                    watched(parts, node, hosts, beat) as beat,
+                    profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
+                    snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
+                ):
+                    clock, saved = clock_of(dist.device), uploads.look if uploads is not None else lambda: None
+                    keeper = Recorder(
+                        parts, writer, checkpoints, metrics, progress, beat, clock, hosts, saved, profiler
+                    )  # fmt: skip
+                    is_done = train(parts, keeper, lambda: stop.requested)
+                    profiler.close(progress.step)
+                    epoch = progress.step / parts.steps_per_epoch
+                    if is_done:
+                        early = keeper.tell_early_stop()
+                        test = keeper.test({"step": progress.step, "epoch": epoch})
+                    else:
+                        signals = [name for names in dist.gather_json(stop.signals) for name in names]
+                        if uploads is not None:  # afterwards the job may be taken away at any moment
+                            uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
+                        hand_back(writer.attempt if dist.is_main else node, env, signals, step=progress.step)
+                if is_done:
+                    keeper.summarize("finished", epochs=epoch, test=test, stopped_early=early or None)
+                    if dist.is_main:
+                        writer.attempt.ended("COMPLETED", step=progress.step)
+        waits = _WAIT_AT_END if is_done else 0.0
     finally:
         if uploads is not None:  # the other ranks have gone
             uploads.finish(waits, give_up=lambda: stop.requested and not uploads.wait(waits and _WAIT_AT_STOP))
-    return outcome, writer.run
-
-
-def _run(
-    parts: TrainState,
-    stop: StopFlag,
-    writer: Writer,
-    node: Attempt | None,
-    beat: Callable[[], None],
-    uploads: Uploads | None,
-    prepared: Mapping[str, object],
-) -> Outcome:
-    config, dist, run_dir = parts.config, parts.dist, writer.run
-    checkpoints = Checkpoints(
-        run_dir.checkpoints,
-        keep=config.checkpoint.keep,
-        dist=dist,
-        may_write=writer.check,
-        asynchronous=config.checkpoint.asynchronous,
-    )
-    with closing(checkpoints), explain_out_of_memory(config, dist):
-        progress, hosts = _started(parts, writer, checkpoints)
-        loggers = open_loggers(
-            config,
-            run_dir,
-            total_steps=parts.total_steps,
-            params=parts.num_parameters,
-            world_size=dist.world_size,
-            resumed_step=progress.step,
-            precision=parts.precision.name,
-            micro_batch_size=parts.micro_batch_size,
-            is_main=dist.is_main,
-            may_write=writer.check,
-            prepared=prepared,
-        )
-        gpu, monitor = dist.device.type == "cuda", config.monitor
-        with (
-            loggers as metrics,
-            sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), dist.env),
-            watched(parts, node, hosts, beat) as beat,
-            profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
-            snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
-        ):
-            saved = uploads.look if uploads is not None else lambda: None
-            keeper = Recorder(
-                parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, saved, profiler
-            )
-            is_done = train(parts, keeper, lambda: stop.requested)
-            profiler.close(progress.step)
-            if not is_done:
-                signals = [name for names in dist.gather_json(stop.signals) for name in names]
-                if uploads is not None:  # afterwards the job may be taken away at any moment
-                    uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
-                hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
-                return "preempted"
-            epoch = progress.step / parts.steps_per_epoch
-            early = keeper.tell_early_stop()
-            test = keeper.test({"step": progress.step, "epoch": epoch})
-        keeper.summarize("finished", epochs=epoch, test=test, stopped_early=early or None)
-        if dist.is_main:
-            writer.attempt.ended("COMPLETED", step=progress.step)
-        return "finished"
+    return "finished" if is_done else "preempted", run_dir
 
 
 def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tuple[Progress, list[str]]:
-    """Load what training goes on from, and say in the run's events that it does; where it is, and each rank's host."""
+    """Load what training goes on from, and write the event ``started``. Returns the progress and each rank's host."""
     config, dist = parts.config, parts.dist
     restored, progress = go_on(parts, checkpoints)
     anew: tuple[str, ...] = ()
@@ -164,30 +141,24 @@ def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tup
             parts.ema.restart()
     hosts = dist.gather_json(socket.gethostname())
     resized = parts.differs_from(restored.state) if restored else ""
-    if dist.is_main:
-        late_average = parts.ema is not None and progress.step > 0 and not progress.ema_updates
-        if resized:
-            print(f"Note: {resized}.", flush=True)
-        if late_average:
-            print(f"Note: the averaged weights begin here, with those of step {progress.step}.", flush=True)
-        writer.attempt.started(
-            step=progress.step,
-            total_steps=parts.total_steps,
-            steps_per_epoch=parts.steps_per_epoch,
-            world_size=dist.world_size,
-            hosts=list(dict.fromkeys(hosts)),
-            device=device_name(dist.device),
-            **share_of_cpus(dist.device),
-            precision=parts.precision.name,
-            params=parts.num_parameters,
-            micro_batch_size=parts.micro_batch_size,
-            grad_accum_steps=parts.grad_accum_steps,
-            versions=software(dist.device),
-            **({"trained_anew": anew} if anew else {}),
-            **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
-            **({"resized": resized} if resized else {}),
-            **({"ema_began": True} if late_average else {}),
-        )
+    if not dist.is_main:
+        return progress, hosts
+    late_average = parts.ema is not None and progress.step > 0 and not progress.ema_updates
+    if resized:
+        print(f"Note: {resized}.", flush=True)
+    if late_average:
+        print(f"Note: the averaged weights begin here, with those of step {progress.step}.", flush=True)
+    expected = parts.splits.expected
+    remarks = {
+        "trained_anew": anew, "input": expected and asdict(expected), "resized": resized, "ema_began": late_average,
+    }  # fmt: skip
+    writer.attempt.started(
+        step=progress.step, total_steps=parts.total_steps, steps_per_epoch=parts.steps_per_epoch,
+        world_size=dist.world_size, hosts=list(dict.fromkeys(hosts)), device=device_name(dist.device),
+        **share_of_cpus(dist.device), precision=parts.precision.name, params=parts.num_parameters,
+        micro_batch_size=parts.micro_batch_size, grad_accum_steps=parts.grad_accum_steps,
+        versions=software(dist.device), **{name: value for name, value in remarks.items() if value},
+    )  # fmt: skip
     return progress, hosts
 
 
@@ -212,9 +183,8 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
         except TrainkitError as error:
             failed = error
     dist.raise_together(failed)
-    path = dist.broadcast_json(str(writer.run.path) if writer is not None else "")
+    run_dir = RunDir(Path(dist.broadcast_json(str(writer.run.path) if writer is not None else "")))
     number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
-    run_dir = RunDir(Path(path))
     make_private(run_dir.path, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
     return writer or Writer(Attempt(run_dir, number), lambda: None)
 
@@ -225,7 +195,8 @@ def _failures_recorded(attempt: Attempt, dist: Distributed) -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit | StaleAttemptError):  # which leaves the record to the newer one
-            told = f"{error.what} {error.why}".strip() if isinstance(error, TrainkitError) else str(error)
-            words = told if isinstance(error, TrainkitError) else f"{type(error).__name__}: {told}"
+            words = f"{type(error).__name__}: {error}"
+            if isinstance(error, TrainkitError):
+                words = f"{error.what} {error.why}".strip()
             attempt.failed(words, rank=dist.rank)
         raise

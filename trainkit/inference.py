@@ -1,4 +1,4 @@
-"""Metrics of a checkpoint, by one process: whatever trained it."""
+"""Metrics and predictions of a checkpoint, by one process: whatever trained it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,36 @@ from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.measurement import STEMS, Measured, measure_saved, no_average
 from trainkit.training.recorder import too_many
 
+Kind = Literal["raw", "ema"]
+_SPEED_SECONDS, _SPEED_PASSES = 0.5, 3
+"""How long and how often a batch size is timed."""
+
+
+class _Opened(NamedTuple):
+    step: int
+    checkpoints: Checkpoints
+    has_average: bool
+    parts: TrainState
+
+
+@contextmanager
+def _opened(config: Config, run_dir: RunDir, which: str, kind: str | None, *, same_classes: bool) -> Iterator[_Opened]:
+    """A checkpoint of a run, and the parts of a training on this process alone to load its weights into.
+
+    Raises UserError: no such checkpoint; averaged weights were asked for and it has none; with ``same_classes`` also
+    where the data has other classes than it was trained on.
+    """
+    step = format.resolve(run_dir.checkpoints, which)
+    splits = build_data(config.data)
+    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        if same_classes:
+            require_same_classes(checkpoints.state_of(step), splits, config.data.root)
+        has_average = checkpoints.holds(step, STEMS["ema"])
+        if kind in ("ema", "both") and not has_average:
+            raise no_average(step)
+        yield _Opened(step, checkpoints, has_average, build(alone(config), dist, splits))
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -50,45 +81,29 @@ def evaluate_checkpoint(
 ) -> Evaluation:
     """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
 
-    A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
-
-    Of ``best`` the images that were told wrong most surely are kept, for the report (``mistakes-<split>.json``), where
-    training has kept none.
-
-    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
+    A checkpoint is the same whatever trained it: one process evaluates a model that many nodes trained with FSDP.
+    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so. The worst mistakes of ``best``
+    are kept for the report (``mistakes-<split>.json``) where training has kept none.
 
     Args:
         weights: the model's own, the averaged ones or both; None: all that there are.
 
     Raises:
-        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for;
-            the data has other classes than it was trained on.
+        UserError: as `_opened`, or the checkpoint is broken.
     """
-    step = format.resolve(run_dir.checkpoints, which)
-    splits = build_data(config.data)
-    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
-        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
-        require_same_classes(checkpoints.state_of(step), splits, config.data.root)
-        averaged = checkpoints.holds(step, STEMS["ema"])
-        if weights in ("ema", "both") and not averaged:
-            raise no_average(step)
-        parts = build(alone(config), dist, splits)
-        kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or averaged)]
-        samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
+    batch_size = min(config.train.global_batch_size, 256)
+    with _opened(config, run_dir, which, weights, same_classes=True) as (step, checkpoints, has_average, parts):
+        kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)]
+        samples = {"train": parts.splits.train, "val": parts.splits.val, "test": parts.splits.test}[split]
+        or_newest = which in ("best", "latest")
         step, found = measure_saved(
-            parts,
-            checkpoints,
-            step,
-            samples,
-            kinds=kinds,
-            batch_size=min(config.train.global_batch_size, 256),
-            or_newest=which in ("best", "latest"),
+            parts, checkpoints, step, samples, kinds=kinds, batch_size=batch_size, or_newest=or_newest
         )
-        if which in ("best", "latest") and format.pointed(run_dir.checkpoints, which) != step:
+        if or_newest and format.pointed(run_dir.checkpoints, which) != step:
             which = "newest"
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
-            images = found.mistakes["raw"].read(dist)
+            images = found.mistakes["raw"].read(parts.dist)
             with suppress(OSError):  # it may be somebody else's run
                 write(run_dir.mistakes(split), json.dumps(mistakes_json(images, split, step)) + "\n", run_dir.path)
     left_out = sorted(parts.broken.met)
@@ -97,13 +112,6 @@ def evaluate_checkpoint(
     if left_out:
         print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)
     return Evaluation(step, found, parts.splits.info, which)
-
-
-# What a run's model says about images that nobody has labelled, and how fast.
-
-Kind = Literal["raw", "ema"]
-# A batch size is timed for so long, and so often.
-_SECONDS, _PASSES = 0.5, 3
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A checkpoint's weights, ready to be asked."""
+    """A checkpoint's weights in a model that is ready to predict."""
 
     step: int
     kind: Kind
@@ -135,30 +143,20 @@ class Predictor:
         """Else its outputs are numbers of their own."""
         return self.parts.task.has("probabilities")
 
-    @property
-    def info(self) -> DataInfo:
-        """Of the data that it was trained on."""
-        return self.parts.splits.info
-
     def predict(self, images: Sequence[Path], batch_size: int) -> Iterator[Prediction]:
         """In the order given; a broken image does not keep the others from being told."""
-        samples = _Unlabelled(images, self.info.in_chans, self.transform)
+        samples = _Unlabelled(images, self.parts.splits.info.in_chans)
+        workers = default_workers() if len(images) > batch_size else 0
+        batch_size, device = min(batch_size, len(images)), self.parts.dist.device
         loader = eval_batches(
-            samples,
-            _as_it_is,
-            batch_size=min(batch_size, len(images)),
-            rank=0,
-            world_size=1,
-            workers=default_workers() if len(images) > batch_size else 0,
-            device=self.parts.dist.device,
+            samples, self.transform, batch_size=batch_size, rank=0, world_size=1, workers=workers, device=device
         )
-        place = 0
+        files = iter(images)
         with loader as batches, torch.inference_mode():
-            for pixels, whole, mask in batches:
-                told = self._values(pixels).cpu()
-                for values, code in zip(told[mask.cpu()], whole[mask].tolist(), strict=True):
-                    file, place = images[place], place + 1
-                    if not code:
+            for pixels, is_whole, mask in batches:
+                told = self._values(pixels).cpu()[mask.cpu()]
+                for values, whole, file in zip(told, is_whole[mask].tolist(), files, strict=False):
+                    if not whole:
                         yield Prediction(file, None, samples.why(file))
                     elif not bool(values.isfinite().all()):
                         yield Prediction(file, None, "The model's scores of it are not finite (NaN).")
@@ -170,21 +168,22 @@ class Predictor:
 
         Raises torch.OutOfMemoryError where so many do not fit.
         """
-        pixels = self.transform(read_image(image, self.info.in_chans))
-        batch = pixels[None].expand(batch_size, -1, -1, -1).contiguous().to(self.parts.dist.device)
+        device = self.parts.dist.device
+        pixels = self.transform(read_image(image, self.parts.splits.info.in_chans))
+        batch = pixels[None].expand(batch_size, -1, -1, -1).contiguous().to(device)
         speeds = []
         with torch.inference_mode():
             for _ in range(2):  # kernels are chosen, memory is taken
                 self._values(batch)
-            for _ in range(_PASSES):
+            for _ in range(_SPEED_PASSES):
                 self._wait()
                 began, done = time.perf_counter(), 0
-                while (seconds := time.perf_counter() - began) < _SECONDS:
+                while (seconds := time.perf_counter() - began) < _SPEED_SECONDS:
                     self._values(batch)
                     self._wait()
                     done += batch_size
                 speeds.append(done / seconds)
-        return sorted(speeds)[_PASSES // 2]
+        return median(speeds)
 
     def _values(self, pixels: Tensor) -> Tensor:
         with self.parts.precision.autocast():
@@ -204,31 +203,21 @@ def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = 
         kind: the model's own weights, or the averaged ones; None: the averaged ones, if there are any.
 
     Raises:
-        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for.
+        UserError: as `_opened`, or the checkpoint is broken.
     """
-    step = format.resolve(run_dir.checkpoints, which)
-    splits = build_data(config.data)
-    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
-        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
-        averaged = checkpoints.holds(step, STEMS["ema"])
-        if kind == "ema" and not averaged:
-            raise no_average(step)
-        taken: Kind = kind or ("ema" if averaged else "raw")
-        here = tuple(map(str, splits.info.class_names))
-        trained = classes_in(checkpoints.state_of(step))
-        renamed = difference(trained, here)
-        parts = build(alone(config), dist, splits)
+    with _opened(config, run_dir, which, kind, same_classes=False) as (step, checkpoints, has_average, parts):
+        taken: Kind = kind or ("ema" if has_average else "raw")
+        info, transform = parts.splits.info, parts.splits.eval_transform
+        here, trained = tuple(map(str, info.class_names)), classes_in(checkpoints.state_of(step))
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
         parts.model.eval()
-        transform = _for_any_size(parts.splits.eval_transform, parts.splits.info)
-        yield Predictor(step, taken, parts, transform, trained or here, renamed)
+        if isinstance(transform, TensorTransform):  # it resizes the whole image, as those of its data are of one size
+            transform = CenterCrop(info.image_size, info.image_size, "bilinear")
+        yield Predictor(step, taken, parts, transform, trained or here, difference(trained, here))
 
 
 def images_in(folder: Path) -> list[Path]:
-    """All image files below a folder, by name; or the one that it is.
-
-    Raises UserError where there is none.
-    """
+    """All image files below a folder, by name; or the one that it is. Raises UserError where there is none."""
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
@@ -236,42 +225,25 @@ def images_in(folder: Path) -> list[Path]:
     found = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
     images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
     if not images:
-        raise UserError(
-            f"{folder} holds no images.",
-            why=f"Image files end in {', '.join(SUFFIXES[:6])}, ...",
-            fix="Give a folder that holds some, at any depth.",
-        )
+        why = f"Image files end in {', '.join(SUFFIXES[:6])}, ..."
+        raise UserError(f"{folder} holds no images.", why=why, fix="Give a folder that holds some, at any depth.")
     return images
 
 
-def _for_any_size(transform: Transform, info: DataInfo) -> Transform:
-    """Images of a small data set are all of one size, and its transform resizes them whole: others are cut to the
-    square in their middle."""
-    return (
-        CenterCrop(info.image_size, info.image_size, "bilinear")
-        if isinstance(transform, TensorTransform)
-        else transform
-    )
-
-
-def _as_it_is(image: Tensor) -> Tensor:
-    return image
-
-
 class _Unlabelled:
-    """Images as samples; the label is 1 of an image, and 0 of black in the place of a broken one."""
+    """Images as samples; the label is 1 of an image, and 0 of the black one in the place of a broken one."""
 
-    def __init__(self, images: Sequence[Path], in_chans: int, transform: Transform) -> None:
-        self.images, self.in_chans, self.transform = images, in_chans, transform
+    def __init__(self, images: Sequence[Path], in_chans: int) -> None:
+        self.images, self.in_chans = images, in_chans
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         try:
-            return self.transform(read_image(self.images[index], self.in_chans)), 1
+            return read_image(self.images[index], self.in_chans), 1
         except UserError:
-            return self.transform(torch.zeros(self.in_chans, 8, 8, dtype=torch.uint8)), 0
+            return torch.zeros(self.in_chans, 8, 8, dtype=torch.uint8), 0
 
     def why(self, file: Path) -> str:
         """What is wrong with a broken one: a worker process met it, so it is read once more."""
