@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
-from trainkit.cancellation import cancel
+from trainkit.finish import cancel
 from trainkit.run.folder import find_runs
 
 

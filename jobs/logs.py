@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
@@ -14,29 +13,13 @@ from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
-from trainkit.finish import alive_poller, full_name, process_of
+from trainkit.finish import full_name, watch
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState
-from trainkit.schedulers.states import Poller, job_state
-from trainkit.watcher import FileWatcher
+from trainkit.schedulers.states import job_state
 
 POLL_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which logs to print."""
-
-    ranks: tuple[int, ...] | None
-    """None: all."""
-    ending: str
-    pattern: re.Pattern[str] | None
-
-    def of(self, logs: Path) -> list[RankLog]:
-        """Those in an attempt's folder; of all ranks, as far as they are there."""
-        ranks = ranks_of(logs) if self.ranks is None else self.ranks
-        return logs_of(logs, ranks, ending=self.ending, pattern=self.pattern)
 
 
 def parser() -> cli.Parser:
@@ -60,34 +43,37 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     run = find_run(args.run, env)
     attempts = run.attempts()
     if args.attempt is not None and args.attempt not in attempts:
-        raise UserError(
-            f"{run.name} has no attempt {args.attempt}.",
-            why=_have("attempts", attempts),
-            fix="Leave --attempt out for the last one.",
-        )
-    wanted = Wanted(_ranks(args.rank), "err" if args.err else "out", _pattern(args.grep))
+        why, fix = _have("attempts", attempts), "Leave --attempt out for the last one."
+        raise UserError(f"{run.name} has no attempt {args.attempt}.", why=why, fix=fix)
+    asked, pattern, ending = _ranks(args.rank), _pattern(args.grep), "err" if args.err else "out"
+
+    def wanted(attempt: int) -> list[RankLog]:
+        folder = run.attempt_logs(attempt)
+        ranks = ranks_of(folder) if asked is None else asked
+        return logs_of(folder, ranks, ending=ending, pattern=pattern)
+
     if args.follow:
-        return _follow(run, wanted, args.attempt)
-    if not attempts:
-        return _nothing_yet(run, job_state(run))
-    attempt = attempts[-1] if args.attempt is None else args.attempt
-    if args.rank is None and args.grep is None and not args.err:
-        _show_failure(run, attempt, job_state(run))
-    logs = wanted.of(run.attempt_logs(attempt))
-    ranks = ranks_of(run.attempt_logs(attempt))
-    missing = [str(rank) for rank in wanted.ranks or () if rank not in ranks]
+        _follow(run, wanted, args.attempt, f"rank-0.{ending}")
+        return 0
+    attempt = args.attempt if args.attempt is not None else attempts[-1] if attempts else 0
+    state, logs, ranks = job_state(run), wanted(attempt), ranks_of(run.attempt_logs(attempt))
+    if attempts and args.rank is None and args.grep is None and not args.err:
+        _show_failure(run, attempt, state)
+    missing = [str(rank) for rank in asked or () if rank not in ranks]
     if missing or not logs:
-        state = job_state(run)
-        is_first = wanted.ranks in (None, (0,))
-        if not ranks or (is_first and state.alive != "no"):  # the folder is there just before the ranks start
-            return _nothing_yet(run, state)
-        raise UserError(
-            f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}.",
-            why=_have("ranks", ranks),
-            fix="Give others with --rank, or another --attempt.",
-        )
+        # The folder is there just before the ranks start.
+        if ranks and not (asked in (None, (0,)) and state.alive != "no"):
+            raise UserError(
+                f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}.",
+                why=_have("ranks", ranks),
+                fix="Give others with --rank, or another --attempt.",
+            )
+        print(f"{run.name}: {_words(state)}; no rank has started.")
+        for line in last_words(run):
+            print(terminal.lines(line))
+        return 0
     for log in logs:
-        _print_all(log)
+        _print(log, to_the_end=True)
     return 0
 
 
@@ -117,29 +103,27 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--grep {text} is no regular expression.", why=f"{error}.", fix=fix) from None
 
 
-def _print_all(log: RankLog) -> None:
-    try:
-        for text in log.new(to_the_end=True):
-            sys.stdout.write(terminal.log_text(text))
-    except BrokenPipeError:  # which is no fault of the file
-        raise
-    except OSError as error:
-        raise fileio.unreadable(log.path, error) from None
+def _have(what: str, numbers: Sequence[int]) -> str:
+    return f"There are {what} {', '.join(map(str, numbers))}." if numbers else f"There are no {what} yet."
+
+
+def _words(state: JobState) -> str:
+    return state.state + (f" ({state.reason})" if state.reason else "")
 
 
 def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
-    cause, disk = cause_of(run, state, attempt), fileio.full(run.path)
-    if disk:
+    if disk := fileio.full(run.path):
         print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
+    cause = cause_of(run, state, attempt)
+    failure = cause.failure if cause is not None else None
+    words = last_words(run) if failure is None else failure.traceback or last_lines(run, failure)
     if cause is None:
-        print(f"--- {full_name(run)}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
-        print(terminal.lines("\n".join(last_words(run))))
+        print(f"--- {full_name(run)}: {_words(state)}")
+        print(terminal.lines("\n".join(words)))
         return
     print(f"--- {full_name(run)}: {state.state}. {terminal.one_line(cause.what, 5000)}")
-    failure = cause.failure
-    words = failure.traceback or last_lines(run, failure) if failure is not None else last_words(run)
     if cause.why:
         print(f"--- why: {cause.shown}")
     elif words:
@@ -149,65 +133,47 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     print(f"--- {rest} of rank 0:")
 
 
-def _nothing_yet(run: RunDir, state: JobState) -> int:
-    print(f"{run.name}: {state.state}" + (f" ({state.reason})" if state.reason else "") + "; no rank has started.")
-    for line in last_words(run):
-        print(terminal.lines(line))
-    return 0
-
-
-def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
-    poller = Poller(run)
-    with FileWatcher([run.events], process_of(poller.state())) as notice:
-        return _show_until_its_end(run, wanted, attempt, poller, notice)
-
-
-def _show_until_its_end(run: RunDir, wanted: Wanted, attempt: int | None, poller: Poller, notice: FileWatcher) -> int:
+def _follow(run: RunDir, wanted: Callable[[int], list[RankLog]], attempt: int | None, first: str) -> None:
     """Print what is written until the job ends; a new attempt's log follows that of the one before."""
-    is_alive = alive_poller(run, poller)
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
     shown: dict[Path, RankLog] = {}
-    alive, waiting = True, ""
-    while True:
-        alive = is_alive()  # before the look at the logs: what was written before the end must still be shown
-        state = poller.state()
-        if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
-            waiting = words
-            print(f"--- job {state.job_id}: {words}", flush=True)
-        newest = (run.attempts() or [current])[-1]
-        goes_on = attempt is None and newest > current
-        logs = wanted.of(run.attempt_logs(current))
-        notice.watch([log.path for log in logs] or [run.attempt_logs(current) / f"rank-0.{wanted.ending}"])
-        _print_new(logs, shown, to_the_end=goes_on or not alive)
-        if goes_on:
-            current += 1
-            print(f"--- attempt {current}", flush=True)
-            continue
-        if not alive:
-            if attempt is None:
-                _show_failure(run, current, state)
-            return 0
-        notice.wait(POLL_SECONDS)
+    waiting = ""
+    with watch(run) as watched:
+        while True:
+            alive = watched.is_alive()  # before the look at the logs: what was written before the end is still shown
+            state = watched.poller.state()
+            if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
+                waiting = words
+                print(f"--- job {state.job_id}: {words}", flush=True)
+            goes_on = attempt is None and (run.attempts() or [current])[-1] > current
+            logs = wanted(current)
+            watched.notice.watch([log.path for log in logs] or [run.attempt_logs(current) / first])
+            for found in logs:
+                log = shown.setdefault(found.path, found)
+                log.label = found.label  # wider, if there are more ranks by now
+                if log.path.exists():
+                    _print(log, to_the_end=goes_on or not alive)
+            if goes_on:
+                current += 1
+                print(f"--- attempt {current}", flush=True)
+            elif alive:
+                watched.notice.wait(POLL_SECONDS)
+            else:
+                if attempt is None:
+                    _show_failure(run, current, state)
+                return
 
 
-def _print_new(logs: Sequence[RankLog], shown: dict[Path, RankLog], *, to_the_end: bool) -> None:
-    """What has been written since the last look, of ranks that have come since then too."""
-    for found in logs:
-        log = shown.setdefault(found.path, found)
-        log.label = found.label  # wider, if there are more ranks by now
-        try:
-            for text in log.new(to_the_end=to_the_end):
-                sys.stdout.write(terminal.log_text(text))
-        except BrokenPipeError:
+def _print(log: RankLog, *, to_the_end: bool) -> None:
+    try:
+        for text in log.new(to_the_end=to_the_end):
+            sys.stdout.write(terminal.log_text(text))
+        sys.stdout.flush()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # which is no fault of the file
             raise
-        except OSError as error:  # not there yet
-            if to_the_end and not isinstance(error, FileNotFoundError):
-                raise fileio.unreadable(log.path, error) from None
-    sys.stdout.flush()
-
-
-def _have(what: str, numbers: Sequence[int]) -> str:
-    return f"There are {what} {', '.join(map(str, numbers))}." if numbers else f"There are no {what} yet."
+        if to_the_end:
+            raise fileio.unreadable(log.path, error) from None
 
 
 if __name__ == "__main__":

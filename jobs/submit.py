@@ -90,9 +90,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.estimate:
         return _estimate(prepared)
     if args.dry_run:
-        planned = start.plan_runs(prepared.loadeds, prepared)
+        planned = start.plan_runs(prepared)
         print_plan(planned.plan, prepared.loadeds[0], prepared.folder, planned.script)
-        planned.say_notes()
+        print("".join(f"{note}\n" for note in planned.notes), end="", file=sys.stderr)
         return 0
     started = start.submit(prepared)
     return cli.follow(started.going_on, started.executor, args)

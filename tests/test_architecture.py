@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
     ("trainkit.bench", "trainkit.swarm", "trainkit.inference"),
-    ("trainkit.worker", "trainkit.finish", "trainkit.cancellation", "trainkit.log_book"),
+    ("trainkit.worker", "trainkit.finish", "trainkit.log_book"),
     ("trainkit.start",),
     ("trainkit.resumption",),
     ("jobs", "trainkit.interactive"),

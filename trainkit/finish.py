@@ -1,135 +1,127 @@
-"""Following a run to its end, for the commands that have started it."""
+"""The end of runs: wait for it, follow them to it, say how they ended; and end them by `cancel`."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.run.events import history_of
+from trainkit.run.events import cancelled, history_of
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import named
+from trainkit.schedulers.base import JobState, Scheduler, built_in, named
+from trainkit.schedulers.states import Poller, job_state, job_states, not_known_as_its_own
 from trainkit.watcher import FileWatcher
 
 if TYPE_CHECKING:
     from trainkit.diagnosis.causes import Cause
-    from trainkit.schedulers.base import JobState
-    from trainkit.schedulers.states import Poller
 
 LOOK_SECONDS = 0.5
 SELDOM_SECONDS = 2.0
-"""Where nobody tells of its end: how often the run's own record is looked at, which costs its scheduler nothing; at
-first, and after a while."""
+"""The longest pause between two looks at the run's own record, which cost its scheduler nothing."""
+
+
+@dataclass
+class Watch:
+    """Waits for the start and the end of a run; made by `watch`."""
+
+    run: RunDir
+    poller: Poller
+    notice: FileWatcher
+    said: str = ""
+
+    def is_alive(self) -> bool:
+        """Whether the run may still write. Says when nobody can tell, and that it asks on."""
+        state = self.poller.state(soon=history_of(self.run).outcome is not None)
+        words = ""
+        if state.alive == "unknown":
+            job = state.living()[0]
+            words = f"Nobody can tell what job {job.job_id or '?'} does ({job.reason}); asking on."
+        if words and words != self.said:
+            print(words, file=sys.stderr, flush=True)
+        self.said = words
+        return state.alive != "no"
+
+    def wait_for_start(self) -> None:
+        """While the job waits in the queue, say so, and why, whenever that changes."""
+        said = ""
+        while (state := self.poller.state()).state in ("PENDING", "CONFIGURING") and not self.run.attempts():
+            words = f"Job {state.job_id}: {state.state}" + (f" ({state.reason})" if state.reason else "")
+            if words != said and named(state.executor).batch:
+                print(words, flush=True)
+                said = words
+            self.notice.wait(LOOK_SECONDS)
+
+    def wait_for_end(self) -> int:
+        """Returns the exit code, raises if the run failed."""
+        pause = 0.1
+        while self.is_alive():
+            self.notice.wait(pause)
+            pause = min(pause * 1.2, SELDOM_SECONDS)
+        return end_of(self.run, self.poller.state())
+
+
+@contextmanager
+def watch(run: RunDir, files: Sequence[Path] = ()) -> Iterator[Watch]:
+    """Be told at once of what is written to the run's events and to ``files``, and of the end of a local job."""
+    poller = Poller(run)
+    state = poller.state()
+    process = state.job_id.partition("_")[0]
+    is_here = state.executor == "local" and state.alive == "yes" and process.isdecimal()
+    with FileWatcher([run.events, *files], int(process) if is_here else None) as notice:
+        yield Watch(run, poller, notice)
 
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
     from trainkit.monitor.follow import files_of, follow
-    from trainkit.schedulers.states import Poller
 
     try:
-        poller = Poller(run)
-        with FileWatcher(files_of(run), process_of(poller.state())) as notice:
-            _wait_for_start(run, poller, notice)
-            follow(run, alive_poller(run, poller), notice)
-            return _wait(run, poller, notice)
+        with watch(run, files_of(run)) as watched:
+            watched.wait_for_start()
+            follow(run, watched.is_alive, watched.notice)
+            return watched.wait_for_end()
     except KeyboardInterrupt:
-        _detached(run)
+        _say_detached(run)
         return 130
 
 
 def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) -> bool:
     """Call ``show`` whenever something was written to ``files``, until the run ends; False if Ctrl-C has left it."""
-    from trainkit.schedulers.states import Poller
-
     try:
-        poller = Poller(run)
-        with FileWatcher([run.events, *files], process_of(poller.state())) as notice:
-            _wait_for_start(run, poller, notice)
-            is_alive = alive_poller(run, poller)
-            while is_alive():
-                notice.wait(LOOK_SECONDS)
+        with watch(run, files) as watched:
+            watched.wait_for_start()
+            while watched.is_alive():
+                watched.notice.wait(LOOK_SECONDS)
                 show()
             show()
         return True
     except KeyboardInterrupt:
-        _detached(run)
+        _say_detached(run)
         return False
 
 
-def ended(run: RunDir) -> None:
-    """Raise why a run has failed, if it has."""
-    from trainkit.schedulers.states import job_state
-
-    state = job_state(run)
-    if state.state != "COMPLETED":
-        end_of(run, state)
+def wait_for(run: RunDir) -> int:
+    """Wait without a word until the run's job has ended. Returns the exit code, raises if it failed."""
+    with watch(run) as watched:
+        return watched.wait_for_end()
 
 
-def _detached(run: RunDir) -> None:
+def _say_detached(run: RunDir) -> None:
     print("\nDetached; the run goes on.")
     print(f"  watch   {terminal.command('logs', run.path, '-f')}\n  cancel  {terminal.command('cancel', run.path)}")
 
 
-def _wait_for_start(run: RunDir, poller: Poller, notice: FileWatcher) -> None:
-    """While the job waits in the queue, say so, and why, whenever that changes."""
-    said = ""
-    while (state := poller.state()).state in ("PENDING", "CONFIGURING") and not run.attempts():
-        words = f"Job {state.job_id}: {state.state}" + (f" ({state.reason})" if state.reason else "")
-        if words != said and named(state.executor).batch:
-            print(words, flush=True)
-            said = words
-        notice.wait(LOOK_SECONDS)
-
-
-def alive_poller(run: RunDir, poller: Poller) -> Callable[[], bool]:
-    """Whether the run may still write, as often as one likes. It says when nobody can tell, and that it asks on."""
-    said = ""
-
-    def is_alive() -> bool:
-        nonlocal said
-        state = poller.state(soon=history_of(run).outcome is not None)
-        words = unknown(state)
-        if words and words != said:
-            print(words, file=sys.stderr, flush=True)
-        said = words
-        return state.alive != "no"
-
-    return is_alive
-
-
-def unknown(state: JobState) -> str:
-    """What to say while nobody can tell whether a run's jobs are over; empty otherwise."""
-    if state.alive != "unknown":
-        return ""
-    job = state.living()[0]
-    return f"Nobody can tell what job {job.job_id or '?'} does ({job.reason}); asking on."
-
-
-def wait_for(run: RunDir) -> int:
-    """Wait until the run's job has ended, without a word. Returns the exit code, raises if it failed."""
-    from trainkit.schedulers.states import Poller
-
-    poller = Poller(run)
-    with FileWatcher([run.events], process_of(poller.state())) as notice:
-        return _wait(run, poller, notice)
-
-
-def _wait(run: RunDir, poller: Poller, notice: FileWatcher) -> int:
-    pause, is_alive = 0.1, alive_poller(run, poller)
-    while is_alive():
-        notice.wait(pause)
-        pause = min(pause * 1.2, SELDOM_SECONDS)
-    return end_of(run, poller.state())
-
-
-def process_of(state: JobState) -> int | None:
-    """The process whose end is that of a job on this machine; None for any other job."""
-    process = state.job_id.partition("_")[0]
-    return int(process) if state.executor == "local" and state.alive == "yes" and process.isdecimal() else None
+def ended(run: RunDir) -> None:
+    """Raise why a run has failed, if it has."""
+    state = job_state(run)
+    if state.state != "COMPLETED":
+        end_of(run, state)
 
 
 def full_name(run: RunDir) -> str:
@@ -145,29 +137,82 @@ def refusal(run: RunDir, cause: Cause, heading: str) -> TrainkitError:
 
 
 def end_of(run: RunDir, state: JobState) -> int:
-    """Say how a run ended: its numbers and paths, or why it failed."""
+    """Say how a run ended: its numbers and paths. Raises an error with the cause if it failed."""
     if state.state == "COMPLETED":
         from trainkit.monitor.follow import summary_lines
 
         print("\n".join(summary_lines(run)))
         return 0
-    from trainkit.diagnosis.causes import cause_of
-    from trainkit.diagnosis.evidence import last_words
+    heading = f"{full_name(run)}: {state.state}."
+    if state.state not in ("CANCELLED", "PREEMPTED"):
+        from trainkit.diagnosis.causes import cause_of
+        from trainkit.diagnosis.evidence import last_words
 
-    cause = cause_of(run, state) if state.state not in ("CANCELLED", "PREEMPTED") else None
-    failure = cause.failure if cause is not None else None
-    name = full_name(run)
-    if cause is not None and cause.why:
-        raise refusal(run, cause, f"{name}: {state.state}.")
-    if failure is not None and failure.traceback:
-        print("\n".join(failure.traceback[-60:]), file=sys.stderr)
-    elif failure is None and state.state not in ("CANCELLED", "PREEMPTED"):
-        print("\n".join(last_words(run)), file=sys.stderr)
-    if cause is not None:
-        raise RunFailedError(f"{name}: {state.state}. {cause.what}", why=cause.shown, fix=cause.advice)
+        cause = cause_of(run, state)
+        if cause is not None and cause.why:
+            raise refusal(run, cause, heading)
+        failure = cause.failure if cause is not None else None
+        words = failure.traceback[-60:] if failure is not None else last_words(run)
+        if words:
+            print("\n".join(words), file=sys.stderr)
+        if cause is not None:
+            raise RunFailedError(f"{heading} {cause.what}", why=cause.shown, fix=cause.advice)
     logs, resume = terminal.command("logs", run.path), terminal.command("resume", run.path)
     raise RunFailedError(
-        f"{name}: {state.state}.",
+        heading,
         why=state.reason or f"Its log is in {run.logs}.",
         fix=f"`{logs}` shows more; `{resume}` goes on where it saved.",
     )
+
+
+def cancel(runs: Sequence[RunDir]) -> None:
+    """End every job that these runs have, and say so. Raises RefusedError for what may be somebody else's."""
+    for run in runs:
+        _require_own(run)
+    states = dict(zip(runs, job_states(runs), strict=True))
+    for run, state in states.items():
+        if state.alive == "no":
+            why = f" ({state.reason})" if state.reason else ""
+            print(f"{terminal.one_line(run.path, 5000)}: nothing to cancel, it is {state.state}{why}.")
+    jobs = [(run, job) for run, state in states.items() for job in state.living()]
+    strange = not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
+    groups: dict[Scheduler, list[tuple[RunDir, JobState]]] = {}
+    for run, job in jobs:
+        if job.job_id and (run, job) not in strange:
+            groups.setdefault(named(job.executor), []).append((run, job))
+    for scheduler in sorted(groups, key=lambda scheduler: not scheduler.batch):
+        scheduler.cancel(groups[scheduler], _say_cancelled)
+    for run, job in jobs:
+        if not job.job_id:
+            cancelled(run, "")
+            place = terminal.one_line(run.path, 5000)
+            print(f"{place}: no job is known, and one that comes is cancelled ({job.reason}).", flush=True)
+    if strange:
+        run, job = strange[0]
+        raise RefusedError(
+            f"Not ended: {', '.join(f'{each.job_id} of {folder.name}' for folder, each in strange)}.",
+            why="Only the record in the run's folder names it, and whoever wrote that could name any of yours: neither "
+            "your own list of jobs nor the scheduler knows it as that run's.",
+            fix=f"If it is that run's and yours: {built_in(job.executor).by_hand(run, job)}",
+        )
+
+
+def _require_own(run: RunDir) -> None:
+    """Its record says which job or process is ended: a stranger's could name any of the user's."""
+    try:
+        owner = run.events.stat().st_uid
+    except OSError:
+        return  # no record that could be believed
+    if owner != os.geteuid():
+        raise RefusedError(
+            f"{run.name} is not yours.",
+            why=f"User {owner} wrote what is known of its job.",
+            fix="Ask them. A job of your own you can still end by its number: scancel NUMBER, or kill.",
+        )
+
+
+def _say_cancelled(run: RunDir, job: JobState) -> None:
+    """With the run's whole path: by a name alone nobody sees whether it was the one that was meant."""
+    batch, place = named(job.executor).batch, terminal.one_line(run.path, 5000)
+    doubt = f"; whether it still ran, nobody could tell ({job.reason})" if batch and job.alive == "unknown" else ""
+    print(f"{place}: cancelled {'' if batch else 'local '}job {job.job_id}{doubt}.", flush=True)

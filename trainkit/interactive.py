@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit import cancellation, fileio, finish, resumption, start, terminal
+from trainkit import fileio, finish, resumption, start, terminal
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError, did_you_mean
 from trainkit.log_book import report_on
@@ -78,7 +78,7 @@ class Run:
 
     def cancel(self) -> None:
         """End its job. What it has saved stays, and `resume` goes on from it."""
-        cancellation.cancel([self._folder])
+        finish.cancel([self._folder])
 
     def resume(self, **flags: Flag) -> None:
         """Queue it again, from its newest checkpoint; ``flags`` as of `submit`."""

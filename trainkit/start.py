@@ -6,12 +6,13 @@ A `Request` is loaded and checked (`prepare`), planned (`plan_runs`), written an
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit import terminal
 from trainkit.bench.request import refuse_bench
@@ -23,7 +24,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.finish import full_name
 from trainkit.launch import submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
-from trainkit.run.events import RunHistory, history_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
@@ -34,10 +35,10 @@ from trainkit.worker import run_rank
 
 _MOST_PEERS = 1000
 """Peers of one array: more are a slip of the pen."""
-_MOST_SAID = 3
-"""Runs that have failed before, of a sweep."""
 _MOST_RUNS = 10_000
 """Runs of one sweep: more are a slip of the pen."""
+_MOST_SAID = 3
+"""Runs that have failed before, of a sweep."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
 
 
@@ -71,26 +72,18 @@ class Prepared:
     env: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """How they are to be launched."""
+class Planned(NamedTuple):
+    """How runs are to be launched."""
 
     plan: Plan
-    site: Site
     script: str | None
+    notes: Sequence[str]
+    site: Site
     largest: int
     """Tasks of one array."""
-    first: int
-    """Runs of the first array."""
-    notes: Sequence[str]
-
-    def say_notes(self) -> None:
-        for note in self.notes:
-            print(note, file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """All runs that were asked for, those of them that were started or run already, and their executor."""
 
     runs: Sequence[RunDir]
@@ -108,7 +101,11 @@ def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     for name in LaunchConfig.model_fields:
         value, flag = given.get(name), f"--{name.replace('_', '-')}"
         if name in ("sbatch", "srun"):
-            value = dict(_pair(text, flag) for text in value or ()) or None
+            pairs = dict(text.partition("=")[::2] for text in value or ())
+            if "" in pairs:
+                why, fix = f"{flag} takes KEY=VALUE.", f"For example {flag} comment=thesis."
+                raise UserError(f"{flag} '={pairs['']}' has no key.", why=why, fix=fix)
+            value = {key.lstrip("-"): item for key, item in pairs.items()} or None
         elif name in ("nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "max_parallel"):
             value = yaml.parse_value(value) if isinstance(value, str) else value
         if value is not None and value is not False:
@@ -116,18 +113,11 @@ def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _pair(text: str, flag: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key:
-        raise UserError(
-            f"{flag} {text!r} has no key.", why=f"{flag} takes KEY=VALUE.", fix=f"For example {flag} comment=thesis."
-        )
-    return key.lstrip("-"), value if equals else ""
-
-
 def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
     """Load and check what is asked for. Raises UserError, or RefusedError for code that is somebody else's."""
-    again = request.again or request.run_dir is not None or _is_named(request)
+    # Who gives a run a name of its own wants one more.
+    is_named = "launch.job_name" in request.flags or any(it.startswith("launch.job_name=") for it in request.overrides)
+    again = request.again or request.run_dir is not None or is_named
     if request.join is not None or request.array is not None:
         loaded, count, env = _to_join(request, env)
         loadeds, variants = [loaded] * count, [list(request.overrides)] * count
@@ -144,23 +134,16 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
     return Prepared(loadeds, variants, folder, replace(request, again=again), env)
 
 
-def _is_named(request: Request) -> bool:
-    """Who gives a run a name of its own wants one more."""
-    return "launch.job_name" in request.flags or any(it.startswith("launch.job_name=") for it in request.overrides)
-
-
-def plan_runs(loadeds: Sequence[Loaded], prepared: Prepared) -> Planned:
-    """How these of the prepared runs are launched, checked against the site. Writes nothing."""
-    folder, env, points, cwd = prepared.folder, prepared.env, len(loadeds), Path.cwd()
-    site = discover(env)
+def plan_runs(prepared: Prepared) -> Planned:
+    """How the prepared runs are launched, checked against the site. Writes nothing."""
+    loadeds, folder, env, cwd = prepared.loadeds, prepared.folder, prepared.env, Path.cwd()
+    site, points = discover(env), len(loadeds)
     largest = named(site.scheduler).largest_array() if points > 1 and site.scheduler else points
     plans = [make_plan(loaded, site, folder, points=min(points, largest)) for loaded in loadeds]
-    plan = plans[0]
+    plan, scheduler = plans[0], named(plans[0].executor)
     if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
-        raise UserError(
-            "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
-        )
-    if prepared.request.array is not None and points > 1 and not named(plan.executor).batch:
+        raise _changed_resources()
+    if prepared.request.array is not None and points > 1 and not scheduler.batch:
         join = terminal.command("join", "TOKEN")
         raise UserError(
             "--array is for SLURM.",
@@ -169,55 +152,48 @@ def plan_runs(loadeds: Sequence[Loaded], prepared: Prepared) -> Planned:
         )
     plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder, cwd)
-    scheduler = named(plan.executor)
-    first = min(points, largest) if scheduler.batch else points
-    return Planned(plan, site, scheduler.script(plan, folder, cwd, first), largest, first, notes)
+    largest = largest if scheduler.batch else points
+    return Planned(plan, scheduler.script(plan, folder, cwd, min(points, largest)), notes, site, largest)
 
 
 def submit(prepared: Prepared) -> Started:
     """Write the runs and hand them over; of those that are there already, say so."""
-    loadeds, variants, request, env = prepared.loadeds, prepared.variants, prepared.request, prepared.env
-    folder, cwd = prepared.folder, Path.cwd()
-    configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
+    request, env, folder, cwd = prepared.request, prepared.env, prepared.folder, Path.cwd()
+    configs = [submission.stored_config(loaded, cwd) for loaded in prepared.loadeds]
     digest = digest_of(code_files())
     marks = [fingerprint(config, digest) for config in configs]
     there = {} if request.again or configs[0].launch.executor == "debug" else _there(marks)
-    known = [there.get(mark) for mark in marks]
-    if all(known):
-        going_on = [item.run for item in _say_there([item for item in known if item])]
-        executor = next((item.state.executor for item in known if item and not item.is_finished), "")
-        return Started([item.run for item in known if item], going_on, executor)
-    missing = [index for index, found in enumerate(known) if not found]  # of a sweep: what is missing is trained
-    loadeds, variants = [loadeds[index] for index in missing], [variants[index] for index in missing]
-    configs, marks = [configs[index] for index in missing], [marks[index] for index in missing]
-    planned = plan_runs(loadeds, prepared)
-    plan, script = planned.plan, planned.script
-    submission.require_executor(plan, planned.site)
+    known = [there[mark] for mark in marks if mark in there]
+    missing = [index for index, mark in enumerate(marks) if mark not in there]  # of a sweep, these are trained
+    if not missing:
+        executor = next((item.state.executor for item in known if not item.is_finished), "")
+        return Started([item.run for item in known], _say_there(known), executor)
+    loadeds, variants = [prepared.loadeds[at] for at in missing], [prepared.variants[at] for at in missing]
+    configs, marks_of_new = [configs[at] for at in missing], [marks[at] for at in missing]
+    plan, script, notes, site, largest = plan_runs(replace(prepared, loadeds=loadeds))
+    submission.require_executor(plan, site)
     if plan.executor == "debug" and len(loadeds) > 1:
-        raise UserError(
-            "A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local."
-        )
+        why = "debug is one run in this process."
+        raise UserError("A sweep does not run with --executor debug.", why=why, fix="Use local.")
     try:
         if len(loadeds) == 1:
-            runs = [submission.write_run(folder, configs[0], plan, script, request.command, marks[0])]
+            runs = [submission.write_run(folder, configs[0], plan, script, request.command, marks_of_new[0])]
         else:
-            runs = submission.write_sweep(folder, configs, plan, script, request.command, variants, marks)
+            runs = submission.write_sweep(folder, configs, plan, script, request.command, variants, marks_of_new)
     except UserError:
         if request.run_dir is None and folder.exists():  # another submission was given the same number: take the next
             return submit(replace(prepared, folder=next_path(folder.parent, loadeds[0].name)))
         raise
-    first = planned.first
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
-        job_ids = start(folder, runs[:first], plan, cwd, env)
-    after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel and runs[first:] else ""
-    further = Further(folder, loadeds[0], planned.site, cwd, env)
-    for array, part in further.start_all(runs[first:], planned.largest, after=after):
-        tasks = planned.largest
-        print(f"  and job     {array}: {len(part)} more, for an array has {tasks} tasks at most here")
-    planned.say_notes()
-    going_on = [item.run for item in _say_there([item for item in known if item])]
+        job_ids = start(folder, runs[:largest], plan, cwd, env)
+    after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel and runs[largest:] else ""
+    for array, part in Arrays(folder, loadeds[0], site, cwd, env).queue(runs[largest:], largest, after=after):
+        print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
+    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     new = iter(runs)
-    return Started([item.run if item else next(new) for item in known], [*runs, *going_on], plan.executor)
+    return Started(
+        [there[mark].run if mark in there else next(new) for mark in marks], [*runs, *_say_there(known)], plan.executor
+    )
 
 
 def new_folder(text: str) -> Path:
@@ -226,11 +202,8 @@ def new_folder(text: str) -> Path:
         why = "A variable of the shell may be unset."
         raise UserError("The name of the folder is empty.", why=why, fix="Give one, such as --run-dir runs/first.")
     if not is_one_line(text):
-        raise UserError(
-            f"{text!r} cannot be the name of a folder.",
-            why="It holds a line break or another control character.",
-            fix="Give another name.",
-        )
+        why = "It holds a line break or another control character."
+        raise UserError(f"{text!r} cannot be the name of a folder.", why=why, fix="Give another name.")
     return Path(text).expanduser()
 
 
@@ -251,38 +224,32 @@ def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:
 
 
 def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:
-    """Hand written runs over to whoever runs them, and say so. The job id of each; none for the debug executor."""
+    """Hand written runs over to their executor, and say so. The job id of each; none for the debug executor."""
+    why = {item.name: str(item.reason) for item in plan.decisions}
     if plan.executor == "debug":
-        print(f"{runs[0].name}: rank 0 of 1 in this process. {_reason(plan, 'nodes')}".rstrip(), flush=True)
+        print(f"{runs[0].name}: rank 0 of 1 in this process. {why.get('nodes', '')}".rstrip(), flush=True)
         submission.run_here(runs[0], plan, run_rank, env)
         return []
-    job_ids = named(plan.executor).submit(folder, runs, plan, run_rank, cwd=cwd, env=env)
-    _announce(folder, plan, job_ids)
-    return job_ids
-
-
-def _announce(folder: Path, plan: Plan, job_ids: Sequence[str]) -> None:
+    scheduler = named(plan.executor)
+    job_ids = scheduler.submit(folder, runs, plan, run_rank, cwd=cwd, env=env)
     ranks = f"{plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.ntasks_per_node} rank{'s' * (plan.ntasks_per_node > 1)}"
-    if named(plan.executor).batch:
+    if scheduler.batch:
         what = job_ids[0] if len(job_ids) == 1 else f"{job_ids[0].split('_')[0]} (array of {len(job_ids)})"
         print(f"Submitted job {what}: {ranks}.")
     else:
-        why = _reason(plan, "executor")
         how = f"simulating {ranks}" if plan.nodes > 1 else ranks
-        print(f"Running locally ({why or 'as asked'}): {how} on this machine through submitit's local execution.")
-    say_commands(folder, folder if len(job_ids) == 1 else folder / "0")
+        asked = why.get("executor") or "as asked"
+        print(f"Running locally ({asked}): {how} on this machine through submitit's local execution.")
+    _say_commands(folder, folder if len(job_ids) == 1 else folder / "0")
+    return job_ids
 
 
-def say_commands(folder: Path, run: Path) -> None:
+def _say_commands(folder: Path, run: Path) -> None:
     """Where a run, or a sweep, and one run of it, is, and what to type to look after it."""
     print(f"  run folder  {folder}")
     print(f"  watch       {terminal.command('logs', run, '-f')}")
     print(f"  state       {terminal.command('status', folder)}")
     print(f"  cancel      {terminal.command('cancel', folder)}", flush=True)
-
-
-def _reason(plan: Plan, name: str) -> str:
-    return next((str(item.reason) for item in plan.decisions if item.name == name), "")
 
 
 def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Mapping[str, str]]:
@@ -295,18 +262,14 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     from trainkit.swarm.spec import require_collaborative
 
     if request.join is None:
-        raise UserError(
-            "--array needs --join.", why="It adds so many peers to a swarm.", fix="Add --join TOKEN, or use --sweep."
-        )
+        why = "It adds so many peers to a swarm."
+        raise UserError("--array needs --join.", why=why, fix="Add --join TOKEN, or use --sweep.")
     if request.sweep:
         raise not_with_join("--sweep")
     count = 1 if request.array is None else request.array
     if not 0 < count <= _MOST_PEERS:
-        raise UserError(
-            f"--array {count} is not possible.",
-            why=f"It is a number of peers, 1 to {_MOST_PEERS}.",
-            fix="Use --array 8.",
-        )
+        why = f"It is a number of peers, 1 to {_MOST_PEERS}."
+        raise UserError(f"--array {count} is not possible.", why=why, fix="Use --array 8.")
     require_collaborative(load(request.preset).config)
     entry = warned(entry_of([request.join] if request.join else [], env, name="submit"))
     loaded = reader.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
@@ -316,17 +279,14 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
 
 def not_with_join(flag: str) -> UserError:
     """The error for a flag that means nothing to a job that joins a swarm."""
-    return UserError(
-        f"{flag} and --join do not go together.",
-        why="What joins has the settings of the swarm's creator, which are asked for from here.",
-        fix=f"Leave {flag} out.",
-    )
+    why = "What joins has the settings of the swarm's creator, which are asked for from here."
+    return UserError(f"{flag} and --join do not go together.", why=why, fix=f"Leave {flag} out.")
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A run that is there already, of the same settings, code and data."""
+# Runs that are there already, of the same settings, code and data
 
+
+class _Known(NamedTuple):
     run: RunDir
     state: JobState
     is_finished: bool
@@ -334,35 +294,37 @@ class _Known:
 
 def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
     """What trains, or has trained, already, by fingerprint; what was tried before and has failed is only said."""
-
-    found: dict[str, _Known] = {}
     same = same_runs(fingerprints)
-    lives = {run.path: history_of(run) for runs in same.values() for run in runs}
-    # Whether what has no end lives only its scheduler knows.
-    open_ends = [run for runs in same.values() for run in runs if _may_live(lives[run.path])]
-    states = dict(zip((run.path for run in open_ends), job_states(open_ends) if open_ends else (), strict=True))
+    lives = {run: history_of(run) for runs in same.values() for run in runs}
+    states = {
+        run: JobState("COMPLETED" if life.finished else life.outcome or "FAILED") for run, life in lives.items()
+    }  # fmt: skip
+    # Only its scheduler knows whether a job lives that has no end.
+    asked = [
+        run
+        for run, life in lives.items()
+        if not life.finished and (life.cut_short or (life.submission and life.submission.ended is None))
+    ]
+    states |= zip(asked, job_states(asked) if asked else (), strict=True)
+    found: dict[str, _Known] = {}
     failed: list[_Known] = []
     for mark, runs in same.items():
-        known = [_known(run, lives[run.path], states.get(run.path)) for run in runs]
+        known = [_Known(run, states[run], lives[run].finished) for run in runs]
         living = [item for item in known if item.is_finished or item.state.alive == "yes"]
         unknown = [item for item in known if item.state.alive == "unknown"]
         if living:
             found[mark] = living[-1]
         elif unknown:
-            run, reason = unknown[-1].run, unknown[-1].state.reason
+            run, state, _ = unknown[-1]
             raise RefusedError(
                 f"{full_name(run)} is the same run, and nobody can tell whether it still runs.",
-                why=reason or "Its scheduler does not answer.",
+                why=state.reason or "Its scheduler does not answer.",
                 fix=f"`{terminal.command('status', run.path)}` asks again; add --again to train it once more.",
             )
-        elif known:
-            failed.append(known[-1])
+        else:
+            failed += known[-1:]
     _say_failed(failed)
     return found
-
-
-def _known(run: RunDir, life: RunHistory, state: JobState | None) -> _Known:
-    return _Known(run, state or JobState("COMPLETED" if life.finished else life.outcome or "FAILED"), life.finished)
 
 
 def _say_failed(runs: Sequence[_Known]) -> None:
@@ -370,104 +332,92 @@ def _say_failed(runs: Sequence[_Known]) -> None:
     from trainkit.checkpoint import format
     from trainkit.diagnosis.causes import cause_of
 
-    for item in runs[:_MOST_SAID]:
-        step = format.pointed(item.run.checkpoints, "latest")
-        resume, why = terminal.command("resume", item.run.path), terminal.command("why", item.run.path)
+    for run, state, _ in runs[:_MOST_SAID]:
+        step = format.pointed(run.checkpoints, "latest")
         # What going on does not mend would end it again: a loss that is nan, too little memory, an error in code.
-        cause = cause_of(item.run, item.state) if step is not None else None
+        cause = cause_of(run, state) if step is not None else None
         helps = step is not None and (cause is None or "-m jobs.resume " in cause.command)
+        resume, why = terminal.command("resume", run.path), terminal.command("why", run.path)
         told = f"`{resume}` goes on with it from step {step}" if helps else f"`{why}` says why"
-        ended = "was cancelled" if item.state.state == "CANCELLED" else f"has ended ({item.state.state})"
-        print(f"{full_name(item.run)} is the same run, and it {ended}: {told}. This one begins anew.", file=sys.stderr)
+        ended = "was cancelled" if state.state == "CANCELLED" else f"has ended ({state.state})"
+        print(f"{full_name(run)} is the same run, and it {ended}: {told}. This one begins anew.", file=sys.stderr)
     if len(runs) > _MOST_SAID:
         print(f"So do {len(runs) - _MOST_SAID} more.", file=sys.stderr)
 
 
-def _say_there(known: Sequence[_Known]) -> list[_Known]:
+def _say_there(known: Sequence[_Known]) -> list[RunDir]:
     """Say what there is of runs that need not be started, and where; those that go on are returned."""
     from trainkit.monitor.follow import summary_lines
 
-    going_on = [item for item in known if not item.is_finished]
-    for item in known:
-        name, path = full_name(item.run), item.run.path
-        if not item.is_finished:
-            print(f"{name} is the same run, and it is {item.state.state} (job {item.state.job_id}).")
+    for run, state, is_finished in known:
+        if not is_finished:
+            print(f"{full_name(run)} is the same run, and it is {state.state} (job {state.job_id}).")
             if len(known) == 1:
-                say_commands(path, path)
+                _say_commands(run.path, run.path)
             continue
-        print(f"{name} is up to date: it has finished with this configuration, code and data.")
-        results, *places = summary_lines(item.run)
-        print("\n".join([results, *places]) if len(known) == 1 else f"  {results}  {path}")
+        print(f"{full_name(run)} is up to date: it has finished with this configuration, code and data.")
+        results, *places = summary_lines(run)
+        print("\n".join([results, *places]) if len(known) == 1 else f"  {results}  {run.path}")
     if len(known) > 1:
         sweeps = dict.fromkeys(item.run.path.parent if item.run.name.isdecimal() else item.run.path for item in known)
         print(f"  results     {terminal.command('report', *sweeps)}")
     if known:
         print("Add --again, or give --run-dir or --job-name, to train it once more.", flush=True)
-    return going_on
+    return [item.run for item in known if not item.is_finished]
 
 
-def _may_live(life: RunHistory) -> bool:
-    if life.finished:
-        return False
-    return life.cut_short is not None or (life.submission is not None and life.submission.ended is None)
+# Sweeps
+
+
+def _changed_resources() -> UserError:
+    why = "All its runs are one job array."
+    return UserError("A sweep cannot change resources.", why=why, fix="Submit them one by one.")
 
 
 def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
     """Overrides of every run: the product of all sweeps; one empty list without any."""
     axes = []
     for text in sweeps:
-        key, equals, values = text.partition("=")
-        if not equals or not values:
+        key, _, values = text.partition("=")
+        if not values:
             raise UserError(
                 f"--sweep {text!r} has no values.",
                 why="It takes KEY=A,B,C, or KEY=0..4 for whole numbers from 0 to 4.",
                 fix="For example --sweep optim.lr=1e-3,3e-3 --sweep seed=0..4.",
             )
         if key.startswith("launch."):
-            raise UserError(
-                "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
-            )
-        axes.append([f"{key}={value}" for value in _values(text, values)])
-    count = 1
-    for axis in axes:
-        count *= len(axis)
+            raise _changed_resources()
+        axes.append([f"{key}={value}" for item in values.split(",") for value in _values(text, item)])
+    count = math.prod(map(len, axes))
     if count > _MOST_RUNS:
-        raise UserError(
-            f"The sweep has {count} runs.",
-            why=f"A sweep has {_MOST_RUNS} at most.",
-            fix="Give fewer values, or fewer keys.",
-        )
+        why = f"A sweep has {_MOST_RUNS} at most."
+        raise UserError(f"The sweep has {count} runs.", why=why, fix="Give fewer values, or fewer keys.")
     return [list(point) for point in itertools.product(*axes)]
 
 
-def _values(sweep: str, text: str) -> list[str]:
-    """``0..4`` is 0,1,2,3,4, both ends included; ``0..8..4`` is 0,4,8."""
-    found = []
-    for item in text.split(","):
-        match = _RANGE.fullmatch(item)
-        if match is None:
-            if re.fullmatch(r"[\d.eE+-]+\.\.[\d.eE+-]+", item):
-                raise UserError(
-                    f"--sweep {sweep!r} has a range of other than whole numbers.",
-                    why="Between such numbers there are too many.",
-                    fix="Name them: --sweep optim.lr=1e-4,3e-4,1e-3.",
-                )
-            found.append(item)
-            continue
-        first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
-        if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:
+def _values(sweep: str, item: str) -> list[str]:
+    """``0..4`` is 0,1,2,3,4, both ends included; ``0..8..4`` is 0,4,8; anything else is itself."""
+    match = _RANGE.fullmatch(item)
+    if match is None:
+        if re.fullmatch(r"[\d.eE+-]+\.\.[\d.eE+-]+", item):
             raise UserError(
-                f"--sweep {sweep!r} has no such range.",
-                why=f"A range goes up, in steps of 1 or more, and has {_MOST_RUNS} values at most.",
-                fix="For example seed=0..4, or 0..8..2 for every second.",
+                f"--sweep {sweep!r} has a range of other than whole numbers.",
+                why="Between such numbers there are too many.",
+                fix="Name them: --sweep optim.lr=1e-4,3e-4,1e-3.",
             )
-        found += [str(number) for number in range(first, last + 1, step)]
-    return found
+        return [item]
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
+    if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:
+        raise UserError(
+            f"--sweep {sweep!r} has no such range.",
+            why=f"A range goes up, in steps of 1 or more, and has {_MOST_RUNS} values at most.",
+            fix="For example seed=0..4, or 0..8..2 for every second.",
+        )
+    return [str(number) for number in range(first, last + 1, step)]
 
 
-@dataclass(frozen=True)
-class Further:
-    """What further arrays of a sweep share."""
+class Arrays(NamedTuple):
+    """The further job arrays of a sweep: what does not fit into the first, and what is resumed."""
 
     sweep: Path
     loaded: Loaded
@@ -481,27 +431,21 @@ class Further:
         Args:
             after: a job that must have ended before.
         """
-
         folder = runs[0].path if len(runs) == 1 else submission.part_folder(self.sweep)
         plan = by_names(make_plan(self.loaded, self.site, folder, points=len(runs)), self.env)
         if after:
             plan = waiting_for(plan, after, "--max-parallel is for all arrays together")
         return folder, plan, named(plan.executor).script(plan, folder, self.cwd, len(runs))
 
-    def start(self, runs: Sequence[RunDir], *, after: str = "") -> list[str]:
-        """Queue them; the job ids."""
-
-        folder, plan, script = self.plan(runs, after=after)
-        submission.require_executor(plan, self.site)
-        if len(runs) > 1:
-            submission.link_runs(folder, runs)
-        submission.write_launch(folder, plan, script)
-        return named(plan.executor).submit(folder, runs, plan, run_rank, cwd=self.cwd, env=self.env)
-
-    def start_all(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
+    def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
         """Queue them as arrays of at most ``largest`` tasks; id and runs of each. With --max-parallel one by one."""
-
         for part in submission.split(runs, largest):
-            array = self.start(part, after=after)[0].partition("_")[0]
+            folder, plan, script = self.plan(part, after=after)
+            submission.require_executor(plan, self.site)
+            if len(part) > 1:
+                submission.link_runs(folder, part)
+            submission.write_launch(folder, plan, script)
+            job_ids = named(plan.executor).submit(folder, part, plan, run_rank, cwd=self.cwd, env=self.env)
+            array = job_ids[0].partition("_")[0]
             after = array if self.loaded.config.launch.max_parallel else ""
             yield array, part
