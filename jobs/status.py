@@ -6,10 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
@@ -37,7 +38,6 @@ from trainkit.terminal import age
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.text import Text
 
 HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
 DISPENSABLE = ("epoch", "age", "attempts", "job", "val", "ends in")
@@ -47,6 +47,15 @@ ASK_SECONDS = 20.0
 """While watching, how often the scheduler is asked: at most twice with each, that is six commands a minute."""
 LOOK_SECONDS = 2.0
 """While watching, how often the runs' own records are read."""
+GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
+MOST_BARS = 6
+_TAIL_BYTES = 16384
+_RECORDS = 24
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_STYLES = {
+    "RUNNING": "cyan", "COMPLETED": "green", "FAILED": "bold red", "TIMEOUT": "red", "CANCELLED": "yellow",
+    "NODE_FAIL": "red", "OUT_OF_MEMORY": "bold red", "PENDING": "blue", "UNKNOWN": "magenta", "DIVERGED": "bold red",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,16 @@ class Shown:
     standing: RunProgress = RunProgress()  # noqa: RUF009
     problems: tuple[str, ...] = ()
     forecast: Forecast | None = None
+    """Until the training's end, further attempts included; None where that is not known."""
     diverged: str = ""
     """How it has, if it has."""
 
     @property
-    def seconds_left(self) -> float | None:
-        """Until the training's end, from now, further attempts included; None where that is not known."""
-        return self.forecast.seconds if self.forecast is not None else None
+    def cause(self) -> Cause | None:
+        try:
+            return cause_of(self.run, self.state)
+        except TrainkitError:  # which its row says
+            return None
 
     @property
     def notes(self) -> list[str]:
@@ -81,7 +93,7 @@ class Shown:
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             last = max((item.attempt or 0 for item in self.life.failures), default=0)
             errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
-            if not errors and (cause := _cause(self)):  # who is refused before the ranks have met writes no event
+            if not errors and (cause := self.cause):  # who is refused before the ranks have met writes no event
                 errors = [cause.what]
             notes += [*errors[:1], fileio.full(self.run.path)]
         return list(dict.fromkeys(note for note in notes if note))
@@ -113,9 +125,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _watch(lambda: _chosen(args.runs, root, args.all, env)[0], root)  # those too that are started meanwhile
     ages: list[float] = []
     shown = look(runs, root, aged=ages.append)
-    asked = time.time() - max(ages, default=0.0)
     if args.json:
-        print(json.dumps([as_object(item, asked) for item in shown], indent=2, allow_nan=False))
+        asked = time.time() - max(ages, default=0.0)
+        print(json.dumps([_as_object(item, asked) for item in shown], indent=2, allow_nan=False))
         return 0
     print("\n".join(_table(shown)))
     if args.runs and len(shown) == 1:
@@ -150,40 +162,33 @@ def look(
         states: what the scheduler has said to this process a moment ago.
         aged: see `job_states`.
     """
-    lives: dict[Path, RunHistory] = {}
-    problems: dict[Path, str] = {}
+    lives: dict[RunDir, RunHistory] = {}
+    problems: dict[RunDir, tuple[str, ...]] = {}
     for run in runs:
         try:
-            lives[run.path] = history_of(run)
+            lives[run] = history_of(run)
         except TrainkitError as error:
-            problems[run.path] = _words(error)
+            problems[run] = (f"{error.what} {error.why}",)
     if states is None:
-        readable = [run for run in runs if run.path in lives]
-        asked = job_states(readable, [lives[run.path] for run in readable], aged=aged)
-        states = {run.path: state for run, state in zip(readable, asked, strict=True)}
+        asked = job_states(list(lives), list(lives.values()), aged=aged)
+        states = {run.path: state for run, state in zip(lives, asked, strict=True)}
     shown = []
     for run in runs:
         name = str(run.path.relative_to(root)) if run.path.is_relative_to(root) else str(run.path)
-        if run.path in problems or run.path not in states:
-            state = JobState("UNKNOWN", reason=problems.get(run.path, ""))
-            shown.append(Shown(run, name, state))
+        if run not in lives or run.path not in states:
+            shown.append(Shown(run, name, JobState("UNKNOWN", reason="".join(problems.get(run, ())))))
             continue
-        life, found, standing, expected = lives[run.path], [], RunProgress(), None
+        life, state, standing, expected, found = lives[run], states[run.path], RunProgress(), None, list[str]()
         try:
-            goes_on = states[run.path].state in GOING_ON
-            standing = progress_of(run, pace_since=life.started.get("time", 0.0) if goes_on else None)
-            expected = forecast_of(run, states[run.path], life, standing)
+            standing = progress_of(run, pace_since=life.started.get("time", 0.0) if state.state in GOING_ON else None)
+            expected = forecast_of(run, state, life, standing)
         except TrainkitError as error:
-            found.append(_words(error))
+            found.append(f"{error.what} {error.why}")
         if not os.path.isfile(run.config):
             found.append("config.yaml is no file")
         lost = divergence_of(run) if standing.train.get("loss", 0.0) is None else ""  # else nobody need read all of it
-        shown.append(Shown(run, name, states[run.path], life, standing, tuple(found), expected, lost))
+        shown.append(Shown(run, name, state, life, standing, tuple(found), expected, lost))
     return shown
-
-
-def _words(error: TrainkitError) -> str:
-    return f"{error.what} {error.why}"
 
 
 def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
@@ -211,10 +216,8 @@ def _table(shown: Sequence[Shown]) -> list[str]:
 
 def _row(item: Shown) -> tuple[str, ...]:
     total = item.life.started.get("total_steps")
-    last, left = item.standing.last, item.seconds_left
-    metrics = described(item.run)
-    measured = [key for key in (metrics.headline, "loss") if item.standing.val.get(key) is not None]
-    val = metrics.words(measured[0], item.standing.val[measured[0]]).removesuffix(" %") if measured else "-"
+    last, val, metrics = item.standing.last, item.standing.val, described(item.run)
+    measured = [key for key in (metrics.headline, "loss") if val.get(key) is not None][:1]
     cells = (
         item.name,
         item.state.state,
@@ -222,20 +225,20 @@ def _row(item: Shown) -> tuple[str, ...]:
         str(len(item.run.attempts()) or "-"),
         (f"{last['step']}" + (f"/{total}" if total is not None else "")) if last else "-",
         f"{last['epoch']:.1f}" if "epoch" in last else "-",
-        val,
-        age(left) if left is not None else "-",
+        "".join(metrics.words(key, val[key]).removesuffix(" %") for key in measured) or "-",
+        age(item.forecast.seconds) if item.forecast is not None else "-",
         age(time.time() - item.run.made()),
     )
     return tuple(terminal.one_line(cell) for cell in cells)
 
 
-def as_object(item: Shown, asked: float) -> dict[str, Any]:
+def _as_object(item: Shown, asked: float) -> dict[str, Any]:
     """What a program may rely on. Times are seconds since 1970; what is not known is null.
 
     Args:
         asked: when the scheduler was.
     """
-    last, left = item.standing.last, item.seconds_left
+    last = item.standing.last
     return {
         "run": item.name,
         "folder": str(item.run.path),
@@ -252,7 +255,7 @@ def as_object(item: Shown, asked: float) -> dict[str, Any]:
         "total_steps": item.life.started.get("total_steps"),
         "epoch": last.get("epoch"),
         "val": {key: value for key, value in item.standing.val.items() if key not in ("split", "time")} or None,
-        "estimated_end": round(time.time() + left) if left is not None else None,
+        "estimated_end": round(time.time() + item.forecast.seconds) if item.forecast is not None else None,
         "made": item.run.made(),
         "notes": item.notes,
     }
@@ -262,14 +265,13 @@ def _print_detail(item: Shown) -> None:
     print(f"\nfolder  {terminal.one_line(item.run.path, 5000)}")
     if item.state.nodes:
         print(f"nodes   {terminal.one_line(item.state.nodes)}")
-    if cause := _cause(item):
+    if cause := item.cause:
         print(f"cause   {terminal.one_line(cause.what, 5000)}")
         if cause.why:
             print(f"why     {cause.shown}")
         print(f"fix     {terminal.one_line(cause.advice, 5000)}")
     if item.forecast is not None:
-        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + item.forecast.seconds))
-        print(f"ends    about {end}, {words(item.forecast)}")
+        print(f"ends    about {_clock(time.time() + item.forecast.seconds)[:16]}, {words(item.forecast)}")
     if isinstance(hint := fileio.read_object(item.run.summary).get("advice"), str):
         print(f"faster  {terminal.one_line(hint)}")
     try:
@@ -278,33 +280,18 @@ def _print_detail(item: Shown) -> None:
         events = read_events(item.run)
     except TrainkitError:  # which its row has said
         return
-    for event in _without_repetition(events):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
-        hidden = ("time", "event", "process_started", "process_space")
-        facts = {key: value for key, value in event.items() if key not in hidden}
-        print(f"{when}  {event['event']:10} " + " ".join(f"{key}={_plain(value)}" for key, value in facts.items()))
-
-
-def _without_repetition(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Of checkpoints saved one after the other, the last: a long training would fill pages with them."""
     for event, following in zip(events, [*events[1:], {}], strict=False):
+        # Of checkpoints saved one after the other, the last: a long training would fill pages with them.
         again = all(event.get(key) == following.get(key) for key in ("event", "attempt"))
         if not (again and event["event"] == "saved"):
-            yield event
+            hidden = ("time", "event", "process_started", "process_space")
+            facts = {key: value for key, value in event.items() if key not in hidden}
+            told = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in facts.items())
+            print(f"{_clock(event.get('time', 0))}  {event['event']:10} {' '.join(told)}")
 
 
-def _cause(item: Shown) -> Cause | None:
-    try:
-        return cause_of(item.run, item.state)
-    except TrainkitError:  # which its row has said
-        return None
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def forecast_of(run: RunDir, state: JobState, life: RunHistory, standing: RunProgress) -> Forecast | None:
@@ -312,10 +299,13 @@ def forecast_of(run: RunDir, state: JobState, life: RunHistory, standing: RunPro
     left = standing.seconds_to(life.started.get("total_steps"))
     if left is None or life.finished or state.state not in GOING_ON:
         return None
-    now, runs = time.time(), state.state == "RUNNING"
+    now, runs, limit = time.time(), state.state == "RUNNING", math.inf
     if runs:
         left = max(left - (now - standing.last.get("time", now)), 0.0)
-    limit = _attempt_seconds(run, life)
+    if life.submission is not None and life.submission.executor != "launch":
+        with suppress(OSError, ValueError, TrainkitError):  # of a template
+            plan = Plan.read(run.plan)
+            limit = max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)
     return forecast(read_events(run, FORECAST_EVENTS), left, now=now, attempt_seconds=limit, runs=runs)
 
 
@@ -329,42 +319,7 @@ def words(found: Forecast) -> str:
     return f"with {many}, if each takes {found.restart_seconds:.0f} s as before, the wait in the queue included"
 
 
-def _attempt_seconds(run: RunDir, life: RunHistory) -> float:
-    if life.submission is None or life.submission.executor == "launch":
-        return math.inf
-    try:
-        plan = Plan.read(run.plan)
-    except (OSError, ValueError, TrainkitError):  # of a template
-        return math.inf
-    return max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)
-
-
-MOST_BARS = 6
-_TAIL_BYTES = 16384
-_RECORDS = 24
-_HEIGHTS = "▁▂▃▄▅▆▇█"
-_STYLES = {
-    "RUNNING": "cyan", "COMPLETED": "green", "FAILED": "bold red", "TIMEOUT": "red", "CANCELLED": "yellow",
-    "NODE_FAIL": "red", "OUT_OF_MEMORY": "bold red", "PENDING": "blue", "UNKNOWN": "magenta",
-}  # fmt: skip
-
-
-class Watched(Protocol):
-    """Of a run as `jobs.status` knows it."""
-
-    @property
-    def run(self) -> RunDir: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> JobState: ...
-    @property
-    def life(self) -> RunHistory: ...
-    @property
-    def standing(self) -> RunProgress: ...
-
-
-def view(table: Sequence[str], shown: Sequence[Watched], height: int) -> RenderableType:
+def view(table: Sequence[str], shown: Sequence[Shown], height: int) -> RenderableType:
     """The table, of a long one its head and the newest runs, and a bar for each run that trains.
 
     Args:
@@ -372,45 +327,30 @@ def view(table: Sequence[str], shown: Sequence[Watched], height: int) -> Rendera
         height: lines of the terminal.
     """
     from rich.console import Group
+    from rich.progress_bar import ProgressBar
     from rich.table import Table
+    from rich.text import Text
 
     going_on = [item for item in shown if item.state.state == "RUNNING" and item.standing.last][-MOST_BARS:]
     room = max(height - len(going_on) - 3, 3)
     rows = table if len(table) <= room else [table[0], *table[len(table) - room + 1 :]]
+    text = Text("\n".join(rows), no_wrap=True)  # not Rich's own markup: [red] may be a name
+    for word, style in _STYLES.items():
+        text.highlight_regex(rf"(?m)(?<=\s){word}(?=[\s:])", style)
     bars = Table.grid(padding=(0, 2))
     for item in going_on:
-        bars.add_row(*_going_on(item))
-    return Group(_coloured(rows), "", bars) if going_on else Group(_coloured(rows))
-
-
-def _coloured(rows: Sequence[str]) -> Text:
-    """Not Rich's own markup: [red] may be a name."""
-    from rich.text import Text
-
-    text = Text("\n".join(rows), no_wrap=True)
-    for word, style in _STYLES.items():
-        text.highlight_regex(rf"(?m)(?<=\s){word}(?=\s)", style)
-    text.highlight_regex("DIVERGED", "bold red")
-    return text
-
-
-def _going_on(item: Watched) -> list[RenderableType]:
-    from rich.progress_bar import ProgressBar
-    from rich.text import Text
-
-    total, step = item.life.started.get("total_steps"), item.standing.step or 0
-    losses = losses_of_late(item.run)
-    loss = f"loss {number(losses[-1], '.4f')}" if losses else ""
-    speed = item.standing.train.get("images_per_sec")
-    known = float(total) if fileio.is_whole(total) and total > 0 else None
-    return [
-        Text(terminal.one_line(item.name)),
-        ProgressBar(total=known, completed=float(step), width=24, pulse=not known),
-        Text(f"{step}/{total}" if known else str(step)),
-        Text(loss),
-        Text(sparkline(losses), style="cyan"),
-        Text(f"{speed:,.0f} images/s" if fileio.is_number(speed) else ""),
-    ]
+        total, step = item.life.started.get("total_steps"), item.standing.step or 0
+        losses, speed = losses_of_late(item.run), item.standing.train.get("images_per_sec")
+        known = float(total) if fileio.is_whole(total) and total > 0 else None
+        bars.add_row(
+            Text(terminal.one_line(item.name)),
+            ProgressBar(total=known, completed=float(step), width=24, pulse=not known),
+            Text(f"{step}/{total}" if known else str(step)),
+            Text(f"loss {number(losses[-1], '.4f')}" if losses else ""),
+            Text(sparkline(losses), style="cyan"),
+            Text(f"{speed:,.0f} images/s" if fileio.is_number(speed) else ""),
+        )
+    return Group(text, "", bars) if going_on else Group(text)
 
 
 def losses_of_late(run: RunDir) -> list[float | None]:
