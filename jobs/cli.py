@@ -19,6 +19,7 @@ from trainkit.errors import TrainkitError, UserError, did_you_mean
 from trainkit.process import leave
 
 if TYPE_CHECKING:
+    from trainkit.config.schema import Config
     from trainkit.run.folder import RunDir
 
 # sbatch's flag -> its short form, what it takes, what it stands for. Their configuration keys are
@@ -75,6 +76,21 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
         yield fetch_run(reference, Path(folder), wanted=lambda name: not name.startswith("optimizer"))
 
 
+def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:
+    """The settings of such a run with ``args.overrides``; from now on its own code is found, from any folder.
+
+    Raises RefusedError where that is somebody else's, unless ``args.allow_code``.
+    """
+    from trainkit import plugins
+    from trainkit.config.loading import load
+    from trainkit.run.ownership import require_own_code
+
+    loaded = load(str(run.config), args.overrides)
+    found = require_own_code(run.path, loaded, allow_code=args.allow_code, only_loads=True)
+    plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained
+    return loaded.config
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but mistakes are `UserError`s and flags are never abbreviated."""
 
@@ -123,25 +139,22 @@ class Parser(argparse.ArgumentParser):
 
 _MARGIN = 79
 """Columns of a page of help, as argparse has them on a terminal of 80."""
+_ROW = re.compile(r" *\S.*?  +(?=\S)")
+"""The first column of a line in a list."""
 
 
 def _wrapped(text: str) -> str:
-    """A description as lines of a page: sentences are joined and broken anew; lines set in, and lists, are kept."""
+    """A description as a page: prose is joined and broken anew; lines set in, and rows of lists, stay on their own."""
     lines: list[str] = []
-    for paragraph in text.strip().split("\n\n"):
-        lines += [""] * bool(lines)
-        is_prose = True
-        for line in paragraph.split("\n"):
-            listed = re.match(r" *\S.*?  +(?=\S)", line)
-            if is_prose and lines[-1:] not in ([], [""]) and not listed and not line.startswith(" "):
-                lines[-1] += f" {line}"
-            else:
-                lines.append(line)
-            is_prose = not listed and not line.startswith(" ")
+    for line in text.strip().split("\n"):
+        if lines and all(part[:1].strip() and not _ROW.match(part) for part in (line, lines[-1])):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
     broken: list[str] = []
     for line in lines:
-        listed = re.match(r" *\S.*?  +(?=\S)", line)
-        set_in = " " * len(listed[0]) if listed else ""
+        row = _ROW.match(line)
+        set_in = " " * len(row[0]) if row else ""
         broken += textwrap.wrap(line, _MARGIN, subsequent_indent=set_in, break_on_hyphens=False) or [""]
     return "\n".join(broken)
 
@@ -170,29 +183,21 @@ def run_verb(parser: Parser, verbs: Mapping[str, Verb], argv: Sequence[str], env
     return verb.run(verb.parser().parse_intermixed_args(words.rest), env)
 
 
-# Flags of other programs for what has no flag of that kind here: those that must be there for it, and what to write.
+# Flags of other programs, and what to write instead where a command has the flags that this names, or else --executor.
 _INSTEAD = {
-    "name": ("--job-name --run-dir", "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
-    "output": ("--run-dir", "--run-dir FOLDER is the run's folder; all that a run writes is in there."),
-    "config": ("--executor", "The preset, or a YAML file of your own, is the first word, without a flag."),
-    "device": (
-        "--gpus-per-node",
-        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on so many GPUs of each node.",
+    "name run-name experiment exp-name": ("--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
+    "output output-dir out out-dir log-dir logdir save-dir chdir": (
+        "--run-dir FOLDER is the run's folder; all that a run writes is in there."
     ),
-    "debug": ("--executor", "--executor debug runs it in this very process."),
-    "local": ("--executor", "--executor local runs it on this machine."),
-    "resume": ("--executor", "`python -m jobs.resume RUN` goes on with a run."),
-    "amp": ("--executor", "Settings are written without dashes: train.precision=bf16 (or fp16)."),
-    "n": ("--ntasks-per-node", "Ranks are given by node: --nodes N --ntasks-per-node N."),
-}
-_SAME = {
-    **dict.fromkeys(("run-name", "experiment", "exp-name"), "name"),
-    **dict.fromkeys(("output-dir", "out", "out-dir", "log-dir", "logdir", "save-dir", "chdir"), "output"),
-    **dict.fromkeys(("preset", "cfg", "yaml"), "config"),
-    **dict.fromkeys(("cpu", "gpu-id", "cuda", "accelerator"), "device"),
-    **dict.fromkeys(("restart", "resume-from", "resume-from-checkpoint"), "resume"),
-    **dict.fromkeys(("fp16", "bf16", "mixed-precision"), "amp"),
-    **dict.fromkeys(("ntasks", "np"), "n"),
+    "config preset cfg yaml": "The preset, or a YAML file of your own, is the first word, without a flag.",
+    "device cpu gpu-id cuda accelerator": (
+        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on so many GPUs of each node."
+    ),
+    "debug": "--executor debug runs it in this very process.",
+    "local": "--executor local runs it on this machine.",
+    "resume restart resume-from resume-from-checkpoint": "`python -m jobs.resume RUN` goes on with a run.",
+    "amp fp16 bf16 mixed-precision": "Settings are written without dashes: train.precision=bf16 (or fp16).",
+    "n ntasks np": "Ranks are given by node: --nodes N --ntasks-per-node N.",
 }
 
 
@@ -202,9 +207,9 @@ def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> st
     from trainkit.config.schema import SECTIONS
 
     name = flag.lstrip("-").lower().replace("_", "-")
-    flags, instead = _INSTEAD.get(_SAME.get(name, name), ("", ""))
-    if instead and set(flags.split()) <= set(known):
-        return instead
+    for names, instead in _INSTEAD.items():
+        if name in names.split() and {*(re.findall("--[a-z-]+", instead) or ["--executor"])} <= {*known}:
+            return instead
     if settings and name in SECTIONS and "=" in value:  # --optim lr=3
         return f"Settings are written without dashes: {name}.{value}."
     if settings and (key := setting_named(name)) and not key.startswith("launch."):
@@ -291,16 +296,16 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     wanted = args.follow if args.follow is not None else not named(executor).batch
     if not args.wait and not wanted:
         return 0
-    codes = []
+    worst = 0
     for run in runs:
         try:
-            codes.append(wait_for(run) if args.wait else follow_to_end(run))
+            worst = max(worst, wait_for(run) if args.wait else follow_to_end(run))
         except TrainkitError as error:
             if len(runs) == 1:
                 raise
             print(error, file=sys.stderr)  # the others of a sweep go on
-            codes.append(error.exit_code)
-    return max(codes, default=0)
+            worst = max(worst, error.exit_code)
+    return worst
 
 
 def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:

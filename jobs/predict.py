@@ -6,23 +6,20 @@ import argparse
 import csv
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from jobs import cli
-from trainkit import plugins
-from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.fileio import replacing
 from trainkit.run.folder import RunDir
-from trainkit.run.ownership import require_own_code
 from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
-    from trainkit.inference import Prediction, Predictor
+    from trainkit.inference import Predictor
 
 _SHOWN = 5
 
@@ -46,9 +43,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(argv)
     _require(args.top >= 1, f"--top {args.top}", "It is the number of classes that are told of each image.")
     _require(args.batch_size >= 1, f"--batch-size {args.batch_size}", "It is a number of images.")
-    sizes = [_batch_size(word) for word in args.speed.split(",")] if args.speed is not None else []
-    with cli.run_to_read(args.run, env) as run_dir:
-        return _predict(args, run_dir, sizes)
+    sizes = args.speed.split(",") if args.speed is not None else []
+    for size in sizes:
+        is_size = size.strip().isdecimal() and int(size) >= 1
+        _require(is_size, f"--speed {size!r}", "It takes batch sizes: --speed 1,8,64.")
+    with cli.run_to_read(args.run, env) as run:
+        return _predict(args, run, [int(size) for size in sizes])
 
 
 def _require(condition: bool, what: str, why: str) -> None:
@@ -56,50 +56,38 @@ def _require(condition: bool, what: str, why: str) -> None:
         raise UserError(f"{what} is not possible.", why=why, fix="Give 1 or more.")
 
 
-def _batch_size(word: str) -> int:
-    _require(word.strip().isdecimal() and int(word) >= 1, f"--speed {word!r}", "It takes batch sizes: --speed 1,8,64.")
-    return int(word)
-
-
-def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) -> int:
-    loaded = load(str(run_dir.config), args.overrides)
-    found = require_own_code(run_dir.path, loaded, allow_code=args.allow_code, only_loads=True)
-    plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained, from any folder
+def _predict(args: argparse.Namespace, run: RunDir, sizes: Sequence[int]) -> int:
+    config = cli.settings_to_read(run, args)
     from trainkit.inference import images_in, predicting
 
     folder = Path(args.folder).expanduser()
     images = images_in(folder)
-    with (
-        predicting(loaded.config, run_dir, args.checkpoint, args.weights) as predictor,
-        _written(args.out) as out,
-    ):
+    with predicting(config, run, args.checkpoint, args.weights) as predictor, _opened(args.out) as out:
         began = time.perf_counter()
-        told = predictor.predict(images, args.batch_size)
-        broken = _write(out, told, folder, args.top if predictor.tells_classes else None, predictor.class_names)
+        broken = _write(out, predictor, images, folder, args)
         seconds = time.perf_counter() - began
         kind = "averaged weights" if predictor.kind == "ema" else "weights"
-        print(
+        told = [
             f"{len(images):,} images by the {kind} of step {predictor.step} ({args.checkpoint}): "
-            f"{len(images) / seconds:,.0f} images/s, reading included",
-            file=sys.stderr,
-        )
+            f"{len(images) / seconds:,.0f} images/s, reading included"
+        ]
         if predictor.renamed:
-            print(f"Classes are called as in training; {one_line(predictor.renamed)}.", file=sys.stderr)
+            told.append(f"Classes are called as in training; {one_line(predictor.renamed)}.")
         if broken:
             more = f", and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-            named = "; ".join(f"{one_line(str(each.file))}: {one_line(each.why)}" for each in broken[:_SHOWN])
-            print(f"{len(broken):,} without a class: {named}{more}", file=sys.stderr)
-        without = {each.file for each in broken}
-        whole = next((image for image in images if image not in without), None)
+            why = "; ".join(f"{one_line(str(file))}: {one_line(why)}" for file, why in list(broken.items())[:_SHOWN])
+            told.append(f"{len(broken):,} without a class: {why}{more}")
+        print("\n".join(told), file=sys.stderr)
+        whole = next((image for image in images if image not in broken), None)
         if whole is None:
             return 1
         for size in sizes:
-            _say_speed(predictor, whole, size)
+            print(f"batch size {size:>5}: {_speed(predictor, whole, size)}", file=sys.stderr)
     return 0
 
 
 @contextmanager
-def _written(file: str | None) -> Iterator[TextIO]:
+def _opened(file: str | None) -> Iterator[TextIO]:
     """A file that is complete or absent; None: standard output."""
     if file is None:
         yield sys.stdout
@@ -109,47 +97,48 @@ def _written(file: str | None) -> Iterator[TextIO]:
         with replacing(final) as content, TextIOWrapper(content, encoding="utf-8", newline="") as out:
             yield out
     except OSError as error:
-        raise UserError(
-            f"{final} cannot be written.", why=f"{error.strerror}.", fix="Give another --out, or leave it out."
-        ) from None
+        fix = "Give another --out, or leave it out."
+        raise UserError(f"{final} cannot be written.", why=f"{error.strerror}.", fix=fix) from None
 
 
 def _write(
-    out: TextIO, told: Iterable[Prediction], folder: Path, top: int | None, class_names: Sequence[str]
-) -> list[Prediction]:
-    """A row for each image, with its most probable classes or, where ``top`` is None, the outputs; those without."""
-    broken = []
-    if top is None:
-        columns = [cell(name) for name in class_names]
-    else:
-        top = min(top, len(class_names))
-        further = [name for place in range(2, top + 1) for name in (f"class_{place}", f"probability_{place}")]
+    out: TextIO, predictor: Predictor, images: Sequence[Path], folder: Path, args: argparse.Namespace
+) -> dict[Path, str]:
+    """Write a row for each image: its most probable classes, or the outputs of a model that tells none.
+
+    Returns the images without, and why.
+    """
+    names, broken = [cell(name) for name in predictor.class_names], {}
+    top = min(args.top, len(names))
+    columns = names
+    if predictor.tells_classes:
+        further = [f"{word}_{place}" for place in range(2, top + 1) for word in ("class", "probability")]
         columns = ["class", "probability", *further]
     table = csv.writer(out, lineterminator="\n")
     table.writerow(["image", *columns])
-    for each in told:
-        name = each.file.relative_to(folder) if each.file != folder else folder.name
-        if each.values is None:
-            broken.append(each)
-            table.writerow([cell(str(name)), *[""] * len(columns)])
-            continue
-        if top is None:
-            table.writerow([cell(str(name)), *(f"{value:.6g}" for value in each.values.tolist())])
-            continue
-        values, labels = (part.tolist() for part in each.values.topk(top))
-        cells = zip((cell(class_names[label]) for label in labels), (f"{value:.6f}" for value in values), strict=True)
-        table.writerow([cell(str(name)), *(value for pair in cells for value in pair)])
+    for told in predictor.predict(images, args.batch_size):
+        if told.values is None:
+            broken[told.file] = told.why
+            cells = [""] * len(columns)
+        elif predictor.tells_classes:
+            values, labels = (part.tolist() for part in told.values.topk(top))
+            cells = [
+                text for value, label in zip(values, labels, strict=True) for text in (names[label], f"{value:.6f}")
+            ]
+        else:
+            cells = [f"{value:.6g}" for value in told.values.tolist()]
+        name = told.file.relative_to(folder) if told.file != folder else folder.name
+        table.writerow([cell(str(name)), *cells])
     return broken
 
 
-def _say_speed(predictor: Predictor, image: Path, batch_size: int) -> None:
+def _speed(predictor: Predictor, image: Path, batch_size: int) -> str:
     from torch import OutOfMemoryError
 
     try:
-        told = f"{predictor.images_per_sec(image, batch_size):,.0f} images/s"
+        return f"{predictor.images_per_sec(image, batch_size):,.0f} images/s"
     except OutOfMemoryError:
-        told = "does not fit into memory"
-    print(f"batch size {batch_size:>5}: {told}", file=sys.stderr)
+        return "does not fit into memory"
 
 
 if __name__ == "__main__":

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
     from trainkit.start import Prepared
 
-_MOST_SAID = 3
-"""Runs that have failed before, of a sweep."""
-
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
 
   python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 \\
@@ -75,12 +72,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from jobs.dry_run import print_plan
     from trainkit import start
 
-    joins = args.join is not None or args.array is not None
-    if joins and (args.host or args.estimate):
+    token = args.join
+    if (token is not None or args.array is not None) and (args.host or args.estimate):
         raise start.not_with_join("--host" if args.host else "--estimate")
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
         return _submit_there(argv, args, [[*args.overrides, *point] for point in start.sweep_points(args.sweep)], env)
-    token = args.join
     request = start.Request(
         args.preset, args.overrides, cli.launch_flags(args), args.sweep, args.run_dir, args.again, args.allow_code,
         token, args.array,
@@ -102,10 +98,10 @@ def _print_presets() -> int:
     from trainkit.config.loading import described
 
     print(f"Give one of these, as in `{terminal.command('submit', 'ddp')}`:\n")
-    known = described()
-    for names in ([name for name in known if "/" not in name], [name for name in known if "/" in name]):
-        width = max(map(len, names))
-        print("\n".join(f"  {name:{width}}  {known[name]}" for name in names), end="\n\n")
+    for is_recipe in (False, True):
+        known = {name: about for name, about in described().items() if ("/" in name) == is_recipe}
+        width = max(map(len, known))
+        print("\n".join(f"  {name:{width}}  {about}" for name, about in known.items()), end="\n\n")
     print(f"`{terminal.command('submit', '--settings')}` lists what can be set beside it.")
     return 0
 
@@ -113,17 +109,14 @@ def _print_presets() -> int:
 def _print_settings(section: str | None) -> int:
     from trainkit.config.json_schema import settings
 
-    rows = [
-        (f"{item.key}={item.default}", f"({item.type})", f"{f'{item.of}: ' if item.of else ''}{item.sentence}")
-        for item in settings(section)
-    ]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    for name, kind, text in rows:
-        line = f"{name}  {kind}  {text}"
-        if len(line) <= room:
-            print(line)
+    for item in settings(section):
+        name = f"{item.key}={item.default}  ({item.type})"
+        text = f"{f'{item.of}: ' if item.of else ''}{item.sentence}"
+        if len(name) + 2 + len(text) <= room:
+            print(f"{name}  {text}")
         else:
-            print(textwrap.fill(f"{name}  {kind}", room, subsequent_indent="    "))
+            print(textwrap.fill(name, room, subsequent_indent="    "))
             print(textwrap.fill(text, room, initial_indent="    ", subsequent_indent="    "))
     return 0
 
@@ -135,14 +128,14 @@ def _submit_there(
     from trainkit.config import loading
 
     flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
+    is_run_there = "/" in args.preset and not args.preset.endswith((".yaml", ".yml"))
     try:
         loading.find_preset(args.preset)
     except UserError:
-        if "/" not in args.preset or args.preset.endswith((".yaml", ".yml")):
+        if not is_run_there:
             raise
-        loadeds = []  # a run folder there
-    else:
-        loadeds = [loading.load(args.preset, overrides, flags=flags) for overrides in variants]
+        variants = []
+    loadeds = [loading.load(args.preset, overrides, flags=flags) for overrides in variants]
     return sending.submit(argv, parser(), loadeds, env)
 
 

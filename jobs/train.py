@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from jobs import cli
@@ -46,9 +46,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(argv)
     args.run = preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
-        loaded, token = _loaded(args, env)
-        if token:
-            env = {**env, "TRAINKIT_TOKEN": token}
+        if args.join is None:
+            loaded = load(args.run, args.overrides, env=env)
+        else:
+            from jobs.join import loaded_rank
+
+            allow_code = args.allow_code
+            loaded, token = loaded_rank(
+                args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=allow_code
+            )  # fmt: skip
+            env = {**env, "TRAINKIT_TOKEN": token} if token else env
         given = Path(args.run).expanduser()
         for folder in (given, args.run_dir or given):
             refuse_bench(folder)
@@ -63,8 +70,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             path = attempt.run.path if attempt is not None else next_path(runs_root(env), loaded.name)
 
         def open_run() -> Writer:
-            command = ["TOKEN" if args.join and word == args.join else word for word in argv]
-            run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *command])
+            words = ["TOKEN" if args.join and word == args.join else word for word in argv]
+            run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *words])
             if attempt is None:  # nobody looks after this process, nor has anybody asked before it
                 require_no_job(run, force=args.force)
             return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
@@ -72,22 +79,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         held.enter_context(as_open_as(path))
         outcome, done = train(loaded.config, env, stop, attempt, open_run)
     if attempt is None and done is not None:
-        if outcome == "preempted":
-            print(f"Stopped and saved. Go on with: {terminal.command('train', done.path)}", flush=True)
-        else:
-            from trainkit.monitor.follow import summary_lines
+        from trainkit.monitor.follow import summary_lines
 
-            print("\n".join(summary_lines(done)), flush=True)
+        stopped = f"Stopped and saved. Go on with: {terminal.command('train', done.path)}"
+        print("\n".join([stopped] if outcome == "preempted" else summary_lines(done)), flush=True)
     return 0
-
-
-def _loaded(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Loaded, str]:
-    """What is trained: as it was asked for; or as the creator of a swarm has it, and the token that leads there."""
-    if args.join is None:
-        return load(args.run, args.overrides, env=env), ""
-    from jobs.join import loaded_rank
-
-    return loaded_rank(args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=args.allow_code)
 
 
 def _rates(config: Config) -> list[str]:
@@ -104,15 +100,14 @@ def _rates(config: Config) -> list[str]:
         )
     per_epoch = steps_per_epoch(len(build_data(config.data).train), config.train.global_batch_size)
     total = config.train.max_steps or config.train.epochs * per_epoch
-    rates = [
-        lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-        for step in range(total)
-    ]
-    highest = max(range(total), key=rates.__getitem__)
-    shown = sorted({*range(0, total, per_epoch), highest, total - 1})
-    width = 40 / rates[highest]
+    rate = partial(
+        lr_at, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total
+    )  # fmt: skip
+    rates = list(map(rate, range(total)))
+    highest = rates.index(max(rates))
     rows = [
-        (f"{step / per_epoch:.2f}", str(step), f"{rates[step]:.3e}", "#" * round(rates[step] * width)) for step in shown
+        (f"{step / per_epoch:.2f}", str(step), f"{rates[step]:.3e}", "#" * round(40 * rates[step] / rates[highest]))
+        for step in sorted({*range(0, total, per_epoch), highest, total - 1})
     ]
     return terminal.table(("epoch", "update", "lr", ""), rows)
 
@@ -127,18 +122,15 @@ def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str
         write_manifest(run_dir, command)
         return run_dir
     run_dir = RunDir.open(path)
-    if _settings(load(str(run_dir.config)).config) != _settings(loaded.config):
+    stored = load(str(run_dir.config)).config
+    # Where and how it is launched may differ from start to start.
+    if stored.model_copy(update={"launch": loaded.config.launch}) != loaded.config:
         raise UserError(
             f"{path} was started with other settings.",
             why="Its config.yaml differs from what was asked for now.",
             fix=f"Go on with it as it is (`{terminal.command('train', path)}`), or give another --run-dir.",
         )
     return run_dir
-
-
-def _settings(config: Config) -> Config:
-    """The configuration without where and how it is launched, which may differ from start to start."""
-    return config.model_copy(update={"launch": type(config.launch)()})
 
 
 if __name__ == "__main__":

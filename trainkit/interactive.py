@@ -5,8 +5,9 @@ Errors for users are raised (`trainkit.errors`) instead of printed; everything e
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,9 @@ from trainkit.run.metrics import progress_of, read_metrics
 from trainkit.schedulers.states import job_state
 
 Flag = str | int | bool | None | Sequence[str]
-_NOT_HERE = {
-    "follow": "`run.wait()` waits for it, `run.follow()` shows its progress",
-    "wait": "`run.wait()` waits for it",
-    "dry_run": "`python -m jobs.submit` has it",
-    "estimate": "`python -m jobs.submit` has it",
-    "host": "`python -m jobs.submit` has it",
+_ONLY_TYPED = dict.fromkeys(("dry_run", "estimate", "host"), "`python -m jobs.submit` has it.") | {
+    "follow": "`run.wait()` waits for it, `run.follow()` shows its progress.",
+    "wait": "`run.wait()` waits for it.",
 }
 
 
@@ -53,13 +51,13 @@ class Run:
         """
         file = self._folder.summary
         try:
-            text = fileio.read_text(file)
+            found = fileio.parse_object(fileio.read_text(file))
+            if found is None:
+                raise OSError(None, "It holds no JSON object")
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise fileio.unreadable(file, error) from None
-        if (found := fileio.parse_object(text)) is None:
-            raise fileio.unreadable(file, OSError(None, "It holds no JSON object"))
         return found
 
     def metrics(self, split: str | None = None) -> list[dict[str, Any]]:
@@ -80,7 +78,7 @@ class Run:
         """End its job. What it has saved stays, and `resume` goes on from it."""
         finish.cancel([self._folder])
 
-    def resume(self, **flags: Flag) -> None:
+    def resume(self, *, force: bool = False, allow_code: bool = False, **flags: Flag) -> None:
         """Queue it again, from its newest checkpoint; ``flags`` as of `submit`."""
         if resumption.is_by_hand(self._folder):
             raise UserError(
@@ -88,11 +86,7 @@ class Run:
                 why="There it goes on, until its end.",
                 fix=f"`{terminal.command('resume', self.path)}`",
             )
-        asked = resumption.Asked(
-            start.launch_settings(_known(flags, "force", "allow_code")),
-            force=bool(flags.get("force")),
-            allow_code=bool(flags.get("allow_code")),
-        )
+        asked = resumption.Asked(_launch_settings(flags, self.resume), force, allow_code)
         resumption.resume([self._folder], asked, dict(os.environ))
 
     def report(self) -> Path:
@@ -115,6 +109,11 @@ def submit(
     overrides: Sequence[str] = (),
     *,
     sweep: Mapping[str, Sequence[object]] | None = None,
+    again: bool = False,
+    run_dir: str | Path | None = None,
+    allow_code: bool = False,
+    join: str | bool | None = None,
+    array: int | None = None,
     **flags: Flag,
 ) -> Run | list[Run]:
     """What ``python -m jobs.submit`` does; it returns as soon as the job is queued, or started on this machine.
@@ -126,23 +125,19 @@ def submit(
         overrides: ``section.key=value``.
         sweep: setting -> its values: a run for each, or for all combinations; then a list is returned.
         flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
-            ``executor="local"``, ``again=True``.
+            ``executor="local"``.
 
     Raises:
         TrainkitError: what the command would have said.
     """
-    for name in flags:
-        if name in _NOT_HERE:
-            raise UserError(f"submit() has no {name}=.", why="It returns at once.", fix=f"{_NOT_HERE[name]}.")
-    own = ("again", "run_dir", "allow_code", "join", "array")
-    run_dir, array, join = (flags.get(name) for name in ("run_dir", "array", "join"))
+    for name in flags.keys() & _ONLY_TYPED.keys():
+        raise UserError(f"submit() has no {name}=.", why="It returns at once.", fix=_ONLY_TYPED[name])
     request = start.Request(
-        str(preset), overrides, start.launch_settings(_known(flags, *own)),
+        str(preset), overrides, _launch_settings(flags, submit),
         [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()],
-        None if run_dir is None else start.new_folder(str(run_dir)),
-        bool(flags.get("again")), bool(flags.get("allow_code")),
+        None if run_dir is None else start.new_folder(str(run_dir)), again, allow_code,
         join=None if join is None else "" if join is True else str(join),
-        array=None if array is None else int(str(array)),
+        array=None if array is None else int(array),
         command=["trainkit.submit", str(preset), *overrides],
     )  # fmt: skip
     started = start.submit(start.prepare(request, dict(os.environ)))
@@ -161,7 +156,7 @@ def open(reference: str | Path) -> Run:
 def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:
     """Write one log book of several runs, with speed-ups over the first, into the folder ``out``; where it is."""
     found = [run for one in runs for run in find_runs(_word(one), os.environ)]
-    report_on(list({run.path: run for run in found}.values()), Path(out))
+    report_on(list(dict.fromkeys(found)), Path(out))
     return Path(out) / "logbook.md"
 
 
@@ -171,14 +166,14 @@ def _word(reference: Run | str | Path) -> str:
     return path if isinstance(path, str) else str(path.expanduser().absolute())
 
 
-def _known(flags: Mapping[str, Flag], *own: str) -> Mapping[str, Flag]:
-    """Flags of a launch, and those that a function has besides. Raises UserError for any other."""
-    known = [*LaunchConfig.model_fields, *own]
+def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> dict[str, tuple[Any, str]]:
+    """Flags of a launch as settings. Raises UserError for any other, with the nearest that the function ``of`` has."""
+    known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
     for name in flags:
-        if name not in known:
+        if name not in LaunchConfig.model_fields:
             raise UserError(
                 f"There is no {name}= (--{name.replace('_', '-')}).",
                 why="The flags are the command's, with underscores.",
                 fix=did_you_mean(name, known, otherwise="`python -m jobs.submit --help` lists them."),
             )
-    return flags
+    return start.launch_settings(flags)
