@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.benchmarks.measuring import Figure, alone, cpu_seconds, fast_folder, loaded
 from trainkit.data.base import DataInfo, Splits
-from trainkit.data.folders import Listing
+from trainkit.data.folders import Files
 
 CLASSES, OF_EACH, SAMPLES, ROUNDS = 100, 1000, 1_281_167, 15
 
@@ -46,11 +46,11 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
             (folder / "train" / f"n{label:08}").mkdir(parents=True)
             for number in range(OF_EACH):
                 (folder / "train" / f"n{label:08}" / f"n{label:08}_{number}.JPEG").touch()
-        told = Listing.walk(folder, ("train",)).to_bytes()
-        assert Listing.from_bytes(told).to_bytes() == told
+        told = Files.walk(folder, ("train",)).to_bytes()
+        assert Files.from_bytes(folder, told).to_bytes() == told
         listing = [
-            taken("100,000 files listed, by one rank", partial(Listing.walk, folder, ("train",))),
-            taken(f"and read by another, from {len(told) / 1e6:.1f} MB", partial(Listing.from_bytes, told)),
+            taken("100,000 files listed, by one rank", partial(Files.walk, folder, ("train",))),
+            taken(f"and read by another, from {len(told) / 1e6:.1f} MB", partial(Files.from_bytes, folder, told)),
         ]
     samples, info = Nothing(), DataInfo("nothing", 2, 3, 8, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
     splits = Splits(info, samples, samples, samples, lambda image: image, lambda image: image)

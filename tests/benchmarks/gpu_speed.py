@@ -30,7 +30,8 @@ from tests.benchmarks.arms.turns import Job
 from tests.benchmarks.image_files import write_photos
 from tests.benchmarks.measuring import Figure, against, fast_folder
 from tests.benchmarks.resident import Told, assert_same_losses, assert_same_pixels, raced
-from tests.data.cifar10_files import write_cifar10
+from tests.recipes.tiny import write_cifar10
+from trainkit.data import prepare_data
 from trainkit.data.loader import default_workers
 from trainkit.training.timing import flops_per_image, peak_flops
 
@@ -134,7 +135,7 @@ def cifar_epochs(folder: Path, job: Job, rounds: int, per_file: int, *, pixels: 
     Args:
         pixels: how much mean and deviation of a few may differ.
     """
-    write_cifar10(folder, per_file)
+    prepare_data("cifar10", folder, [write_cifar10(folder, per_file)], print)
     jobs = {name: replace(job, out=str(folder / f"{name}.json")) for name in ("torchvision_cifar", "kit")}
     raced(jobs, 0, partial(assert_same_losses, tolerance=LOSSES[job.precision]))
     for name, one in jobs.items():

@@ -1,17 +1,16 @@
-"""Tiny data sets in the formats of the real ones."""
+"""Tiny data sets, in the files of the real ones."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from PIL import Image
 
-from tests.data import cifar10_files
+from tests.recipes import tiny
+from trainkit.data import prepare_data
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -23,34 +22,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def write_cifar10() -> Callable[[Path, int], None]:
-    """Writes ROOT/cifar-10-batches-py as the official archive has it, in pickle's protocol 2."""
-
-    return cifar10_files.write_cifar10
-
-
-@pytest.fixture
-def write_fashion_mnist() -> Callable[[Path, int], None]:
-    """Writes ROOT/FashionMNIST/raw: big-endian headers, then bytes."""
-
-    def write(root: Path, count: int = 40) -> None:
-        folder = root / "FashionMNIST" / "raw"
-        folder.mkdir(parents=True)
-        random = numpy.random.default_rng(0)
-        for split in ("train", "t10k"):
-            images = random.integers(0, 256, (count, 28, 28), dtype=numpy.uint8)
-            labels = (numpy.arange(count) % 10).astype(numpy.uint8)
-            header = struct.pack(">HBBIII", 0, 8, 3, count, 28, 28)
-            (folder / f"{split}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-            (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, count) + labels.tobytes())
-
-    return write
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the data sets that come in archives, a few images each, unpacked by the code for the real ones."""
+    root = tmp_path_factory.mktemp("prepared")
+    for name, archives in tiny.archives(root / "archives").items():
+        assert prepare_data(name, root, archives, lambda line: None)
+    return root
 
 
 @pytest.fixture
 def write_images() -> Callable[..., None]:
-    """Writes FOLDER/CLASS/NUMBER.SUFFIX, so many for each class, of one colour for each class."""
+    """Writes FOLDER/CLASS/NUMBER.SUFFIX, ``counts`` of each class, in a colour of its own."""
 
     def write(
         folder: Path, counts: Mapping[str, int], *, suffix: str = "jpg", size: tuple[int, int] = (20, 16)

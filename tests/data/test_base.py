@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from collections import Counter
 
+import pytest
 import torch
 
-from trainkit.data.base import DataInfo, missing, normalize, stratified_split
+from trainkit.data.base import DataInfo, normalize, size_left, stratified_split
 
 
 def info(mean: tuple[float, ...], std: tuple[float, ...]) -> DataInfo:
@@ -28,11 +29,6 @@ def test_normalising_leaves_the_batch_as_it_was() -> None:
     assert bool((images == 200).all())
 
 
-def test_missing_data_comes_with_the_command_that_fetches_it() -> None:
-    error = missing("cifar10", Path("data"), Path("data/x"))
-    assert error.fix == "python -m jobs.prepare cifar10 --root data"
-
-
 def test_parts_cover_everything_once() -> None:
     labels = [index % 7 for index in range(500)]
     parts = stratified_split(labels, (0.2, 0.1))
@@ -46,13 +42,15 @@ def test_each_class_is_split_in_the_same_proportion() -> None:
     assert [sum(labels[i] == label for i in val) for label in (0, 1)] == [10, 30]
 
 
-def test_a_small_class_gives_each_part_a_sample() -> None:
-    parts = stratified_split([0, 0, 0], (0.1, 0.1))
-    assert [len(part) for part in parts] == [1, 1, 1]
-
-
-def test_a_class_of_one_stays_in_training() -> None:
-    assert stratified_split([0], (0.5,)) == [[0], []]
+@pytest.mark.parametrize(
+    ("labels", "fractions", "parts"),
+    [([0, 0, 0], (0.1, 0.1), [1, 1, 1]), ([0], (0.5,), [1, 0]), ([0, 1], (0.5,), [2, 0])],
+)
+def test_a_class_gives_each_part_a_sample_and_keeps_one(
+    labels: list[int], fractions: tuple[float, ...], parts: list[int]
+) -> None:
+    assert [len(part) for part in stratified_split(labels, fractions)] == parts
+    assert size_left(Counter(labels).values(), fractions) == parts[0]
 
 
 def test_a_new_file_moves_no_other_file_to_another_part() -> None:

@@ -1,4 +1,4 @@
-"""Batches of a data set in memory."""
+"""Batches of files and of data in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from trainkit.data.loader import (
     eval_batches,
     on_gpu,
     resolve_workers,
-    tensor_transforms,
+    tensor_splits,
     to_device,
     train_batches,
 )
@@ -37,7 +37,7 @@ from trainkit.data.order import epoch_order
 from trainkit.errors import UserError
 
 SIZE = 50
-INFO_LOADER = DataInfo("numbers", 2, 1, 1, ("even", "odd"), (0.5,), (0.5,))
+INFO = DataInfo("numbers", 2, 1, 6, ("even", "odd"), (0.5,), (0.5,))
 
 
 class Numbers:
@@ -75,132 +75,127 @@ def same(image: Any) -> Tensor:
 
 def splits(train: Numbers | None = None, **changes: Any) -> Splits:
     samples = train or Numbers()
-    return Splits(INFO_LOADER, samples, samples, samples, add_noise, same, **changes)
+    return Splits(INFO, samples, samples, samples, add_noise, same, **changes)
 
 
-def batches(
-    *,
-    train: Numbers | None = None,
-    seed: int = 0,
-    start: int = 0,
-    stop: int = 10,
-    micro: int = 16,
-    rank: int = 0,
-    world: int = 1,
-    workers: int = 0,
-) -> Batches[Batch]:
-    return train_batches(
-        splits(train),
-        seed=seed,
-        start_step=start,
-        stop_step=stop,
-        global_batch_size=16,
-        micro_batch_size=micro,
-        rank=rank,
-        world_size=world,
-        workers=workers,
-    )
+PICTURES = TensorSamples(
+    torch.arange(SIZE, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 6, 6) * 5
+    + torch.arange(36, dtype=torch.uint8).view(6, 6),
+    torch.arange(SIZE) % 2,
+)
+IN_MEMORY = tensor_splits(INFO, [PICTURES] * 3, augment=True, shift=2)
+SETTINGS = {"seed": 0, "start_step": 0, "stop_step": 10, "global_batch_size": 16, "rank": 0, "world_size": 1,
+            "micro_batch_size": 16, "workers": 0}  # fmt: skip
 
 
-def all_of(found: Batches[Batch]) -> Tensor:
-    """Images of all batches, one after the other: columns index and noise."""
-    with found:
-        return torch.cat([batch.images for batch in found]).flatten(1)
+def batches(data: Splits | None = None, **changes: Any) -> Batches[Batch]:
+    return train_batches(data or splits(), **{**SETTINGS, **changes})
+
+
+def joined(found: Iterable[Any]) -> list[Tensor]:
+    """Images, labels and keys of all batches, one after the other."""
+    return [torch.cat(column) for column in zip(*found, strict=True)]
+
+
+def assert_same(one: Iterable[Any], other: Iterable[Any]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(joined(one), joined(other), strict=True))
+
+
+@pytest.fixture(scope="module", params=["sample by sample", "in memory"])
+def data(request: pytest.FixtureRequest) -> Splits:
+    return IN_MEMORY if request.param == "in memory" else splits()
 
 
 @pytest.fixture(scope="module")
-def reference() -> Tensor:
-    return all_of(batches())
+def reference(data: Splits) -> list[Batch]:
+    return [*batches(data)]
 
 
-def test_a_batch_is_bytes_and_integer_labels() -> None:
-    with batches() as found:
-        images, labels, _ = next(found)
-    assert (images.dtype, tuple(images.shape), labels.dtype, tuple(labels.shape)) == (
-        torch.uint8,
-        (16, 2, 1, 1),
-        torch.int64,
-        (16,),
-    )
-    assert torch.equal(labels, images[:, 0, 0, 0].long() % 2)
+def test_a_batch_is_bytes_integer_labels_and_keys(reference: list[Batch]) -> None:
+    images, labels, keys = reference[0]
+    assert (images.dtype, labels.dtype, keys.dtype) == (torch.uint8, torch.int64, torch.int64)
+    assert (len(images), tuple(labels.shape), tuple(keys.shape)) == (16, (16,), (16,))
 
 
-def test_steps_walk_through_one_permutation_after_the_other(reference: Tensor) -> None:
-    expected = torch.cat([epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)])[:160]
-    assert torch.equal(reference[:, 0].long(), expected)
+def test_steps_walk_through_one_permutation_after_the_other(reference: list[Batch]) -> None:
+    epochs = [epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)]
+    _, labels, keys = joined(reference)
+    assert torch.equal(labels, torch.cat(epochs)[:160] % 2)
+    expected = torch.cat([order.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
+    assert torch.equal(keys, expected[:160])
 
 
 @pytest.mark.parametrize("start", [1, 3, 7])
-def test_a_run_resumed_at_any_step_sees_what_the_uninterrupted_one_sees(start: int, reference: Tensor) -> None:
-    assert torch.equal(all_of(batches(start=start)), reference[start * 16 :])
+def test_a_resumed_run_sees_what_the_uninterrupted_one_sees(start: int, data: Splits, reference: list[Batch]) -> None:
+    assert_same(batches(data, start_step=start), reference[start:])
 
 
-def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(reference: Tensor) -> None:
-    def noise(images: Tensor) -> dict[int, int]:
-        return {int(index): int(value) for index, value in images}
+def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(data: Splits, reference: list[Batch]) -> None:
+    def by_sample(found: Iterable[Batch], seed: int, epoch: int) -> dict[int, Tensor]:
+        images = joined(found)[0]
+        return dict(zip(epoch_order(SIZE, seed, epoch)[:48].tolist(), images, strict=True))
 
-    assert noise(reference[:48]) != noise(reference[48:96])
-    assert noise(all_of(batches(seed=1))[:48]) != noise(reference[:48])
+    first = by_sample(reference[:3], 0, 0)
+    for other in (by_sample(reference[3:6], 0, 1), by_sample(batches(data, seed=1, stop_step=3), 1, 0)):
+        both = first.keys() & other.keys()
+        assert sum(torch.equal(first[index], other[index]) for index in both) < len(both) / 4
 
 
-@pytest.mark.parametrize(("world", "micro"), [(1, 4), (2, 8), (2, 4), (4, 2)])
-def test_neither_ranks_nor_accumulation_change_images_or_augmentation(
-    world: int, micro: int, reference: Tensor
+@pytest.mark.parametrize(("world", "micro", "workers"), [(1, 4, 0), (2, 8, 0), (4, 2, 0), (1, 16, 2), (2, 4, 1)])
+def test_neither_ranks_nor_accumulation_nor_workers_change_anything(
+    world: int, micro: int, workers: int, data: Splits, reference: list[Batch]
 ) -> None:
-    per_rank = [list(batches(rank=rank, world=world, micro=micro)) for rank in range(world)]
-    in_order = [images for micro_step in zip(*per_rank, strict=True) for images, *_ in micro_step]
-    assert torch.equal(torch.cat(in_order).flatten(1), reference)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_change_nothing(workers: int, reference: Tensor) -> None:
-    assert torch.equal(all_of(batches(workers=workers)), reference)
+    per_rank = [
+        [*batches(data, rank=rank, world_size=world, micro_batch_size=micro, workers=workers)] for rank in range(world)
+    ]
+    assert_same((batch for micro_step in zip(*per_rank, strict=True) for batch in micro_step), reference)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loading_leaves_the_global_random_numbers_alone(workers: int) -> None:
+def test_loading_neither_reads_nor_changes_the_global_random_numbers(
+    workers: int, data: Splits, reference: list[Batch]
+) -> None:
+    torch.manual_seed(99)
     before = torch.get_rng_state()
-    all_of(batches(workers=workers, stop=2))
+    assert_same(batches(data, workers=workers, stop_step=2), reference[:2])
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_state_of_global_random_numbers_changes_no_augmentation(reference: Tensor) -> None:
-    torch.manual_seed(99)
-    assert torch.equal(all_of(batches()), reference)
+def started_by(found: Iterator[Any], before: set[int]) -> list[psutil.Process]:
+    """The workers behind ``found``, once its first batch is there."""
+    next(found)
+    return [child for child in psutil.Process().children() if child.pid not in before]
 
 
-def test_a_stop_signal_to_the_workers_does_not_end_them(reference: Tensor) -> None:
-    before = {child.pid for child in psutil.Process().children()}
-    found = batches(workers=2)
-    with found:
-        images = [next(found)[0]]
-        workers = [child for child in psutil.Process().children() if child.pid not in before]
+@pytest.fixture
+def before() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_a_stop_signal_to_the_workers_does_not_end_them(before: set[int]) -> None:
+    with batches(workers=2) as found:
+        workers = started_by(found, before)
         assert len(workers) == 2
         for worker in workers:
             for signum in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
                 os.kill(worker.pid, signum)
-        images += [batch.images for batch in found]
-    assert torch.equal(torch.cat(images).flatten(1), reference)
+        assert_same(found, [*batches()][1:])
 
 
-def test_no_worker_outlives_a_loop_left_half_way() -> None:
-    before = {child.pid for child in psutil.Process().children()}
+def test_no_worker_outlives_a_loop_left_half_way(before: set[int]) -> None:
     with batches(workers=2) as found:
-        next(found)
-        workers = [child for child in psutil.Process().children() if child.pid not in before]
-        assert len(workers) == 2
+        workers = started_by(found, before)
+    assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
     assert list(found) == []
 
 
-def test_a_worker_that_hangs_is_killed() -> None:
-    before = {child.pid for child in psutil.Process().children()}
+def test_a_worker_that_hangs_is_killed(before: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "SHUTDOWN_SECONDS", 0.3)
     found = eval_batches(Hanging(), same, batch_size=4, rank=0, world_size=1, workers=1)
-    next(found)
-    workers = [child for child in psutil.Process().children() if child.pid not in before]
+    (worker,) = started_by(found, before)
     found.close()
-    assert len(workers) == 1
-    assert not workers[0].is_running()
+    assert not worker.is_running()
 
 
 @pytest.mark.parametrize(
@@ -236,14 +231,14 @@ print(*[child.pid for child in psutil.Process().children()], flush=True)
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_for_the_user_crosses_from_the_worker_whole(workers: int) -> None:
-    with pytest.raises(UserError) as caught, batches(train=Broken(), workers=workers) as found:
+    with pytest.raises(UserError) as caught, batches(splits(Broken()), workers=workers) as found:
         next(found)
     assert str(caught.value).splitlines() == ["Cannot decode 7.jpg.", "  why: It is damaged.", "  fix: Delete it."]
 
 
 def test_more_than_the_data_holds_is_refused_before_any_worker_starts() -> None:
     with pytest.raises(UserError, match=r"train\.global_batch_size=16"):
-        batches(train=Numbers(10))
+        batches(splits(Numbers(10)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -260,22 +255,20 @@ def test_evaluation_counts_every_sample_once_in_equal_batches(size: int, world: 
     assert sorted(counted.tolist()) == list(range(size))
 
 
-def test_workers_evaluate_the_same() -> None:
-    one, other = (
-        [
-            torch.cat(column)
-            for column in zip(
-                *eval_batches(Numbers(), same, batch_size=8, rank=0, world_size=1, workers=n), strict=True
-            )
-        ]
-        for n in (0, 2)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+@pytest.mark.parametrize(("world", "size"), [(1, 4), (2, 4), (3, 16)])
+def test_neither_workers_nor_memory_change_what_evaluation_sees(world: int, size: int) -> None:
+    for rank in range(world):
+        where: Any = {"batch_size": size, "rank": rank, "world_size": world}
+        whole = [*eval_batches(PICTURES, IN_MEMORY.eval_transform, **where, workers=0)]
+        single = [*eval_batches(PICTURES, lambda image: IN_MEMORY.eval_transform(image), **where, workers=rank)]
+        assert_same(whole, single)
 
 
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 0), (2, 1), (8, 7), (64, 16)])
 def test_a_rank_keeps_one_cpu_for_itself(cpus: int, workers: int) -> None:
-    assert default_workers(cpus) == workers
+    assert default_workers(cpus) == resolve_workers("auto", splits(), cpus) == workers
+    assert resolve_workers("auto", splits(in_memory=True), cpus) == 0
+    assert resolve_workers(3, splits(in_memory=True), cpus) == 3
 
 
 @pytest.mark.parametrize(("granted", "workers"), [("1", 0), ("512", None), ("0", None)])
@@ -285,12 +278,6 @@ def test_slurms_share_counts_where_it_is_less_than_the_machine(
     whole = default_workers()
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", granted)
     assert default_workers() == (whole if workers is None else workers)
-
-
-def test_auto_means_no_worker_for_data_in_memory() -> None:
-    assert resolve_workers("auto", splits(in_memory=True), cpus=8) == 0
-    assert resolve_workers("auto", splits(), cpus=8) == 7
-    assert resolve_workers(3, splits(in_memory=True), cpus=8) == 3
 
 
 class Counted(Numbers):
@@ -305,16 +292,16 @@ class Counted(Numbers):
         return torch.zeros((1, 1, 1), dtype=torch.uint8), 0
 
 
-def test_the_first_batch_after_a_resume_at_nine_tenths_of_a_million_reads_nothing_else_and_comes_at_once() -> None:
+def test_the_first_batch_after_a_resume_comes_at_once_and_alone() -> None:
     """In less than 50 ms of CPU time; most of it is the epoch's order."""
     samples, seconds = Counted(), []
     per_epoch = len(samples) // 256
     for _ in range(5):
         samples.read.clear()
         began = time.process_time()
-        with train_batches(
-            splits(samples), seed=0, start_step=per_epoch * 9 // 10, stop_step=per_epoch * 90, global_batch_size=256,
-            micro_batch_size=32, rank=3, world_size=8, workers=0,
+        with batches(
+            splits(samples), start_step=per_epoch * 9 // 10, stop_step=per_epoch * 90, global_batch_size=256,
+            micro_batch_size=32, rank=3, world_size=8,
         ) as found:  # fmt: skip
             next(found)
             seconds.append(time.process_time() - began)
@@ -332,83 +319,9 @@ def test_the_first_order_is_drawn_before_the_workers_are_forked(monkeypatch: pyt
         return epoch_order(num_samples, seed, epoch)
 
     monkeypatch.setattr(loader, "epoch_order", drawn)
-    with train_batches(
-        splits(Numbers()), seed=0, start_step=0, stop_step=3, global_batch_size=16, micro_batch_size=16,
-        rank=0, world_size=1, workers=1,
-    ) as found:  # fmt: skip
+    with batches(stop_step=3, workers=1) as found:
         next(found)
     assert workers == [0]
-
-
-INFO_MEMORY = DataInfo("numbers", 2, 1, 6, ("even", "odd"), (0.5,), (0.5,))
-PICTURES = TensorSamples(
-    torch.arange(SIZE, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 6, 6) * 5
-    + torch.arange(36, dtype=torch.uint8).view(6, 6),
-    torch.arange(SIZE) % 2,
-)
-
-
-def in_memory(**where: Any) -> Batches[Batch]:
-    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
-    data = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
-    settings = {"seed": 0, "start_step": 0, "stop_step": 10, "micro_batch_size": 16, "rank": 0, "world_size": 1}
-    return train_batches(data, global_batch_size=16, **{**settings, "workers": 0, **where})
-
-
-@pytest.fixture(scope="module")
-def pictures() -> list[Batch]:
-    return list(in_memory())
-
-
-@pytest.mark.parametrize("start", [1, 3, 7])
-def test_a_resumed_run_sees_what_the_uninterrupted_one_sees(start: int, pictures: list[Batch]) -> None:
-    for batch, expected in zip(in_memory(start_step=start), pictures[start:], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
-
-
-@pytest.mark.parametrize(("world", "micro", "workers"), [(1, 4, 0), (2, 4, 0), (4, 2, 0), (1, 16, 2), (2, 4, 1)])
-def test_neither_ranks_nor_accumulation_nor_workers_change_anything(
-    world: int, micro: int, workers: int, pictures: list[Batch]
-) -> None:
-    per_rank = [
-        list(in_memory(rank=rank, world_size=world, micro_batch_size=micro, workers=workers)) for rank in range(world)
-    ]
-    in_order = [batch for micro_step in zip(*per_rank, strict=True) for batch in micro_step]
-    for column in range(3):
-        assert torch.equal(
-            torch.cat([batch[column] for batch in in_order]), torch.cat([batch[column] for batch in pictures])
-        )
-
-
-def test_the_samples_are_those_of_the_order_and_augmented_anew_in_each_epoch(
-    pictures: list[Batch],
-) -> None:
-    order = torch.cat([epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)])[:160]
-    labels, keys = (torch.cat([batch[column] for batch in pictures]) for column in (1, 2))
-    assert torch.equal(labels, order % 2)
-    assert len(set(keys.tolist())) == len(keys)
-    first, second = ({int(index): at for at, index in enumerate(order[part])} for part in (slice(48), slice(48, 96)))
-    images = torch.cat([batch.images for batch in pictures])
-    both = first.keys() & second.keys()
-    again = sum(torch.equal(images[first[index]], images[48 + second[index]]) for index in both)
-    assert again < len(both) / 4
-
-
-def test_a_batch_leaves_the_global_random_numbers_alone() -> None:
-    before = torch.get_rng_state()
-    next(in_memory())
-    assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(("world", "size"), [(1, 4), (2, 4), (3, 16)])
-def test_evaluation_sees_what_it_sees_sample_by_sample(world: int, size: int) -> None:
-    _, transform = tensor_transforms(6, augment=True, shift=2, flip=True)
-    for rank in range(world):
-        where: Any = {"batch_size": size, "rank": rank, "world_size": world, "workers": 0}
-        whole = list(eval_batches(PICTURES, transform, **where))
-        single = list(eval_batches(PICTURES, lambda image: transform(image), **where))
-        for batch, expected in zip(whole, single, strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
 
 
 class Gpu:
@@ -426,17 +339,10 @@ def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * PICTURES.nbytes * free, 0))
     monkeypatch.setattr(TensorSamples, "on", lambda self, device: "there")
-    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
-    splits = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
     gpu: Any = Gpu()
-    found: Any = to_device(splits, where, gpu, workers=workers)
+    found: Any = to_device(IN_MEMORY, where, gpu, workers=workers)
     assert [found.train, found.val, found.test] == (["there"] * 3 if there else [PICTURES] * 3)
-
-
-def test_data_stays_in_memory_where_the_cpu_trains() -> None:
-    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
-    splits = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
-    assert to_device(splits, "auto", torch.device("cpu"), workers=0) is splits
+    assert to_device(IN_MEMORY, where, torch.device("cpu"), workers=workers) is IN_MEMORY
 
 
 def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,10 +361,10 @@ def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monk
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "stream", on)
-    batches = [Batch(torch.full((1,), number), torch.ones(1), torch.zeros(1)) for number in range(3)]
+    three = [Batch(torch.full((1,), number), torch.ones(1), torch.zeros(1)) for number in range(3)]
     error = UserError("Broken.", why="It is.", fix="Mend it.")
     seen = []
-    for batch in on_gpu(iter([*batches, error]), torch.device("cpu")):
+    for batch in on_gpu(iter([*three, error]), torch.device("cpu")):
         log.append("compute")
         seen.append(batch)
     assert [int(batch.images) for batch in seen[:3]] == [0, 1, 2]
@@ -486,7 +392,7 @@ def test_samples_are_images_and_plain_labels() -> None:
 
 
 @pytest.mark.parametrize(("shift", "flip"), [(4, True), (2, False), (0, True), (1, True)])
-def test_each_image_of_a_batch_is_what_torchvision_makes_of_it_with_the_same_draws(shift: int, flip: bool) -> None:
+def test_each_image_is_what_torchvision_makes_of_it_with_the_same_draws(shift: int, flip: bool) -> None:
     images = noise(400, 3, 12, 9)
     transform = TensorTransform(12, shift, flip)
     drawn = transform.draw(KEYS)
@@ -527,5 +433,5 @@ def test_resizing_gives_bytes_of_the_asked_size(size: int) -> None:
 
 
 def test_without_augmentation_training_sees_what_evaluation_sees() -> None:
-    train, evaluate = tensor_transforms(8, augment=False, shift=1, flip=True)
-    assert torch.equal(train(gradient()), evaluate(gradient()))
+    plain = tensor_splits(INFO, [PICTURES] * 3, augment=False, shift=1)
+    assert torch.equal(plain.train_transform(gradient()), plain.eval_transform(gradient()))

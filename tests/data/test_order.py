@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainkit.data import order
-from trainkit.data.order import derive_seed, epoch_order, global_batch, largest_power_of_two, share_of, steps_per_epoch
+from trainkit.data.order import derive_seed, epoch_order, global_batch, share_of, steps_per_epoch
 from trainkit.errors import UserError
 
 
@@ -12,21 +12,15 @@ def test_an_epoch_visits_every_sample_once() -> None:
     assert sorted(epoch_order(1000, seed=1, epoch=2).tolist()) == list(range(1000))
 
 
-def test_the_order_is_a_function_of_seed_and_epoch() -> None:
-    torch.manual_seed(1)
-    first = epoch_order(100, seed=3, epoch=4)
-    torch.manual_seed(2)
-    assert torch.equal(first, epoch_order(100, seed=3, epoch=4))
-
-
 @pytest.mark.parametrize(("seed", "epoch"), [(4, 4), (3, 5), (3 + 2**32, 4), (4, 3)])
 def test_another_seed_or_epoch_is_another_order(seed: int, epoch: int) -> None:
     assert not torch.equal(epoch_order(100, seed=3, epoch=4), epoch_order(100, seed=seed, epoch=epoch))
 
 
-def test_asking_for_an_order_leaves_the_global_random_numbers_alone() -> None:
+def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -> None:
     before = torch.get_rng_state()
-    epoch_order(100, seed=0, epoch=0)
+    generator = torch.Generator().manual_seed(derive_seed(5, 2))
+    assert torch.equal(epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -40,22 +34,15 @@ def test_keys_have_32_bits_and_are_the_same_in_every_version() -> None:
     assert derive_seed(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
 
 
-def test_data_of_one_global_batch_is_an_epoch_of_one_step() -> None:
-    assert steps_per_epoch(64, 64) == 1
+@pytest.mark.parametrize(("samples", "steps"), [(64, 1), (1257, 19)])
+def test_the_remainder_of_an_epoch_is_dropped(samples: int, steps: int) -> None:
+    assert steps_per_epoch(samples, 64) == steps
 
 
-def test_the_remainder_of_an_epoch_is_dropped() -> None:
-    assert steps_per_epoch(1257, 64) == 19
-
-
-def test_data_smaller_than_a_global_batch_is_refused_with_the_size_that_fits() -> None:
-    with pytest.raises(UserError, match=r"train.global_batch_size=64 is larger[\s\S]*global_batch_size=32"):
-        steps_per_epoch(50, 64)
-
-
-@pytest.mark.parametrize(("limit", "power"), [(1, 1), (2, 2), (50, 32), (64, 64)])
-def test_largest_power_of_two(limit: int, power: int) -> None:
-    assert largest_power_of_two(limit) == power
+@pytest.mark.parametrize(("samples", "fits"), [(1, 1), (2, 2), (50, 32), (63, 32)])
+def test_data_smaller_than_a_global_batch_is_refused_with_the_size_that_fits(samples: int, fits: int) -> None:
+    with pytest.raises(UserError, match=rf"train.global_batch_size=64 is larger[\s\S]*global_batch_size={fits},"):
+        steps_per_epoch(samples, 64)
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 16), (1, 4), (2, 8), (2, 2), (4, 4), (4, 1), (8, 2)])
@@ -74,11 +61,6 @@ def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: i
     found = global_batch(22, seed=7, position=position, global_batch_size=4)
     assert len(found) == 4
     assert set(found) == taken
-
-
-def test_the_order_is_torchs_permutation_whatever_it_is_drawn_in() -> None:
-    generator = torch.Generator().manual_seed(derive_seed(5, 2))
-    assert torch.equal(epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
 
 
 KEYS = order.keys(0, 0, torch.arange(100_000))
@@ -113,10 +95,6 @@ def test_a_key_is_a_function_of_seed_epoch_and_index_in_every_version() -> None:
 @pytest.mark.parametrize("other", [(1, 0), (0, 1), (0, 2**33)])
 def test_another_seed_or_epoch_is_another_key_for_every_sample(other: tuple[int, int]) -> None:
     assert len({*KEYS.tolist(), *order.keys(*other, torch.arange(100_000)).tolist()}) == 200_000
-
-
-def test_a_sample_draws_the_same_wherever_it_stands_in_a_batch() -> None:
-    assert torch.equal(order.bits(KEYS, 1)[77:99], order.bits(KEYS[77:99], 1))
 
 
 def test_numbers_below_an_end_are_equally_likely() -> None:

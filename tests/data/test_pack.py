@@ -21,9 +21,10 @@ from trainkit.config.loading import load
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, pack_data
 from trainkit.data import pack as data_pack
-from trainkit.data.datasets import image_folder
+from trainkit.data.base import Batch, EvalBatch, Splits
+from trainkit.data.datasets import cinic10, image_folder
 from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
-from trainkit.data.loader import train_batches
+from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, train_batches
 from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_pack
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
@@ -52,8 +53,8 @@ def root_pack(tmp_path: Path) -> Path:
 
 
 def pack_pack(root: Path, kind: Kind = "jpeg", *, side: int = 64, workers: int = 1) -> Pack:
-    place = image_folder.where(root)
-    return write_pack(root / f"image_folder-{side}.pack", place, side, kind, workers=workers, say=lambda line: None)
+    layout = image_folder.layout(root)
+    return write_pack(root / f"image_folder-{side}.pack", layout, side, kind, workers=workers, say=lambda line: None)
 
 
 def config(root: Path, **more: object) -> DataConfig:
@@ -63,6 +64,10 @@ def config(root: Path, **more: object) -> DataConfig:
 @pytest.mark.parametrize(("kind", "least"), [("jpeg", 30), ("raw", 1e9)])
 def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root_pack: Path, kind: Kind, least: float) -> None:
     packed = pack_pack(root_pack, kind)
+    for name, found in packed.splits["val"].items():
+        for position in found:  # small already: as it is
+            whole = read_image(root_pack / "val" / name / packed.name(position), 3)
+            assert torch.equal(packed.read(position, 3), whole)
     for name, found in packed.splits["train"].items():
         for position in found:
             if (name, packed.name(position)) == ("dog", "2.jpg"):
@@ -75,41 +80,61 @@ def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root_pack: Pa
             assert 10 * numpy.log10(255**2 / max(error, 1e-10)) > least or error == 0
 
 
-def test_what_is_small_already_stays_as_it_is(root_pack: Path) -> None:
-    packed = pack_pack(root_pack)
-    for name, found in packed.splits["val"].items():
-        for position in found:
-            whole = read_image(root_pack / "val" / name / packed.name(position), 3)
-            assert torch.equal(packed.read(position, 3), whole)
+def batches_of(data: Splits) -> list[Batch | EvalBatch]:
+    with (
+        train_batches(data, seed=3, start_step=1, stop_step=5, global_batch_size=4, micro_batch_size=2, rank=1,
+                      world_size=2, workers=0, broken=BrokenImages(1)) as trained,
+        eval_batches(data.val, data.eval_transform, batch_size=3, rank=0, world_size=1, workers=0) as evaluated,
+    ):  # fmt: skip
+        return [*trained, *evaluated]
 
 
 def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root_pack: Path) -> None:
     pack_pack(root_pack, "raw", side=4096)
     names = {"augment": True, "image_size": 32, "max_broken": 1}
-    one, other = build_data(config(root_pack, **names, pack=4096)), build_data(config(root_pack, **names, pack=None))
-    batches = []
-    for data in (one, other):
-        with train_batches(data, seed=3, start_step=1, stop_step=5, global_batch_size=4, micro_batch_size=4, rank=0,
-                           world_size=1, workers=0, broken=BrokenImages(1)) as found:  # fmt: skip
-            batches.append(list(found))
-    for (images, labels, keys), (images_too, labels_too, keys_too) in zip(*batches, strict=True):
-        assert torch.equal(images, images_too)
-        assert torch.equal(labels, labels_too)
-        assert torch.equal(keys, keys_too)
+    both = (batches_of(build_data(config(root_pack, **names, pack=pack))) for pack in (4096, None))
+    for one, other in zip(*both, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def small_root(tmp_path: Path, write_images: Callable[..., None]) -> Path:
+    for split, count in (("train", 3), ("valid", 2), ("test", 1)):
+        folder = tmp_path / "cinic10" / split
+        write_images(folder, {"airplane": count, "cat": count}, suffix="png", size=(32, 32))
+    return tmp_path
+
+
+def small(root: Path) -> Splits:
+    pack_data("cinic10", root, 32, "raw", workers=1, say=lambda line: None)
+    return build_data(DataConfig.model_validate({"name": "cinic10", "root": str(root), "pack": 32}))
+
+
+def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(small_root: Path) -> None:
+    packed = small(small_root)
+    assert isinstance(packed.train, TensorSamples)
+    assert resolve_workers("auto", packed, cpus=8) == 0
+    for one, other in zip(batches_of(cinic10.build(small_root)), batches_of(packed), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    before = packed.train[0][0].clone()
+    packed.train[0][0].add_(1)  # does not reach the file
+    assert torch.equal(small(small_root).train[0][0], before)
+
+
+def test_a_pack_of_images_of_several_sizes_is_read_image_by_image(
+    small_root: Path, write_images: Callable[..., None]
+) -> None:
+    write_images(small_root / "cinic10" / "test", {"cat": 1}, suffix="png", size=(30, 32))
+    assert not isinstance(small(small_root).train, TensorSamples)
 
 
 def test_an_image_that_was_broken_when_it_was_packed_is_one_in_training(root_pack: Path) -> None:
     packed = pack_pack(root_pack)
     assert packed.verify() == ["train/dog/2.jpg"]
-    with pytest.raises(BrokenImageError, match=r"train/dog/2\.jpg"):
-        packed.read(packed.splits["train"]["dog"][2], 3)
-
-
-def test_a_pack_is_read_by_workers_that_are_not_forked(root_pack: Path) -> None:
-    packed = pack_pack(root_pack)
-    again = pickle.loads(pickle.dumps(packed))
-    assert torch.equal(again.read(0, 1), packed.read(0, 1))
+    again = pickle.loads(pickle.dumps(packed))  # for a worker that is not forked
     assert again.read(0, 1).shape[0] == 1
+    with pytest.raises(BrokenImageError, match=r"train/dog/2\.jpg"):
+        again.read(packed.splits["train"]["dog"][2], 3)
 
 
 @pytest.mark.parametrize("file", ["index.bin", "files.bin", "pack.json", "images.bin"])
@@ -173,7 +198,7 @@ def test_other_files_than_before_are_no_longer_that_pack(root_pack: Path) -> Non
         pack_pack(root_pack)
 
 
-def test_a_set_that_is_not_of_files_and_a_pack_that_is_not_there_are_refused_before_the_run(root_pack: Path) -> None:
+def test_a_pack_that_is_not_there_or_cannot_be_is_refused_before_the_run(root_pack: Path) -> None:
     with pytest.raises(UserError, match="'digits' cannot be packed"):
         check_data(DataConfig(name="digits", pack=64))
     with pytest.raises(UserError, match=r"There is no pack .*[\s\S]*jobs\.prepare image_folder --root .* --pack 64"):
@@ -190,7 +215,7 @@ def slowly(root: Path, after: int) -> None:
         if seen == after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write_pack(root / "image_folder-64.pack", image_folder.where(root), 64, "jpeg", workers=1, say=count)
+    write_pack(root / "image_folder-64.pack", image_folder.layout(root), 64, "jpeg", workers=1, say=count)
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -210,7 +235,7 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
             with (going / file).open("ab") as out:
                 out.write(b"half a record")
     said: list[str] = []
-    write_pack(final, image_folder.where(root_pack), 64, "jpeg", workers=1, say=said.append)
+    write_pack(final, image_folder.layout(root_pack), 64, "jpeg", workers=1, say=said.append)
     whole = [(final / file).read_bytes() for file in ("images.bin", "index.bin")]
     assert said[0] == "Going on after 53 of 132 images."
     final.rename(root_pack / "other.pack")
@@ -218,7 +243,7 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
     assert [(final / file).read_bytes() for file in ("images.bin", "index.bin")] == whole
 
 
-def test_a_full_disk_says_what_stays_and_once_there_is_room_the_next_call_goes_on(
+def test_on_a_full_disk_it_is_said_what_stays_and_the_next_call_goes_on(
     root_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append, made = data_pack._append, 0
@@ -247,7 +272,7 @@ def pack_staging(tmp_path: Path, write_images: Callable[..., None]) -> Pack:
     for split in ("train", "val"):
         write_images(root / split, {"cat": 3, "dog": 3})
     return write_pack(
-        root / "image_folder-8.pack", image_folder.where(root), 8, "raw", workers=1, say=lambda line: None
+        root / "image_folder-8.pack", image_folder.layout(root), 8, "raw", workers=1, say=lambda line: None
     )
 
 
@@ -270,20 +295,16 @@ def test_the_nodes_disk_is_what_the_job_says(
     assert node_disk() == (tmp_path if found else None)
 
 
-def test_a_copy_is_the_pack(pack_staging: Pack, disk: Path) -> None:
+def test_a_copy_is_the_pack_and_a_second_job_copies_nothing(
+    pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stage(pack_staging.folder, disk) == ""
+    monkeypatch.setattr(fileio, "copy", None)
     assert stage(pack_staging.folder, disk) == ""
     copy = Pack(staged_folder(pack_staging.folder, disk))
     assert all(
         torch.equal(copy.read(position, 3), pack_staging.read(position, 3)) for position in range(len(pack_staging))
     )
-
-
-def test_a_second_job_on_the_node_copies_nothing(
-    pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage(pack_staging.folder, disk)
-    monkeypatch.setattr(fileio, "copy", None)
-    assert stage(pack_staging.folder, disk) == ""
 
 
 def test_processes_of_several_jobs_copy_one_after_the_other(pack_staging: Pack, disk: Path) -> None:
@@ -385,7 +406,7 @@ def read_staged(env: RankEnv, root: str, disk: str, stage: bool | str) -> str:
         return str(made.train.files.folder)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("stage", "is_there"), [(True, True), ("auto", True), ("auto", False), (True, False)])
+@pytest.mark.parametrize(("stage", "is_there"), [("auto", True), ("auto", False), (True, False)])
 def test_all_ranks_of_a_node_read_its_copy_or_none_does(
     pack_staging: Pack, disk: Path, stage: bool | str, is_there: bool
 ) -> None:

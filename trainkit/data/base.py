@@ -1,9 +1,10 @@
-"""What a data set is to the rest of the kit: three splits of raw samples, and how a raw image becomes a tensor."""
+"""The types that data, models and training share: samples, splits, batches; and the options that data sets have."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,16 +34,16 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class ModelInput:
-    """How the images were prepared that a model's weights were trained on; others it would see through a veil."""
+    """How images are prepared for pretrained weights."""
 
     source: str
-    """Who says so: the weights' full name."""
+    """Full name of the weights."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str
-    """``bilinear``, ``bicubic`` ...: of resizing."""
+    """Of resizing: ``bilinear``, ``bicubic`` ..."""
     crop: float
-    """Share of the resized image's shorter side that the crop in the middle keeps."""
+    """Share of the resized image's shorter side that the centre crop keeps."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,18 @@ class DataInfo:
 
     name: str
     num_classes: int
-    """Outputs of the model."""
+    """Number of outputs of the model."""
     in_chans: int
     image_size: int
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
-    """Mean of each channel, of pixel values scaled to 0..1."""
+    """Of each channel, with pixel values scaled to 0..1."""
     std: tuple[float, ...]
 
     def as_input(
         self, source: str, *, mean: Sequence[float], std: Sequence[float], interpolation: str, crop: float
     ) -> ModelInput:
-        """What weights expect of this data's images; weights for RGB take gray ones as the mean of the colours."""
+        """What weights expect of this data's images. For gray images the weights' RGB statistics are averaged."""
 
         def fitted(values: Sequence[float]) -> tuple[float, ...]:
             return tuple(values) if len(values) == self.in_chans else (sum(values) / len(values),) * self.in_chans
@@ -81,25 +82,24 @@ class Splits:
     train_transform: Transform
     eval_transform: Transform
     in_memory: bool = False
-    """True where a sample costs so little that loader processes would only slow it down."""
+    """A sample costs so little that loader processes would only slow training down."""
     transforms_for: Callable[[ModelInput], tuple[Transform, Transform]] | None = None
-    """Train and eval transform for pretrained weights, where images are resized and cropped."""
+    """Train and eval transform for pretrained weights; None where images keep this data set's own transforms."""
     expected: ModelInput | None = None
-    """What pretrained weights made of the above."""
+    """The weights that `prepared_for` was called with."""
 
     def prepared_for(self, expected: ModelInput | None) -> Splits:
-        """The same images as pretrained weights expect them, instead of as this data set would have them."""
+        """The same images, prepared as pretrained weights expect them."""
         if expected is None:
             return self
-        train, evaluate = self.train_transform, self.eval_transform
-        if self.transforms_for is not None:
-            train, evaluate = self.transforms_for(expected)
+        transforms = self.train_transform, self.eval_transform
+        train, evaluate = transforms if self.transforms_for is None else self.transforms_for(expected)
         info = replace(self.info, mean=expected.mean, std=expected.std)
         return replace(self, info=info, train_transform=train, eval_transform=evaluate, expected=expected)
 
 
 def normalize(images: Tensor, info: DataInfo, *, channels_last: bool = False) -> Tensor:
-    """uint8 [N, C, H, W] -> float32 of zero mean and unit variance, on the images' own device.
+    """Turn uint8 [N, C, H, W] into float32 of zero mean and unit variance, on the images' own device.
 
     Batches travel as bytes, a quarter of the size of floats, and are normalised where they are used.
     """
@@ -112,17 +112,33 @@ def normalize(images: Tensor, info: DataInfo, *, channels_last: bool = False) ->
 
 @lru_cache(maxsize=8)  # making them costs as much as using them
 def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """One multiplication and one addition per pixel: (x / 255 - mean) / std = x * scale + shift."""
+    """Scale and shift of (x / 255 - mean) / std = x * scale + shift."""
     import torch
 
     scale = [1.0 / (255.0 * item) for item in std]
     shift = [-offset / item for offset, item in zip(mean, std, strict=True)]
-    view = (1, -1, 1, 1)
-    with torch.inference_mode(False):  # made once, for every caller
-        return (
-            torch.tensor(scale, dtype=torch.float32).to(device, non_blocking=True).view(view),
-            torch.tensor(shift, dtype=torch.float32).to(device, non_blocking=True).view(view),
-        )
+    with torch.inference_mode(False):  # the cache serves training as well
+        both = torch.tensor([scale, shift], dtype=torch.float32).to(device, non_blocking=True).view(2, 1, -1, 1, 1)
+        return both[0], both[1]
+
+
+_POSSIBLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "image_size": (lambda pixels: pixels >= 8, "8 or more"),
+    "in_chans": (lambda channels: channels in (1, 3), "3 for colours, or 1 for gray images"),
+    "val_fraction": (lambda part: 0.0 < part < 1.0, "between 0 and 1"),
+    "test_fraction": (lambda part: 0.0 < part < 1.0, "between 0 and 1"),
+}
+"""Options that several data sets have: which values are possible, and the words for them."""
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Refuse impossible values of options that several data sets have. Each data set checks its own with `require`."""
+    for name, (is_possible, must_be) in _POSSIBLE.items():
+        if name in options:
+            require(is_possible(options[name]), name, options[name], must_be)
+    if {"val_fraction", "test_fraction"} <= options.keys():
+        val = options["val_fraction"]
+        require(val + options["test_fraction"] < 1.0, "val_fraction", val, "less than 1 with data.test_fraction")
 
 
 def require(condition: bool, option: str, value: object, must_be: str) -> None:
@@ -146,9 +162,6 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
     )
 
 
-# What travels from the data to the model.
-
-
 class Batch(NamedTuple):
     """A micro batch of training."""
 
@@ -157,7 +170,7 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 [N], or as the data's labels are, on the device that trains."""
     keys: Tensor
-    """int64 [N], on the host: what each sample's random numbers are drawn by (`order.keys`)."""
+    """int64 [N], on the host: each sample's random numbers are drawn by its key (`order.keys`)."""
 
 
 class EvalBatch(NamedTuple):
@@ -168,46 +181,43 @@ class EvalBatch(NamedTuple):
     labels: Tensor
     """int64 [N], or as the data's labels are."""
     mask: Tensor
-    """bool [N]: False on what only fills the batch."""
-
-
-# A fixed, stratified split: the same for every seed, machine and version of every library.
+    """bool [N]: False for samples that only fill the batch."""
 
 
 def stratified_split(
     labels: Sequence[int], fractions: Sequence[float], *, keys: Sequence[str] | None = None
 ) -> list[list[int]]:
-    """Indices of ``len(fractions) + 1`` parts: what is left over, then one part for each fraction.
+    """Split samples by class into ``len(fractions) + 1`` parts: what is left over, then one part for each fraction.
 
-    Within each class the samples are ordered by a hash of their key (their index by default), not by a library's random
-    numbers, which may change from one version to the next. Each part is sorted. A class gives each part at least one
-    sample as long as it keeps one itself.
+    The split is the same for every seed, machine and version of every library: within a class the samples are ordered
+    by a hash of their key (by default their index). Each part is sorted, and gets at least one sample of each class, as
+    long as the class keeps one itself.
     """
-    by_class: dict[int, list[int]] = {}
+    by_class: dict[int, list[int]] = defaultdict(list)
     for index, label in enumerate(labels):
-        by_class.setdefault(label, []).append(index)
+        by_class[label].append(index)
     parts: list[list[int]] = [[] for _ in range(len(fractions) + 1)]
-    for label in sorted(by_class):
-        members = sorted(by_class[label], key=lambda i: _hash(keys[i] if keys else str(i)))
-        for part, count in enumerate(_held_out(len(members), fractions), start=1):
-            parts[part] += members[:count]
-            members = members[count:]
-        parts[0] += members
+    for members in by_class.values():
+        members.sort(key=lambda index: _hash(keys[index] if keys else str(index)))
+        first = 0
+        for part, count in enumerate(_sizes(len(members), fractions), start=1):
+            parts[part % len(parts)] += members[first : first + count]
+            first += count
     return [sorted(part) for part in parts]
 
 
 def size_left(counts: Iterable[int], fractions: Sequence[float]) -> int:
-    """Of classes with so many samples, how many `stratified_split` leaves in its first part."""
-    return sum(count - sum(_held_out(count, fractions)) for count in counts)
+    """Samples that `stratified_split` leaves in its first part, of classes with ``counts`` samples."""
+    return sum(_sizes(count, fractions)[-1] for count in counts)
 
 
-def _held_out(count: int, fractions: Sequence[float]) -> list[int]:
-    """How many of a class's ``count`` samples each part but the first gets."""
-    left, sizes = count, []
+def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
+    """Samples of a class of ``count`` for each fraction, and then those left over."""
+    sizes: list[int] = []
     for fraction in fractions:
+        left = count - sum(sizes)
         sizes.append(min(max(round(fraction * count), 1), left - 1) if fraction > 0 else 0)
-        left -= sizes[-1]
-    return sizes
+    return [*sizes, count - sum(sizes)]
 
 
 def _hash(key: str) -> bytes:

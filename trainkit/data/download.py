@@ -1,4 +1,4 @@
-"""Downloads and archives: verified, and either complete under their final name or not there at all."""
+"""Downloads and archives: verified, and either complete under their final name or absent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,17 +17,55 @@ from trainkit import fileio, terminal
 from trainkit.errors import UserError
 
 Say = Callable[[str], None]
-"""How progress reaches the user."""
+"""Shows one line of progress to the user."""
 
 CHUNK = 1 << 20
 LONGEST_DOWNLOAD = 1 << 30
 _MOST_MEMBERS = 2_000_000
 
 
-def download(url: str, target: Path, md5: str, say: Say) -> None:
-    """Fetch ``url`` to ``target`` and verify it; nothing to do where ``target`` is already right.
+class HashingReader:
+    """Reads a stream forward, hashes it on the way and says how far it is: one pass over 138 GB instead of two."""
 
-    Raises UserError where the machine has no internet, with what to do instead, and where it got some other file.
+    def __init__(self, stream: Any, name: str, size: int = 0, say: Say = lambda line: None) -> None:
+        self.name = name
+        self.close = stream.close
+        self._stream, self._size, self._say = stream, size, say
+        self._digest = hashlib.md5(usedforsecurity=False)
+        self._done = self._shown = 0
+
+    @classmethod
+    def of(cls, file: Path, say: Say) -> HashingReader:
+        """Read a file from its start."""
+        return cls(file.open("rb"), str(file), file.stat().st_size, say)
+
+    def read(self, size: int = CHUNK) -> bytes:
+        """Return the next ``size`` bytes."""
+        data: bytes = self._stream.read(size)
+        self._digest.update(data)
+        self._done += len(data)
+        if self._size and (percent := self._done * 20 // self._size * 5) > self._shown:
+            self._shown = percent
+            self._say(f"  {percent} % of {terminal.size(self._size)}")
+        return data
+
+    def finish(self) -> str:
+        """Read the rest, and return the MD5 of the whole in hexadecimal."""
+        while self.read():
+            pass
+        return self._digest.hexdigest()
+
+
+def md5_of(file: Path, say: Say = lambda line: None) -> str:
+    """MD5 of a file, in hexadecimal. It tells a torn download from a whole one; it does not protect against malice."""
+    with closing(HashingReader.of(file, say)) as reader:
+        return reader.finish()
+
+
+def download(url: str, target: Path, md5: str, say: Say) -> None:
+    """Fetch ``url`` to ``target`` and verify it, unless ``target`` is right already.
+
+    Raises UserError where the machine has no internet, with what to do instead, and where another file came.
     """
     import urllib.error  # not at the top: `submit` imports the data sets, and this drags in a mail parser
     import urllib.request
@@ -39,52 +77,63 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
         say(f"{target} is damaged or cut short; fetching it again.")
     fileio.make_folder(target.parent)
     say(f"Downloading {url}")
-    digest = hashlib.md5(usedforsecurity=False)
     with fileio.replacing(target) as out:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
             with urllib.request.urlopen(request, timeout=30) as response:
-                total = int(response.headers.get("Content-Length") or 0)
-                done, shown = 0, 0
-                while done <= LONGEST_DOWNLOAD and (chunk := response.read(CHUNK)):
+                reader = HashingReader(response, url, int(response.headers.get("Content-Length") or 0), say)
+                while out.tell() <= LONGEST_DOWNLOAD and (chunk := reader.read()):
                     out.write(chunk)
-                    digest.update(chunk)
-                    done += len(chunk)
-                    if total and done * 10 // total > shown:
-                        shown = done * 10 // total
-                        say(f"  {shown * 10} % of {total / 1e6:.0f} MB")
+                found = reader.finish() if out.tell() <= LONGEST_DOWNLOAD else "that of a longer file"
         except (urllib.error.URLError, OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
             raise UserError(
                 f"{url} could not be downloaded.",
-                why=f"{reason}.",
+                why=f"{getattr(error, 'reason', None) or error}.",
                 fix=f"On a machine with internet fetch it, copy it to {target}, and give this command again.",
             ) from None
-        if digest.hexdigest() != md5:
+        if found != md5:
             raise UserError(
                 f"{url} gave another file than the known one.",
-                why=f"Its MD5 is {digest.hexdigest()}, not {md5}: a login page, or a transfer cut short.",
+                why=f"Its MD5 is {found}, not {md5}: a login page, or a transfer cut short.",
                 fix=f"Try again; or fetch it elsewhere and copy it to {target}.",
             )
 
 
-def md5_of(path: Path) -> str:
-    """MD5 of a file, in hexadecimal. It tells a torn download from a whole one; it is no protection against malice."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def given_or_in(root: Path, name: str, archives: Iterable[Path]) -> Path | None:
+    """The archive called ``name``: among those given on the command line, or in ``root``."""
+    return next((file for file in [*archives, root / name] if file.name == name and file.is_file()), None)
+
+
+def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path], say: Say) -> Path:
+    """The file at ``url``: given on the command line, else at ``target``, where it is downloaded to if need be."""
+    given = given_or_in(target.parent, target.name, archives)
+    if given is None or given == target:
+        download(url, target, md5, say)
+        return target
+    if md5_of(given) != md5:
+        say(f"Note: {given} is not the official file (another MD5). Taking it for data of your own in the same format.")
+    return given
+
+
+def require_names(archives: Iterable[Path], names: Iterable[str]) -> None:
+    """Refuse archives that the data set does not come in."""
+    for archive in archives:
+        if archive.name not in names:
+            raise UserError(
+                f"{archive} is not used.",
+                why=f"The data set comes in: {', '.join(names)}.",
+                fix="Give the file its original name, or leave it out.",
+            )
 
 
 @contextmanager
 def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
-    """A folder to fill that gets its final name once the block ends well.
+    """A folder to fill, which gets its final name once the block ends well.
 
-    A leftover of an earlier call is removed, or, with ``keep``, handed out again so that the work goes on where it was.
+    A leftover of an earlier call is removed; with ``keep`` it is handed out again, so that the work goes on from there.
 
     Raises:
-        UserError: there is a folder of that name, from which something is missing; or the leftover is somebody else's.
+        UserError: ``final`` exists, and something of it is missing; or the leftover is somebody else's.
     """
     if final.exists():
         raise UserError(
@@ -96,7 +145,7 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
     if not keep:
         shutil.rmtree(partial, ignore_errors=True)
     fileio.make_folder(partial)
-    if not fileio.is_own(partial):  # somebody else may have filled it, in a folder that several write to
+    if not fileio.is_own(partial):  # in a folder that several write to, somebody else may have filled it
         fix = "Remove it, or prepare the data in a folder of your own: data.root=FOLDER."
         raise UserError(f"{partial} is not yours.", why="What is in it would be taken for the data.", fix=fix)
     try:
@@ -109,15 +158,35 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def opened_tar(archive: Path | IO[bytes] | HashingReader, *, stream: bool = False) -> Iterator[tarfile.TarFile]:
-    """A tar archive, compressed or not. ``stream`` reads it strictly forward, once.
+def unpacked(
+    archive: Path, final: Path, name_of: Callable[[Path], str | None], most_bytes: int, say: Say
+) -> Iterator[Path]:
+    """Unpack a tar archive to ``final``. The block gets the folder before it has that name, to check what is there.
+
+    Args:
+        name_of: where a member belongs in the folder; None: it is left out.
+        most_bytes: see `regular`.
+    """
+    say(f"Unpacking {archive}")
+    with complete_folder(final) as partial:
+        with opened_tar(archive) as tar:
+            for member in regular(tar, most_bytes):
+                if (name := name_of(Path(member.name))) is not None:
+                    extract(tar, member, partial, name)
+        yield partial
+    say(f"{final} is complete.")
+
+
+@contextmanager
+def opened_tar(archive: Path | IO[bytes] | HashingReader) -> Iterator[tarfile.TarFile]:
+    """A tar archive, compressed or not; a stream is read forward, once.
 
     Raises UserError where it is not one, or is cut short.
     """
-    name = archive if isinstance(archive, Path) else getattr(archive, "name", "The archive")
-    source: Any = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
+    name = str(archive if isinstance(archive, Path) else getattr(archive, "name", "The archive"))
+    stream: Any = None if isinstance(archive, Path) else archive
     try:
-        with tarfile.open(mode="r|*" if stream else "r:*", tarinfo=fileio.TarMember, **source) as tar:
+        with tarfile.open(name, "r|*" if stream else "r:*", stream, tarinfo=fileio.TarMember) as tar:
             yield tar
     except fileio.BROKEN_TAR as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -130,8 +199,8 @@ def opened_tar(archive: Path | IO[bytes] | HashingReader, *, stream: bool = Fals
 
 
 def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
-    """The regular files of an archive. Ten kilobytes of one can ask for 50 GB of disk, so the sum of their sizes, and
-    their number, is bounded.
+    """The regular files of an archive. Ten kilobytes of one can ask for 50 GB of disk, so their number and the sum of
+    their sizes are bounded.
 
     Args:
         most_bytes: what the data set's own archive holds, and some more.
@@ -142,21 +211,19 @@ def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
     total = 0
     for count, member in enumerate(tar):
         total += member.size if member.isfile() else 0
-        if member.issparse() or total > most_bytes or count > _MOST_MEMBERS:
-            name = terminal.one_line(member.name, 100)
-            why = f"Its member '{name}' is a sparse file, which takes more room on a disk than in the archive."
-            if not member.issparse():
-                why = f"It holds more than {most_bytes:,} bytes or {_MOST_MEMBERS:,} files, by its member '{name}'."
-            raise UserError(f"{tar.name!s} is refused.", why=why, fix="Get the archive from the data set's own site.")
+        if member.issparse():
+            raise _refused(tar, member, "is a sparse file, which takes more room on a disk than in the archive")
+        if total > most_bytes or count > _MOST_MEMBERS:
+            raise _refused(tar, member, f"takes it beyond {most_bytes:,} bytes or {_MOST_MEMBERS:,} files")
         if member.isfile():
             yield member
 
 
 def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: str) -> None:
-    """The content of ``member``, a regular file, as ``folder / name``.
+    """Write the content of ``member``, a regular file, to ``folder / name``.
 
-    Nothing else of an archive reaches the disk: no link, no device, no owner and no mode; and no path that leads out.
-    Written by hand, because tarfile's own filters are missing from the Python of Debian 12.
+    Nothing else of an archive reaches the disk: no link, device, owner or mode, and no path that leads out. This is
+    written by hand, because tarfile's own filters are missing from the Python of Debian 12.
     """
     target = Path(name)
     file = tar.extractfile(member) if member.isfile() else None
@@ -181,68 +248,3 @@ def _refused(tar: tarfile.TarFile, member: tarfile.TarInfo, why: str) -> UserErr
         why=f"Its member '{terminal.one_line(member.name, 100)}' {why}.",
         fix="Get the archive from the data set's own site.",
     )
-
-
-class HashingReader:
-    """A file that is read forward, and its MD5 on the way: one pass over 138 GB instead of two. A context manager."""
-
-    def __init__(self, path: Path, say: Say) -> None:
-        self.name = str(path)
-        self._file = path.open("rb")
-        self._digest = hashlib.md5(usedforsecurity=False)
-        self._total = path.stat().st_size
-        self._done = self._shown = 0
-        self._say = say
-
-    def read(self, size: int = -1) -> bytes:
-        """The next ``size`` bytes."""
-        data = self._file.read(size)
-        self._digest.update(data)
-        self._done += len(data)
-        if self._total and self._done * 20 // self._total > self._shown:
-            self._shown = self._done * 20 // self._total
-            self._say(f"  {self._shown * 5} % of {self._total / 1e9:.1f} GB")
-        return data
-
-    def finish(self) -> str:
-        """Read what is left, and give the MD5 of the whole in hexadecimal."""
-        while self.read(CHUNK):
-            pass
-        return self._digest.hexdigest()
-
-    def __enter__(self) -> HashingReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def given_or_in(root: Path, name: str, archives: list[Path]) -> Path | None:
-    """The archive called ``name``: among those given on the command line, or in ``root``."""
-    for candidate in [*archives, root / name]:
-        if candidate.name == name and candidate.is_file():
-            return candidate
-    return None
-
-
-def verified(url: str, target: Path, md5: str, archives: list[Path], say: Say) -> Path:
-    """The file at ``url``: given on the command line (taken as it is, with a note where it is not the official one),
-    lying at ``target``, or downloaded to there."""
-    given = given_or_in(target.parent, target.name, archives)
-    if given is None or given == target:
-        download(url, target, md5, say)
-        return target
-    if md5_of(given) != md5:
-        say(f"Note: {given} is not the official file (another MD5). Taking it for data of your own in the same format.")
-    return given
-
-
-def require_names(archives: list[Path], names: Iterable[str]) -> None:
-    """Refuse archives under names that nobody would look for."""
-    for archive in archives:
-        if archive.name not in names:
-            raise UserError(
-                f"{archive} is not used.",
-                why=f"The data set comes in: {', '.join(names)}.",
-                fix="Give the file its original name, or leave it out.",
-            )

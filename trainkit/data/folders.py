@@ -1,40 +1,39 @@
-"""The image files of a data set: listed once by one rank, whatever their number, and read from folders."""
+"""Image files in folders: listed once by one rank, whatever their number, then read, decoded and cut."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit import fileio
-from trainkit.data.base import ModelInput, Transform, require
+from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform
 from trainkit.errors import RunFailedError, UserError
 
 if TYPE_CHECKING:
     import numpy
     from torch import Tensor
 
-    from trainkit.data.base import Samples
+    Pixels = numpy.ndarray[Any, Any]
 
-
-# Image files: reading and decoding.
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-
-_LONGEST = 1 << 30
 MOST_PIXELS = 2 * 89_478_485
-"""Beyond that Pillow takes an image for an attack."""
+"""Pillow takes a larger image for an attack."""
+_LONGEST = 1 << 30
 
 
 class BrokenImageError(UserError):
-    """A file that holds no image, or a damaged one: a matter of the data, which will be so the next time."""
+    """A file that holds no image, or a damaged one: it will be so the next time as well."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "", key: str | None = None, file: str = "") -> None:
         super().__init__(what, why=why, fix=fix, key=key)
@@ -42,32 +41,30 @@ class BrokenImageError(UserError):
 
 
 def read_image(path: Path, in_chans: int) -> Tensor:
-    """The image in ``path`` as uint8 [in_chans, H, W], in_chans 1 (gray) or 3 (RGB).
+    """Read an image as uint8 [in_chans, H, W], in_chans 1 (gray) or 3 (RGB).
 
     Raises:
-        UserError: naming the file, for what cannot be read or is no file.
-        BrokenImageError: for what cannot be decoded.
+        UserError: the file cannot be read, or is no regular file.
+        BrokenImageError: it cannot be decoded.
     """
     return decode_image(read_content(path), in_chans, str(path))
 
 
-def decode_image(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> Tensor:
-    """The image whose file holds the bytes ``data``, as `read_image` gives it.
-
-    JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of its time; everything else,
-    and what it does not read (CMYK, damaged ones), to Pillow. Not to torchvision's decoders: a damaged PNG ends its
-    libpng with SIGSEGV, and the whole process.
-
-    Raises BrokenImageError naming the file.
-    """
+def decode_image(data: Pixels, in_chans: int, name: str) -> Tensor:
+    """Decode the bytes of an image file as `read_image` does. Raises BrokenImageError naming the file."""
     import torch
 
     # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
     return torch.from_numpy(decode_pixels(data, in_chans, name)).permute(2, 0, 1)
 
 
-def decode_pixels(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> numpy.ndarray[Any, Any]:
-    """The same as uint8 [H, W, in_chans], without torch."""
+def decode_pixels(data: Pixels, in_chans: int, name: str) -> Pixels:
+    """Decode the bytes of an image file to uint8 [H, W, in_chans], without torch.
+
+    JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of the time; everything else,
+    and what it does not read (CMYK, damaged ones), to Pillow. Not to torchvision's decoders: a damaged PNG ends its
+    libpng with SIGSEGV, and the whole process.
+    """
     if data[:3].tobytes() == b"\xff\xd8\xff" and _is_of_sane_size(data):
         import simplejpeg
 
@@ -76,18 +73,16 @@ def decode_pixels(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> nu
     return _decode_with_pillow(data, name, in_chans)
 
 
-def read_content(path: Path) -> numpy.ndarray[Any, Any]:
-    """A file's bytes. A FIFO called x.jpg would be waited for without end."""
+def read_content(path: Path) -> Pixels:
+    """Read a file's bytes, as uint8 [N]. A FIFO called x.jpg is refused and not waited for."""
     import numpy
 
     try:
         with fileio.open_regular(path, buffering=0, follow=True) as file:
-            fileio.require_size(file, _LONGEST)
-            data = numpy.empty(os.fstat(file.fileno()).st_size, numpy.uint8)
+            data = numpy.empty(fileio.require_size(file, _LONGEST), numpy.uint8)
             done = 0
-            while done < data.size and (
-                count := file.readinto(data.data[done:])  # type: ignore[attr-defined]
-            ):  # network file systems give less at a time
+            # Network file systems give less at a time.
+            while done < data.size and (count := file.readinto(data.data[done:])):  # type: ignore[attr-defined]
                 done += count
             return data[:done]
     except OSError as error:
@@ -99,9 +94,9 @@ def read_content(path: Path) -> numpy.ndarray[Any, Any]:
         raise UserError(f"Cannot read {path}.", why=str(error), fix=fix) from None
 
 
-def _is_of_sane_size(data: numpy.ndarray[Any, Any]) -> bool:
-    """Whether a JPEG says at its beginning that it is no larger than what Pillow lets pass: with two bytes changed, a
-    thumbnail claims 60000 x 60000 pixels, and a decoder fills 11 GB with gray."""
+def _is_of_sane_size(data: Pixels) -> bool:
+    """Whether a JPEG's header claims no more pixels than Pillow lets pass: with two bytes changed, a thumbnail claims
+    60000 x 60000, and a decoder fills 11 GB with gray."""
     view, at = data.data, 2
     while at + 9 < len(view) and view[at] == 0xFF:
         kind, length = view[at + 1], view[at + 2] << 8 | view[at + 3]
@@ -112,9 +107,7 @@ def _is_of_sane_size(data: numpy.ndarray[Any, Any]) -> bool:
     return False  # let Pillow make what it can of it
 
 
-def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int) -> numpy.ndarray[Any, Any]:
-    import io
-
+def _decode_with_pillow(data: Pixels, name: str, in_chans: int) -> Pixels:
     import numpy
     from PIL import Image, UnidentifiedImageError
 
@@ -125,7 +118,7 @@ def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int)
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
     except Exception as error:  # Pillow's plugins raise anything on a damaged file
-        unknown = isinstance(error, UnidentifiedImageError)  # whose words name an address in memory
+        unknown = isinstance(error, UnidentifiedImageError)  # its own words name an address in memory
         raise BrokenImageError(
             f"Cannot decode the image {name}.",
             why="It is no image in any known format." if unknown else f"{type(error).__name__}: {error}",
@@ -135,97 +128,63 @@ def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int)
     return pixels[:, :, None] if in_chans == 1 else pixels
 
 
-Place = tuple[Path, tuple[str, ...]]
-"""A data set's folder, and the folders in it that hold one for each class."""
+Layout = tuple[Path, tuple[str, ...]]
+"""A data set's folder, and its splits: folders in it that hold one folder for each class."""
 
 
-class Files(Protocol):
-    """Image files by position: those of a class lie side by side, in the same order on every machine."""
+class Files:
+    """Image files by position: those of a class lie side by side, in the same order on every machine.
 
-    @property
-    def folder(self) -> Path:
-        """For messages."""
-        ...
-
-    @property
-    def splits(self) -> Mapping[str, Mapping[str, range]]:
-        """Split -> class -> positions; both as their folders are called."""
-        ...
-
-    def name(self, position: int) -> str:
-        """Below its class's folder."""
-        ...
-
-    def read(self, position: int, in_chans: int) -> Tensor:
-        """As `read_image` gives it."""
-        ...
-
-
-class Listing:
-    """Names of image files by split and class.
-
-    They lie in one block of bytes: a list of a million strings would be copied into every worker, page by page, as soon
-    as Python counts the references to them.
+    Their names are one block of bytes: a list of a million strings would be copied into every worker, page by page, as
+    soon as Python counts the references to them.
     """
 
-    def __init__(self, counts: Mapping[str, Mapping[str, int]], names: bytes) -> None:
+    def __init__(self, folder: Path, counts: Mapping[str, Mapping[str, int]], names: bytes) -> None:
+        """Split -> class -> number of files, and the files' names, each with a zero byte behind it."""
         import numpy
 
+        self.folder = folder
         self.splits: dict[str, dict[str, range]] = {}
+        """Split -> class -> positions; both as their folders are called."""
         start = 0
         for split, classes in counts.items():
             self.splits[split] = {}
             for name, count in classes.items():
                 self.splits[split][name] = range(start, start + count)
                 start += count
-        self._names = names  # each ends with a zero byte, which no name has
+        self._names = names
         ends = numpy.flatnonzero(numpy.frombuffer(names, numpy.uint8) == 0)
         self._starts = numpy.concatenate([[0], ends + 1])
         if len(ends) != start:
             raise ValueError(f"{len(ends)} names for {start} files")
         if re.search(rb"(?:^|[\0/])\.\.(?:[\0/])|(?:^|\0)/", names):  # it may have come from elsewhere
             raise ValueError("a name leads out of its folder")
-        self._classes = [(found, split, name) for split, of in self.splits.items() for name, found in of.items()]
-        self._firsts = [found.start for found, _, _ in self._classes]
+        self._classes = [(found.start, split, name)
+                         for split, of in self.splits.items() for name, found in of.items() if found]  # fmt: skip
 
     @classmethod
-    def walk(cls, folder: Path, splits: Sequence[str]) -> Listing:
-        """Of what is on the disk."""
-        found = {
-            split: {name: image_files(folder / split / name) for name in class_folders(folder / split)}
-            for split in splits
-        }
-        counts = {split: {name: len(files) for name, files in classes.items()} for split, classes in found.items()}
-        names = [os.fsencode(file) for classes in found.values() for files in classes.values() for file in files]
-        return cls(counts, b"".join(name + b"\0" for name in names))
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def name(self, position: int) -> str:
-        """Below its class's folder."""
-        return os.fsdecode(self._names[self._starts[position] : self._starts[position + 1] - 1])
-
-    def path(self, position: int) -> str:
-        """SPLIT/CLASS/NAME."""
-        place = bisect_right(self._firsts, position) - 1
-        while not self._classes[place][0]:  # a class without images begins where the one before it does
-            place -= 1
-        _, split, name = self._classes[place]
-        return os.path.join(split, name, self.name(position))
+    def walk(cls, folder: Path, splits: Sequence[str]) -> Files:
+        """List what is on the disk."""
+        names: list[str] = []
+        counts: dict[str, dict[str, int]] = {}
+        for split in splits:
+            counts[split] = {}
+            for name in class_folders(folder / split):
+                found = image_files(folder / split / name)
+                counts[split][name] = len(found)
+                names += found
+        return cls(folder, counts, b"".join(os.fsencode(name) + b"\0" for name in names))
 
     def to_bytes(self) -> bytes:
-        """For other ranks, and for a file."""
+        """The list, for other ranks and for a pack."""
         counts = {split: {name: len(found) for name, found in of.items()} for split, of in self.splits.items()}
         return json.dumps(counts).encode() + b"\n" + self._names
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Listing:
-        """What `to_bytes` gave. Raises RunFailedError for anything else."""
-        head, _, names = content.partition(b"\n")
+    def from_bytes(cls, folder: Path, content: bytes) -> Files:
+        """Read what `to_bytes` gave. Raises RunFailedError for anything else."""
         try:
-            counts: Any = fileio.parse(head)
-            return cls(counts, names)
+            return cls(folder, *parse_list(content))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RunFailedError(
                 "The list of the data's files is damaged.",
@@ -233,31 +192,27 @@ class Listing:
                 fix="Start again; if it was read from a pack, prepare that anew.",
             ) from None
 
-
-class Tree:
-    """The files of a listing, below a folder on this machine."""
-
-    def __init__(self, folder: Path, listing: Listing) -> None:
-        self.folder, self._listing = folder, listing
-        self.splits = listing.splits
+    def __len__(self) -> int:
+        return len(self._starts) - 1
 
     def name(self, position: int) -> str:
-        """Below its class's folder."""
-        return self._listing.name(position)
+        """The file's path below its class's folder."""
+        return os.fsdecode(self._names[self._starts[position] : self._starts[position + 1] - 1])
 
-    def path(self, position: int) -> Path:
-        """The file."""
-        return self.folder / self._listing.path(position)
+    def path(self, position: int) -> str:
+        """SPLIT/CLASS/NAME."""
+        _, split, name = self._classes[bisect_right(self._classes, position, key=lambda known: known[0]) - 1]
+        return os.path.join(split, name, self.name(position))
 
     def read(self, position: int, in_chans: int) -> Tensor:
-        """As `read_image`."""
-        return read_image(self.path(position), in_chans)
+        """The image, as `read_image` gives it."""
+        return read_image(self.folder / self.path(position), in_chans)
 
 
-def listed(root: Path, where: Callable[[Path], Place]) -> Tree:
-    """The files that lie below ``root``."""
-    folder, splits = where(root)
-    return Tree(folder, Listing.walk(folder, splits))
+def parse_list(content: bytes) -> tuple[Any, bytes]:
+    """Counts and names out of `Files.to_bytes`."""
+    head, _, names = content.partition(b"\n")
+    return fileio.parse(head), names
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -271,15 +226,15 @@ def class_folders(folder: Path) -> list[str]:
 
 
 COUNTED = 20_000
-"""So many files are counted within a moment, also on a file system that is far away."""
+"""This many files are counted within a moment, also on a file system that is far away."""
 
 
 def counted(folder: Path, most: int = COUNTED) -> list[int] | None:
-    """How many images each class has that lies in ``folder``; None where there are more than ``most`` files."""
+    """The number of images of each class in ``folder``; None where there are more than ``most`` files."""
     counts: list[int] = []
     for name in class_folders(folder):
         counts.append(0)
-        for _, _, files in _below(folder / name):
+        for _, files in _walk(folder / name):
             most -= len(files)
             if most < 0:
                 return None
@@ -290,24 +245,21 @@ def counted(folder: Path, most: int = COUNTED) -> list[int] | None:
 def image_files(folder: Path) -> list[str]:
     """Images in ``folder`` and below, as paths relative to it, sorted: the same order on every machine."""
     found: list[str] = []
-    for parent, _, files in _below(folder):
-        below = os.path.relpath(parent, folder)
-        found += [file if below == "." else os.path.join(below, file) for file in files if _is_image(file)]
+    for parent, files in _walk(folder):
+        below = f"{os.path.relpath(parent, folder)}/".removeprefix("./")
+        found += [below + file for file in files if _is_image(file)]
     return sorted(found)
 
 
-def _below(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """A folder and those below it, but for hidden ones, as `os.walk` gives them."""
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those below it that are not hidden, each with its files."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield parent, folders, files
+        yield parent, files
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
-
-
-# Splits of image files: one folder, or part of a pack, for each class.
 
 
 class ImageFiles:
@@ -324,17 +276,18 @@ class ImageFiles:
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         return self.files.read(self.positions[index], self.in_chans), self.labels[index]
 
+    def part(self, indices: Sequence[int]) -> ImageFiles:
+        """Some of them."""
+        positions, labels = ([of[index] for index in indices] for of in (self.positions, self.labels))
+        return ImageFiles(self.files, positions, labels, self.in_chans)
 
-def scan(files: Files, split: str, classes: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Positions and labels of all images of ``classes``; a class may have none here."""
-    positions: list[int] = []
-    labels: list[int] = []
+
+def images_of(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:
+    """All images of ``classes`` in a split; a class may have none."""
     of_class = files.splits.get(split, {})
-    for label, name in enumerate(classes):
-        found = of_class.get(name, range(0))
-        positions += found
-        labels += [label] * len(found)
-    return positions, labels
+    found = [of_class.get(name, range(0)) for name in classes]
+    labels = [label for label, positions in enumerate(found) for _ in positions]
+    return ImageFiles(files, [position for positions in found for position in positions], labels, in_chans)
 
 
 def read_split(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:
@@ -342,15 +295,16 @@ def read_split(files: Files, split: str, classes: Sequence[str], in_chans: int) 
     folder = files.folder / split
     unknown = sorted(set(files.splits.get(split, {})) - set(classes))
     if unknown:
+        more = f" and {len(classes) - 8} more" if len(classes) > 8 else ""
         raise UserError(
             f"{folder / unknown[0]} is a class that the training data does not have.",
-            why=f"The training data has: {_some(classes)}.",
+            why=f"The training data has: {', '.join(classes[:8])}{more}.",
             fix="Rename or remove that folder, or add training images of its class.",
         )
-    positions, labels = scan(files, split, classes)
-    if not positions:
+    images = images_of(files, split, classes, in_chans)
+    if not len(images):
         raise no_images(folder)
-    return ImageFiles(files, positions, labels, in_chans)
+    return images
 
 
 def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:
@@ -374,25 +328,19 @@ def no_images(folder: Path) -> UserError:
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-# Broken images: what is taken in their place, and how a rank gets to know of them.
-#
-# In training the next whole image in the data's own order stands in, with its label: a function of the data alone, so
-# that every rank, every worker and every attempt takes the same. Evaluation leaves a broken image out of its counts.
+# Broken images. In training the next whole image in the data's own order stands in, with its label: a function of the
+# data alone, so that every rank, worker and attempt takes the same. Evaluation leaves a broken image out of its counts.
 
 
 class BrokenImages:
-    """How many images may be broken, and those that this rank has met and not told the others of: file -> why."""
+    """How many images may be broken, and those that this rank has met and not told the others: file -> why."""
 
     def __init__(self, most: int = 0) -> None:
         self.most = most
         self.met: dict[str, str] = {}
 
     def take(self) -> dict[str, str]:
-        """What has been met since it was last taken."""
+        """Those met since the last call."""
         met, self.met = self.met, {}
         return met
 
@@ -405,19 +353,16 @@ class RepairedBatch(NamedTuple):
 
 
 def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:
-    """Image and label of sample ``index``, and whether it is that one: else it is the next whole one.
+    """Read image and label of sample ``index``, or of the next whole one; and whether it is that sample itself.
 
     Args:
-        most: how many broken ones may be passed by.
-        met: to which they are added.
-
-    Raises:
-        BrokenImageError: there are more of them in a row.
+        most: how many broken ones may be skipped; one more raises its BrokenImageError.
+        met: broken ones are added here.
     """
-    for passed_by in range(most + 1):
+    for skipped in range(most + 1):
         try:
-            image, label = samples[(index + passed_by) % len(samples)]
-            return image, label, passed_by == 0
+            image, label = samples[(index + skipped) % len(samples)]
+            return image, label, skipped == 0
         except BrokenImageError as error:
             met[error.file] = error.why
             last = error
@@ -425,15 +370,13 @@ def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> 
 
 
 def noted(batches: Iterable[Any], broken: BrokenImages) -> Iterator[Any]:
-    """The batches themselves; what is broken in them is noted."""
+    """The batches themselves; broken images in them are noted."""
     for batch in batches:
         if isinstance(batch, RepairedBatch):
             broken.met.update(batch.broken)
             batch = batch.batch
         yield batch
 
-
-# Photographs of any size: the usual augmentation, and how they are cut for evaluation.
 
 PHOTO_MEAN, PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's pixels, which pretrained models expect."""
@@ -443,11 +386,17 @@ AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 Convolutions", and in torchvision since."""
 
 
-def photo_statistics(in_chans: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std of photographs for RGB or, averaged, for gray images."""
-    if in_chans == 3:
-        return PHOTO_MEAN, PHOTO_STD
-    return (sum(PHOTO_MEAN) / 3,) * in_chans, (sum(PHOTO_STD) / 3,) * in_chans
+def photo_splits(
+    name: str, classes: Sequence[str], parts: Iterable[Samples], image_size: int, in_chans: int = 3, *, augment: bool
+) -> Splits:
+    """A data set of photographs of any size; ``parts`` are train, val and test."""
+    mean, std = PHOTO_MEAN, PHOTO_STD
+    if in_chans != 3:
+        mean, std = ((sum(of) / 3,) * in_chans for of in (mean, std))  # type: ignore[assignment]
+    info = DataInfo(name, len(classes), in_chans, image_size, tuple(classes), mean, std)
+    transforms_for = partial(photo_transforms, image_size, augment=augment)
+    train, val, test = parts
+    return Splits(info, train, val, test, *transforms_for(), transforms_for=transforms_for)
 
 
 def photo_transforms(
@@ -455,20 +404,11 @@ def photo_transforms(
 ) -> tuple[Transform, Transform]:
     """Train and eval transform of photographs of any size: random part and mirror image; centre of the shorter side.
 
-    Pretrained weights have their own way of resizing and cropping: ``expected``.
+    Pretrained weights, ``expected``, have their own way of resizing and cropping.
     """
     mode = expected.interpolation if expected else "bilinear"
     evaluate = CenterCrop(image_size, round(image_size / (expected.crop if expected else 224 / 256)), mode)
     return (RandomResizedCrop(image_size, mode) if augment else evaluate), evaluate
-
-
-def require_photo_options(image_size: int, in_chans: int, val_fraction: float, test_fraction: float) -> None:
-    """Refuse options that no data set of photographs can have."""
-    require(image_size >= 8, "image_size", image_size, "8 or more")
-    require(in_chans in (1, 3), "in_chans", in_chans, "3, or 1 for gray images")
-    require(0.0 < val_fraction < 1.0, "val_fraction", val_fraction, "between 0 and 1")
-    require(0.0 < test_fraction < 1.0, "test_fraction", test_fraction, "between 0 and 1")
-    require(val_fraction + test_fraction < 1.0, "val_fraction", val_fraction, "less than 1 with data.test_fraction")
 
 
 class RandomResizedCrop:

@@ -1,6 +1,6 @@
-"""Batches for the loop: in the order of `order.py`, decoded and augmented by worker processes.
+"""Batches for the loop, in the order of `order.py`: decoded and augmented by worker processes, or cut out of memory.
 
-One loader serves a whole run. Its sampler hands ``(epoch, index)`` to the workers, so that an epoch's end needs no
+One loader serves a whole run. Its sampler hands epochs and indices to the workers, so that an epoch's end needs no
 ``set_epoch``, no restart of the workers and no pause; and a run resumed at step ``n`` starts there, without reading
 what came before.
 """
@@ -14,7 +14,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from trainkit.data import order as data_order
-from trainkit.data.base import Batch, EvalBatch, Samples, Splits, Transform
+from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform
 from trainkit.data.folders import BrokenImages, RepairedBatch, noted, read_whole
 from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
 from trainkit.errors import TrainkitError
@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# From the host's memory to the GPU, while it computes.
-
-
 def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Batches, each copied a step before it is asked for, on a stream of its own: beside what the GPU computes.
+    """Copy each batch to the GPU a step before it is asked for, on a stream of its own, while the GPU computes.
 
-    What lies there already stays, and what is no batch (an error) passes as it is.
+    A batch that lies there already stays, and an error in place of a batch passes as it is.
     """
     import torch
 
@@ -73,22 +70,18 @@ def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         yield batch
 
 
-# The worker processes behind a loader: they outlive stop signals, and never outlive the run.
-
 BatchT = TypeVar("BatchT")
 
 SHUTDOWN_SECONDS = 3.0
-"""How long a worker that is asked to end may still take for what it is doing."""
-
-
+"""A worker that is asked to end and takes longer is killed."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class Batches(Generic[BatchT]):
     """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
 
-    ``close`` ends the workers, also half way; running to the end closes by itself. For a GPU they come from a loader
-    that pins them, or from a data set that lies there already. Images that are broken are noted in ``broken``.
+    ``close`` ends the workers, also half way; running to the end closes by itself. Workers outlive stop signals, and
+    never outlive the run. Broken images are noted in ``broken``.
     """
 
     def __init__(self, loader: Any, device: torch.device | None = None, broken: BrokenImages | None = None) -> None:
@@ -160,7 +153,7 @@ def _close_at_exit(reference: weakref.ref[Batches[Any]]) -> None:
 
 
 def init_worker(worker: int) -> None:
-    """A stop signal goes to every process of the step; workers must outlive it, for the loop still finishes its step.
+    """Ignore stop signals, which go to every process of the step: the loop still finishes its step with these workers.
 
     They end when the loop closes them, or when they notice that their parent is gone.
     """
@@ -172,15 +165,12 @@ def init_worker(worker: int) -> None:
 
 @contextmanager
 def _stop_signals_held() -> Iterator[None]:
-    """Processes started meanwhile begin with stop signals held back, until they have said what to do with them."""
+    """Start processes with stop signals held back, until `init_worker` ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# Small data sets that live in memory, or on the device, as one tensor, and their augmentation in whole batches.
 
 
 class TensorSamples:
@@ -199,7 +189,6 @@ class TensorSamples:
 
     @property
     def nbytes(self) -> int:
-        """Of images and labels."""
         return self.images.nbytes + self.labels.nbytes
 
     def on(self, device: torch.device) -> TensorSamples:
@@ -275,35 +264,41 @@ def resized(images: Tensor, image_size: int) -> Tensor:
     return exact.round_().clamp_(0, 255).to(torch.uint8)  # within one level of the above
 
 
-def tensor_transforms(image_size: int, *, augment: bool, shift: int, flip: bool) -> tuple[Transform, Transform]:
-    """Train and eval transform for images that are small tensors: shift and mirror at their own size, then resize."""
-    plain = TensorTransform(image_size)
-    return (TensorTransform(image_size, shift, flip) if augment else plain), plain
+def tensor_splits(
+    info: DataInfo, parts: Iterable[Samples], *, augment: bool, shift: int, flip: bool = True, in_memory: bool = True
+) -> Splits:
+    """A data set of small images of one size: shifted and mirrored at their own size for training, then resized.
 
+    Args:
+        parts: train, val and test.
+    """
+    plain = TensorTransform(info.image_size)
+    augmented = TensorTransform(info.image_size, shift, flip) if augment else plain
+    train, val, test = parts
+    return Splits(info, train, val, test, augmented, plain, in_memory)
 
-# Batches from a data set in memory: a few operations on whole batches, no process and no copy in between.
 
 SHARE_OF_FREE = 0.1
 """Of a GPU's free memory, what the data may take: the model and its activations need the rest."""
 
 
 def to_device(splits: Splits, where: Literal["auto", "cpu"], device: torch.device, *, workers: int) -> Splits:
-    """``splits`` on the GPU that trains, if they are in memory and take little of what it has free (`auto`).
+    """Move ``splits`` to the GPU that trains, if they are in memory and take little of what it has free (`auto`).
 
     Bytes are cut out alike wherever they lie. Only resizing rounds otherwise on a GPU, by one level of 255 at most.
     """
     import torch
 
-    parts = (splits.train, splits.val, splits.test)
     if where == "cpu" or device.type != "cuda" or workers:  # a loader process has no GPU
         return splits
-    train, val, test = (part if isinstance(part, TensorSamples) else None for part in parts)
-    if train is None or val is None or test is None:
+    parts = [part for part in (splits.train, splits.val, splits.test) if isinstance(part, TensorSamples)]
+    if len(parts) < 3:
         return splits
     free, _ = torch.cuda.mem_get_info(device)
-    if train.nbytes + val.nbytes + test.nbytes > free * SHARE_OF_FREE:
+    if sum(part.nbytes for part in parts) > free * SHARE_OF_FREE:
         return splits
-    return replace(splits, train=train.on(device), val=val.on(device), test=test.on(device))
+    train, val, test = (part.on(device) for part in parts)
+    return replace(splits, train=train, val=val, test=test)
 
 
 def train_from_memory(
@@ -317,18 +312,12 @@ def train_from_memory(
     device = samples.images.device
     for epoch, share in shares:
         keys = data_order.keys(seed, epoch, share)
-        # For all of the epoch at once: what is drawn costs next to nothing then, and goes to the device in one piece.
+        # Drawn for the whole epoch at once, which costs next to nothing, and goes to the device in one piece.
         drawn = transform.draw(keys).to(device, non_blocking=True)
         indices = share.to(device, non_blocking=True)
         for one, key, how in zip(indices.unbind(), keys.unbind(), drawn.unbind(), strict=True):
             images = transform.batch(samples.images.index_select(0, one), how)
             yield Batch(images, samples.labels.index_select(0, one), key)
-
-
-def train_batch(samples: TensorSamples, transform: TensorTransform, indices: Tensor, keys: Tensor) -> Batch:
-    """One of them: ``indices`` and ``keys`` int64 [N], in the host's memory as the samples are."""
-    images = transform.batch(samples.images.index_select(0, indices), transform.draw(keys))
-    return Batch(images, samples.labels.index_select(0, indices), keys)
 
 
 def eval_from_memory(
@@ -346,8 +335,8 @@ def eval_from_memory(
 
 
 Keys = tuple[int, list[int]]
-"""What the sampler hands to a worker: in training an epoch and indices; in evaluation how many of the last indices only
-fill the batch, and indices."""
+"""A worker's order: in training an epoch and indices; in evaluation how many of the last indices only fill the batch,
+and indices."""
 
 
 def train_batches(
@@ -366,11 +355,11 @@ def train_batches(
 ) -> Batches[Batch]:
     """Micro batches of ``rank`` for global steps ``start_step`` to ``stop_step - 1``, on ``device`` (None: CPU).
 
-    There are ``global_batch_size / (micro_batch_size * world_size)`` of them for each step. A sample's augmentation is
-    keyed by (seed, epoch, index). Raises UserError where the training split is smaller than one global batch.
+    Each step has ``global_batch_size / (micro_batch_size * world_size)`` of them. A sample's augmentation is keyed by
+    (seed, epoch, index). Raises UserError where the training split is smaller than one global batch.
 
     Args:
-        broken: how many broken images may be replaced by others, and where they are noted; None: none.
+        broken: how many broken images may be replaced by others, and where they are noted; None: none may be.
     """
     broken = broken or BrokenImages()
     train, transform = splits.train, splits.train_transform
@@ -390,15 +379,10 @@ def train_batches(
         return Batches(train_from_memory(train, transform, seed, shares()), device)
 
     # The first is drawn before the workers are forked: in memory that they share, it takes twice as long.
-    walk = shares()
-    first_share = [*islice(walk, 1)]
-
-    def keys() -> Iterator[Keys]:
-        for epoch, share in chain(first_share, walk):
-            for indices in share.unbind():
-                yield epoch, indices.tolist()
-
-    fetch = _FetchTrain(train, transform, seed, broken.most)
+    later = shares()
+    first = [*islice(later, 1)]
+    keys = ((epoch, indices.tolist()) for epoch, share in chain(first, later) for indices in share.unbind())
+    fetch = _Fetch(train, transform, broken.most, seed)
     return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
 
 
@@ -420,7 +404,8 @@ def eval_batches(
     """
     broken = broken or BrokenImages()
     total, per_round = len(samples), batch_size * world_size
-    starts = range(rank * batch_size, rank * batch_size + _round_up(total, per_round), per_round)
+    rounds = -(-total // per_round)
+    starts = range(rank * batch_size, rank * batch_size + rounds * per_round, per_round)
     if isinstance(samples, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
         return Batches(eval_from_memory(samples, transform, starts, batch_size), device)
 
@@ -429,8 +414,8 @@ def eval_batches(
             filled = min(max(start + batch_size - total, 0), batch_size)
             yield filled, [min(position, total - 1) for position in range(start, start + batch_size)]
 
-    fetch = _FetchEval(samples, transform, broken.most)
-    return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
+    fetch = _Fetch(samples, transform, broken.most)
+    return Batches(_loader(fetch, keys(), workers=workers, device=device), device, broken)
 
 
 def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | None = None) -> int:
@@ -443,16 +428,14 @@ def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | 
 def default_workers(cpus: int | None = None) -> int:
     """Loader processes for one rank: the CPUs it really has, less one for the rank itself.
 
-    Pass ``cpus`` where several ranks share cores without being bound to some. A machine may have 128 cores and the job
-    four of them: the mask of this process and ``SLURM_CPUS_PER_TASK`` say so.
+    A machine may have 128 cores and the job four of them: the mask of this process and ``SLURM_CPUS_PER_TASK`` say so.
+
+    Args:
+        cpus: where several ranks share cores without being bound to some: this rank's part.
     """
     if cpus is None:
         cpus = granted_cpus()
     return min(max(cpus - 1, 0), 16)  # beyond 16 the rank that collects the batches is the bottleneck
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 @contextmanager
@@ -472,64 +455,56 @@ def _random_state(key: int) -> Iterator[None]:
         torch.default_generator.set_state(state)
 
 
-class _FetchTrain:
-    """Runs in the workers: keys -> a batch, or the error for the user as a value.
+class _Fetch:
+    """Makes batches in the workers: keys -> a batch, or the error for the user.
 
-    As a value, because torch raises a worker's exception anew with its traceback as the message.
+    The error is a value, because torch raises a worker's exception anew, with its traceback as the message.
     """
 
-    def __init__(self, samples: Samples, transform: Transform, seed: int, most_broken: int) -> None:
-        self.samples, self.transform, self.seed, self.most_broken = samples, transform, seed, most_broken
+    def __init__(self, samples: Samples, transform: Transform, most_broken: int, seed: int | None = None) -> None:
+        """``seed``: of training; None evaluates."""
+        self.samples, self.transform, self.most_broken, self.seed = samples, transform, most_broken, seed
 
-    def __getitems__(self, keys: Keys) -> Batch | RepairedBatch | TrainkitError:
-        import torch
-
-        epoch, indices = keys
+    def __getitems__(self, keys: Keys) -> Batch | EvalBatch | RepairedBatch | TrainkitError:
         met: dict[str, str] = {}
-        drawn_by = data_order.keys(self.seed, epoch, torch.tensor(indices))
+        number, indices = keys
         try:
-            if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
-                return train_batch(self.samples, self.transform, torch.tensor(indices), drawn_by)
-            images, labels = _collated(
-                [self._one(epoch, index, key, met) for index, key in zip(indices, drawn_by, strict=True)]
-            )
+            if self.seed is None:
+                batch: Batch | EvalBatch = self._eval_batch(number, indices, met)
+            else:
+                batch = self._train_batch(self.seed, number, indices, met)
         except TrainkitError as error:
             return error
-        batch = Batch(images, labels, drawn_by)
         return RepairedBatch(batch, met) if met else batch
 
-    def _one(self, epoch: int, index: int, key: Tensor, met: dict[str, str]) -> tuple[Tensor, Any]:
-        seed = derive_seed(self.seed, epoch, index)
-        with _random_state(seed):  # a data set of the user's own may draw while it reads
-            image, label, _ = read_whole(self.samples, index, self.most_broken, met)
-            if isinstance(self.transform, TensorTransform):  # the very numbers as for a set in memory
-                return self.transform.batch(image[None], self.transform.draw(key[None]))[0], label
-            return self.transform(image), label
-
-
-class _FetchEval:
-    def __init__(self, samples: Samples, transform: Transform, most_broken: int) -> None:
-        self.samples, self.transform, self.most_broken = samples, transform, most_broken
-
-    def __getitems__(self, keys: Keys) -> EvalBatch | RepairedBatch | TrainkitError:
+    def _train_batch(self, seed: int, epoch: int, indices: list[int], met: dict[str, str]) -> Batch:
         import torch
 
-        filled, indices = keys
-        met: dict[str, str] = {}
-        whole: list[bool] = []
-        try:
-            images, labels = _collated([self._one(index, met, whole) for index in indices])
-        except TrainkitError as error:
-            return error
-        mask = torch.tensor(whole) & (torch.arange(len(indices)) < len(indices) - filled)
-        batch = EvalBatch(images, labels, mask)
-        return RepairedBatch(batch, met) if met else batch
+        places = torch.tensor(indices)
+        keys = data_order.keys(seed, epoch, places)
+        if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
+            images = self.transform.batch(self.samples.images.index_select(0, places), self.transform.draw(keys))
+            return Batch(images, self.samples.labels.index_select(0, places), keys)
+        items = []
+        for index, key in zip(indices, keys, strict=True):
+            with _random_state(derive_seed(seed, epoch, index)):  # a data set of the user's own may draw while it reads
+                image, label, _ = read_whole(self.samples, index, self.most_broken, met)
+                if isinstance(self.transform, TensorTransform):  # the very numbers as for a set in memory
+                    items.append((self.transform.batch(image[None], self.transform.draw(key[None]))[0], label))
+                else:
+                    items.append((self.transform(image), label))
+        return Batch(*_collated(items), keys)
 
-    def _one(self, index: int, met: dict[str, str], whole: list[bool]) -> tuple[Tensor, Any]:
-        with _random_state(index):
-            image, label, is_whole = read_whole(self.samples, index, self.most_broken, met)
-            whole.append(is_whole)
-            return self.transform(image), label
+    def _eval_batch(self, filled: int, indices: list[int], met: dict[str, str]) -> EvalBatch:
+        import torch
+
+        items, counted = [], []
+        for position, index in enumerate(indices):
+            with _random_state(index):
+                image, label, is_whole = read_whole(self.samples, index, self.most_broken, met)
+                items.append((self.transform(image), label))
+            counted.append(is_whole and position < len(indices) - filled)
+        return EvalBatch(*_collated(items), torch.tensor(counted))
 
 
 def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
@@ -543,21 +518,13 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class _KeyBatches:
-    def __init__(self, keys: Callable[[], Iterator[Keys]]) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[Keys]:
-        return self.keys()
-
-
-def _loader(dataset: object, keys: Callable[[], Iterator[Keys]], *, workers: int, device: torch.device | None) -> Any:
+def _loader(dataset: object, keys: Iterable[Keys], *, workers: int, device: torch.device | None) -> Any:
     import torch
     from torch.utils.data import DataLoader
 
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # only __getitems__ is ever called, because the sampler makes batches
-        batch_sampler=_KeyBatches(keys),  # type: ignore[arg-type]  # it is iterated, never measured
+        batch_sampler=keys,  # type: ignore[arg-type]  # it is iterated once, and never measured
         num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=device is not None and device.type == "cuda",

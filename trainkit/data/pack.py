@@ -1,7 +1,7 @@
 """A pack: all images of a data set in one file that is mapped into memory, smaller than they were and quick to read.
 
 ROOT/NAME-SIDE.pack/ holds ``images.bin``, the records one after the other; ``index.bin``, one `RECORD` for each;
-``files.bin``, the listing of the files that they were; and ``pack.json``, which names the hashes of the other two.
+``files.bin``, the list of the files that they were; and ``pack.json``, which names the hashes of the other two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,20 +29,19 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio, terminal
 from trainkit.data.base import Samples, Splits
+from trainkit.data.download import Say
 from trainkit.data.folders import (
     BrokenImageError,
     Files,
     ImageFiles,
-    Listing,
-    Place,
-    Tree,
+    Layout,
     decode_image,
     decode_pixels,
+    parse_list,
     read_content,
 )
 from trainkit.data.loader import TensorSamples, TensorTransform
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.fileio import append, is_own, make_folder, write
 from trainkit.process import end_with_parent, node_disk
 
 if TYPE_CHECKING:
@@ -51,9 +50,11 @@ if TYPE_CHECKING:
 
     from trainkit.distributed.process_group import Distributed
 
+Kind = Literal["jpeg", "raw"]
+Stage = bool | Literal["auto"]
 
 LONGEST = 1 << 32
-"""Bytes of the index or the listing: a hundred million images."""
+"""Bytes of the index or the list: a hundred million images."""
 IMAGES, INDEX, FILES, ABOUT = "images.bin", "index.bin", "files.bin", "pack.json"
 FORMAT = 1
 
@@ -68,38 +69,27 @@ def pack_folder(root: Path, name: str, side: int) -> Path:
     return root / f"{name}-{side}.pack"
 
 
-class Pack:
-    """The files of a pack, as those of a `trainkit.data.folders.Tree`.
-
-    Raises:
-        UserError: naming the pack, where it is damaged or cut short.
-    """
+class Pack(Files):
+    """The files of a pack. Raises UserError where it is damaged or cut short."""
 
     def __init__(self, folder: Path) -> None:
         import numpy
 
-        self.folder = folder
         try:
             about: dict[str, Any] = fileio.parse(fileio.read_bytes(folder / ABOUT, follow=True))
             if about["format"] != FORMAT:
                 raise ValueError(f"its format is {about['format']}, not {FORMAT}")
-            for file in (INDEX, FILES):
-                if (
-                    hashlib.sha256(fileio.read_bytes(folder / file, LONGEST, follow=True)).hexdigest()
-                    != about["sha256"][file]
-                ):
+            content = {file: fileio.read_bytes(folder / file, LONGEST, follow=True) for file in (INDEX, FILES)}
+            for file in content:
+                if _sha256(content[file]) != about["sha256"][file]:
                     raise ValueError(f"{file} has another hash")
-            self._listing = Listing.from_bytes(fileio.read_bytes(folder / FILES, LONGEST, follow=True))
+            super().__init__(folder, *parse_list(content[FILES]))
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
-            if len(self._index) != len(self._listing) or (folder / IMAGES).stat().st_size != self.size:
+            if len(self._index) != len(self) or (folder / IMAGES).stat().st_size != self.size:
                 raise ValueError(f"{IMAGES} is cut short, or of another pack")
-        except (OSError, ValueError, KeyError, TypeError, IndexError, TrainkitError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise broken_pack(folder, str(error)) from None
-        self.splits = self._listing.splits
-
-    def __len__(self) -> int:
-        return len(self._index)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder}
@@ -109,13 +99,13 @@ class Pack:
 
     @cached_property
     def _images(self) -> memoryview:
-        """Mapped when it is first read: so its pages are shared by all ranks and workers of a node."""
+        """Mapped when it is first read, so that all ranks and workers of a node share its pages."""
         with (self.folder / IMAGES).open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if self.size else memoryview(b"")
 
     @cached_property
     def stacked(self) -> Tensor | None:
-        """All images, uint8 [N, 3, H, W], where they are mapped; None if they are not pixels of one size."""
+        """All images as one mapped tensor, uint8 [N, 3, H, W]; None if they are not pixels of one size."""
         import torch
 
         index = self._index
@@ -128,21 +118,13 @@ class Pack:
             pixels = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         return pixels.view(len(self), height, width, 3).permute(0, 3, 1, 2)
 
-    def name(self, position: int) -> str:
-        """Below its class's folder."""
-        return self._listing.name(position)
-
-    def path(self, position: int) -> str:
-        """SPLIT/CLASS/NAME."""
-        return self._listing.path(position)
-
     def read(self, position: int, in_chans: int) -> Tensor:
-        """As `trainkit.data.folders.read_image` gives it.
+        """The image, as `trainkit.data.folders.read_image` gives it.
 
         Raises:
             BrokenImageError: the file was no image when it was packed.
-            UserError: the pack is damaged here. Pixels are not looked at for that, which would take longer than all the
-                rest: `verify` does.
+            UserError: the pack is damaged here. Pixels are not checked, which would take longer than all the rest:
+                `verify` does that.
         """
         import numpy
         import torch
@@ -168,7 +150,7 @@ class Pack:
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1)  # a tensor could be written to, the mapping not
 
     def verify(self) -> list[str]:
-        """Read everything. The files that were broken already when they were packed.
+        """Read everything; return the files that were broken already when they were packed.
 
         Raises UserError for the first record that is not as it was written.
         """
@@ -218,10 +200,11 @@ def smaller(pixels: numpy.ndarray[Any, Any], side: int) -> numpy.ndarray[Any, An
     return numpy.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
 
 
-# Making a pack. Without torch, by several processes; one that is killed goes on where it was.
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
-Say = Callable[[str], None]
-Kind = Literal["jpeg", "raw"]
+
+# Making a pack, without torch, by several processes. A call that was killed goes on where it was.
 
 QUALITY = 90
 LARGEST = 65535
@@ -231,12 +214,12 @@ _BUFFER = 1 << 20
 _CHUNK = 8
 """Images that a process gets at once."""
 
-Made = tuple[int, int, int, bytes]
-"""Kind, height, width and bytes of a record."""
+Record = tuple[int, int, int, bytes]
+"""Kind, height, width and bytes."""
 
 
-def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int, say: Say) -> Pack:
-    """Pack the images of ``place``, their shorter side at most ``side``, into the folder ``final``.
+def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: int, say: Say) -> Pack:
+    """Pack the images of ``layout``, their shorter side at most ``side``, into the folder ``final``.
 
     ``jpeg`` stores photos anew in quality 90, those that are small enough as they are, and small images of other kinds
     as pixels; ``raw`` stores pixels. A pack that is there already is left, if it is of the same files.
@@ -245,44 +228,48 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
         UserError: for a file that cannot be read, a pack of another kind or of other files, and a damaged one.
         OSError: the disk is full, or not ours.
     """
-    folder, splits = place
-    listing = Listing.walk(folder, splits)
-    files = listing.to_bytes()
-    about = {"format": FORMAT, "side": side, "kind": kind, "sha256": {FILES: hashlib.sha256(files).hexdigest()}}
+    listed = Files.walk(*layout)
+    files = listed.to_bytes()
+    hashes = {FILES: _sha256(files)}
+    about = {"format": FORMAT, "side": side, "kind": kind, "sha256": hashes}
     if final.exists():
         return _verified(final, about, say)
-    if not len(listing):
-        raise UserError(f"{folder} holds no images to pack.", why="Packs are of image files.", fix="Put some there.")
+    if not len(listed):
+        raise UserError(f"{listed.folder} holds no images to pack.", why="Packs are of image files.",
+                        fix="Put some there.")  # fmt: skip
     going = final.with_name(final.name + ".partial")
     if not _belongs(going, about):
         shutil.rmtree(going, ignore_errors=True)
-        make_folder(going)
-        write(going / FILES, files)
-        write(going / ABOUT, json.dumps(about))
-    with append(going / IMAGES, buffering=_BUFFER) as images, append(going / INDEX, buffering=_BUFFER) as index:
+        fileio.make_folder(going)
+        fileio.write(going / FILES, files)
+        fileio.write(going / ABOUT, json.dumps(about))
+    with (
+        fileio.append(going / IMAGES, buffering=_BUFFER) as images,
+        fileio.append(going / INDEX, buffering=_BUFFER) as index,
+    ):
         done = _go_on(images, index)
         if done:
-            say(f"Going on after {done} of {len(listing)} images.")
-        paths = (str(folder / listing.path(position)) for position in range(done, len(listing)))
+            say(f"Going on after {done} of {len(listed)} images.")
+        paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
         start = images.seek(0, os.SEEK_END)
-        with _mapped(partial(_made, side=side, kind=kind), paths, workers) as records:
+        with _mapped(partial(_record, side=side, kind=kind), paths, workers) as records:
             for position, record in enumerate(records, start=done):
                 start += _append(images, index, start, record)
-                if (position + 1) * 10 // len(listing) > position * 10 // len(listing):
+                if (position + 1) * 10 // len(listed) > position * 10 // len(listed):
                     images.flush()
                     index.flush()
-                    say(f"  {(position + 1) * 100 // len(listing)} % of {len(listing)} images, {start / 1e9:.2f} GB")
+                    say(f"  {(position + 1) * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
         for file in (images, index):
             file.flush()
             os.fsync(file.fileno())
-    about["sha256"] |= {INDEX: hashlib.sha256(fileio.read_bytes(going / INDEX, LONGEST)).hexdigest()}  # type: ignore[operator]
-    write(going / ABOUT, json.dumps(about, indent=2) + "\n")
+    hashes[INDEX] = _sha256(fileio.read_bytes(going / INDEX, LONGEST))
+    fileio.write(going / ABOUT, json.dumps(about, indent=2) + "\n")
     os.replace(going, final)
     return Pack(final)
 
 
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
-    there = Pack(final)
+    found = Pack(final)
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
     if was["kind"] != about["kind"]:
         raise UserError(
@@ -297,7 +284,7 @@ def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
             fix="Delete the folder, and give this command again.",
         )
     say(f"{final} is already there.")
-    return there
+    return found
 
 
 def _belongs(going: Path, about: dict[str, Any]) -> bool:
@@ -305,13 +292,13 @@ def _belongs(going: Path, about: dict[str, Any]) -> bool:
     try:
         was = fileio.parse(fileio.read_bytes(going / ABOUT))
         was["sha256"].pop(INDEX, None)  # killed when only the name was missing
-        return bool(was == about and (going / FILES).is_file() and is_own(going))
+        return bool(was == about and (going / FILES).is_file() and fileio.is_own(going))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
-    """How many records are whole; what is behind them is cut off. A power cut may have lost what was written first."""
+    """Count the records that are whole, and cut off the rest: a power cut may have lost what was written first."""
     import numpy
 
     index.seek(0)
@@ -328,25 +315,36 @@ def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
     return done
 
 
-def _append(images: IO[bytes], index: IO[bytes], start: int, made: Made) -> int:
+def _append(images: IO[bytes], index: IO[bytes], start: int, record: Record) -> int:
     import numpy
 
-    kind, height, width, data = made
+    kind, height, width, data = record
     images.write(data)
     index.write(numpy.array([(start, len(data), zlib.crc32(data), height, width, kind)], RECORD).tobytes())
     return len(data)
 
 
 @contextmanager
-def _mapped(function: Callable[[str], Made], paths: Iterator[str], workers: int) -> Iterator[Iterator[Made]]:
-    """In order, by so many processes."""
+def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: int) -> Iterator[Iterator[Record]]:
+    """The records of ``paths`` in their order, made by several processes."""
     if workers < 2:
         yield map(function, paths)
         return
     context = multiprocessing.get_context("fork" if platform.system() == "Linux" else None)
     pool = ProcessPoolExecutor(workers, context, _become_worker)
+
+    def records() -> Iterator[Record]:
+        """A few chunks are under way: more would fill the memory where the disk is slower than the CPUs."""
+        under_way: deque[Any] = deque()
+        while chunk := [*islice(paths, _CHUNK)]:
+            under_way.append(pool.submit(_all_of, function, chunk))
+            if len(under_way) > 4 * workers:
+                yield from under_way.popleft().result()
+        while under_way:
+            yield from under_way.popleft().result()
+
     try:
-        yield _in_order(pool, function, paths, most_ahead=4 * workers)
+        yield records()
     except BrokenProcessPool:
         raise RunFailedError(
             "A process that packs images was killed.",
@@ -357,32 +355,19 @@ def _mapped(function: Callable[[str], Made], paths: Iterator[str], workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(
-    pool: Executor, function: Callable[[str], Made], paths: Iterator[str], *, most_ahead: int
-) -> Iterator[Made]:
-    """``most_ahead``: how many chunks may be under way, or memory would fill where the disk is slower than the CPUs."""
-    under_way: deque[Any] = deque()
-    while chunk := [*islice(paths, _CHUNK)]:
-        under_way.append(pool.submit(_all_made, function, chunk))
-        if len(under_way) > most_ahead:
-            yield from under_way.popleft().result()
-    while under_way:
-        yield from under_way.popleft().result()
-
-
-def _all_made(function: Callable[[str], Made], paths: list[str]) -> list[Made]:
+def _all_of(function: Callable[[str], Record], paths: list[str]) -> list[Record]:
     return [function(path) for path in paths]
 
 
 def _become_worker() -> None:
-    """Ended by whoever packs: at once if that is killed, and by SIGTERM where that itself is deaf to it."""
+    """End with the process that packs, also when that is killed; and by SIGTERM where that one ignores it."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _made(path: str, *, side: int, kind: Kind) -> Made:
-    """The record of an image file. Raises UserError for one that cannot be read at all."""
+def _record(path: str, *, side: int, kind: Kind) -> Record:
+    """Make the record of an image file. Raises UserError for one that cannot be read at all."""
     data = read_content(Path(path))
     try:
         pixels = decode_pixels(data, 3, path)
@@ -404,18 +389,17 @@ def _made(path: str, *, side: int, kind: Kind) -> Made:
     return ENCODED, *resized.shape[:2], encoded
 
 
-# A pack on the disk of the node that reads it: copied once a node, whatever ranks and jobs are there.
-#
-# Such a disk is shared with other users, so the copies of each are in a folder that nobody else can get at.
+# A pack on the disk of the node that reads it: copied once a node, whatever ranks and jobs are there. Such a disk is
+# shared with other users, so the copies of each are in a folder that nobody else can get at.
 
 SPARE = 1 << 28
 """Bytes that are left to others on the node's disk."""
 
 
 def staged_folder(pack: Path, disk: Path) -> Path:
-    """Where the copy of a pack is on a node's disk. A pack that was made anew is another one."""
+    """Where the copy of a pack is on a node's disk. A pack that was made anew has another folder."""
     try:
-        digest = hashlib.sha256(fileio.read_bytes(pack / ABOUT, follow=True)).hexdigest()[:16]
+        digest = _sha256(fileio.read_bytes(pack / ABOUT, follow=True))[:16]
     except OSError as error:
         raise broken_pack(pack, str(error)) from None
     return disk / f"trainkit-{os.geteuid()}" / f"{pack.stem}-{digest}.pack"
@@ -432,8 +416,8 @@ def staged(pack: Path, disk: Path) -> Pack | None:
 
 
 def stage(pack: Path, disk: Path) -> str:
-    """Copy ``pack`` to ``disk``, where it is not there already, and verify the copy. Why not, if there is no room, or
-    only a folder that others can write to.
+    """Copy ``pack`` to ``disk``, unless it is there already, and verify the copy. Return why not, if it has no room or
+    others can write to its folder.
 
     Of several processes on the node one copies and the others wait, also those of other jobs. A copy has its final name
     once it is complete; what a killed process has left is removed by the next.
@@ -447,7 +431,7 @@ def stage(pack: Path, disk: Path) -> str:
         if not fileio.make_own(final.parent):
             return f"{final.parent} is not this user's alone"
         with fileio.append(final.with_name(final.name + ".lock"), final.parent) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the system, too, when its holder is killed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its holder is killed
             if staged(pack, disk) is not None:
                 return ""
             for left in (final, going):
@@ -455,22 +439,22 @@ def stage(pack: Path, disk: Path) -> str:
             size, free = sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES)), free_bytes(disk)
             if size + SPARE > free:
                 return f"{disk} has {free / 1e9:.1f} GB left, and the pack takes {size / 1e9:.1f}"
-            fileio.make_folder(going, final.parent)
-            for file in (IMAGES, INDEX, FILES, ABOUT):
-                fileio.copy(pack / file, going / file, final.parent)
-            Pack(going).verify()
-            os.replace(going, final)
+            try:
+                fileio.make_folder(going, final.parent)
+                for file in (IMAGES, INDEX, FILES, ABOUT):
+                    fileio.copy(pack / file, going / file, final.parent)
+                Pack(going).verify()
+                os.replace(going, final)
+            except BaseException:
+                shutil.rmtree(going, ignore_errors=True)
+                raise
     except OSError as error:
-        shutil.rmtree(going, ignore_errors=True)
         raise UserError(
             f"The pack {pack} could not be copied to {disk}.",
             why=f"{error}.",
             fix="Give a node-local disk with room for it in TMPDIR, or set data.stage=false.",
             key="data.stage",
         ) from None
-    except TrainkitError:
-        shutil.rmtree(going, ignore_errors=True)
-        raise
     return ""
 
 
@@ -479,14 +463,43 @@ def free_bytes(disk: Path) -> int:
     return shutil.disk_usage(disk).free
 
 
-# A pack of equally large pixels, as small sets are that live in memory: nothing is read or decoded any more.
+def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distributed | None) -> Pack:
+    """The pack of a data set; its copy on this node's disk if ``staging`` says so. One rank of a node copies.
+
+    Raises:
+        UserError: on all ranks, where it is missing or damaged on one, and where it must be copied and cannot be.
+    """
+    folder = pack_folder(root, name, side)
+    if dist is None:
+        require_pack(folder, name, side)
+        return Pack(folder)
+    dist.together(lambda: require_pack(folder, name, side))
+    disk = None if staging is False else node_disk()
+    if staging is not False:
+        dist.together(lambda: _stage(folder, disk, must=staging is True) if dist.env.local_rank == 0 else None)
+    return dist.together(lambda: (None if disk is None else staged(folder, disk)) or Pack(folder))
+
+
+def _stage(pack: Path, disk: Path | None, *, must: bool) -> None:
+    why_not = "neither SLURM_TMPDIR nor TMPDIR names a folder here" if disk is None else stage(pack, disk)
+    if not why_not:
+        print(f"The pack is read from this node's {disk}.", flush=True)
+    elif must:
+        raise UserError(
+            f"The pack {pack} cannot be copied to this node.",
+            why=f"{why_not[0].upper()}{why_not[1:]}.",
+            fix="Set data.stage=auto: then it is read where it lies.",
+            key="data.stage",
+        )
+    else:
+        print(f"Note: the pack is read where it lies: {why_not}.", flush=True)
 
 
 def mapped(splits: Splits) -> Splits:
-    """``splits`` with the mapped pixels of their pack as tensors, not copied, if that is what they are.
+    """Use the mapped pixels of a pack as tensors, if all images are pixels of one size: nothing is read or decoded.
 
     They are augmented in whole batches then, and may move to the GPU. Only for a data set that augments images of one
-    size: the photos of others are cut out each in another size.
+    size: photos are cut out each in another size.
     """
     if not isinstance(splits.train_transform, TensorTransform):
         return splits
@@ -505,52 +518,3 @@ def _tensor(samples: Samples) -> TensorSamples | None:
     if images is None or samples.positions.tolist() != [*range(first, first + count)]:
         return None
     return TensorSamples(images[first : first + count], torch.tensor(samples.labels.tolist()))
-
-
-# Where the image files of a data set come from: its folders, its pack, or this node's copy of that.
-
-Stage = bool | Literal["auto"]
-
-
-def shared_tree(root: Path, where: Callable[[Path], Place], dist: Distributed) -> Tree:
-    """The files below ``root``, which rank 0 alone looks for."""
-    folder, splits = where(root)
-    return Tree(folder, Listing.from_bytes(dist.from_main(lambda: Listing.walk(folder, splits).to_bytes())))
-
-
-def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distributed | None) -> Files:
-    """The pack of a data set; its copy on this node's disk if ``staging`` says so. One rank of a node copies.
-
-    Raises:
-        UserError: on all ranks, where it is missing or damaged on one, and where it must be copied and cannot be.
-    """
-    folder = pack_folder(root, name, side)
-    if dist is None:
-        require_pack(folder, name, side)
-        return Pack(folder)
-    dist.together(lambda: require_pack(folder, name, side))
-    if staging is False:
-        return dist.together(lambda: Pack(folder))
-    disk = node_disk()
-    one_of_node = dist.env.local_rank == 0
-    dist.together(lambda: _staged(folder, disk, must=staging is True) if one_of_node else None)
-
-    def opened() -> Pack:
-        return (None if disk is None else staged(folder, disk)) or Pack(folder)
-
-    return dist.together(opened)
-
-
-def _staged(pack: Path, disk: Path | None, *, must: bool) -> None:
-    why_not = "neither SLURM_TMPDIR nor TMPDIR names a folder here" if disk is None else stage(pack, disk)
-    if not why_not:
-        print(f"The pack is read from this node's {disk}.", flush=True)
-    elif must:
-        raise UserError(
-            f"The pack {pack} cannot be copied to this node.",
-            why=f"{why_not[0].upper()}{why_not[1:]}.",
-            fix="Set data.stage=auto: then it is read where it lies.",
-            key="data.stage",
-        )
-    else:
-        print(f"Note: the pack is read where it lies: {why_not}.", flush=True)

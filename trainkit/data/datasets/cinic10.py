@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trainkit import terminal
-from trainkit.data.base import DataInfo, Splits, missing, require
-from trainkit.data.download import Say, complete_folder, extract, given_or_in, md5_of, opened_tar, regular
-from trainkit.data.folders import Files, Place, class_folders, image_files, listed, read_split, require_classes
+from trainkit.data.base import DataInfo, Splits, missing, require_options
+from trainkit.data.download import Say, given_or_in, md5_of, unpacked
+from trainkit.data.folders import Files, Layout, class_folders, image_files, read_split, require_classes
 from trainkit.errors import UserError
 
 ARCHIVE = "CINIC-10.tar.gz"
@@ -17,54 +18,38 @@ SPLITS = ("train", "valid", "test")
 OFFICIAL_COUNT = 270_000
 
 
-def build(root: Path, *, image_size: int = 32, augment: bool = True) -> Splits:
+def build(root: Path | Files, *, image_size: int = 32, augment: bool = True) -> Splits:
     """Augmented by a shift of up to 4 pixels and mirroring, at 32x32; then resized to ``image_size``."""
-    locate(root, image_size=image_size)
-    return build_from(listed(root, where), image_size=image_size, augment=augment)
+    from trainkit.data.loader import tensor_splits
 
-
-def where(root: Path) -> Place:
-    """The folder of the images, and its splits."""
-    return _folder(root), SPLITS
-
-
-def build_from(files: Files, *, image_size: int, augment: bool) -> Splits:
-    """The same, of files that are listed already."""
-    from trainkit.data.loader import tensor_transforms
-
-    classes = require_classes(files.folder / "train", files.splits["train"])
-    train, val, test = (read_split(files, split, classes, in_chans=3) for split in SPLITS)
-    train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=4, flip=True)
-    return Splits(
-        info=DataInfo(
-            name="cinic10",
-            num_classes=len(classes),
-            in_chans=3,
-            image_size=image_size,
-            class_names=tuple(classes),
-            mean=(0.4789, 0.4723, 0.4305),
-            std=(0.2421, 0.2383, 0.2587),
-        ),
-        train=train,
-        val=val,
-        test=test,
-        train_transform=train_transform,
-        eval_transform=eval_transform,
+    if isinstance(root, Path):
+        locate(root, image_size=image_size)
+        root = Files.walk(*layout(root))
+    classes = require_classes(root.folder / "train", root.splits["train"])
+    info = DataInfo(
+        "cinic10", len(classes), 3, image_size, tuple(classes), (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)
     )
+    parts = [read_split(root, split, classes, in_chans=3) for split in SPLITS]
+    return tensor_splits(info, parts, augment=augment, shift=4, in_memory=False)
 
 
-def locate(root: Path, *, image_size: int, **others: object) -> None:
+def layout(root: Path) -> Layout:
+    """The folder of the images, and its splits."""
+    for folder in (root / "cinic10", root / "CINIC-10", root):
+        if (folder / "train").is_dir() and (folder / "valid").is_dir():
+            return folder, SPLITS
+    return root / "cinic10", SPLITS
+
+
+def locate(root: Path, **options: Any) -> None:
     """Check the options, and that the three splits are there."""
-    require(image_size >= 8, "image_size", image_size, "8 or more")
-    for split in SPLITS:
-        if not class_folders(_folder(root) / split):
-            raise missing(
-                "cinic10",
-                root,
-                _folder(root) / split / "CLASS",
-                fix=f"Fetch {ARCHIVE} from {PAGE} into {root}, then: "
-                f"{terminal.command('prepare', 'cinic10', '--root', root)}",
-            )
+    require_options(options)
+    folder, splits = layout(root)
+    for split in splits:
+        if not class_folders(folder / split):
+            command = terminal.command("prepare", "cinic10", "--root", root)
+            fix = f"Fetch {ARCHIVE} from {PAGE} into {root}, then: {command}"
+            raise missing("cinic10", root, folder / split / "CLASS", fix=fix)
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
@@ -73,28 +58,26 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     if all((final / split).is_dir() for split in SPLITS):
         say(f"{final} is already there.")
         return
-    named = [given for given in archives if given.name == ARCHIVE]
-    archive = next(iter([*named, *archives]), None) or given_or_in(root, ARCHIVE, [])  # what is given by hand wins
-    if archive is None or not archive.is_file():
+    named = [file for file in archives if file.name == ARCHIVE]
+    archive = next(iter([*named, *archives]), None) or given_or_in(root, ARCHIVE, [])  # what is given wins
+    if archive is None:
         raise UserError(
             f"There is no {ARCHIVE} to unpack.",
             why=f"CINIC-10 (688 MB) is downloaded by hand; neither --archive nor {root} has it.",
             fix=f"Fetch it from {PAGE}, copy it to {root / ARCHIVE}, and give this command again.",
         )
-    official = md5_of(archive) == MD5
-    if not official:
+
+    def name_of(member: Path) -> str | None:
+        """Below whatever folder the archive wraps around its splits."""
+        inside = member.parts[-3:]
+        return str(Path(*inside)) if len(inside) == 3 and inside[0] in SPLITS else None
+
+    is_official = md5_of(archive) == MD5
+    if not is_official:
         say(f"Note: {archive} is not the official archive (another MD5). Taking it for a subset.")
-    say(f"Unpacking {archive}")
-    with complete_folder(final) as partial:
-        with opened_tar(archive) as tar:
-            for member in regular(tar, 10 << 30):
-                parts = Path(member.name).parts
-                split = next((i for i, part in enumerate(parts) if part in SPLITS), None)
-                if split is not None and len(parts) == split + 3:
-                    # below whatever folder the archive wraps around
-                    extract(tar, member, partial, str(Path(*parts[split:])))
-        counts = {split: len(image_files(partial / split)) for split in SPLITS}
-        if official and sum(counts.values()) != OFFICIAL_COUNT:
+    with unpacked(archive, final, name_of, 10 << 30, say) as folder:
+        counts = {split: len(image_files(folder / split)) for split in SPLITS}
+        if is_official and sum(counts.values()) != OFFICIAL_COUNT:
             raise UserError(
                 f"{archive} gave {sum(counts.values())} images instead of {OFFICIAL_COUNT}.",
                 why="Unpacking lost some.",
@@ -106,11 +89,4 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
                 why="It does not have images in train/CLASS, valid/CLASS and test/CLASS.",
                 fix=f"Fetch {ARCHIVE} from {PAGE}.",
             )
-    say(f"{final} is complete: " + ", ".join(f"{count} {split}" for split, count in counts.items()) + ".")
-
-
-def _folder(root: Path) -> Path:
-    for candidate in (root / "cinic10", root / "CINIC-10", root):
-        if (candidate / "train").is_dir() and (candidate / "valid").is_dir():
-            return candidate
-    return root / "cinic10"
+        say("It has " + ", ".join(f"{count} {split}" for split, count in counts.items()) + ".")

@@ -7,11 +7,11 @@ import struct
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, missing, require, size_left, stratified_split
-from trainkit.data.download import Say, require_names, verified
+from trainkit.data.base import DataInfo, Splits, missing, require_options, size_left, stratified_split
+from trainkit.data.download import Say, given_or_fetched, require_names
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,19 +27,8 @@ MD5S = {
 }
 FILES = tuple(name.removesuffix(".gz") for name in MD5S)
 CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
-
-
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
 _LONGEST = 1 << 28
 """Bytes of a file; the largest has 47 million."""
 
@@ -51,44 +40,25 @@ def build(
 
     Augmented by a shift of up to 2 pixels and mirroring, at 28x28; then resized to ``image_size``.
     """
-    from trainkit.data.loader import TensorSamples, tensor_transforms
+    from trainkit.data.loader import TensorSamples, tensor_splits
 
     locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction)
     images, labels = _read(root / FOLDER, "train", in_chans)
-    train, val = (
-        TensorSamples(images[part], labels[part]) for part in stratified_split(labels.tolist(), (val_fraction,))
-    )
-    train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=2, flip=True)
-    return Splits(
-        info=DataInfo(
-            name="fashion_mnist",
-            num_classes=len(CLASSES),
-            in_chans=in_chans,
-            image_size=image_size,
-            class_names=CLASSES,
-            mean=(0.2860,) * in_chans,
-            std=(0.3530,) * in_chans,
-        ),
-        train=train,
-        val=val,
-        test=TensorSamples(*_read(root / FOLDER, "t10k", in_chans)),
-        train_transform=train_transform,
-        eval_transform=eval_transform,
-        in_memory=True,
-    )
+    parts = [TensorSamples(images[i], labels[i]) for i in stratified_split(labels.tolist(), (val_fraction,))]
+    parts.append(TensorSamples(*_read(root / FOLDER, "t10k", in_chans)))
+    info = DataInfo("fashion_mnist", 10, in_chans, image_size, CLASSES, (0.2860,) * in_chans, (0.3530,) * in_chans)
+    return tensor_splits(info, parts, augment=augment, shift=2)
 
 
-def train_size(root: Path, *, val_fraction: float, **others: object) -> int:
-    """How many images the training split has, by the labels' file."""
+def train_size(root: Path, *, val_fraction: float, **others: Any) -> int:
+    """Images to train on, by the labels' file."""
     labels = fileio.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", _LONGEST, follow=True)[8:]
     return size_left(Counter(labels).values(), (val_fraction,))
 
 
-def locate(root: Path, *, image_size: int, in_chans: int, val_fraction: float, **others: object) -> None:
+def locate(root: Path, **options: Any) -> None:
     """Check the options, and that all files are there."""
-    require(image_size >= 8, "image_size", image_size, "8 or more")
-    require(in_chans in (1, 3), "in_chans", in_chans, "1, or 3 (the gray channel thrice)")
-    require(0.0 < val_fraction < 1.0, "val_fraction", val_fraction, "between 0 and 1")
+    require_options(options)
     for file in FILES:
         if not (root / FOLDER / file).is_file():
             raise missing("fashion_mnist", root, root / FOLDER / file)
@@ -97,15 +67,13 @@ def locate(root: Path, *, image_size: int, in_chans: int, val_fraction: float, *
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
     """Download (or take from ``archives`` or ROOT), verify and unpack the four official files."""
     folder = root / FOLDER
-    if all((folder / file).is_file() for file in FILES):
+    absent = [name for name, file in zip(MD5S, FILES, strict=True) if not (folder / file).is_file()]
+    if not absent:
         say(f"{folder} is already there.")
         return
     require_names(archives, MD5S)
-    for name, md5 in MD5S.items():
-        final = folder / name.removesuffix(".gz")
-        if final.is_file():
-            continue
-        packed = verified(f"{MIRROR}{name}", folder / name, md5, archives, say)
+    for name in absent:
+        packed = given_or_fetched(f"{MIRROR}{name}", folder / name, MD5S[name], archives, say)
         fileio.make_folder(folder)
         try:
             with gzip.open(packed) as file:
@@ -114,12 +82,12 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
                 raise gzip.BadGzipFile(f"It holds more than {_LONGEST:,} bytes")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{packed} cannot be unpacked.", why=f"{error}.", fix="Fetch it again.") from None
-        fileio.write(final, content)
+        fileio.write(folder / name.removesuffix(".gz"), content)
     say(f"{folder} is complete.")
 
 
 def _read(folder: Path, split: str, in_chans: int) -> tuple[Tensor, Tensor]:
-    """Images uint8 [N, in_chans, 28, 28] and labels int64 [N]."""
+    """Read images uint8 [N, in_chans, 28, 28] and labels int64 [N]."""
     import torch
 
     images = read_idx(folder / f"{split}-images-idx3-ubyte")
@@ -134,7 +102,7 @@ def _read(folder: Path, split: str, in_chans: int) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: Path) -> Tensor:
-    """The bytes of an IDX file (what MNIST comes in), with their shape. Raises UserError where it is cut short."""
+    """Read an IDX file of bytes, which MNIST comes in, in its shape. Raises UserError where it is cut short."""
     import torch
 
     try:
@@ -142,8 +110,7 @@ def read_idx(path: Path) -> Tensor:
         zeros, kind, dims = struct.unpack(">HBB", data[:4])
         shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
         if zeros == 0 and kind == 8 and dims > 0:
-            body = bytearray(data[4 + 4 * dims :])
-            return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
+            return torch.frombuffer(bytearray(data[4 + 4 * dims :]), dtype=torch.uint8).reshape(shape)
         why = "Its first four bytes are not those of such a file."
     except (OSError, struct.error, RuntimeError, ValueError) as error:
         why = f"{error}."

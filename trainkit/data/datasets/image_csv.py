@@ -5,16 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, stratified_split
+from trainkit.data.base import Splits, require_options, stratified_split
 from trainkit.data.download import Say
-from trainkit.data.folders import read_image, require_photo_options
+from trainkit.data.folders import photo_splits, read_image
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,27 +26,26 @@ _SPLITS = ("train", "val", "test")
 _EXAMPLE = 'For example "image,labels", then "photos/1.jpg,cat;dog" and so on; a third column, split, is optional.'
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Table:
     """The rows of the file."""
 
-    images: list[str]
-    labels: list[tuple[str, ...]]
-    splits: list[str]
-    """``train``, ``val`` or ``test`` for each; empty without such a column."""
+    images: list[str] = field(default_factory=list)
+    labels: list[tuple[str, ...]] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+    """``train``, ``val`` or ``test`` for each row; empty without such a column."""
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(sorted({name for names in self.labels for name in names}))
+    def classes(self) -> list[str]:
+        return sorted({name for names in self.labels for name in names})
 
 
 class TableSamples:
     """Some rows. Sample -> uint8 [in_chans, H, W], and uint8 [classes]: 1 for each class that the image shows."""
 
-    def __init__(self, folder: Path, table: _Table, rows: Iterable[int], in_chans: int) -> None:
+    def __init__(self, folder: Path, table: _Table, rows: Sequence[int], in_chans: int) -> None:
         import numpy
 
-        rows = list(rows)
         number = {name: at for at, name in enumerate(table.classes)}
         self.folder, self.in_chans = folder, in_chans
         # One block of bytes: a list of strings would be copied into every worker.
@@ -83,39 +81,16 @@ def build(
 
     ``file``: the CSV file, in ``root``.
     """
-    from trainkit.data.folders import photo_statistics, photo_transforms
-
     locate(root, file=file, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction,
            test_fraction=test_fraction)  # fmt: skip
     table = _read(root / file)
-    train, val, test = (
-        TableSamples(root, table, rows, in_chans) for rows in _split(table, val_fraction, test_fraction)
-    )
-    mean, std = photo_statistics(in_chans)
-    train_transform, eval_transform = photo_transforms(image_size, augment=augment)
-    return Splits(
-        info=DataInfo("image_csv", len(table.classes), in_chans, image_size, table.classes, mean, std),
-        train=train,
-        val=val,
-        test=test,
-        train_transform=train_transform,
-        eval_transform=eval_transform,
-        transforms_for=partial(photo_transforms, image_size, augment=augment),
-    )
+    parts = [TableSamples(root, table, rows, in_chans) for rows in _split(table, val_fraction, test_fraction)]
+    return photo_splits("image_csv", table.classes, parts, image_size, in_chans, augment=augment)
 
 
-def locate(
-    root: Path,
-    *,
-    file: str,
-    image_size: int,
-    in_chans: int,
-    val_fraction: float,
-    test_fraction: float,
-    **others: object,
-) -> None:
+def locate(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> None:
     """Check the options, and that the file says what it should."""
-    require_photo_options(image_size, in_chans, val_fraction, test_fraction)
+    require_options({**others, "val_fraction": val_fraction, "test_fraction": test_fraction})
     table = _read(root / file)
     if not table.classes:
         raise UserError(f"{root / file} has no labels.", why="Its column labels is empty.", fix=_EXAMPLE)
@@ -127,8 +102,8 @@ def locate(
         )
 
 
-def train_size(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: object) -> int | None:
-    """How many images the training split has."""
+def train_size(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> int:
+    """Images to train on."""
     return len(_split(_read(root / file), val_fraction, test_fraction)[0])
 
 
@@ -148,7 +123,7 @@ def _read(file: Path) -> _Table:
                 why=f"Its first line is {','.join(columns)[:100]!r}.",
                 fix=_EXAMPLE,
             )
-        table = _Table([], [], [])
+        table = _Table()
         for number, row in enumerate(rows, start=2):
             name, split = row["image"], (row.get("split") or "").strip()
             if not name or ("split" in columns and split not in _SPLITS):

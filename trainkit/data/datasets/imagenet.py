@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from functools import partial
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from trainkit import terminal
-from trainkit.data.base import DataInfo, Splits, missing, require
+from trainkit.data.base import Splits, missing, require_options
 from trainkit.data.download import (
     HashingReader,
     Say,
@@ -19,8 +20,9 @@ from trainkit.data.download import (
     opened_tar,
     regular,
     require_names,
+    unpacked,
 )
-from trainkit.data.folders import Files, Place, class_folders, image_files, listed, read_split, require_classes
+from trainkit.data.folders import Files, Layout, class_folders, image_files, photo_splits, read_split, require_classes
 from trainkit.errors import UserError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -32,50 +34,34 @@ MD5S = {
 OFFICIAL_COUNTS = {TRAIN: 1_281_167, VAL: 50_000}
 
 
-def build(root: Path, *, image_size: int = 224, augment: bool = True) -> Splits:
+def build(root: Path | Files, *, image_size: int = 224, augment: bool = True) -> Splits:
     """1,281,167 + 50,000 photos of 1,000 classes. The labels of the test images were never published: test is val.
 
     Augmented by a random part of the photo and mirroring; evaluated on the centre.
     """
-    locate(root, image_size=image_size)
-    return build_from(listed(root, where), image_size=image_size, augment=augment)
+    if isinstance(root, Path):
+        locate(root, image_size=image_size)
+        root = Files.walk(*layout(root))
+    classes = require_classes(root.folder / "train", root.splits["train"])
+    train, val = (read_split(root, split, classes, in_chans=3) for split in ("train", "val"))
+    return photo_splits("imagenet", classes, (train, val, val), image_size, augment=augment)
 
 
-def where(root: Path) -> Place:
+def layout(root: Path) -> Layout:
     """The folder of the images, and its splits."""
-    return _folder(root), ("train", "val")
+    is_inside = (root / "train").is_dir() and not (root / "imagenet").is_dir()
+    return root if is_inside else root / "imagenet", ("train", "val")
 
 
-def build_from(files: Files, *, image_size: int, augment: bool) -> Splits:
-    """The same, of files that are listed already."""
-    from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD, photo_transforms
-
-    classes = require_classes(files.folder / "train", files.splits["train"])
-    train, val = (read_split(files, split, classes, in_chans=3) for split in ("train", "val"))
-    train_transform, eval_transform = photo_transforms(image_size, augment=augment)
-    return Splits(
-        info=DataInfo("imagenet", len(classes), 3, image_size, tuple(classes), PHOTO_MEAN, PHOTO_STD),
-        train=train,
-        val=val,
-        test=val,
-        train_transform=train_transform,
-        eval_transform=eval_transform,
-        transforms_for=partial(photo_transforms, image_size, augment=augment),
-    )
-
-
-def locate(root: Path, *, image_size: int, **others: object) -> None:
+def locate(root: Path, **options: Any) -> None:
     """Check the options, and that both splits are there."""
-    require(image_size >= 8, "image_size", image_size, "8 or more")
-    for split in ("train", "val"):
-        if not class_folders(_folder(root) / split):
-            raise missing(
-                "imagenet",
-                root,
-                _folder(root) / split / "WNID",
-                fix=f"Put the archives of image-net.org into {root} and unpack them: "
-                + terminal.command("prepare", "imagenet", "--root", root),
-            )
+    require_options(options)
+    folder, splits = layout(root)
+    for split in splits:
+        if not class_folders(folder / split):
+            command = terminal.command("prepare", "imagenet", "--root", root)
+            fix = f"Put the archives of image-net.org into {root} and unpack them: {command}"
+            raise missing("imagenet", root, folder / split / "WNID", fix=fix)
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
@@ -87,15 +73,14 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         return
     require_names(archives, MD5S)
     found = {name: given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
-    absent = [name for name, path in found.items() if path is None]
-    if absent:
+    paths = {name: path for name, path in found.items() if path is not None}
+    if len(paths) < len(found):
         raise UserError(
-            f"There is no {' and no '.join(absent)} to unpack.",
+            f"There is no {' and no '.join(name for name in found if name not in paths)} to unpack.",
             why=f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it.",
             fix=f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again.",
         )
-    paths = {name: path for name, path in found.items() if path is not None}
-    classes = read_devkit(paths[DEVKIT], say) if DEVKIT in paths else []  # before the long work: it may be broken
+    classes = read_devkit(paths[DEVKIT], say) if VAL in todo else []  # before the long work: it may be broken
     if TRAIN in todo:
         _unpack_train(paths[TRAIN], final / "train", say)
     if VAL in todo:
@@ -129,17 +114,17 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
 
 
 def _unpack_train(archive: Path, final: Path, say: Say) -> None:
-    """An archive of one archive for each class. A class is complete or absent, so that an interrupted call goes on."""
+    """An archive of one archive for each class. A class is complete or absent, so an interrupted call goes on."""
     say(f"Unpacking {archive}")
-    with HashingReader(archive, say) as reader, complete_folder(final, keep=True) as partial:
-        with opened_tar(reader, stream=True) as outer:
+    with closing(HashingReader.of(archive, say)) as reader, complete_folder(final, keep=True) as partial:
+        with opened_tar(reader) as outer:
             for member in regular(outer, 1 << 38):
                 wnid, suffix = os.path.splitext(Path(member.name).name)
                 if suffix != ".tar" or (partial / wnid).is_dir():
                     continue
                 packed = outer.extractfile(member)
                 assert packed is not None  # it is a regular file
-                with complete_folder(partial / wnid) as folder, opened_tar(packed, stream=True) as inner:
+                with complete_folder(partial / wnid) as folder, opened_tar(packed) as inner:
                     for image in regular(inner, 1 << 33):
                         extract(inner, image, folder, Path(image.name).name)
         _verify(archive, TRAIN, reader.finish(), partial, say)
@@ -148,23 +133,21 @@ def _unpack_train(archive: Path, final: Path, say: Say) -> None:
 
 def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> None:
     """An archive of images, whose classes are in the development kit."""
-    say(f"Unpacking {archive}")
-    with HashingReader(archive, say) as reader, complete_folder(final) as partial:
-        with opened_tar(reader, stream=True) as tar:
-            for member in regular(tar, 1 << 35):
-                name = Path(member.name)
-                number = name.stem.rpartition("_")[2]  # ILSVRC2012_val_00000001.JPEG
-                if not (number.isascii() and number.isdecimal()):
-                    continue
-                if not 1 <= int(number) <= len(classes):
-                    raise UserError(
-                        f"{archive} and the development kit do not belong together.",
-                        why=f"{name} is image {int(number)}; the kit knows {len(classes)}.",
-                        fix=f"Use {VAL} and {DEVKIT} of the same year, 2012.",
-                    )
-                extract(tar, member, partial, f"{classes[int(number) - 1]}/{name.name}")
-        _verify(archive, VAL, reader.finish(), partial, say)
-    say(f"{final} is complete.")
+
+    def name_of(member: Path) -> str | None:
+        number = member.stem.rpartition("_")[2]  # ILSVRC2012_val_00000001.JPEG
+        if not (number.isascii() and number.isdecimal()):
+            return None
+        if not 1 <= int(number) <= len(classes):
+            raise UserError(
+                f"{archive} and the development kit do not belong together.",
+                why=f"{member} is image {int(number)}; the kit knows {len(classes)}.",
+                fix=f"Use {VAL} and {DEVKIT} of the same year, 2012.",
+            )
+        return f"{classes[int(number) - 1]}/{member.name}"
+
+    with unpacked(archive, final, name_of, 1 << 35, say) as folder:
+        _verify(archive, VAL, md5_of(archive, say), folder, say)
 
 
 def _verify(archive: Path, name: str, md5: str, folder: Path, say: Say) -> None:
@@ -183,7 +166,3 @@ def _verify(archive: Path, name: str, md5: str, folder: Path, say: Say) -> None:
             why=f"Unpacking lost some, or {folder} has some of another archive.",
             fix=f"Delete {folder}, check the disk's free space and quota, and give this command again.",
         )
-
-
-def _folder(root: Path) -> Path:
-    return root if (root / "train").is_dir() and not (root / "imagenet").is_dir() else root / "imagenet"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.data.base import DataInfo, Splits, require
 from trainkit.data.download import Say
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainkit.data.loader import TensorSamples
 
 MOST_IN_MEMORY = 20_000
-"""So many small images are made within half a second."""
+"""This many small images are made within half a second."""
 
 
 def build(
@@ -35,60 +35,33 @@ def build(
     A few small ones are made at the start. Others are made from their index when they are asked for, so that
     ``train_size=1281167 image_size=224`` costs no memory.
     """
-    from trainkit.data.loader import tensor_transforms
+    from trainkit.data.loader import tensor_splits
 
     sizes = {"train_size": train_size, "val_size": val_size, "test_size": test_size}
     locate(root, num_classes=num_classes, image_size=image_size, in_chans=in_chans, noise=noise, **sizes)
-    shift = image_size // 8
-    train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=shift, flip=True)
     patterns = _patterns(num_classes, in_chans, image_size)
     made = [_Made(patterns, noise, size, split=split) for split, size in enumerate(sizes.values())]
     small = image_size <= 64  # larger ones take long enough to make that loader processes pay
     few = sum(sizes.values()) <= MOST_IN_MEMORY
-    train, val, test = (item.in_memory() if small and few else item for item in made)
-    return Splits(
-        info=DataInfo(
-            name="synthetic",
-            num_classes=num_classes,
-            in_chans=in_chans,
-            image_size=image_size,
-            class_names=tuple(f"class {label}" for label in range(num_classes)),
-            mean=(0.5,) * in_chans,
-            std=(0.25,) * in_chans,
-        ),
-        train=train,
-        val=val,
-        test=test,
-        train_transform=train_transform,
-        eval_transform=eval_transform,
-        in_memory=small,
-    )
+    parts = [item.in_memory() if small and few else item for item in made]
+    classes = tuple(f"class {label}" for label in range(num_classes))
+    info = DataInfo("synthetic", num_classes, in_chans, image_size, classes, (0.5,) * in_chans, (0.25,) * in_chans)
+    return tensor_splits(info, parts, augment=augment, shift=image_size // 8, in_memory=small)
 
 
-def train_size(root: Path, *, train_size: int, **others: object) -> int:
-    """How many images the training split has."""
+def train_size(root: Path, *, train_size: int, **others: Any) -> int:
+    """Images to train on."""
     return train_size
 
 
-def locate(
-    root: Path,
-    *,
-    num_classes: int,
-    image_size: int,
-    in_chans: int,
-    train_size: int,
-    val_size: int,
-    test_size: int,
-    noise: float,
-    **others: object,
-) -> None:
+def locate(root: Path, *, num_classes: int, image_size: int, in_chans: int, noise: float, **others: Any) -> None:
     """Check the options. There is nothing to find: the images are computed."""
     require(num_classes >= 2, "num_classes", num_classes, "2 or more")
     require(image_size >= 4, "image_size", image_size, "4 or more")
     require(in_chans >= 1, "in_chans", in_chans, "1 or more")
     require(0.0 <= noise <= 1.0, "noise", noise, "between 0 and 1")
-    for option, size in (("train_size", train_size), ("val_size", val_size), ("test_size", test_size)):
-        require(size >= 1, option, size, "1 or more")
+    for option in ("train_size", "val_size", "test_size"):
+        require(others[option] >= 1, option, others[option], "1 or more")
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:

@@ -1,0 +1,414 @@
+"""The data sets that ship, by what they have in common and by what each has of its own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torchvision
+
+from tests.recipes.tiny import NAMES, WNIDS
+from trainkit import plugins
+from trainkit.data import Dataset
+from trainkit.data.base import Samples, Splits, normalize
+from trainkit.data.datasets import cifar10, cinic10, digits, fashion_mnist, image_csv, image_folder, imagenet, synthetic
+from trainkit.data.folders import ImageFiles
+from trainkit.data.loader import TensorSamples
+from trainkit.errors import UserError
+
+NOWHERE = Path("nowhere")
+SETS = plugins.available("trainkit.data.datasets")
+
+
+def sizes(data: Splits) -> list[int]:
+    return [len(split) for split in (data.train, data.val, data.test)]
+
+
+def labels(samples: Samples) -> list[int]:
+    return [samples[index][1] for index in range(len(samples))]
+
+
+def module_of(name: str) -> Any:
+    return importlib.import_module(f"trainkit.data.datasets.{name}")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_data_set_defines_what_the_protocol_says(name: str) -> None:
+    known = dict(inspect.getmembers(Dataset, inspect.isfunction))
+    for function in ("build", "locate", "train_size", "prepare", "layout"):
+        if found := getattr(module_of(name), function, None):
+            said = [*inspect.signature(known[function]).parameters][1:]
+            parameters = inspect.signature(found).parameters.values()
+            positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+            assert positional == [one for one in said if one != "options"]
+    assert hasattr(module_of(name), "build")
+
+
+# Each line: a data set, options, sizes of its splits, number of classes, and the shape of an augmented image.
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected", "classes", "shape"),
+    [
+        ("cifar10", {"val_fraction": 0.2, "image_size": 64}, [80, 20, 20], 10, (3, 64, 64)),
+        ("cinic10", {"image_size": 48}, [80, 80, 80], 10, (3, 48, 48)),
+        ("digits", {"image_size": 32, "in_chans": 3}, [1259, 269, 269], 10, (3, 32, 32)),
+        ("fashion_mnist", {"val_fraction": 0.25, "in_chans": 3, "image_size": 32}, [60, 20, 80], 10, (3, 32, 32)),
+        ("imagenet", {"image_size": 64}, [48, 8, 8], 4, (3, 64, 64)),
+        (
+            "synthetic",
+            {"num_classes": 3, "image_size": 12, "in_chans": 2, "train_size": 9, "val_size": 5, "test_size": 4},
+            [9, 5, 4], 3, (2, 12, 12),
+        ),
+    ],
+)  # fmt: skip
+def test_splits_classes_and_images_are_as_asked(
+    name: str, options: dict[str, Any], expected: list[int], classes: int, shape: tuple[int, ...], prepared: Path
+) -> None:
+    data = module_of(name).build(prepared, **options)
+    assert sizes(data) == expected
+    assert (data.info.name, data.info.num_classes, len(data.info.class_names)) == (name, classes, classes)
+    assert len(data.info.mean) == len(data.info.std) == data.info.in_chans == shape[0]
+    for transform in (data.train_transform, data.eval_transform):
+        image = transform(data.train[0][0])
+        assert (tuple(image.shape), image.dtype) == (shape, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {"image_size": 3}) for name in SETS]
+    + [(name, {"in_chans": 2}) for name in ("digits", "fashion_mnist", "image_csv", "image_folder")]
+    + [(name, {"val_fraction": value}) for name in ("cifar10", "image_folder") for value in (0.0, 1.0, -0.5, 2.0)]
+    + [(name, {"test_fraction": 1.0}) for name in ("image_csv", "image_folder")]
+    + [("digits", {"shift": value}) for value in (8, -1)]
+    + [("image_folder", {"val_fraction": 0.6, "test_fraction": 0.6})]
+    + [("synthetic", {key: value}) for key, value in
+       (("num_classes", 1), ("in_chans", 0), ("noise", 1.5), ("train_size", 0))],
+)  # fmt: skip
+def test_an_impossible_option_is_refused_by_name(name: str, options: dict[str, Any]) -> None:
+    option, value = next(iter(options.items()))
+    with pytest.raises(UserError, match=rf"data\.{option}={value}") as caught:
+        module_of(name).build(NOWHERE, **options)
+    assert caught.value.key == f"data.{option}"
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cinic10", "fashion_mnist", "imagenet"])
+def test_missing_data_comes_with_the_command_that_fetches_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"python -m jobs\.prepare {name} --root "):
+        module_of(name).build(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "count"), [("cinic10", 80), ("imagenet", 48)])
+def test_the_root_may_be_the_data_sets_own_folder(name: str, count: int, prepared: Path) -> None:
+    assert len(module_of(name).build(prepared / name).train) == count
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_a_data_set_can_be_sent_to_a_process_that_is_started_anew(name: str) -> None:
+    data = module_of(name).build(NOWHERE)
+    again = pickle.loads(pickle.dumps(data))  # what macOS does for each worker
+    assert (again.info, len(again.train)) == (data.info, len(data.train))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist"])
+def test_the_files_are_those_that_torchvision_reads(name: str, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
+    kind = {"cifar10": torchvision.datasets.CIFAR10, "fashion_mnist": torchvision.datasets.FashionMNIST}[name]
+    theirs, ours = kind(str(prepared), train=False), module_of(name).build(prepared)
+    assert len(ours.test) == len(theirs)
+    assert list(ours.info.class_names) == theirs.classes
+    for (picture, label), (image, our_label) in zip(theirs, (ours.test[at] for at in range(len(theirs))), strict=True):
+        assert label == our_label
+        assert torch.equal(image, torch.from_numpy(numpy.atleast_3d(numpy.array(picture))).permute(2, 0, 1))
+
+
+# CIFAR-10: pickles
+
+
+def test_val_is_split_off_train_stratified(prepared: Path) -> None:
+    data = cifar10.build(prepared, val_fraction=0.2)
+    assert sorted(labels(data.val)) == sorted([*range(10), *range(10)])
+    assert data.info.class_names == tuple(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (None, "data_batch_3 does not exist"),
+        ({}, "data_batch_3 is no batch of CIFAR-10"),
+        ({"data": 3, "labels": [1]}, "data_batch_3 is no batch of CIFAR-10"),
+        ({"data": b"x", "labels": []}, "data_batch_3 is no batch of CIFAR-10"),
+        ({"labels": [1]}, "data_batch_3 is no batch of CIFAR-10"),
+        ({"data": numpy.zeros((1, 3072), numpy.uint8), "labels": [10]}, "data_batch_3 is no batch of CIFAR-10"),
+    ],
+)
+def test_a_batch_that_is_missing_or_none_is_named(prepared: Path, tmp_path: Path, batch: object, says: str) -> None:
+    shutil.copytree(prepared / cifar10.FOLDER, tmp_path / cifar10.FOLDER)
+    (tmp_path / cifar10.FOLDER / "data_batch_3").unlink()
+    if batch is not None:
+        (tmp_path / cifar10.FOLDER / "data_batch_3").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(UserError, match=says):
+        cifar10.build(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["uint8", ">i4", "<f8", "bool"])
+def test_arrays_come_back_as_they_were(tmp_path: Path, protocol: int, kind: str) -> None:
+    array = numpy.arange(12).reshape(3, 4).astype(kind)
+    (tmp_path / "batch").write_bytes(pickle.dumps({b"data": array, "labels": [1, 2]}, protocol=protocol))
+    value = cifar10.load(tmp_path / "batch")
+    assert value["labels"] == [1, 2]
+    assert value["data"].dtype == array.dtype
+    assert numpy.array_equal(value["data"], array)
+
+
+def test_what_python_2_wrote_is_read(tmp_path: Path) -> None:
+    # A str of Python 2 (opcode U), and numpy under its old module name: what the official files consist of.
+    written = (
+        b"\x80\x02}q\x01U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b\x87R"
+        b"q\x05(K\x01K\x02K\x02\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01\x87Rq\x07(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff"
+        b"\xff\xffK\x00tb\x89U\x04\x01\x02\xfe\xfftbs."
+    )
+    (tmp_path / "batch").write_bytes(written)
+    assert cifar10.load(tmp_path / "batch")["data"].tolist() == [[1, 2], [254, 255]]
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.mark),))
+
+
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+    (tmp_path / "batch").write_bytes(pickle.dumps({"data": Evil(tmp_path / "done")}, protocol=2))
+    with pytest.raises(UserError, match=r"It wants to run '(posix|os)\.mkdir'"):
+        cifar10.load(tmp_path / "batch")
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80\x02}", b"no pickle", pickle.dumps(numpy.arange(1000), protocol=2)[:900],
+     pickle.dumps(numpy.array([object, 1], dtype=object), protocol=2), pickle.dumps(numpy.dtype("u1"), protocol=2),
+     pickle.dumps(numpy.array(["text"]), protocol=2)],
+)  # fmt: skip
+def test_what_is_no_plain_array_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "batch").write_bytes(content)
+    with pytest.raises(UserError, match="is no file of plain arrays"):
+        cifar10.load(tmp_path / "batch")
+
+
+def test_a_missing_file_is_an_error_for_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Cannot read"):
+        cifar10.load(tmp_path / "batch")
+
+
+# CINIC-10, ImageNet: folders
+
+
+def test_cinic10_has_the_three_splits_of_its_folders(prepared: Path) -> None:
+    data = cinic10.build(prepared)
+    assert data.info.class_names == tuple(sorted(NAMES))
+    for split, folder in ((data.train, "train"), (data.val, "valid"), (data.test, "test")):
+        assert isinstance(split, ImageFiles)
+        assert {split.files.path(position).split("/")[0] for position in split.positions} == {folder}
+
+
+def test_imagenets_test_is_val_whose_labels_are_published(prepared: Path) -> None:
+    data = imagenet.build(prepared)
+    assert data.test is data.val
+    assert data.info.class_names == WNIDS
+    image, label = data.train[5]
+    assert (tuple(image.shape), label) == ((3, 60, 80), 0)
+    with pytest.raises(UserError, match="train/WNID does not exist"):
+        imagenet.build(NOWHERE)
+
+
+# Fashion-MNIST: IDX files
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is no IDX file"),
+        (b"\x00\x00\x08", "is no IDX file"),
+        (b"\x00\x00\x0d\x01\x00\x00\x00\x00", "is no IDX file"),
+        (b"\x00\x00\x08\x01\x00\x00\x00\x09abc", "is no IDX file"),
+        (b"\x00\x00\x08\x01\x00\x00\x00\x03abc", "do not belong together"),
+        (b"\x00\x00\x08\x01\x00\x00\x00\x50" + bytes([10] * 80), "do not belong together"),
+    ],
+)
+def test_labels_cut_short_or_of_other_images_are_refused(
+    prepared: Path, tmp_path: Path, content: bytes, says: str
+) -> None:
+    shutil.copytree(prepared / fashion_mnist.FOLDER, tmp_path / fashion_mnist.FOLDER)
+    (tmp_path / fashion_mnist.FOLDER / "train-labels-idx1-ubyte").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        fashion_mnist.build(tmp_path)
+
+
+def test_gray_is_repeated_for_a_model_of_colour_photos(prepared: Path) -> None:
+    image = fashion_mnist.build(prepared, in_chans=3).train[0][0]
+    assert torch.equal(image[0], image[2])
+
+
+# scikit-learn's digits
+
+
+def test_digits_are_the_ones_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_digits
+
+    theirs, table = load_digits(), digits._table()
+    assert (table[:, :-1] == theirs.data).all()
+    assert (table[:, -1] == theirs.target).all()
+
+
+def test_every_digit_is_in_every_split_alike() -> None:
+    counts = Counter(labels(digits.build(NOWHERE).val))
+    assert sorted(counts) == list(range(10))
+    assert max(counts.values()) - min(counts.values()) <= 2
+
+
+def test_digits_use_all_bytes_and_are_normalised_by_their_own_statistics() -> None:
+    data = digits.build(NOWHERE)
+    images = torch.stack([data.train[index][0] for index in range(len(data.train))])
+    assert (images.dtype, int(images.min()), int(images.max())) == (torch.uint8, 0, 255)
+    normal = normalize(images, data.info)
+    assert abs(float(normal.mean())) < 0.01
+    assert abs(float(normal.std()) - 1) < 0.01
+
+
+def test_augmentation_moves_a_digit_by_one_pixel_at_most() -> None:
+    data = digits.build(NOWHERE)
+    image = data.train[0][0]
+    padded = torch.nn.functional.pad(image, (1, 1, 1, 1))
+    windows = [padded[:, y : y + 8, x : x + 8] for y in range(3) for x in range(3)]
+    moved = [data.train_transform(image) for _ in range(50)]
+    assert all(any(torch.equal(one, window) for window in windows) for one in moved)
+    assert any(not torch.equal(one, image) for one in moved)
+    assert torch.equal(data.eval_transform(image), image)
+
+
+# Made-up images
+
+
+def test_a_made_image_is_a_function_of_its_index() -> None:
+    torch.manual_seed(1)
+    first = synthetic.build(NOWHERE).train[7]
+    torch.manual_seed(2)
+    again = synthetic.build(NOWHERE).train[7]
+    assert torch.equal(first[0], again[0])
+    assert first[1] == again[1] == 7
+
+
+def test_few_small_images_are_made_at_once_and_are_the_same() -> None:
+    made, one_by_one = synthetic.build(NOWHERE, train_size=300), synthetic.build(NOWHERE, train_size=20_001)
+    assert isinstance(made.train, TensorSamples)
+    assert not isinstance(one_by_one.train, TensorSamples)
+    assert not isinstance(synthetic.build(NOWHERE, image_size=65, train_size=9).train, TensorSamples)
+    for index in (0, 7, 255, 256, 299):
+        assert torch.equal(made.train[index][0], one_by_one.train[index][0])
+        assert made.train[index][1] == one_by_one.train[index][1]
+    with pytest.raises(IndexError):
+        one_by_one.train[20_001]
+
+
+def test_made_splits_share_classes_but_no_image() -> None:
+    data = synthetic.build(NOWHERE)
+    assert data.train[0][1] == data.val[0][1]
+    assert not torch.equal(data.train[0][0], data.val[0][0])
+
+
+def test_made_classes_can_be_told_apart() -> None:
+    data = synthetic.build(NOWHERE, image_size=16)
+    means = torch.stack([data.train[label][0].float() for label in range(10)])
+    found = [int((means - data.val[index][0].float()).flatten(1).norm(dim=1).argmin()) for index in range(100)]
+    assert sum(one == label for one, label in zip(found, labels(data.val), strict=False)) > 95
+
+
+# A folder of one's own
+
+
+@pytest.fixture
+def split_folders(tmp_path: Path, write_images: Callable[..., None]) -> Path:
+    for split, count in (("train", 10), ("val", 3), ("test", 2)):
+        write_images(tmp_path / split, {"cat": count, "dog": count})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("without", "expected"), [((), [20, 6, 4]), (("test",), [20, 6, 6]), (("val",), [16, 4, 4]),
+                              (("val", "test"), [16, 4, 4])]
+)  # fmt: skip
+def test_without_val_it_is_split_off_train_and_without_test_it_is_val(
+    split_folders: Path, without: tuple[str, ...], expected: list[int]
+) -> None:
+    for split in without:
+        shutil.rmtree(split_folders / split)
+    assert sizes(image_folder.build(split_folders, val_fraction=0.2)) == expected
+
+
+def test_a_single_folder_of_classes_is_split_the_same_way_each_time(
+    tmp_path: Path, write_images: Callable[..., None]
+) -> None:
+    write_images(tmp_path, {"cat": 20, "dog": 40})
+    first, again = (image_folder.build(tmp_path) for _ in range(2))
+    assert sizes(first) == [42, 9, 9]
+    assert isinstance(first.val, ImageFiles)
+    assert isinstance(again.val, ImageFiles)
+    assert first.val.positions == again.val.positions
+    assert sum(labels(first.test)) == 6
+
+
+def test_gray_photos_have_the_average_of_the_colours_statistics(split_folders: Path) -> None:
+    data = image_folder.build(split_folders, image_size=64, in_chans=1)
+    assert tuple(data.train_transform(data.train[0][0]).shape) == (1, 64, 64)
+    assert (data.info.num_classes, data.info.class_names) == (2, ("cat", "dog"))
+    assert [round(of[0], 3) for of in (data.info.mean, data.info.std)] == [0.449, 0.226]
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (None, r"There is no folder[\s\S]*train/CLASS/NAME\.jpg"),
+        ({"cat": 3, "dog": 3, "bird": 0}, "bird holds no images"),
+        ({"cat": 1, "dog": 1}, "has too few images to split"),
+        ({"cat": 1}, "does not hold a folder for each class"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_on_is_refused(
+    tmp_path: Path, write_images: Callable[..., None], counts: dict[str, int] | None, says: str
+) -> None:
+    write_images(tmp_path, counts or {})
+    with pytest.raises(UserError, match=says):
+        image_folder.build(tmp_path / "no" if counts is None else tmp_path)
+
+
+# A table of one's own
+
+
+def test_an_image_of_a_table_has_several_labels(tmp_path: Path, write_images: Callable[..., None]) -> None:
+    write_images(tmp_path, {"a": 12})
+    rows = [f"a/{number:03}.jpg,{'cat;dog' if number % 2 else 'cat'}" for number in range(12)]
+    (tmp_path / "labels.csv").write_text("\n".join(["image,labels", *rows]))
+    data = image_csv.build(tmp_path, image_size=8)
+    assert sizes(data) == [8, 2, 2]
+    assert data.info.class_names == ("cat", "dog")
+    assert sorted(data.train[index][1].tolist() for index in range(8))[0][0] == 1
+    (tmp_path / "labels.csv").write_text(
+        "\n".join(["image,labels,split", *(f"{row},{('train', 'val')[at > 8]}" for at, row in enumerate(rows))])
+    )
+    assert sizes(image_csv.build(tmp_path, image_size=8)) == [9, 3, 3]
