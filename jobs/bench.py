@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
 from trainkit.bench.arms import BENCHES, bench_of, check_asked
-from trainkit.bench.base import Bench
-from trainkit.bench.request import FEWEST_ROUNDS, BenchDir, Request
+from trainkit.bench.base import FEWEST_ROUNDS, Bench, BenchDir, Request
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import find_run, next_path, runs_root
 from trainkit.schedulers.base import named
@@ -63,17 +62,20 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             return elsewhere.forward("bench", argv, args.host, env)
         return _show(BenchDir(find_run(args.show, env).path), as_json=args.json)
     if args.name is None:
-        raise UserError(
-            "NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}."
-        )  # fmt: skip
+        raise UserError("NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}.")
     bench = bench_of(args.name)
-    if args.host is None:
-        from trainkit.start import preset_or_run
+    from trainkit.config import loading
+    from trainkit.start import preset_or_run
 
+    if args.host is None:
         args.preset = preset_or_run(args.preset, env)
     request = _request(bench, args)
-    if args.host is not None:
-        return _submit_there(argv, args, parser(), env)
+    if args.host is not None:  # the rest is checked on the login node
+        from jobs import sending
+
+        flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
+        loaded = loading.load(args.preset, args.overrides, flags=flags)
+        return sending.submit(argv, parser(), [loaded], env, verb="bench")
     loaded = _loaded(bench, request, args, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")
     return _submit(bench, request, loaded, folder, args, ["python", "-m", "jobs.bench", *argv], env)
@@ -87,18 +89,6 @@ class _Parser(cli.Parser):
         named = bool(args.words) and "=" not in args.words[0]
         args.preset, args.overrides = (args.words[0], args.words[1:]) if named else (PRESET, args.words)
         return args
-
-
-def _submit_there(
-    argv: Sequence[str], args: argparse.Namespace, parser: argparse.ArgumentParser, env: Mapping[str, str]
-) -> int:
-    """On the login node that was given, where the rest is checked."""
-    from jobs import sending
-    from trainkit.config import loading
-
-    flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
-    loaded = loading.load(args.preset, args.overrides, flags=flags)
-    return sending.submit(argv, parser, [loaded], env, verb="bench")
 
 
 def _request(bench: Bench, args: argparse.Namespace) -> Request:
@@ -185,32 +175,30 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
     if not followed:
         print(f"  results     {terminal.command('bench', '--show', run.path)}")
         return 0
-    from trainkit.bench.results import Progress
+    from trainkit.bench.results import progress
     from trainkit.finish import ended, show_to_end
 
-    failed: TrainkitError | None = None
     try:
-        if plan.executor != "debug" and not show_to_end(run, [run.samples], Progress(run, silent=args.wait).show):
+        show = (lambda: None) if args.wait else progress(run)
+        if plan.executor != "debug" and not show_to_end(run, [run.samples], show):
             return 130
         ended(run)
     except TrainkitError as error:
+        if run.samples.exists():
+            _show(run, as_json=args.json)
         fix = error.fix if "jobs.resume" not in error.fix else "Mend that, or change the settings, and start it anew."
-        failed = type(error)(error.what, why=error.why, fix=fix)
-    if run.samples.exists():
-        _show(run, as_json=args.json)
-    if failed is not None:
-        raise failed
-    return 0
+        raise type(error)(error.what, why=error.why, fix=fix) from None
+    return _show(run, as_json=args.json) if run.samples.exists() else 0
 
 
 def _show(run: BenchDir, *, as_json: bool) -> int:
     from trainkit.bench.results import page, write_results
 
-    if as_json:
+    if not as_json:
+        print("\n".join(page(run)))
+    else:
         write_results(run)
         print(fileio.read_text(run.results), end="")
-    else:
-        print("\n".join(page(run)))
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from jobs import cli
 from trainkit import fileio
-from trainkit.bench.request import refuse_bench
+from trainkit.bench.base import refuse_bench
 from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.errors import RefusedError, RunFailedError, UserError

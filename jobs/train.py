@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.bench.request import refuse_bench
+from trainkit.bench.base import refuse_bench
 from trainkit.checking import check
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit import terminal
-from trainkit.bench.request import BenchDir
+from trainkit.bench.base import BenchDir
 from trainkit.bench.results import page
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
-from trainkit.bench.request import refuse_bench
+from trainkit.bench.base import refuse_bench
 from trainkit.config import loading, yaml
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config

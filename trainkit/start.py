@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit import terminal
-from trainkit.bench.request import refuse_bench
+from trainkit.bench.base import refuse_bench
 from trainkit.checking import check
 from trainkit.config import yaml
 from trainkit.config.loading import Loaded, find_preset, load, presets_named

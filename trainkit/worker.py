@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from trainkit.bench.request import BenchDir
+from trainkit.bench.base import BenchDir
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
 from trainkit.config.schema import Config

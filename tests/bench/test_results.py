@@ -12,8 +12,7 @@ import pytest
 
 from trainkit import fileio
 from trainkit.bench.arms import bench_of, efficiency
-from trainkit.bench.base import CONTROL, Arm, LeftOut, Results
-from trainkit.bench.request import BenchDir, Request
+from trainkit.bench.base import CONTROL, Arm, BenchDir, LeftOut, Request, Results
 from trainkit.bench.results import lines, picture, results_of, write_results
 
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.02]
@@ -186,8 +185,9 @@ def test_samples_that_are_empty_torn_or_foreign_are_no_traceback(text: str, tmp_
     run = BenchDir(tmp_path)
     run.request.write_text(Request("amp", "ddp").to_json())
     run.samples.write_text(text)
-    told, files = write_results(run)
-    assert files == [run.results]
+    told = write_results(run)
+    assert run.results.exists()
+    assert not run.picture.exists()
     assert "There is nothing to compare" in lines(told)[-1]
 
 
@@ -197,16 +197,14 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     told = records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
     for one in told:
         fileio.append_jsonl(run.samples, one)
-    _, (file, drawn) = write_results(run)
-    written = json.loads(file.read_text())
+    write_results(run)
+    written = json.loads(run.results.read_text())
     assert [one for one in told if one["kind"] == "sample"] == written["samples"]
-    svg = ElementTree.parse(drawn).getroot()
-    assert (drawn.name, svg.tag) == ("bench.svg", "{http://www.w3.org/2000/svg}svg")
+    svg = ElementTree.parse(run.path / "bench.svg").getroot()
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
     words = " ".join(svg.itertext())
-    assert all(
-        part in words
-        for part in ("Does mixed precision help here?", "fp32", "bf16", "1,280", "use train.precision=bf16.")
-    )
+    for part in ("Does mixed precision help here?", "fp32", "bf16", "1,280", "use train.precision=bf16."):
+        assert part in words
 
 
 def rate_curves(told: Results) -> list[ElementTree.Element]:

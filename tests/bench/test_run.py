@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.bench.base import CONTROL, Results
-from trainkit.bench.request import BenchDir, Request
+from trainkit.bench.base import CONTROL, BenchDir, Request, Results
 from trainkit.bench.results import lines, read_results
 from trainkit.bench.run import run as run_bench
 from trainkit.config.loading import load, to_yaml

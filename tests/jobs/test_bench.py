@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.conftest import PROJECT, Done
-from trainkit.bench.base import CONTROL
-from trainkit.bench.request import Request
+from trainkit.bench.base import CONTROL, Request
 
 QUICK = ("--rounds", "3", "--updates", "2", "monitor.loggers=[jsonl]")
 

@@ -143,5 +143,5 @@ def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: M
     assert costs["model FLOPs utilisation"] == "41.2 %"
     assert costs["would be faster"] == "62% data wait: data.workers=4"
     silent = summarized(make_run("ddp-0002"), energy=None, mfu=None, advice=None, max_memory_mb_of_ranks=[812.4])
-    told = {"energy", "model FLOPs utilisation", "would be faster", "peak memory of every rank"}
-    assert not told & {row[0] for row in rows_of(sections.cost(silent))}, "what a run does not tell has no row"
+    names = {"energy", "model FLOPs utilisation", "would be faster", "peak memory of every rank"}
+    assert not names & {row[0] for row in rows_of(sections.cost(silent))}, "what a run does not tell has no row"

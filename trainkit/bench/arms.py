@@ -54,10 +54,15 @@ def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | L
     return found
 
 
+def _leanest(results: Results) -> tuple[float, str]:
+    """The arm that takes the least memory, less than the first, and its share of that; (1, "") if none does."""
+    shares = [(row.memory_ratio, row.name) for row in results.rows[1:] if row.memory_ratio and row.memory_ratio < 1]
+    return min(shares, default=(1.0, ""))
+
+
 def amp_meaning(results: Results) -> str:
     first, told = results.rows[0], results.compared
-    leaner = [(row.memory_ratio, row.name) for row in results.rows[1:] if row.memory_ratio and row.memory_ratio < 1]
-    share, lean = min(leaner, default=(1.0, ""))
+    share, lean = _leanest(results)
     if not told:
         more = f" {lean} takes {share:.2f} of the memory of {first.name}." if lean else ""
         return results.no_difference() + more
@@ -141,15 +146,12 @@ def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm 
     elif ":" not in data.name:
         sides = [pack.stem.rpartition("-")[2] for pack in sorted(Path(data.root).glob(f"{data.name}-*.pack"))]
         sources += [(f", pack {side}", (f"data.pack={side}",)) for side in sides if side.isdecimal()]
-    feeds = [
-        Arm(
-            f"{count} worker{'s' * (count != 1)}{series}", (f"data.workers={count}", *overrides),
-            work="feed", size=count, series=series, x=count,
-        )
-        for series, overrides in sources
-        for count in workers
-    ]  # fmt: skip
-    return [Arm(MODEL, work="ceiling", series=MODEL), *feeds]
+    found: list[Arm | LeftOut] = [Arm(MODEL, work="ceiling", series=MODEL)]
+    for series, overrides in sources:
+        for count in workers:
+            name, settings = f"{count} worker{'s' * (count != 1)}{series}", (f"data.workers={count}", *overrides)
+            found.append(Arm(name, settings, work="feed", size=count, series=series, x=count))
+    return found
 
 
 def loader_meaning(results: Results) -> str:
@@ -172,15 +174,15 @@ def loader_meaning(results: Results) -> str:
 
 def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
     """Forward passes of several batch sizes, on one device and split over all that one process sees."""
+
+    def infer(size: int, series: str, strategy: str, against: str) -> Arm:
+        return Arm(f"{series}, {size}", (f"strategy.name={strategy}",), (0,), "infer", size, against, series, size)
+
     sizes = [int(name) for name in asked] or [1, 4, 16, 64, 256, 1024]
-    found: list[Arm | LeftOut] = [
-        Arm(f"{ONE}, {size}", ("strategy.name=single",), (0,), "infer", size, series=ONE, x=size) for size in sizes
-    ]
+    found: list[Arm | LeftOut] = [infer(size, ONE, "single", "") for size in sizes]
     if where.gpus < 2:
         return [*found, LeftOut(ALL, f"it splits batches over GPUs, and here {'is one' if where.gpus else 'are none'}")]
-    return found + [
-        Arm(f"{ALL}, {size}", ("strategy.name=dp",), (0,), "infer", size, f"{ONE}, {size}", ALL, size) for size in sizes
-    ]
+    return found + [infer(size, ALL, "dp", f"{ONE}, {size}") for size in sizes]
 
 
 def dp_inference_meaning(results: Results) -> str:
@@ -211,13 +213,12 @@ def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
     whole = [count for count in chosen if count <= where.world_size and size % count == 0]
     why = f"{ranks(where.world_size)} are here, and {size} images are divided among them"
     found: list[Arm | LeftOut] = [LeftOut(ranks(count), why) for count in chosen if count not in whole]
-    for count in whole:
-        against = ranks(whole[0]) if count != whole[0] else ""
-        found.append(Arm(ranks(count), (), tuple(range(count)), base=against, series=STRONG, x=count))
-    for count in whole:
-        overrides = (f"train.global_batch_size={each * count}",)
-        name, against = (f"{ranks(number)} x {each}" for number in (count, whole[0]))
-        found.append(Arm(name, overrides, tuple(range(count)), base=against, series=WEAK, x=count))
+    for series, times in ((STRONG, ""), (WEAK, f" x {each}")):
+        for count in whole:
+            overrides = (f"train.global_batch_size={each * count}",) if times else ()
+            against = f"{ranks(whole[0])}{times}" if times or count != whole[0] else ""
+            place = tuple(range(count))
+            found.append(Arm(f"{ranks(count)}{times}", overrides, place, base=against, series=series, x=count))
     return found
 
 
@@ -281,14 +282,11 @@ def strategy_meaning(results: Results) -> str:
     if not results.compared:
         return f"{results.no_difference()} {losses}".rstrip()
     best = max(results.compared, key=lambda row: row.speed)
-    if best.speed > 1:
-        gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here"
-    else:
-        gain = f"Nothing is clearly faster than {first.name} here, {best.name} trains {best.speed:.2f} x as fast"
-    shares = [(row.memory_ratio, row.name) for row in results.rows[1:] if row.memory_ratio]
-    share, lean = min(shares, key=lambda pair: pair[0], default=(1.0, ""))
+    trains, use = f"{best.name} trains {best.speed:.2f} x as fast", best.name if best.speed > 1 else first.name
+    faster, slower = f"{trains} as {first.name} here", f"Nothing is clearly faster than {first.name} here, {trains}"
+    gain = faster if best.speed > 1 else slower
+    share, lean = _leanest(results)
     spared = f", and {lean} needs the least memory of a rank, {share:.2f} of {first.name}'s" if share < 1 else ""
-    use = best.name if best.speed > 1 else first.name
     named = "fsdp strategy.shard_within=node" if use == "hsdp" else use
     return f"{gain}{spared}; use strategy.name={named}{results.untold()}. {losses}".rstrip()
 
@@ -328,11 +326,14 @@ def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
             found.append(LeftOut(name, "there is one rank on a node" if name == "within" else "there is one node"))
         elif who[name] not in seen:  # on one node, or with one rank on each, "all" are the same ranks
             seen.add(who[name])
-            found += [
-                Arm(f"{name}, {text}", (), who[name], "reduce", size, series=name, x=size / 1e6)
-                for text, size in messages
-            ]
+            for text, size in messages:
+                found.append(Arm(f"{name}, {text}", (), who[name], "reduce", size, series=name, x=size / 1e6))
     return found
+
+
+def milliseconds(row: Row) -> str:
+    """What one exchange takes."""
+    return f"{1000 * row.extra.get('seconds', 0.0):.3g} ms"
 
 
 def network_meaning(results: Results) -> str:
@@ -341,119 +342,65 @@ def network_meaning(results: Results) -> str:
     own = [row for row in results.ran if GRADIENTS in row.name]
     last = ""
     if own:
-        seconds = own[-1].extra.get("seconds", 0.0)
         size = own[-1].name.rpartition(", ")[2]
-        last = f"; exchanging this model's gradients ({size}) takes {1000 * seconds:.3g} ms an update"
+        last = f"; exchanging this model's gradients ({size}) takes {milliseconds(own[-1])} an update"
     return f"An all-reduce moves {'roughly ' * bool(results.problem)}{said}{last}."
 
 
+# fmt: off
 BENCHES = {
     bench.name: bench
     for bench in (
         Bench(
-            name="amp",
-            question="Does mixed precision help here?",
-            arms=amp_arms,
-            meaning=amp_meaning,
-            columns=(*base.COMPARED, ("largest batch", lambda row, results: str(row.largest or base.NONE)), base.LOSS),
-            names=FORMATS,
-            same_updates=True,
-            largest=True,
-            notes=amp_notes,
+            "amp", "Does mixed precision help here?", amp_arms, amp_meaning,
+            (*base.COMPARED, ("largest batch", lambda row, results: str(row.largest or base.NONE)), base.LOSS),
+            names=FORMATS, same_updates=True, largest=True, notes=amp_notes,
         ),
         Bench(
-            name="batch-size",
-            question="Do larger batches help here?",
-            arms=batch_size_arms,
-            meaning=batch_size_meaning,
-            columns=(("micro batch", ARM[1]), *base.COMPARED[1:]),
-            stops=batch_size_stops,
-            axis="micro batch",
+            "batch-size", "Do larger batches help here?", batch_size_arms, batch_size_meaning,
+            (("micro batch", ARM[1]), *base.COMPARED[1:]),
+            stops=batch_size_stops, axis="micro batch",
         ),
         Bench(
-            name="loader",
-            question="Does the data keep up here?",
-            arms=loader_arms,
-            meaning=loader_meaning,
-            columns=(
-                ARM,
-                ("trains", base.RATE[1]),
-                base.SPREAD,
-                ("of ceiling", base.SPEED[1]),
+            "loader", "Does the data keep up here?", loader_arms, loader_meaning,
+            (
+                ARM, ("trains", base.RATE[1]), base.SPREAD, ("of ceiling", base.SPEED[1]),
                 ("loads alone", lambda row, results: rate(row.extra.get("loads_per_sec"))),
                 ("waits", lambda row, results: percent(row.extra.get("data_share"))),
             ),
-            lowest=0,
-            axis="loader processes of a rank",
+            lowest=0, axis="loader processes of a rank",
         ),
         Bench(
-            name="dp-inference",
-            question="Does DataParallel help inference here?",
-            arms=dp_inference_arms,
-            meaning=dp_inference_meaning,
-            columns=(*base.TIMED, base.MEMORY),
-            strategy="dp",
-            axis="batch",
+            "dp-inference", "Does DataParallel help inference here?", dp_inference_arms, dp_inference_meaning,
+            (*base.TIMED, base.MEMORY),
+            strategy="dp", axis="batch",
         ),
         Bench(
-            name="scaling",
-            question="Do more ranks help here?",
-            arms=scaling_arms,
-            meaning=scaling_meaning,
-            columns=(
-                ARM,
-                base.RATE,
-                base.SPREAD,
-                ("speed-up", base.SPEED[1]),
-                ("efficiency", lambda row, results: percent(efficiency(row, results))),
-                base.EXPOSED,
-                base.MEMORY,
+            "scaling", "Do more ranks help here?", scaling_arms, scaling_meaning,
+            (
+                ARM, base.RATE, base.SPREAD, ("speed-up", base.SPEED[1]),
+                ("efficiency", lambda row, results: percent(efficiency(row, results))), base.EXPOSED, base.MEMORY,
             ),
-            dispensable=("min to max", "memory"),
-            fewest_ranks=2,
-            strategy="ddp",
-            axis="ranks",
-            ideal=True,
+            dispensable=("min to max", "memory"), fewest_ranks=2, strategy="ddp", axis="ranks", ideal=True,
         ),
         Bench(
-            name="strategy",
-            question="Which strategy helps here?",
-            arms=strategy_arms,
-            meaning=strategy_meaning,
-            columns=(*base.COMPARED, base.EXPOSED, base.LOSS),
-            names=tuple(STRATEGIES),
-            dispensable=("min to max", "exposed"),
-            same_updates=True,
-            fewest_ranks=2,
-            strategy="ddp",
-            notes=strategy_notes,
+            "strategy", "Which strategy helps here?", strategy_arms, strategy_meaning,
+            (*base.COMPARED, base.EXPOSED, base.LOSS),
+            names=tuple(STRATEGIES), dispensable=("min to max", "exposed"), same_updates=True, fewest_ranks=2,
+            strategy="ddp", notes=strategy_notes,
         ),
         Bench(
-            name="network",
-            question="How fast is the network here?",
-            arms=network_arms,
-            meaning=network_meaning,
-            columns=(
-                ARM,
-                ("GB/s", base.RATE[1]),
-                base.SPREAD,
-                (
-                    "takes",
-                    lambda row, results: (
-                        f"{1000 * row.extra['seconds']:.3g} ms" if "seconds" in row.extra else base.NONE
-                    ),
-                ),
+            "network", "How fast is the network here?", network_arms, network_meaning,
+            (
+                ARM, ("GB/s", base.RATE[1]), base.SPREAD,
+                ("takes", lambda row, results: milliseconds(row) if "seconds" in row.extra else base.NONE),
             ),
-            names=tuple(NETWORKS),
-            amount="bytes",
-            unit="GB/s",
-            scale=1e-9,
-            fewest_ranks=2,
-            strategy="ddp",
+            names=tuple(NETWORKS), amount="bytes", unit="GB/s", scale=1e-9, fewest_ranks=2, strategy="ddp",
             axis="message, MB",
         ),
     )
 }
+# fmt: on
 
 
 def bench_of(name: str) -> Bench:

@@ -1,15 +1,23 @@
-"""What a bench is: its arms, the places where they run, and the figures, columns and sentences that several share."""
+"""What a bench is: what is asked and in which folder, its arms, the places where they run, and its columns."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainkit.bench.request import Request
-from trainkit.config.schema import Config
+from trainkit import fileio, terminal
+from trainkit.errors import UserError
+from trainkit.run.folder import RunDir
 
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
+
+FEWEST_ROUNDS = 3
+"""Fewer rounds cannot tell a difference from chance."""
 CONTROL = "control"
 """The first arm once more, in every round."""
 WITHIN = "within what the first arm differs from itself"
@@ -17,6 +25,71 @@ NONE = "-"
 """An empty cell."""
 LOSS_TOLERANCE = 0.05
 """Losses that differ by a larger share are reported."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The content of ``bench.json``."""
+
+    bench: str
+    preset: str
+    arms: tuple[str, ...] = ()
+    """Names of the arms to measure; none: those that make sense where it runs."""
+    rounds: int = 7
+    seconds: float = 1.0
+    """About how long a turn takes."""
+    updates: int | None = None
+    """In a turn; None: as many as fit."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, file: Path) -> Request:
+        """Raises UserError for a file that is not there, or something else."""
+        from pydantic import TypeAdapter, ValidationError  # which `submit --help` does without
+
+        try:
+            return TypeAdapter(cls).validate_json(fileio.read_bytes(file))
+        except (OSError, ValidationError) as error:
+            why = error.strerror if isinstance(error, OSError) else "It is damaged, or no request of a bench."
+            raise UserError(
+                f"{file.parent} is not the folder of a bench.",
+                why=f"{file.name}: {why}",
+                fix="`python -m jobs.bench NAME` makes one.",
+            ) from None
+
+
+class BenchDir(RunDir):
+    """The folder of a bench: that of a run, with files of its own."""
+
+    @property
+    def request(self) -> Path:
+        return self.path / "bench.json"
+
+    @property
+    def samples(self) -> Path:
+        """What was measured, a line a turn."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "bench.svg"
+
+
+def refuse_bench(path: Path) -> None:
+    """Raises UserError for the folder of a bench: no training goes on in it, and none repeats it."""
+    bench = BenchDir(path.absolute())
+    if bench.request.exists():
+        raise UserError(
+            f"{bench.name} is a bench, which is not gone on with.",
+            why="Turns that were taken at other times, or on other nodes, do not compare; and no training began in it.",
+            fix=f"`{terminal.command('bench', '--show', bench.path)}` shows what it has measured; start another one.",
+        )
 
 
 @dataclass(frozen=True)
@@ -246,19 +319,21 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.0f} %"
 
 
+def _number(value: float | None, text: str) -> str:
+    return NONE if value is None else text.format(value)
+
+
+def _spread(row: Row, results: Results) -> str:
+    return f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE
+
+
 ARM: Column = ("arm", lambda row, results: row.name)
 RATE: Column = ("images/s", lambda row, results: rate(row.median))
-SPREAD: Column = (
-    "min to max",
-    lambda row, results: f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE,
-)
-SPEED: Column = ("speed", lambda row, results: f"{row.speed:.2f} x" if row.ratio is not None else NONE)
-MEMORY: Column = ("memory", lambda row, results: NONE if row.memory_mb is None else f"{row.memory_mb:,.0f} MiB")
-MEMORY_RATIO: Column = (
-    "of first",
-    lambda row, results: f"{row.memory_ratio:.2f}" if row.memory_ratio is not None else NONE,
-)
-LOSS: Column = ("loss", lambda row, results: NONE if row.loss is None else f"{row.loss:.4g}")
+SPREAD: Column = ("min to max", _spread)
+SPEED: Column = ("speed", lambda row, results: _number(row.ratio, "{:.2f} x"))
+MEMORY: Column = ("memory", lambda row, results: _number(row.memory_mb, "{:,.0f} MiB"))
+MEMORY_RATIO: Column = ("of first", lambda row, results: _number(row.memory_ratio, "{:.2f}"))
+LOSS: Column = ("loss", lambda row, results: _number(row.loss, "{:.4g}"))
 EXPOSED: Column = ("exposed", lambda row, results: percent(row.extra.get("exposed_share")))
 TIMED = (ARM, RATE, SPREAD, SPEED)
 COMPARED = (*TIMED, MEMORY, MEMORY_RATIO)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
+from trainkit.bench import base
 from trainkit.bench.arms import MODEL, bench_of
-from trainkit.bench.base import CONTROL, NONE, SPEED, WITHIN, Arm, Bench, Results, Row, rate
-from trainkit.bench.request import FEWEST_ROUNDS, BenchDir, Request
+from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
 from trainkit.report.charts import GREY, Axes, Bar, Picture, Point, Series, bar_chart, drawing, line_chart
 from trainkit.report.facts import cpus_taken
 
@@ -24,57 +24,55 @@ TOLERANCE = 0.05
 """How far the first arm may be from itself before no ratio is believed."""
 _MANY = 7
 """From so many rounds on the lowest and the highest ratio do not count: a neighbour's moment is no noise."""
-Samples = Mapping[int, Mapping[str, Any]]
-"""Of one arm, by round."""
+Sample = Mapping[str, Any]
 Values = Mapping[str, tuple[float, Point | None]]
 """What a chart shows of each arm, and the ends of its spread."""
 
 
 def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, Any]]) -> Results:
     """What the records of `samples.jsonl` come to."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
-        kinds.setdefault(str(record.get("kind")), []).append(record)
-    began = (kinds.get("began") or [{}])[-1]
+        kinds[str(record.get("kind"))].append(record)
+    began, ended = (kinds["began"] or [{}])[-1], kinds["ended"]
     rows = {arm["name"]: Row(arm["name"], _arm(arm)) for arm in began.get("arms", [])}
-    for record in kinds.get("failed", []):
-        if record.get("arm") in rows:
-            rows[record["arm"]].failed = str(record.get("why", ""))
-    for record in kinds.get("largest", []):
-        if record.get("arm") in rows:
-            rows[record["arm"]].largest = record.get("size")
-    samples = [one for one in kinds.get("sample", []) if one.get("seconds") and one.get("arm") in {*rows, CONTROL}]
-    by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for record in (*kinds["failed"], *kinds["largest"]):
+        if (row := rows.get(record.get("arm", ""))) and record["kind"] == "failed":
+            row.failed = str(record.get("why", ""))
+        elif row:
+            row.largest = record.get("size")
+    samples = [one for one in kinds["sample"] if one.get("seconds") and one.get("arm") in {*rows, CONTROL}]
+    by_arm: dict[str, dict[int, Sample]] = defaultdict(dict)
     for one in samples:
-        by_arm.setdefault(one["arm"], {})[int(one["round"])] = one
+        by_arm[one["arm"]][int(one["round"])] = one
     costs = {
         name: {number: one["seconds"] / one[bench.amount] for number, one in taken.items()}
         for name, taken in by_arm.items()
     }
-    first = next((name for name in rows if name in by_arm), "")
+    first = next((name for name in rows if name in costs), "")
     before, again = costs.get(first, {}), costs.get(CONTROL, {})
     control = [before[number] / again[number] for number in sorted(before.keys() & again.keys())]
-    for name, row in rows.items():
-        row.rates = [bench.scale / cost for cost in costs.get(name, {}).values()]
-        _fill(row, list(by_arm.get(name, {}).values()))
-    complete = min((len(costs[name]) for name, row in rows.items() if row.rates and not row.failed), default=0)
     problem = _problem(control, first) or _busy(samples)
     for name, row in rows.items():
-        base = row.arm.base or first
-        if name != base and row.rates and costs.get(base):
+        own, against = costs.get(name, {}), row.arm.base or first
+        row.rates = [bench.scale / cost for cost in own.values()]
+        _fill(row, list(by_arm[name].values()))
+        if name != against and row.rates and costs.get(against):
             # The first arm took the mean of its two turns.
-            twice = again if base == first else {}
-            mean = {number: (cost + twice.get(number, cost)) / 2 for number, cost in costs[base].items()}
-            _compare(row, costs[name], mean, control, problem)
+            twice = again if against == first else {}
+            mean = {number: (cost + twice.get(number, cost)) / 2 for number, cost in costs[against].items()}
+            row.ratios = [mean[number] / own[number] for number in sorted(own.keys() & mean.keys())]
+            row.why_none = problem or _contradiction(row, control)
+            row.ratio = None if row.why_none else statistics.median(row.ratios)
     if bench.ideal:
         _refuse_miracles(list(rows.values()))
-    _compare_memory(rows, by_arm, first)
-    ended = kinds.get("ended", [])
+    _compare_memory(list(rows.values()), first, _memory(by_arm[CONTROL].values()))
+    complete = min((len(row.rates) for row in rows.values() if row.rates and not row.failed), default=0)
     notes = [str(note) for note in began.get("notes", [])]
     if ended and ended[-1].get("why"):
         notes.append(str(ended[-1]["why"]))
     if not ended:
-        trying = kinds.get("trying", [])
+        trying = kinds["trying"]
         last = f"; it had begun with {trying[-1].get('arm')}" if trying and not samples else ""
         notes.append(f"It has not come to its end: {complete} of {request.rounds} rounds are complete{last}.")
     return Results(
@@ -98,56 +96,52 @@ def _arm(told: Mapping[str, Any]) -> Arm:
     return Arm(overrides=tuple(told.get("overrides", ())), ranks=None if ranks is None else tuple(ranks), **known)
 
 
-def _fill(row: Row, samples: Sequence[Mapping[str, Any]]) -> None:
+def _fill(row: Row, samples: Sequence[Sample]) -> None:
+    """Medians of what the samples hold besides their time."""
     row.memory_mb = _memory(samples)
-    losses = [one["loss"] for one in samples if isinstance(one.get("loss"), int | float)]
+    losses = _numbers(one.get("loss") for one in samples)
     row.loss = statistics.median(losses) if losses and len(losses) == len(samples) else None
     for key in {key for one in samples for key in one.get("extra", {})}:
-        values = [one["extra"][key] for one in samples if isinstance(one.get("extra", {}).get(key), int | float)]
-        if values:
+        if values := _numbers(one.get("extra", {}).get(key) for one in samples):
             row.extra[key] = statistics.median(values)
 
 
-def _memory(samples: Iterable[Mapping[str, Any]]) -> float | None:
+def _numbers(values: Iterable[Any]) -> list[float]:
+    return [value for value in values if isinstance(value, int | float)]
+
+
+def _memory(samples: Iterable[Sample]) -> float | None:
     peaks = [max(one["memory_mb"]) for one in samples if one.get("memory_mb")]
     return statistics.median(peaks) if peaks else None
 
 
 def _problem(control: Sequence[float], first: str) -> str:
     """Why no ratio may be believed; empty where they may."""
-    if len(control) < FEWEST_ROUNDS:
+    if len(control) < base.FEWEST_ROUNDS:
         told = "1 complete round is" if len(control) == 1 else f"{len(control)} complete rounds are"
-        return f"{told} too few, it takes {FEWEST_ROUNDS}"
+        return f"{told} too few, it takes {base.FEWEST_ROUNDS}"
     median = statistics.median(control)
     if abs(median - 1) > TOLERANCE:
         return f"the control is off, {first} against itself came to {median:.2f} x: this machine does something else"
     return ""
 
 
-def _busy(samples: Sequence[Mapping[str, Any]]) -> str:
-    told = [one["cpu_taken"] for one in samples if isinstance(one.get("cpu_taken"), int | float)]
-    return cpus_taken(statistics.median(told) if told else None)
+def _busy(samples: Sequence[Sample]) -> str:
+    taken = _numbers(one.get("cpu_taken") for one in samples)
+    return cpus_taken(statistics.median(taken) if taken else None)
 
 
-def _compare(
-    row: Row, own: Mapping[int, float], base: Mapping[int, float], control: Sequence[float], problem: str
-) -> None:
-    """Fill in the ratio, or why there is none."""
-    row.ratios = [base[number] / own[number] for number in sorted(own.keys() & base.keys())]
-    row.why_none = problem
-    if problem:
-        return
-    if len(row.ratios) < FEWEST_ROUNDS:
-        row.why_none = f"{row.name} was measured in {len(row.ratios)} rounds only"
-        return
+def _contradiction(row: Row, control: Sequence[float]) -> str:
+    """Why the rounds of one arm tell no difference; empty where they do."""
+    if len(row.ratios) < base.FEWEST_ROUNDS:
+        return f"{row.name} was measured in {len(row.ratios)} rounds only"
     median, kept = statistics.median(row.ratios), _kept(row.ratios)
     low, high = noise(control)
     if min(kept) < 1 < max(kept):
-        row.why_none = f"{row.name} came out now faster, now slower ({min(kept):.2f} to {max(kept):.2f} x)"
-    elif low <= median <= high:
-        row.why_none = f"{row.name} came to {median:.2f} x, which is {WITHIN} ({low:.2f} to {high:.2f} x)"
-    else:
-        row.ratio = median
+        return f"{row.name} came out now faster, now slower ({min(kept):.2f} to {max(kept):.2f} x)"
+    if low <= median <= high:
+        return f"{row.name} came to {median:.2f} x, which is {base.WITHIN} ({low:.2f} to {high:.2f} x)"
+    return ""
 
 
 def _kept(values: Sequence[float]) -> list[float]:
@@ -165,28 +159,35 @@ def noise(control: Sequence[float]) -> tuple[float, float]:
 def _refuse_miracles(rows: Sequence[Row]) -> None:
     """A speed-up above the number of ranks means that the arm with fewer was held up."""
     for row in rows:
-        base = next((other for other in rows if other.arm.series == row.arm.series), row)
-        more = row.arm.x / base.arm.x if base.arm.x else 1
+        first = next((other for other in rows if other.arm.series == row.arm.series), row)
+        more = row.arm.x / first.arm.x if first.arm.x else 1
         if row.ratio is not None and more > 1 and row.ratio > more * (1 + TOLERANCE):
-            row.why_none = f"{row.name} came to {row.ratio:.2f} x with {more:g} x the ranks: {base.name} was held up"
+            row.why_none = f"{row.name} came to {row.ratio:.2f} x with {more:g} x the ranks: {first.name} was held up"
             row.ratio = None
 
 
-def _compare_memory(rows: Mapping[str, Row], by_arm: Mapping[str, Samples], first: str) -> None:
+def _compare_memory(rows: Sequence[Row], first: str, again: float | None) -> None:
     """Ratios of memory, where the first arm takes as much in both of its turns."""
-    mine = rows[first].memory_mb if first else None
-    again = _memory(by_arm.get(CONTROL, {}).values())
+    mine = next((row.memory_mb for row in rows if row.name == first), None)
     if not mine or not again or abs(again / mine - 1) > TOLERANCE:
         return
-    for row in rows.values():
+    for row in rows:
         if row.name != first and row.memory_mb and abs(row.memory_mb / mine - 1) > TOLERANCE:
             row.memory_ratio = row.memory_mb / mine
 
 
-def as_json(results: Results, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
     """Everything, samples included, so that whoever doubts a figure can compute it."""
     low, high = noise(results.control) if results.control else (None, None)
     median = statistics.median(results.control) if results.control else None
+    same = ("name", "ratio", "ratios", "memory_mb", "memory_ratio", "loss", "failed")
+    arms = [
+        {key: getattr(row, key) for key in same}
+        | {"overrides": list(row.arm.overrides), "why_no_ratio": row.why_none, "largest_micro_batch": row.largest}
+        | {"rate": row.median or None, "rate_min": min(row.rates, default=None)}
+        | {"rate_max": max(row.rates, default=None), **row.extra}
+        for row in results.rows
+    ]
     return {
         "bench": results.bench.name,
         "question": results.bench.question,
@@ -198,25 +199,7 @@ def as_json(results: Results, samples: Sequence[Mapping[str, Any]]) -> dict[str,
         "updates": results.updates,
         "unit": results.bench.unit,
         "control": {"ratios": results.control, "median": median, "noise": [low, high]},
-        "arms": [
-            {
-                "name": row.name,
-                "overrides": list(row.arm.overrides),
-                "rate": row.median or None,
-                "rate_min": min(row.rates, default=None),
-                "rate_max": max(row.rates, default=None),
-                "ratio": row.ratio,
-                "ratios": row.ratios,
-                "why_no_ratio": row.why_none,
-                "memory_mb": row.memory_mb,
-                "memory_ratio": row.memory_ratio,
-                "loss": row.loss,
-                "largest_micro_batch": row.largest,
-                "failed": row.failed,
-                **row.extra,
-            }
-            for row in results.rows
-        ],
+        "arms": arms,
         "left_out": [{"name": name, "why": why} for name, why in results.left_out],
         "notes": results.notes,
         "samples": list(samples),
@@ -230,23 +213,21 @@ def read_results(run: BenchDir) -> tuple[Results, list[dict[str, Any]]]:
     return results_of(bench_of(request.bench), request, records), records
 
 
-def write_results(run: BenchDir) -> tuple[Results, list[Path]]:
-    """Write results.json, and bench.svg where there is something to draw; their paths."""
+def write_results(run: BenchDir) -> Results:
+    """Write results.json, and bench.svg where there is something to draw."""
     results, records = read_results(run)
     samples = [record for record in records if record.get("kind") == "sample"]
     fileio.write(run.results, json.dumps(fileio.finite(as_json(results, samples)), indent=2) + "\n", run.path)
-    written = [run.results]
     if drawn := picture(results):
         fileio.write(run.picture, drawn, run.path)
-        written.append(run.picture)
-    return results, written
+    return results
 
 
 def page(run: BenchDir) -> list[str]:
     """The table with where its files are; they are written anew."""
-    results, written = write_results(run)
-    places = [f"  {file.suffix.removeprefix('.'):12}{file}" for file in written]
-    return ["", *lines(results), "", *places]
+    told = lines(write_results(run))
+    places = [f"  {file.suffix.removeprefix('.'):12}{file}" for file in (run.results, run.picture) if file.exists()]
+    return ["", *told, "", *places]
 
 
 def lines(results: Results) -> list[str]:
@@ -254,32 +235,29 @@ def lines(results: Results) -> list[str]:
     bench = results.bench
     preset = f", preset {results.request.preset}" if results.request.preset else ""
     head = f"{bench.question} {bench.name}{preset}; {results.where or 'it has not begun'}."
-    found = [*terminal.wrapped(terminal.one_line(head)), ""]
-    shown = [(name, cell) for name, cell in bench.columns if _tells(cell, results)]
-    rows = [[terminal.one_line(cell(row, results)) for _, cell in shown] for row in results.rows]
-    notes = [terminal.one_line(row.failed) for row in results.rows]
+    # Columns that say something of any row.
+    shown = {
+        name: cell for name, cell in bench.columns
+        if not results.rows or any(cell(row, results) != NONE for row in results.rows)
+    }  # fmt: skip
+    rows = [[terminal.one_line(cell(row, results)) for cell in shown.values()] for row in results.rows]
     rows += [[name] + [NONE] * (len(shown) - 1) for name, _ in results.left_out]
+    notes = [terminal.one_line(row.failed) for row in results.rows]
     notes += [f"left out: {terminal.one_line(why)}" for _, why in results.left_out]
-    names = [name for name, _ in shown]
-    found += terminal.table(names, rows, notes, dispensable=[name for name in bench.dispensable if name in names])
-    found.append("")
+    dispensable = [name for name in bench.dispensable if name in shown]
+    said = []
     if results.control:
         spread = f"{min(results.control):.2f} to {max(results.control):.2f}"
         rounds = f"{results.rounds} round{'s' * (results.rounds != 1)}"
         control = f"{results.ran[0].name} to itself {statistics.median(results.control):.2f} x ({spread})"
-        found += terminal.wrapped(f"{rounds}. Control: {control}.")
-    for note in results.notes:
-        found += terminal.wrapped(f"Note: {terminal.one_line(note)}")
-    for why in dict.fromkeys(row.why_none for row in results.rows if row.why_none):
-        if why not in results.meaning:
-            said = "No ratio" if SPEED[1] in [cell for _, cell in bench.columns] else "Roughly"
-            found += terminal.wrapped(f"{said}: {terminal.one_line(why)}.")
-    return [*found, *terminal.wrapped(terminal.one_line(results.meaning))]
-
-
-def _tells(cell: Callable[[Row, Results], str], results: Results) -> bool:
-    """Whether a column says something of any row."""
-    return not results.rows or any(cell(row, results) != NONE for row in results.rows)
+        said.append(f"{rounds}. Control: {control}.")
+    said += [f"Note: {note}" for note in results.notes]
+    no_ratio = "No ratio" if base.SPEED[1] in shown.values() else "Roughly"
+    whys = dict.fromkeys(row.why_none for row in results.rows if row.why_none)
+    said += [f"{no_ratio}: {why}." for why in whys if why not in results.meaning]
+    table = terminal.table(list(shown), rows, notes, dispensable=dispensable)
+    below = [line for words in (*said, results.meaning) for line in terminal.wrapped(terminal.one_line(words))]
+    return [*terminal.wrapped(terminal.one_line(head)), "", *table, "", *below]
 
 
 def picture(results: Results) -> str:
@@ -314,14 +292,8 @@ def _lines(results: Results, title: str, unit: str, values: Values) -> Picture |
             points, spread = [(place, points[0][1]) for place in places], []
         elif results.bench.ideal and spread:
             (first, begun), (last, _) = points[0], points[-1]
-            found.append(
-                Series(
-                    "as if all ranks were worth as much as the first",
-                    [(first, begun), (last, begun * last / first)],
-                    GREY,
-                    dashed=True,
-                )
-            )
+            ideal = [(first, begun), (last, begun * last / first)]
+            found.append(Series("as if all ranks were worth as much as the first", ideal, GREY, dashed=True))
         found.append(Series(_label(name), points, _colour(name, names), dashed=is_ceiling, spread=spread))
     axes = Axes(title, unit, results.bench.axis, low=0, x_may_be_log=True, x_ticks=places)
     return line_chart(axes, found)
@@ -335,41 +307,38 @@ def _colour(series: str, names: Sequence[str]) -> int:
     return GREY if series == MODEL else names.index(series) % GREY
 
 
-class Progress:
-    """Prints what a running bench has written: a line for each arm that is tried, and for each round."""
+def progress(run: BenchDir) -> Callable[[], None]:
+    """What prints, whenever it is called, what a running bench has written since: a line an arm that is tried, and a
+    round."""
+    request = Request.read(run.request)
+    bench, rounds = bench_of(request.bench), defaultdict[int, list[str]](list)
+    said = arms = 0
 
-    def __init__(self, run: BenchDir, *, silent: bool) -> None:
-        self._run, self._silent, self._said = run, silent, 0
-        self._request = Request.read(run.request)
-        self._bench = bench_of(self._request.bench)
-        self._round: dict[int, list[str]] = {}
-        self._arms = 0
-
-    def show(self) -> None:
-        """Print what is new."""
-        if self._silent:
-            return
-        records = list(fileio.read_jsonl(self._run.samples))
-        for record in records[self._said :]:
-            if line := self._line(record):
-                print(terminal.one_line(line), file=sys.stderr, flush=True)
-        self._said = len(records)
-
-    def _line(self, record: dict[str, Any]) -> str:
+    def line(record: Mapping[str, Any]) -> str:
+        nonlocal arms
         kind, arm = record.get("kind"), record.get("arm", "")
         if kind == "began":
-            self._arms = len(record.get("arms", []))
-            return f"{record.get('where')}: {self._arms} arms, {self._request.rounds} rounds"
+            arms = len(record.get("arms", []))
+            return f"{record.get('where')}: {arms} arms, {request.rounds} rounds"
         if kind == "failed":
-            self._arms -= 1
+            arms -= 1
             return f"{arm}: {record.get('why')}"
         if kind == "largest":
             return f"{arm}: micro batches of {record.get('size')} fit"
         if kind != "sample":
             return ""
         number = int(record.get("round", 0))
-        told = self._round.setdefault(number, [])
-        told.append(f"{arm} {rate(self._bench.scale * record[self._bench.amount] / record['seconds'])}")
-        if len(told) <= self._arms:
+        rounds[number].append(f"{arm} {base.rate(bench.scale * record[bench.amount] / record['seconds'])}")
+        if len(rounds[number]) <= arms:
             return ""
-        return f"round {number + 1}/{self._request.rounds}: {'; '.join(told)} {self._bench.unit}"
+        return f"round {number + 1}/{request.rounds}: {'; '.join(rounds[number])} {bench.unit}"
+
+    def show() -> None:
+        nonlocal said
+        records = list(fileio.read_jsonl(run.samples))
+        for record in records[said:]:
+            if told := line(record):
+                print(terminal.one_line(told), file=sys.stderr, flush=True)
+        said = len(records)
+
+    return show

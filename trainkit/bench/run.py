@@ -21,8 +21,7 @@ from torch.distributed import DistStoreError, HashStore, Store  # type: ignore[a
 
 from trainkit import fileio
 from trainkit.bench.arms import bench_of
-from trainkit.bench.base import CONTROL, Arm, Bench, LeftOut, Place, Where
-from trainkit.bench.request import BenchDir, Request
+from trainkit.bench.base import CONTROL, Arm, Bench, BenchDir, LeftOut, Place, Request, Where
 from trainkit.bench.results import write_results
 from trainkit.bench.work import Order, Worker
 from trainkit.config.checks import micro_batch_sizes
