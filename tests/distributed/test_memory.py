@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
+import subprocess
+import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch
 
-from tests.rank_functions import run_ranks
-from trainkit.distributed.device import cgroup_free, give_freed_memory_back, keep_freed_memory
-from trainkit.ranks.env import RankEnv
+from trainkit.distributed.device import cgroup_free
 
 GIB = 1 << 30
-
-glibc = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="another C library")
 
 
 def group(folder: Path, **files: str) -> None:
@@ -51,38 +46,32 @@ def test_where_there_is_no_limit_there_is_room(tmp_path: Path, line: str) -> Non
     assert cgroup_free(tmp_path) > 1000 * GIB
 
 
-def _faults() -> int:
-    """Pages that are new to this process in each round, at least."""
-    found = []
-    for _ in range(10):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tensors = [torch.ones(1 << 20) for _ in range(8)]
-        del tensors
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(found)
+_CODE = """
+import resource, torch
+from trainkit.distributed.device import give_freed_memory_back
+from trainkit.workarounds import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def new_pages(count):
+    before = faults()
+    tensors = [torch.ones(1 << 20) for _ in range(count)]
+    del tensors
+    return faults() - before
+
+keep_freed_memory()
+kept = min(new_pages(8) for _ in range(10))
+give_freed_memory_back()
+print(kept, new_pages(1))
+"""
 
 
-def _found(env: RankEnv) -> tuple[int, int]:
-    """Faults where what is freed is kept, and right after it was given back."""
-    keep_freed_memory()
-    kept = _faults()
-    give_freed_memory_back()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(1 << 20)
-    return kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@glibc
-def test_what_is_kept_is_taken_again_without_the_kernel_until_it_is_given_back() -> None:
-    ((kept, anew),) = run_ranks(1, _found)
-    assert kept < 100
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="another C library")
+@pytest.mark.parametrize(("variable", "is_kept"), [("OTHER", True), ("MALLOC_TRIM_THRESHOLD_", False)])
+def test_freed_memory_is_kept_until_it_is_given_back_unless_a_user_says(variable: str, is_kept: bool) -> None:
+    env = {**os.environ, variable: "131072"}
+    done = subprocess.run([sys.executable, "-c", _CODE], env=env, capture_output=True, text=True, check=True)
+    kept, anew = map(int, done.stdout.split())
+    assert (kept < 100) == is_kept
     assert anew > 500  # of the 1,024 pages of one
-
-
-@glibc
-@pytest.mark.parametrize(("name", "calls"), [("MALLOC_TRIM_THRESHOLD_", 0), ("GLIBC_TUNABLES", 0), ("OTHER", 2)])
-def test_what_a_user_has_said_in_the_environment_holds(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
-    monkeypatch.setenv(name, "0")
-    with mock.patch("ctypes.CDLL") as library:
-        keep_freed_memory()
-    assert library.return_value.mallopt.call_count == calls

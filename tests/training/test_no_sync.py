@@ -39,7 +39,7 @@ class Fetches(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[int, str]] = []
         self._progress = keeper.progress
-        train, model = keeper.parts.splits.train, keeper.parts.model
+        train, model = keeper.state.splits.train, keeper.state.model
         assert isinstance(train, TensorSamples)
         for tensor in (train.images, train.labels, *model.parameters(), *model.buffers()):
             tensor.is_on_device = True  # type: ignore[attr-defined]

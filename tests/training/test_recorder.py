@@ -187,7 +187,7 @@ def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path:
     state = format.verified(run.checkpoints, 3).state
     assert Progress.of(state) == progress
     assert state["world_size"] == 1
-    assert state["precision"] == keeper.parts.precision.state_dict()
+    assert state["precision"] == keeper.state.precision.state_dict()
     assert format.pointed(run.checkpoints, "best") == format.pointed(run.checkpoints, "latest") == 3
     assert [event["step"] for event in read_events(run, "saved")] == [3]
     assert len(beats) >= 2
@@ -231,11 +231,11 @@ def test_numbers_of_the_summary_are_short_and_it_can_be_read(tmp_path: Path) -> 
 
 def make_an_update(keeper: Recorder) -> None:
     images = torch.full((8, 3, 4, 4), 100, dtype=torch.uint8)
-    Updater(keeper.parts)(iter([Batch(images[:4], torch.zeros(4).long(), torch.arange(4))] * 2), lr=0.5, seed=0)
+    Updater(keeper.state)(iter([Batch(images[:4], torch.zeros(4).long(), torch.arange(4))] * 2), lr=0.5, seed=0)
 
 
 def weights_and_moments(keeper: Recorder) -> list[torch.Tensor]:
-    model, optimizer = keeper.parts.model, keeper.parts.optimizer
+    model, optimizer = keeper.state.model, keeper.state.optimizer
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
     return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
 
@@ -248,7 +248,7 @@ def gone_bad(tmp_path: Path) -> Recorder:
     make_an_update(keeper)
     keeper.save()
     make_an_update(keeper)
-    keeper.parts.precision.skipped_steps = 5
+    keeper.state.precision.skipped_steps = 5
     progress.step, progress.position, progress.nonfinite, progress.images, progress.best = 7, 9, 3, 56, 0.75
     return keeper
 
@@ -262,7 +262,7 @@ def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: R
     assert not any(torch.equal(*pair) for pair in zip(good, bad, strict=True))
     make_an_update(gone_bad)
     assert all(torch.allclose(*pair) for pair in zip(weights_and_moments(gone_bad), bad, strict=True))
-    assert gone_bad.parts.precision.skipped_steps == 0
+    assert gone_bad.state.precision.skipped_steps == 0
     (event,) = read_events(gone_bad.writer.run, "rolled_back")
     assert (event["step"], event["from_step"], event["position"]) == (3, 7, 9)
     saved = format.verified(gone_bad.writer.run.checkpoints, 3).state

@@ -52,7 +52,7 @@ def keeper_for(folder: Path, *overrides: str, **given: Any) -> Recorder:
 
 
 def trained(keeper: Recorder) -> dict[str, float]:
-    train(keeper.parts, keeper, lambda: False)
+    train(keeper.state, keeper, lambda: False)
     keeper.clock.settle(keeper.progress)
     return keeper.progress.seconds
 
@@ -99,7 +99,7 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
     """6 updates of 2 micro batches, 2 validations, 2 checkpoints and that of the best, 6 records."""
     time = HandMoved(monkeypatch)
     keeper = keeper_for(tmp_path / "run", "train.epochs=2", model=Slow(forward=time.second, backward=time.second))
-    parts = keeper.parts
+    parts = keeper.state
     parts.optimizer.register_step_pre_hook(time.second)
     monkeypatch.setattr(Checkpoints, "save", time.before(Checkpoints.save))
     monkeypatch.setattr(recorder, "measure", time.before(recorder.measure))  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch, Splits
-from trainkit.data.loader import resolve_workers, train_batches
+from trainkit.data.loader import resolve_workers
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import MemoryGauge, cpus_of_rank
 from trainkit.distributed.process_group import Distributed
@@ -74,7 +74,7 @@ class Worker:
     def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make the same updates with a few images that are in memory."""
         parts = self._built(dist, order)
-        with _batches(parts, 1, workers=0) as batches:
+        with parts.batches(0, 1, workers=0) as batches:
             kept = list(itertools.islice(batches, parts.grad_accum_steps))
         return _updates(parts, int(order["updates"]), None, self.beat, batches=nullcontext(itertools.cycle(kept)))
 
@@ -82,7 +82,7 @@ class Worker:
         """Load without training, then train."""
         parts = self._built(dist, order)
         updates = int(order["updates"])
-        with _batches(parts, WARM_UP + updates) as batches:
+        with parts.batches(0, WARM_UP + updates) as batches:
 
             def load() -> None:
                 for _ in range(parts.grad_accum_steps):
@@ -96,7 +96,7 @@ class Worker:
         """Make forward passes of one batch that is in memory."""
         gauge, before = _gauge(dist)
         parts = self._built(dist, order, micro=1)
-        with _batches(parts, 1, workers=0) as batches:
+        with parts.batches(0, 1, workers=0) as batches:
             images = next(batches).images[:1]
         images = images.expand(int(order["size"]), *images.shape[1:]).contiguous()
         passes = int(order["updates"])
@@ -180,23 +180,6 @@ def _data_key(config: Config) -> str:
     return config.data.model_dump_json(exclude={"workers"})
 
 
-def _batches(parts: TrainState, updates: int, *, workers: int | None = None) -> AbstractContextManager[Iterator[Batch]]:
-    """The batches of this rank for the first ``updates`` updates, as training gets them."""
-    return train_batches(
-        parts.splits,
-        seed=parts.config.seed,
-        start_step=0,
-        stop_step=updates,
-        global_batch_size=parts.config.train.global_batch_size,
-        micro_batch_size=parts.micro_batch_size,
-        rank=parts.dist.rank,
-        world_size=parts.dist.world_size,
-        workers=parts.workers if workers is None else workers,
-        device=parts.dist.device,
-        broken=parts.broken,
-    )
-
-
 def _updates(
     parts: TrainState,
     updates: int,
@@ -212,7 +195,7 @@ def _updates(
     last: list[torch.Tensor] = []
     parts.model.train()
     total = WARM_UP + updates
-    loader = batches or _batches(parts, total)
+    loader = batches or parts.batches(0, total)
     step = ema_updates = 0
     began = 0.0
     with loader as given:

@@ -8,10 +8,9 @@ import os
 import resource
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import torch
@@ -28,9 +27,6 @@ DEVICE = "TRAINKIT_DEVICE"
 """``cpu``: train on the CPU also where GPUs are granted. For clusters whose GPUs are only names (slurm/devcluster)."""
 _MASK = "CUDA_VISIBLE_DEVICES"
 _UNLIMITED = 1 << 60
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_LARGEST_IN_HEAP = 32 << 20  # the most that glibc takes
-_ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def gpu_is_here() -> bool:
@@ -50,15 +46,13 @@ def gpu_is_here() -> bool:
 
 def _granted_gpus(env: Mapping[str, str]) -> str:
     """Which GPUs the scheduler, or a supervisor of ours, has given this process; empty for none."""
-    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
-        if env.get(name, "") not in ("", "0" if name == "SLURM_GPUS_ON_NODE" else ""):
-            return f"{name}={env[name]}"
-    mask = env.get("CUDA_VISIBLE_DEVICES", "")
-    return f"CUDA_VISIBLE_DEVICES={mask}" if "TRAINKIT_ATTEMPT" in env and mask not in ("", "-1") else ""
+    none = {"SLURM_STEP_GPUS": "", "SLURM_JOB_GPUS": "", "SLURM_GPUS_ON_NODE": "0"}
+    if "TRAINKIT_ATTEMPT" in env:
+        none[_MASK] = "-1"
+    return next((f"{name}={env[name]}" for name in none if env.get(name, "") not in ("", none[name])), "")
 
 
-@dataclass(frozen=True)
-class Drivers:
+class Drivers(NamedTuple):
     """What the kernel of a node says of its GPUs; it says so to containers as well."""
 
     nvidia: str
@@ -75,9 +69,8 @@ def drivers(root: Path = Path("/")) -> Drivers:
         version = fileio.read_text(root / "sys/module/nvidia/version").strip()
     except (OSError, UnicodeDecodeError):
         version = ""
-    return Drivers(
-        version, len(list((root / "proc/driver/nvidia/gpus").glob("*"))), (root / "sys/module/amdgpu").exists()
-    )
+    gpus = list((root / "proc/driver/nvidia/gpus").glob("*"))
+    return Drivers(version, len(gpus), (root / "sys/module/amdgpu").exists())
 
 
 def unseen_gpus(granted: str, env: Mapping[str, str], node: Drivers, cuda: str | None, hip: str | None) -> RefusedError:
@@ -185,20 +178,6 @@ def share_of_cpus(device: torch.device) -> dict[str, int]:
     return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory that a training frees and needs again in its next update, unless the user says
-    otherwise in the environment.
-
-    glibc gives free memory at the end of its heap back to the kernel, and takes it again as new pages: a thousand page
-    faults an update of a small network, by chance of what lies at the end. On the CPU a whole command takes 6.7 s then
-    instead of 5.2.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not is_set(*_ALLOCATOR_VARIABLES):
-        mallopt(_TRIM_THRESHOLD, -1)
-        mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)  # setting one of the two lowers the other
-
-
 def give_freed_memory_back() -> None:
     """Once, to the kernel, so that the process holds only what is in use."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -284,25 +263,19 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        if controllers:
+            top = root / "sys/fs/cgroup/memory"
+            limit, used, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:  # version 2
+            top, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):  # a container may not see its own path: then what it sees is at the top
-            if folder.is_relative_to(top) and (found := _limit(folder, *names)) is not None:
-                yield found
-
-
-def _limit(folder: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:
-    try:
-        allowed = fileio.read_text(folder / limit).strip()
-        if not allowed.isdigit():  # max
-            return None
-        stat = dict(line.split(maxsplit=1) for line in fileio.read_text(folder / "memory.stat").splitlines())
-        return int(allowed), int(fileio.read_text(folder / used)) - int(stat.get(cached, 0))
-    except (OSError, ValueError):
-        return None
+            if folder.is_relative_to(top):
+                with suppress(OSError, ValueError):  # no such group, or no limit: max
+                    allowed = int(fileio.read_text(folder / limit))
+                    stat = dict(
+                        line.split(maxsplit=1) for line in fileio.read_text(folder / "memory.stat").splitlines()
+                    )
+                    yield allowed, int(fileio.read_text(folder / used)) - int(stat.get(cached, 0))

@@ -14,14 +14,14 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
@@ -53,12 +53,10 @@ class Group:
 
     def __init__(self, store: Store, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         self._rank, self._size = list(ranks).index(rank), len(ranks)
-        self._device = device
-        self._largest = _LARGEST_GPU if device.type == "cuda" else _LARGEST
-        place = PrefixStore(name, store)
-        gpu = device.type == "cuda"
+        self._device, gpu = device, device.type == "cuda"
+        self._largest = _LARGEST_GPU if gpu else _LARGEST
         kind: Any = c10d.ProcessGroupNCCL if gpu else c10d.ProcessGroupGloo
-        self._group = kind(place, self._rank, self._size, _GPU_TIMEOUT if gpu else _TIMEOUT)
+        self._group = kind(PrefixStore(name, store), self._rank, self._size, _GPU_TIMEOUT if gpu else _TIMEOUT)
 
     def all_reduce_gb_s(self) -> float:
         """Bus bandwidth of an all-reduce, in GB/s, as nccl-tests count it: 2 (n - 1) / n of the bytes."""
@@ -98,18 +96,14 @@ class Group:
 
     def _timed_all_reduce(self, size: int) -> float:
         """Seconds of one all-reduce, on the slowest of the ranks, which all of them return."""
-        message = torch.zeros(size // 4, device=self._device)
+        message, options = torch.zeros(size // 4, device=self._device), c10d.AllreduceOptions()
         began = time.perf_counter()
-        self._reduce(message)
-        seconds = torch.tensor([time.perf_counter() - began], device=self._device)
-        self._reduce(seconds, c10d.ReduceOp.MAX)
-        return float(seconds.item())
-
-    def _reduce(self, tensor: Tensor, op: Any = c10d.ReduceOp.SUM) -> None:
-        options = c10d.AllreduceOptions()
-        options.reduceOp = op
-        self._group.allreduce([tensor], options).wait()
+        self._group.allreduce([message], options).wait()
         self._finished()
+        seconds = torch.tensor([time.perf_counter() - began], device=self._device)
+        options.reduceOp = c10d.ReduceOp.MAX
+        self._group.allreduce([seconds], options).wait()
+        return float(seconds.item())
 
     def _finished(self) -> None:
         if self._device.type == "cuda":
@@ -121,32 +115,30 @@ def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, 
 
     Returns ``gb_s`` and, for two nodes, ``there`` and ``back``; or ``error``.
     """
-    found: list[dict[str, Any]] = []
-    # NCCL may wait for a peer for ever while it connects: then this rank goes on without an answer.
-    work = threading.Thread(target=lambda: found.append(_measured(store, name, nodes, rank, device)), daemon=True)
-    work.start()
-    work.join(_LONGEST_SECONDS)
-    return found[0] if found else {"error": f"no answer within {_LONGEST_SECONDS:.0f} s ({socket.gethostname()})"}
-
-
-def _measured(
-    store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, device: torch.device
-) -> dict[str, Any]:
     ranks = [each for node in nodes for each in node]
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
-        store.set(f"{name}/here/{rank}", "1")
-        store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
-        group = Group(store, name, ranks, rank, device)
-        found = {"gb_s": round(group.all_reduce_gb_s(), 4)}
-        if len(nodes) == 2:
-            second = len(nodes[0])
-            found["there"] = round(group.one_way_gb_s(0, second), 4)
-            found["back"] = round(group.one_way_gb_s(second, 0), 4)
-        return found
-    except (RuntimeError, OSError, RunFailedError) as error:  # gloo and NCCL raise the first for everything
-        return {"error": f"{str(error).splitlines()[0][:200]} ({socket.gethostname()})"}
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            store.set(f"{name}/here/{rank}", "1")
+            store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
+            group = Group(store, name, ranks, rank, device)
+            measured = {"gb_s": group.all_reduce_gb_s()}
+            if len(nodes) == 2:
+                second = len(nodes[0])
+                measured["there"] = group.one_way_gb_s(0, second)
+                measured["back"] = group.one_way_gb_s(second, 0)
+            found.update({key: round(value, 4) for key, value in measured.items()})
+        except (RuntimeError, OSError, RunFailedError) as error:  # gloo and NCCL raise the first for everything
+            found["error"] = f"{str(error).splitlines()[0][:200]} ({socket.gethostname()})"
+
+    # NCCL may wait for a peer for ever while it connects: then this rank goes on without an answer.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_LONGEST_SECONDS)
+    return dict(found) or {"error": f"no answer within {_LONGEST_SECONDS:.0f} s ({socket.gethostname()})"}
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -193,24 +185,31 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     node = rank_env.hosts[rank_env.node_rank] if rank_env.hosts else os.uname().nodename
     facts: dict[str, Any] = {"node": node, "node_rank": rank_env.node_rank, "local_rank": rank_env.local_rank}
     if rank_env.local_rank == 0:
-        facts |= node_facts(env, _folders(env))
+        folder = env.get("TRAINKIT_RUN_DIR") or env.get(node_health.FOLDER) or "."
+        facts |= node_facts(env, [Path(folder), Path(tempfile.gettempdir())])
     store = _store(rank_env, env)
     store.set(f"facts/{me}", json.dumps(facts))
     report: dict[str, Any] = {}
     if rank_env.is_main:
         report = _gather(store, rank_env)
         store.set("roster", json.dumps(report["ranks"]))
-    roster = json.loads(store.get("roster"))
-    nodes = _by_node(roster)
-    if me not in [rank for ranks in nodes for rank in ranks]:  # too late
+    by_node: dict[int, list[int]] = {}
+    for rank, told in sorted(json.loads(store.get("roster")).items(), key=lambda item: int(item[0])):
+        by_node.setdefault(told["node_rank"], []).append(int(rank))
+    nodes = [by_node[number] for number in sorted(by_node)]
+    ranks = [rank for node_ranks in nodes for rank in node_ranks]
+    if me not in ranks:  # too late
         return None
     _clocks(store, me, nodes, report)
-    with interfaces_set(rank_env, store, named=_interface(env)):
+    # The interface that the run's configuration names, if this is a job's preflight.
+    run_dir = env.get("TRAINKIT_RUN_DIR")
+    interface = load(f"{run_dir}/config.yaml").config.launch.interface if run_dir else None
+    with interfaces_set(rank_env, store, named=interface):
         _measure(store, rank_env, nodes, report)
     if not rank_env.is_main:
-        _tell(lambda: store.set(f"done/{me}", "1"))
+        with suppress(*_LOST):  # rank 0 may be out of reach, and says by itself that this rank is
+            store.set(f"done/{me}", "1")
         return None
-    ranks = [rank for ranks in nodes for rank in ranks]
     answers = _collect(store, [f"found/{rank}" for rank in ranks], _LAST_SECONDS)
     report["found"] = {key.removeprefix("found/"): value for key, value in answers.items()}
     _collect(store, [f"done/{rank}" for rank in ranks if rank != me], _LAST_SECONDS)  # this process serves the store
@@ -219,17 +218,18 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int]], report: dict[str, Any]) -> None:
     """Products on this rank's device, and bandwidth inside its node and to others."""
-    me, device = rank_env.rank, torch.device("cpu")
+    me, device, name = rank_env.rank, torch.device("cpu"), "cpu"
     if torch.cuda.is_available():
         # From here on this rank has a context on its GPU; all nodes have been asked for strangers' before.
         device = torch.device("cuda", device_index(rank_env.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    found = matmul_check(device) | {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+        name = torch.cuda.get_device_name(device)
+    found = matmul_check(device) | {"device": name}
     mine = next(ranks for ranks in nodes if me in ranks)
     if len(mine) > 1:
         found["inside"] = measure(store, f"inside/{nodes.index(mine)}", [mine], me, device)
     store.set(f"found/{me}", json.dumps(found))
-    report |= _pairs(store, rank_env, nodes, device)
+    report["pairs"] = _pairs(store, rank_env, nodes, device)
 
 
 def matmul_check(device: torch.device, *, size: int | None = None, repeats: int = 5) -> dict[str, Any]:
@@ -252,17 +252,6 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     return {"checksum": max(checksums, key=checksums.count), "wrong": wrong, "unsteady": len(set(checksums)) > 1}
 
 
-def _interface(env: Mapping[str, str]) -> str | None:
-    """The one that the run's configuration names, if this is a job's preflight."""
-    run = env.get("TRAINKIT_RUN_DIR")
-    return load(f"{run}/config.yaml").config.launch.interface if run else None
-
-
-def _folders(env: Mapping[str, str]) -> list[Path]:
-    run, runs = env.get("TRAINKIT_RUN_DIR"), env.get(node_health.FOLDER)
-    return [Path(run or runs or "."), Path(tempfile.gettempdir())]
-
-
 def _store(rank_env: RankEnv, env: Mapping[str, str]) -> SealedStore:
     patience = timedelta(seconds=START_SECONDS + 10)
     if rank_env.world_size == 1:
@@ -274,17 +263,15 @@ def _store(rank_env: RankEnv, env: Mapping[str, str]) -> SealedStore:
 
 def _gather(store: SealedStore, rank_env: RankEnv) -> dict[str, Any]:
     """What every rank says of itself, and which are missing."""
-    keys = [f"facts/{rank}" for rank in range(rank_env.world_size)]
-    facts = _collect(store, keys, START_SECONDS)
-    missing = [rank for rank, key in enumerate(keys) if key not in facts]
+    found = _collect(store, [f"facts/{rank}" for rank in range(rank_env.world_size)], START_SECONDS)
+    facts = {key.removeprefix("facts/"): value for key, value in found.items()}
     per_node = max(1, rank_env.local_world_size)
-    return {
-        "ranks": {key.removeprefix("facts/"): value for key, value in facts.items()},
-        "missing": {
-            str(rank): rank_env.hosts[rank // per_node] if rank // per_node < len(rank_env.hosts) else f"rank {rank}"
-            for rank in missing
-        },
-    }
+    missing = {}
+    for rank in range(rank_env.world_size):
+        if str(rank) not in facts:
+            node = rank // per_node
+            missing[str(rank)] = rank_env.hosts[node] if node < len(rank_env.hosts) else f"rank {rank}"
+    return {"ranks": facts, "missing": missing}
 
 
 def _collect(store: SealedStore, keys: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -299,14 +286,6 @@ def _collect(store: SealedStore, keys: Sequence[str], seconds: float) -> dict[st
         except _LOST:
             continue
     return found
-
-
-def _by_node(roster: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
-    """Ranks of each node; only nodes whose facts are there, in their order."""
-    nodes: dict[int, list[int]] = {}
-    for rank, facts in sorted(roster.items(), key=lambda item: int(item[0])):
-        nodes.setdefault(facts["node_rank"], []).append(int(rank))
-    return [nodes[number] for number in sorted(nodes)]
 
 
 def _clocks(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], report: dict[str, Any]) -> None:
@@ -327,17 +306,18 @@ def _clocks(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], report:
                 offsets[str(rank)] = round(min(tries)[1], 4)
         report["clocks"] = offsets
     elif me in firsts:
-        for number in range(3):
-            if not _tell(lambda key=f"clock/ask/{me}/{number}": store.wait([key], timedelta(seconds=60))):  # type: ignore[misc]
-                return
-            store.set(f"clock/answer/{me}/{number}", json.dumps(time.time()))
+        with suppress(*_LOST):
+            for number in range(3):
+                store.wait([f"clock/ask/{me}/{number}"], timedelta(seconds=60))
+                store.set(f"clock/answer/{me}/{number}", json.dumps(time.time()))
 
 
 def _pairs(
     store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int]], device: torch.device
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Bandwidth between pairs of nodes, until it is clear whose is low; rank 0 says whether another round is needed."""
-    me, found = rank_env.rank, []
+    me = rank_env.rank
+    found: list[dict[str, Any]] = []
     for number, pairs in enumerate(rounds(len(nodes))[:_ROUNDS]):
         for a, b in pairs:
             if me in (*nodes[a], *nodes[b]):
@@ -345,27 +325,18 @@ def _pairs(
                 if me == nodes[a][0]:
                     store.set(f"pair/{number}/{a}/{b}", json.dumps(result))
         if rank_env.is_main:
-            keys = [f"pair/{number}/{a}/{b}" for a, b in pairs]
-            answers = _collect(store, keys, _ROUND_SECONDS)
-            lost = {"error": "no answer"}
-            found += [{"ranks": [nodes[a][0], nodes[b][0]]} | answers.get(key, lost)
-                      for key, (a, b) in zip(keys, pairs, strict=True)]  # fmt: skip
-            more = number == 0 or bool(node_health.slow(found))
-            store.set(f"more/{number}", json.dumps(more))
-        elif not _tell(lambda key=f"more/{number}": store.wait([key], timedelta(seconds=2 * _ROUND_SECONDS))):  # type: ignore[misc]
+            answers = _collect(store, [f"pair/{number}/{a}/{b}" for a, b in pairs], _ROUND_SECONDS)
+            for a, b in pairs:
+                answer = answers.get(f"pair/{number}/{a}/{b}", {"error": "no answer"})
+                found.append({"ranks": [nodes[a][0], nodes[b][0]]} | answer)
+            store.set(f"more/{number}", json.dumps(number == 0 or bool(node_health.slow(found))))
+        try:
+            store.wait([f"more/{number}"], timedelta(seconds=2 * _ROUND_SECONDS))
+        except _LOST:
             break
         if not json.loads(store.get(f"more/{number}")):
             break
-    return {"pairs": found}
-
-
-def _tell(action: Callable[[], object]) -> bool:
-    """Whether it could be done: rank 0 may be out of reach, and says by itself that this rank is."""
-    try:
-        action()
-    except _LOST:
-        return False
-    return True
+    return found
 
 
 if __name__ == "__main__":

@@ -273,9 +273,8 @@ def _wait_for_all(store: SealedStore, open_to_all: Store, env: RankEnv, host: st
 def _missing_ranks(
     store: SealedStore, open_to_all: Store, env: RankEnv, head: str, timeout: timedelta
 ) -> RunFailedError:
-    ranks = range(env.world_size)
     try:
-        missing = [rank for rank in ranks if not store.check([f"joined/{rank}"])]
+        missing = [rank for rank in range(env.world_size) if not store.check([f"joined/{rank}"])]
         others = _with_another_secret(store, open_to_all, missing)
     except _ERRORS:
         return RunFailedError(
@@ -283,20 +282,16 @@ def _missing_ranks(
             why="It gave up waiting, or died.",
             fix="Its log says why, and which ranks were missing.",
         )
-    what = (
-        f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
-        f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}."
-    )
+    why = f"They never started, died while starting, or cannot reach {head}."
+    fix = "See their logs; exclude a bad node with --exclude."
     if others:
-        return RunFailedError(
-            what,
-            why=f"{_and(others)} there, with another secret.",
-            fix=f"Give every node the same {VARIABLE}, or --secret-file of `python -m jobs.launch`.",
-        )
+        why = f"{_and(others)} there, with another secret."
+        fix = f"Give every node the same {VARIABLE}, or --secret-file of `python -m jobs.launch`."
     return RunFailedError(
-        what,
-        why=f"They never started, died while starting, or cannot reach {head}.",
-        fix="See their logs; exclude a bad node with --exclude.",
+        f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
+        f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}.",
+        why=why,
+        fix=fix,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -57,29 +58,26 @@ def sharing_cores() -> Iterator[None]:
     if torch.get_num_threads() == 1 or user_says_how_threads_wait() or _times(path) is None:
         yield
         return
-    end = threading.Event()
-    thread = threading.Thread(target=_watch, args=(path, end), name="cores", daemon=True)
+    end, teams = threading.Event(), _Teams()
+
+    def watch() -> None:
+        before = _times(path)
+        while not end.wait(_LOOK_SECONDS) and before is not None and (now := _times(path)) is not None:
+            ran, waited = now[0] - before[0], now[1] - before[1]
+            before = now
+            if waited > _CROWDED * ran:
+                teams.begin()
+            elif waited < _FREE * ran:
+                teams.end()
+        teams.end()
+
+    thread = threading.Thread(target=watch, name="cores", daemon=True)
     thread.start()
     try:
         yield
     finally:
         end.set()
         thread.join()
-
-
-def _watch(path: Path, end: threading.Event) -> None:
-    before, others = _times(path), _Teams()
-    while not end.wait(_LOOK_SECONDS):
-        now = _times(path)
-        if before is None or now is None:
-            break
-        ran, waited = (new - old for new, old in zip(now, before, strict=True))
-        before = now
-        if waited > _CROWDED * ran:
-            others.begin()
-        elif waited < _FREE * ran:
-            others.end()
-    others.end()
 
 
 def _times(path: Path) -> tuple[int, int] | None:
@@ -100,13 +98,12 @@ class _Teams:
 
     def begin(self) -> None:
         """If they have not begun."""
-        if self._threads:
-            return
-        size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        self._over.clear()
-        for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
-            self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
-            self._threads[-1].start()
+        if not self._threads:
+            size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+            self._over.clear()
+            for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
+                self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
+                self._threads[-1].start()
 
     def end(self) -> None:
         """Their teams end with them."""
@@ -169,13 +166,16 @@ class Distributed:
         """Rank 0's value on every rank: JSON's own types only, since nothing that came over a wire is unpickled."""
         if self.world_size == 1:
             return value
-        content = _to_bytes(value if self.is_main else None)
+        return _from_bytes(self._broadcast(_to_bytes(value if self.is_main else None), _LONGEST_JSON))  # type: ignore[no-any-return]
+
+    def _broadcast(self, content: Tensor, longest: int) -> Tensor:
+        """Rank 0's bytes on every rank."""
         size = torch.tensor([content.numel()])
         c10d.broadcast(size, src=0)
         if not self.is_main:
-            content = torch.empty(_bounded(size), dtype=torch.uint8)
+            content = torch.empty(_bounded(size, longest), dtype=torch.uint8)
         c10d.broadcast(content, src=0)
-        return _from_bytes(content)  # type: ignore[no-any-return]
+        return content
 
     def gather_json(self, value: T) -> list[T]:
         """Every rank's value, in order of rank, on every rank: JSON's own types only."""
@@ -184,7 +184,7 @@ class Distributed:
         content = _to_bytes(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         c10d.all_gather(sizes, torch.tensor([content.numel()]))
-        longest = max(_bounded(size) for size in sizes)
+        longest = max(_bounded(size, _LONGEST_JSON) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: content.numel()] = content
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
@@ -196,23 +196,19 @@ class Distributed:
         content = self.together(lambda: make() if self.is_main else b"")
         if self.world_size == 1:
             return content
-        size = torch.tensor([len(content)])
-        c10d.broadcast(size, src=0)
-        # An empty buffer cannot be looked at as a tensor.
-        tensor = torch.frombuffer(bytearray(content or bytes(int(size.item()) or 1)), dtype=torch.uint8)
-        c10d.broadcast(tensor, src=0)
-        return tensor.numpy().tobytes()[: int(size.item())]
+        # A byte before it: an empty buffer cannot be looked at as a tensor.
+        whole = self._broadcast(torch.frombuffer(bytearray(b"\0" + content), dtype=torch.uint8), sys.maxsize)
+        return whole.numpy().tobytes()[1:]
 
     def together(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on this rank; an error for users that it raises on any rank is raised on all."""
-        made: list[T] = []
-        failed: TrainkitError | None = None
         try:
-            made.append(make())
+            made = make()
         except TrainkitError as error:
-            failed = error
-        self.raise_together(failed)
-        return made[0]
+            self.raise_together(error)
+            raise
+        self.raise_together(None)
+        return made
 
     def raise_together(self, error: TrainkitError | None) -> None:
         """Raise on every rank as soon as one has an error: that of the lowest rank.
@@ -243,12 +239,12 @@ def _from_bytes(content: Tensor) -> Any:
         ) from None
 
 
-def _bounded(size: Tensor) -> int:
+def _bounded(size: Tensor, longest: int) -> int:
     number = int(size.item())
-    if not 0 < number <= _LONGEST_JSON:
+    if not 0 < number <= longest:
         raise RunFailedError(
             f"Another rank announces a message of {number} bytes.",
-            why=f"Ranks of one run send at most {_LONGEST_JSON}.",
+            why=f"Ranks of one run send at most {longest}.",
             fix="Start all ranks with the same version of trainkit, where no stranger can connect to them.",
         )
     return number
@@ -321,11 +317,11 @@ def distributed(
 # Agreement of the ranks on stopping, saving and the like, which costs next to no waiting.
 
 PAUSE_SECONDS = 0.25
-"""Where polls come faster than that, not each of them is a vote:"""
+"""Seconds between votes."""
 MOST_APART = 16
-"""one of so many at least, however fast they are,"""
+"""Most polls from one vote to the next."""
 FIRST = 64
-"""and each of the first, until it is known how fast they are."""
+"""So many first polls are votes each, until it is known how fast polls are."""
 
 
 class StopVote:

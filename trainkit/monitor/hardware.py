@@ -30,9 +30,9 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,39 +80,18 @@ def sample_hardware(
         device: ``cuda`` samples GPUs as well; anything else does not.
         ranks: number of ranks of the run.
     """
-    stop = threading.Event()
+    over = threading.Event()
     gpus = Gpus(gpu_mask()) if device.startswith("cuda") else None
     file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
     energy = Energy(gpus, last_sample(file))
     processes: dict[int, psutil.Process] = {}
     _process_tree(processes)  # psutil measures from one call to the next: this sets the beginning
-    sampling = partial(_sample_until, file, shown, every_seconds, gpus, energy, processes, stop, ranks)
-    thread = threading.Thread(target=sampling, name="hardware", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(timeout=5.0)  # a hanging driver must not keep the job
 
-
-def _sample_until(
-    path: Path,
-    shown: Path,
-    every_seconds: float,
-    gpus: Gpus | None,
-    energy: Energy,
-    processes: dict[int, psutil.Process],
-    stop: threading.Event,
-    ranks: int,
-) -> None:
-    waits = CpuWaits(ranks)
-    try:
-        most = 0.0
+    def sample_all_along() -> None:
+        waits, most, ended = CpuWaits(ranks), 0.0, False
         psutil.cpu_percent()  # the beginning of this, which psutil keeps for each thread
-        ended = False
         while not ended:
-            ended = stop.wait(every_seconds)
+            ended = over.wait(every_seconds)
             cpu, resident = _process_tree(processes)
             machine = psutil.virtual_memory()
             sample: dict[str, Any] = {
@@ -132,10 +111,21 @@ def _sample_until(
                 if memory > most * _NOTEWORTHY or not most:
                     most = memory
                     fileio.write(shown, gpus.described(), shown.parent)
-            sample |= energy.used(used)
-            fileio.append_jsonl(path, sample)
-    except Exception as error:
-        print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
+            fileio.append_jsonl(file, sample | energy.used(used))
+
+    def guarded() -> None:
+        try:
+            sample_all_along()
+        except Exception as error:
+            print(f"No more hardware samples in {file.name}: {error}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=guarded, name="hardware", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=5.0)  # a hanging driver must not keep the job
 
 
 class _Seconds(NamedTuple):
@@ -261,33 +251,33 @@ class Gpus:
 
     def joules(self) -> dict[int, float]:
         """Energy by index since the driver was loaded, of the GPUs that count it."""
-        energy = {"joules": lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000}
-        reported = {index: self._reported(handle, energy) for index, handle in self._handles.items()}
-        return {index: found["joules"] for index, found in reported.items() if found}
+        found = {}
+        for index, handle in self._handles.items():
+            with suppress(self._nvml.NVMLError):
+                found[index] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+        return found
 
     def described(self) -> str:
         """What `nvidia-smi` shows: driver, names, use, and the processes on each GPU. Empty without GPUs."""
         if not self._handles:
             return ""
         nvml = self._nvml
-        driver = self._reported(None, {"driver": lambda _: nvml.nvmlSystemGetDriverVersion()}).get("driver", "?")
-        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  driver {driver}"]
         about: dict[str, Callable[[Any], Any]] = {
-            "name": lambda handle: nvml.nvmlDeviceGetName(handle),
+            "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
+            "name": nvml.nvmlDeviceGetName,
             "limit": lambda handle: nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
-            "processes": lambda handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+            "processes": nvml.nvmlDeviceGetComputeRunningProcesses,
         }
+        lines: list[str] = []
         for sample, handle in zip(self.samples(), self._handles.values(), strict=True):
-            known = self._reported(handle, about)
-            values = [
-                f"GPU {sample['index']}  {known.get('name', '?')}",
-                f"{sample.get('util_percent', '?')} % used",
-                f"{sample.get('memory_used_mb', '?')} of {sample.get('memory_total_mb', '?')} MB",
-                f"{sample.get('power_w', '?')} of {known.get('limit', '?')} W",
-                f"{sample.get('temperature_c', '?')} C",
-            ]
-            lines.append("  ".join(values))
-            for process in known.get("processes", ()):
+            known = defaultdict(lambda: "?", {"processes": (), **sample, **self._reported(handle, about)})
+            lines = lines or [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  driver {known['driver']}"]
+            lines.append(
+                f"GPU {known['index']}  {known['name']}  {known['util_percent']} % used  "
+                f"{known['memory_used_mb']} of {known['memory_total_mb']} MB  {known['power_w']} of {known['limit']} W"
+                f"  {known['temperature_c']} C"
+            )
+            for process in known["processes"]:
                 used = getattr(process, "usedGpuMemory", None)  # unknown inside of containers
                 lines.append(f"    process {process.pid}  {'?' if used is None else round(used / MB)} MB")
         return "\n".join(lines) + "\n"

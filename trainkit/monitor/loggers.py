@@ -17,8 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import fileio, plugins
@@ -111,8 +110,7 @@ def prepare_loggers(config: Config) -> dict[str, object]:
     for name in config.monitor.loggers:
         if plugins.stated(__package__, name).get("PREPARES"):
             with suppress(Exception):  # opening the logger tries again, and reports the error
-                module = sys.modules[plugins.load(__package__, name).__module__]
-                prepared[name] = module.prepare()
+                prepared[name] = sys.modules[plugins.load(__package__, name).__module__].prepare()
     return prepared
 
 
@@ -121,15 +119,10 @@ def open_loggers(
     config: Config,
     run_dir: RunDir,
     *,
-    total_steps: int,
-    params: int = 0,
-    world_size: int = 1,
-    resumed_step: int = 0,
-    precision: str = "",
-    micro_batch_size: int = 0,
     is_main: bool = True,
     may_write: Callable[[], None] = lambda: None,
     prepared: Mapping[str, object] | None = None,
+    **known: Any,
 ) -> Iterator[Logger]:
     """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
 
@@ -138,6 +131,7 @@ def open_loggers(
     Args:
         may_write: asked before every record; raises RunFailedError when another process writes this run by now.
         prepared: the result of `prepare_loggers`, if it was called.
+        known: what is known of the attempt, see `Start`.
 
     Raises:
         RunFailedError: ``metrics.jsonl`` cannot be written.
@@ -145,12 +139,11 @@ def open_loggers(
     if not is_main:
         yield NullLogger()
         return
-    metrics = metrics_of(config.task.name)
-    start = Start(total_steps, params, world_size, resumed_step, precision, micro_batch_size, metrics)
     fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
     for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
-        fan_out.open(name, run_dir, config, replace(start, prepared=(prepared or {}).get(name)))
+        start = Start(**known, metrics=metrics_of(config.task.name), prepared=(prepared or {}).get(name))
+        fan_out.open(name, run_dir, config, start)
     try:
         yield fan_out
     finally:
@@ -216,13 +209,17 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     """The measured values of a record, each with its name and unit; what is absent is left out."""
     head = metrics.headline
     others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
-    formats: dict[str, Callable[[Any], str]] = {
-        **{name: partial(metrics.words, name) for name in ("loss", head)},
-        "lr": lambda value: f"lr {number(value, '.2e')}",
-        "images_per_sec": lambda value: number(value, ",.0f", " images/s"),
-        **{name: partial(metrics.words, name) for name in (*others, f"ema_{head}")},
-    }
-    return [formats[key](record[key]) for key in formats if key in record]
+    words = []
+    for key in ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}"):
+        if key not in record:
+            continue
+        if key == "lr":
+            words.append(f"lr {number(record[key], '.2e')}")
+        elif key == "images_per_sec":
+            words.append(number(record[key], ",.0f", " images/s"))
+        else:
+            words.append(metrics.words(key, record[key]))
+    return words
 
 
 def record_line(

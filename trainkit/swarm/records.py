@@ -250,7 +250,7 @@ class RoundRecorder:
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:
         """The events of a peer's start, and what is left of one that fails."""
-        attempt, parts = self._recorder.writer.attempt, self._recorder.parts
+        attempt, parts = self._recorder.writer.attempt, self._recorder.state
         attempt.started(
             step=self._progress.step,
             world_size=env.world_size,
@@ -280,7 +280,7 @@ class RoundRecorder:
         self._judges_from = 0.0 if self._unsaved else began + took / _SHARE_FOR_RECORDS
         if self._role == "anchor":
             return []
-        metrics, val = self._recorder.parts.metrics, self._progress.val
+        metrics, val = self._recorder.state.metrics, self._progress.val
         shown = [key for key in dict.fromkeys(("loss", metrics.headline)) if key in val]
         return ["  ".join(f"val {metrics.words(key, val[key])}" for key in shown)]
 
@@ -315,7 +315,7 @@ class RoundRecorder:
         self._known = now
 
     def _epoch(self) -> float:
-        return self._progress.images / max(1, len(self._recorder.parts.splits.train))
+        return self._progress.images / max(1, len(self._recorder.state.splits.train))
 
     def _where(self, index: int) -> dict[str, Any]:
         return {"step": self._progress.step, "epoch": round(self._epoch(), 4), "round": index + 1}

@@ -23,7 +23,7 @@ from torch import nn
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits
-from trainkit.data.loader import Batches, train_batches
+from trainkit.data.loader import Batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
@@ -68,7 +68,7 @@ class Team:
     def batches(self, seed: int, position: int) -> Batches[Batch]:
         """This rank's batches, from global batch ``position`` on; the others load theirs."""
         self._order(_Do.BEGIN, position)
-        return _batches(self.parts, seed, position)
+        return self.parts.batches(position, _FOREVER, seed=seed)
 
     def before_update(self, lr: float, seed: int) -> None:
         """Tell the others to make the update that this rank makes next."""
@@ -170,7 +170,7 @@ def follow(
                 if what == _Do.BEGIN:
                     if loader is not None:
                         loader.close()
-                    loader, updater = _batches(parts, seed, number), Updater(parts, beat=beat)
+                    loader, updater = parts.batches(number, _FOREVER, seed=seed), Updater(parts, beat=beat)
                     parts.model.train()
                 elif what == _Do.TAKE_WEIGHTS:
                     _share_weights(model, dist)
@@ -182,22 +182,6 @@ def follow(
         finally:
             if loader is not None:
                 loader.close()
-
-
-def _batches(parts: TrainState, seed: int, position: int) -> Batches[Batch]:
-    return train_batches(
-        parts.splits,
-        seed=seed,
-        start_step=position,
-        stop_step=_FOREVER,
-        global_batch_size=parts.config.train.global_batch_size,
-        micro_batch_size=parts.micro_batch_size,
-        rank=parts.dist.rank,
-        world_size=parts.dist.world_size,
-        workers=parts.workers,
-        device=parts.dist.device,
-        broken=parts.broken,
-    )
 
 
 def _as_ddp(config: Config) -> Config:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.config.task import TaskMetrics, judged_by, metrics_of
-from trainkit.data.base import DataInfo, Splits, normalize
+from trainkit.data.base import Batch, DataInfo, Splits, normalize
 from trainkit.data.folders import BrokenImages
-from trainkit.data.loader import resolve_workers
-from trainkit.data.loader import to_device as placed_data
+from trainkit.data.loader import Batches, resolve_workers, train_batches
+from trainkit.data.loader import to_device as data_to_device
 from trainkit.data.order import steps_per_epoch
-from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, keep_freed_memory
+from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.fileio import make_own
@@ -42,7 +42,7 @@ from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
 from trainkit.training.schedule import lr_at
 from trainkit.training.timing import flops_per_image, peak_flops
-from trainkit.workarounds import put_off_torch_compiler
+from trainkit.workarounds import keep_freed_memory, put_off_torch_compiler
 
 # What trains: everything that is made of a configuration, some data and a rank.
 
@@ -98,11 +98,9 @@ class TrainState:
 
     def further_tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """What belongs into a checkpoint beside model and optimizer: file stem -> name -> tensor."""
+        ema = self.ema.tensors() if self.ema is not None else {}
         own = self.strategy.tensors() if isinstance(self.strategy, HasTensors) else {}
-        return {
-            **({"ema": self.ema.tensors()} if self.ema is not None else {}),
-            **({"strategy": own} if own else {}),
-        }
+        return {stem: tensors for stem, tensors in (("ema", ema), ("strategy", own)) if tensors}
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -116,7 +114,7 @@ class TrainState:
     def micro_batch_size(self) -> int:
         """Samples per rank and forward pass."""
         train = self.config.train
-        assert train.micro_batch_size != "auto", "`settled` makes a number of it, before there are parts"
+        assert train.micro_batch_size != "auto", "`resolve_micro_batch_size` makes a number of it before"
         return train.given_micro_batch_size or train.global_batch_size // self.dist.world_size
 
     @cached_property
@@ -139,17 +137,33 @@ class TrainState:
         if before == ranks or not isinstance(before, int):
             return ""
         who = "1 rank goes" if ranks == 1 else f"{ranks} ranks go"
-        words = (
-            f"{who} on where {before} {'has' if before == 1 else 'have'} saved, with the same data in the same order"
-        )
+        had = f"{before} {'has' if before == 1 else 'have'} saved"
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
-        lost = "".join(f"; {item}" for item in lost_when_resized(self.config))
-        if size == now:
-            return f"{words} and micro batch; sums may differ in their last bits{lost}"
-        was = str(size) if isinstance(size, int) else "another size"
-        return (
-            f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
-            + lost
+        was = size if isinstance(size, int) else "another size"
+        words = [
+            f"{who} on where {had}, with the same data in the same order and micro batch; sums may differ in their "
+            "last bits"
+            if size == now
+            else f"{who} on where {had}, with the same data in the same order; micro batches are of {now} instead of "
+            f"{was}, by which dropout and BatchNorm go: these differ",
+            *lost_when_resized(self.config),
+        ]
+        return "; ".join(words)
+
+    def batches(self, start: int, stop: int, *, seed: int | None = None, workers: int | None = None) -> Batches[Batch]:
+        """This rank's micro batches for the updates from position ``start`` of the data up to ``stop``."""
+        return train_batches(
+            self.splits,
+            seed=self.config.seed if seed is None else seed,
+            start_step=start,
+            stop_step=stop,
+            global_batch_size=self.config.train.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.dist.rank,
+            world_size=self.dist.world_size,
+            workers=self.workers if workers is None else workers,
+            device=self.dist.device,
+            broken=self.broken,
         )
 
     def normalized(self, images: Tensor) -> Tensor:
@@ -235,12 +249,9 @@ def checkpoint_activations(model: nn.Module, which: Literal["none", "full"] | in
         )
     for block in blocks[every - 1 :: every]:
         norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, norms))
-
-
-def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of the first pass, and of the second."""
-    return nullcontext(), _statistics_kept(norms)
+        # Of the first pass, and of the second.
+        contexts = partial(lambda norms: (nullcontext(), _statistics_kept(norms)), norms)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
@@ -287,8 +298,7 @@ def spread(plain: nn.Module, strategy: TakesHollow, config: Config, dist: Distri
     model = strategy.parallelize(to_device(_emptied(plain), config, torch.device("meta")))
     _replace(
         model,
-        lambda tensor: torch.empty_like(tensor, device=strategy.home),
-        lambda buffer: torch.empty_like(buffer, device=dist.device),
+        lambda old: torch.empty_like(old, device=strategy.home if isinstance(old, nn.Parameter) else dist.device),
     )
     own = _tensors(model)
     assert not dist.is_main or own.keys() == whole.keys()
@@ -302,28 +312,23 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _emptied(model: nn.Module) -> nn.Module:
-    def hollow(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="meta")
-
-    return _replace(model, hollow, hollow)
+    return _replace(model, lambda old: torch.empty_like(old, device="meta"))
 
 
-def _replace(model: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:
+def _replace(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """``model`` with others in the places of its tensors. What was one tensor in two places stays one, which
     `nn.Module.to_empty` does not see to."""
     # The old ones are kept meanwhile, or an id could come twice.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                if id(old) not in made:
-                    made[id(old)] = old, nn.Parameter(parameter(old.detach()), requires_grad=old.requires_grad)
-                module._parameters[name] = made[id(old)][1]  # type: ignore[assignment]
-        for name, value in module._buffers.items():
-            if value is not None:
-                if id(value) not in made:
-                    made[id(value)] = value, buffer(value)
-                module._buffers[name] = made[id(value)][1]
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is not None:
+                    if id(old) not in made:
+                        new = make(old).detach()
+                        is_parameter = isinstance(old, nn.Parameter)
+                        made[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                    tensors[name] = made[id(old)][1]  # type: ignore[assignment]
     return model
 
 
@@ -376,7 +381,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     return TrainState(
         config=config,
         dist=dist,
-        splits=placed_data(splits, config.data.device, dist.device, workers=workers),
+        splits=data_to_device(splits, config.data.device, dist.device, workers=workers),
         model=model,
         strategy=strategy,
         precision=precision,

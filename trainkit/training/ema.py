@@ -19,7 +19,7 @@ def decay_at(updates: int, decay: float) -> float:
 
 
 class Ema:
-    """The averaged weights of a model, sharded as it is, and averaged where they are.
+    """The averaged weights of a model, sharded as it is, on the devices of its weights.
 
     As in timm's `ModelEmaV3` the running statistics of BatchNorm are averaged too, and its counts are the model's own.
     What is not trained is the model's own as well.
@@ -30,44 +30,37 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._decay = model, decay
-        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        """Plain name -> the model's own tensor, and its average."""
-        averages: dict[int, Tensor] = {}  # tied weights have several names
+        self._averages: dict[str, Tensor] = {}
+        """By plain name; tied weights have several names and one average."""
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """This rank's parts of the model's tensors and of their averages, each once."""
+        seen: dict[int, Tensor] = {}
         for name, own in _tensors_of(model).items():
-            if isinstance(own, nn.Parameter):
-                changes = own.requires_grad
-            else:  # buffers in fp16 are no statistics, which need more digits
-                changes = own.dtype in (torch.float32, torch.float64)
-            if changes:
-                average = averages.setdefault(id(own), own.detach().clone())
-                self._pairs[name] = (own, average)
+            # Buffers in fp16 are no statistics, which need more digits.
+            is_statistic = not isinstance(own, nn.Parameter) and own.dtype in (torch.float32, torch.float64)
+            if own.requires_grad or is_statistic:
+                if id(own) not in seen:
+                    seen[id(own)] = own.detach().clone()
+                    self._pairs.append((own, seen[id(own)]))
+                self._averages[name] = seen[id(own)]
+        # average += weight * (own - average) is a step of SGD with the gradient -own and a weight decay of 1. The fused
+        # kernel makes it in one pass, and leaves it out by itself where `found_inf` is 1 on the device.
+        averages = [local_part(average) for _, average in self._pairs]
+        self._step = torch.optim.SGD(averages, lr=0.0, weight_decay=1.0, maximize=True, fused=True)
 
     @torch.no_grad()
     def update(self, nonfinite: Tensor, *, updates: int) -> None:
         """Take the weights after an update into the average.
 
         Args:
-            nonfinite: of that update, 1.0 on the device where it came to nothing: the average then stays as it is.
-            updates: how many the average has had before.
+            nonfinite: 1.0 on the device where that update came to nothing: the average then stays as it is.
+            updates: how many updates the average has had before.
         """
-        weight = 1.0 - decay_at(updates, self._decay)
-        for device, (own, average) in self._by_device().items():
-            # average += weight * (own - average) is SGD's step for the loss |own - average|^2 / 2. Its fused kernel
-            # makes it in one pass, looks at ``nonfinite`` on the device, and is quicker than a `_foreach_lerp_`.
-            torch._fused_sgd_(
-                average,
-                own,
-                [],
-                weight_decay=1.0,
-                momentum=0.0,
-                lr=weight,
-                dampening=0.0,
-                nesterov=False,
-                maximize=True,
-                is_first_step=False,
-                grad_scale=None,
-                found_inf=nonfinite.to(device),
-            )
+        for own, average in self._local():
+            average.grad = own.detach() if own.numel() else None  # a small tensor's shards do not reach all ranks
+        self._step.param_groups[0]["lr"] = 1.0 - decay_at(updates, self._decay)
+        self._step.found_inf = nonfinite  # type: ignore[attr-defined]  # as torch's GradScaler does
+        self._step.step()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -78,8 +71,7 @@ class Ema:
     def tensors(self) -> dict[str, Tensor]:
         """The averaged model: plain name -> tensor, sharded ones as they are. Writing into them changes the average,
         or what the model has in common with it."""
-        own = _tensors_of(self._model)
-        return {name: self._pairs[name][1] if name in self._pairs else value.detach() for name, value in own.items()}
+        return {name: self._averages.get(name, own.detach()) for name, own in _tensors_of(self._model).items()}
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -100,18 +92,7 @@ class Ema:
         follow_masters(self._model.parameters())
 
     def _local(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's parts of the model's tensors and their averages, each once."""
-        unique = {id(average): (own, average) for own, average in self._pairs.values()}
-        return [(local_part(own), local_part(average)) for own, average in unique.values()]
-
-    def _by_device(self) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
-        lists: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for own, average in self._local():
-            if own.numel():  # a small tensor's shards do not reach all ranks
-                ours, averages = lists.setdefault(own.device, ([], []))
-                ours.append(own)
-                averages.append(average)
-        return lists
+        return [(local_part(own), local_part(average)) for own, average in self._pairs]
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,37 +43,26 @@ def no_average(step: int) -> UserError:
     )
 
 
-def measure(
-    parts: TrainState,
-    samples: Samples,
-    *,
-    should_stop: Callable[[], bool] = lambda: False,
-    beat: Callable[[], None] = lambda: None,
-    confusion: bool = False,
-) -> Measured | None:
-    """Of the model as it is, and of its average; None if it was told to stop."""
+def measure(state: TrainState, samples: Samples, *, confusion: bool = False, **how: Any) -> Measured | None:
+    """Of the model as it is, and of its average; None if it was told to stop. ``how``: as `evaluate` takes it."""
     found = Measured({}, {})
-    kinds: dict[str, Callable[[], AbstractContextManager[None]]] = {"raw": nullcontext}
-    if parts.ema is not None:
-        kinds["ema"] = parts.ema.in_model
-    for kind, weights in kinds.items():
-        with weights():
-            sync_buffers(parts.model, parts.dist)
-            if not _add(found, kind, parts, samples, None, should_stop, beat, confusion):
+    for kind in STEMS if state.ema is not None else ("raw",):
+        with state.ema.in_model() if state.ema is not None and kind == "ema" else nullcontext():
+            sync_buffers(state.model, state.dist)
+            if not _add(found, kind, state, samples, confusion=confusion, **how):
                 return None
     return found
 
 
 def measure_saved(
-    parts: TrainState,
+    state: TrainState,
     checkpoints: Checkpoints,
     step: int,
     samples: Samples,
     *,
     kinds: Sequence[str],
-    batch_size: int | None = None,
-    beat: Callable[[], None] = lambda: None,
     or_newest: bool = True,
+    **how: Any,
 ) -> tuple[int, Measured]:
     """Of the weights in the checkpoint of ``step``, which the model then has; and the step whose weights they were.
 
@@ -81,44 +71,32 @@ def measure_saved(
     """
     found = Measured({}, {})
     for kind in kinds:
-        step = checkpoints.load_weights(parts.model, step, or_newest=or_newest, stem=STEMS[kind])
-        _add(found, kind, parts, samples, batch_size, lambda: False, beat, confusion=True)
+        step = checkpoints.load_weights(state.model, step, or_newest=or_newest, stem=STEMS[kind])
+        _add(found, kind, state, samples, confusion=True, **how)
     return step, found
 
 
-def _add(
-    found: Measured,
-    kind: str,
-    parts: TrainState,
-    samples: Samples,
-    batch_size: int | None,
-    should_stop: Callable[[], bool],
-    beat: Callable[[], None],
-    confusion: bool,
-) -> bool:
-    classes = parts.splits.info.num_classes
-    is_counted = confusion and parts.task.has("taken_for") and classes <= MOST_CLASSES
-    counts = Confusion(classes, parts.dist) if is_counted else None
-    mistakes = Mistakes(parts.task) if parts.task.has("wrong") else None
-    if mistakes is not None:
-        found.mistakes[kind] = mistakes
-    result = evaluate(
-        parts, samples, batch_size=batch_size, should_stop=should_stop, beat=beat, confusion=counts, mistakes=mistakes
-    )
+def _add(found: Measured, kind: str, state: TrainState, samples: Samples, *, confusion: bool, **how: Any) -> bool:
+    task, classes = state.task, state.splits.info.num_classes
+    is_counted = confusion and task.has("taken_for") and classes <= MOST_CLASSES
+    counts = Confusion(classes, state.dist) if is_counted else None
+    mistakes = Mistakes(task) if task.has("wrong") else None
+    result = evaluate(state, samples, confusion=counts, mistakes=mistakes, **how)
     if result is None:
         return False
-    samples_seen = result["samples"]
-    if kind == "ema":
-        result = {f"ema_{key}": value for key, value in result.items() if key != "samples"}
-    found.metrics.update(result)
-    found.metrics.setdefault("samples", samples_seen)
+    prefix = "ema_" if kind == "ema" else ""
+    seen = result.pop("samples")
+    found.metrics.update({f"{prefix}{key}": value for key, value in result.items()})
+    found.metrics.setdefault("samples", seen)
     if counts is not None:
         found.counts[kind] = counts.read()
+    if mistakes is not None:
+        found.mistakes[kind] = mistakes
     return True
 
 
 def evaluate(
-    parts: TrainState,
+    state: TrainState,
     samples: Samples,
     *,
     batch_size: int | None = None,
@@ -139,20 +117,20 @@ def evaluate(
         confusion: counts which class is taken for which.
         mistakes: keeps the images that are told wrong most surely.
     """
-    model, dist, splits, task = parts.model, parts.dist, parts.splits, parts.task
+    model, dist, task = state.model, state.dist, state.task
     was_training = model.training
     model.eval()
     meter = Meter(task, dist)
     pool = Pool(task, dist) if task.has("pooled") else None
     loader = eval_batches(
         samples,
-        splits.eval_transform,
-        batch_size=batch_size or parts.micro_batch_size,
+        state.splits.eval_transform,
+        batch_size=batch_size or state.micro_batch_size,
         rank=dist.rank,
         world_size=dist.world_size,
-        workers=parts.workers,
+        workers=state.workers,
         device=dist.device,
-        broken=parts.broken,
+        broken=state.broken,
     )
     try:
         with torch.no_grad(), loader as batches:
@@ -160,8 +138,8 @@ def evaluate(
                 beat()
                 if should_stop():
                     return None
-                with parts.precision.autocast():
-                    output = model(parts.normalized(images))
+                with state.precision.autocast():
+                    output = model(state.normalized(images))
                 output = output.float()
                 meter.add_masked(task.loss(output, labels, "none"), output, labels, mask)
                 if pool is not None:

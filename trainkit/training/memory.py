@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits
-from trainkit.data.loader import train_batches
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.device import MemoryGauge, device_name, random_state_kept
 from trainkit.distributed.process_group import Distributed, local_part
@@ -99,7 +98,9 @@ def resolve_micro_batch_size(
         found = measured.micro_batch_size
         if dist.is_main:
             writer.attempt.remark("probed", world_size=dist.world_size, device=device, **asdict(measured))
-            print(measured.in_words(dist.world_size), flush=True)
+            ranks = "1 rank" if dist.world_size == 1 else f"{dist.world_size} ranks"
+            takes = f"an update takes {measured.peak_mb:,.0f} of {measured.room_mb:,.0f} MiB"
+            print(f"train.micro_batch_size=auto: {found} on {ranks}; {takes}.", flush=True)
     return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": found})})
 
 
@@ -143,22 +144,22 @@ def explain_out_of_memory(config: Config, dist: Distributed) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        share = config.train.global_batch_size // dist.world_size
+        share, gpu = config.train.global_batch_size // dist.world_size, dist.device.type == "cuda"
         given = config.train.micro_batch_size
         micro = given if isinstance(given, int) else share
-        words = str(error).strip().splitlines()
-        gpu = dist.device.type == "cuda"
         half = smaller(micro, share, even=config.augment.mixes)
-        advice = [f"train.micro_batch_size={half} (the result stays the same) or auto"] if half else []
-        advice += ["strategy.name=fsdp"] * (not strategy_traits(config.strategy.name).sharded)
-        if config.train.activation_checkpointing != "full":
-            advice += ["train.activation_checkpointing=full (for models of blocks)"]
-        advice += [] if gpu else ["more memory for the job (--mem)"]
-        who = f"Rank {dist.rank} on {socket.gethostname()}"
+        advice = {
+            f"train.micro_batch_size={half} (the result stays the same) or auto": bool(half),
+            "strategy.name=fsdp": not strategy_traits(config.strategy.name).sharded,
+            "train.activation_checkpointing=full (for models of blocks)": config.train.activation_checkpointing
+            != "full",
+            "more memory for the job (--mem)": not gpu,
+        }
         raise RunFailedError(
-            f"{who} ran out of {'GPU ' if gpu else ''}memory with micro batches of {micro}.",
-            why=words[0] if words else type(error).__name__,
-            fix=f"Use {', or '.join(advice)}.",
+            f"Rank {dist.rank} on {socket.gethostname()} ran out of {'GPU ' if gpu else ''}memory with micro batches "
+            f"of {micro}.",
+            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            fix=f"Use {', or '.join(words for words, helps in advice.items() if helps)}.",
         ) from error
 
 
@@ -172,48 +173,38 @@ class Probed:
     room_mb: float
     """All memory of the rank that has least."""
 
-    def in_words(self, world_size: int) -> str:
-        """A line for the log."""
-        ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
-        return (
-            f"train.micro_batch_size=auto: {self.micro_batch_size} on {ranks}; "
-            f"an update takes {self.peak_mb:,.0f} of {self.room_mb:,.0f} MiB."
-        )
 
-
-def probe(parts: TrainState, sizes: Sequence[int]) -> Probed:
+def probe(state: TrainState, sizes: Sequence[int]) -> Probed:
     """The largest of ``sizes`` (ascending) that fits on every rank.
 
     Args:
-        parts: of no further use afterwards; an update of it has `_PASSES` micro batches of any size.
+        state: of no further use afterwards; an update of it has `_PASSES` micro batches of any size.
 
     Raises:
         RunFailedError: not even the smallest fits.
     """
-    dist, gauge = parts.dist, MemoryGauge(parts.dist, parts.config.train.memory_limit_mb)
-    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules())
+    dist, gauge = state.dist, MemoryGauge(state.dist, state.config.train.memory_limit_mb)
+    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
     sizes = [size for size in sizes if size >= 2] or sizes if norms else sizes  # one sample has no variance
-    sample, own = _sample(parts), _without_exchange(parts)
-    average = parts.ema  # it is there while the model trains
-    trials = _Trials(own, dist, gauge, sample, alone=own is not parts or dist.world_size == 1)
+    sample, own = _sample(state), _without_exchange(state)
+    average = state.ema  # it is there while the model trains
+    trials = _Trials(own, dist, gauge, sample, alone=own is not state or dist.world_size == 1)
     trials.first(sizes[0])
     gauge.start()
-    held, room = trials.held(), min(dist.gather_json(float(gauge.room())))
+    room = min(dist.gather_json(float(gauge.room())))
     budget = room * (1 - _HEADROOM)
-    size = largest(sizes, trials.peak, budget, held)
+    size = largest(sizes, trials.peak, budget, trials.held())
     peaks = trials.peaks
-    if own is not parts:
+    if own is not state and size:
         del trials, own  # and with them a second optimizer
-        together = _Trials(parts, dist, gauge, sample, alone=False)
-        if size:
-            together.first(sizes[0])
+        together = _Trials(state, dist, gauge, sample, alone=False)
+        together.first(sizes[0])
         while size and together.peak(size) > budget:
             size = max((other for other in sizes if other < size), default=0)
-        peaks = {**peaks, **together.peaks}
+        peaks |= together.peaks
     if not size:
-        raise _too_small(
-            sizes[0], f"An update takes {peaks[min(peaks)] / _MB:,.0f} MiB, and a rank has {room / _MB:,.0f}."
-        )
+        takes, has = peaks[min(peaks)] / _MB, room / _MB
+        raise _too_small(sizes[0], f"An update takes {takes:,.0f} MiB, and a rank has {has:,.0f}.")
     del average
     return Probed(size, round(peaks[size] / _MB, 1), round(room / _MB, 1))
 
@@ -230,9 +221,9 @@ def _too_small(size: int, why: str) -> RunFailedError:
 class _Trials:
     """Updates of one model, and their peaks: those of the rank that needs most."""
 
-    def __init__(self, parts: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, *, alone: bool) -> None:
-        self._parts, self._dist, self._gauge, self._sample, self._alone = parts, dist, gauge, sample, alone
-        self._updater = Updater(parts)
+    def __init__(self, state: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, *, alone: bool) -> None:
+        self._state, self._dist, self._gauge, self._sample, self._alone = state, dist, gauge, sample, alone
+        self._updater = Updater(state)
         self.peaks: dict[int, float] = {}
 
     def first(self, size: int) -> None:
@@ -257,7 +248,7 @@ class _Trials:
 
     def held(self) -> float:
         """Bytes held before there is any sample, gradients included."""
-        own = (local_part(item) for item in self._parts.model.parameters() if item.requires_grad)
+        own = (local_part(item) for item in self._state.model.parameters() if item.requires_grad)
         return self._agreed(self._gauge.held() + sum(item.numel() * item.element_size() for item in own))
 
     def peak(self, size: int) -> float:
@@ -319,40 +310,28 @@ def largest(sizes: Sequence[int], measure: Callable[[int], float], budget: float
     return best
 
 
-def _without_exchange(parts: TrainState) -> TrainState:
-    """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``parts``."""
-    model = parts.model
-    if isinstance(parts.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
-        return parts
+def _without_exchange(state: TrainState) -> TrainState:
+    """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``state``."""
+    model = state.model
+    if isinstance(state.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
+        return state
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-        return parts
-    dist = Distributed(RankEnv.single(), parts.dist.device)
-    config = parts.config.train.model_copy(update={"global_batch_size": _PASSES * parts.micro_batch_size})
+        return state
+    dist = Distributed(RankEnv.single(), state.dist.device)
+    config = state.config.train.model_copy(update={"global_batch_size": _PASSES * state.micro_batch_size})
     return replace(
-        parts,
-        config=parts.config.model_copy(update={"train": config}),
+        state,
+        config=state.config.model_copy(update={"train": config}),
         dist=dist,
         model=model.module,
         strategy=AsItIs(),
-        precision=type(parts.precision)(parts.precision.name, dist),
+        precision=type(state.precision)(state.precision.name, dist),
     )
 
 
-def _sample(parts: TrainState) -> Batch:
+def _sample(state: TrainState) -> Batch:
     """One sample of the data as training gets it."""
-    config, dist = parts.config, parts.dist
-    loader = train_batches(
-        parts.splits,
-        seed=config.seed,
-        start_step=0,
-        stop_step=1,
-        global_batch_size=parts.micro_batch_size * dist.world_size,  # for which there is data enough
-        micro_batch_size=parts.micro_batch_size,
-        rank=dist.rank,
-        world_size=dist.world_size,
-        workers=0,
-        device=dist.device,
-        broken=parts.broken,
-    )
-    with loader as batches:
+    size = state.micro_batch_size * state.dist.world_size  # for which there is data enough
+    train = state.config.train.model_copy(update={"global_batch_size": size})
+    with replace(state, config=state.config.model_copy(update={"train": train})).batches(0, 1, workers=0) as batches:
         return Batch(*(part[:1] for part in next(batches)))

@@ -33,13 +33,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     groups = _by_decay(model, config) if config.layer_decay == 1 else _by_layer(model, config)
     for group in groups:
         group["params"] = [master_of(parameter) for parameter in group["params"]]
-    if config.is_own:
-        make = plugins.load("trainkit.optim", config.name)
-        _try_out(make, config)
-        optimizer: torch.optim.Optimizer = make(groups, config.lr, **config.given())
-    else:
-        optimizer = _of_a_library(groups, config)
-    return _noted(optimizer)
+    if not config.is_own:
+        return _noted(_of_a_library(groups, config))
+    make = plugins.load("trainkit.optim", config.name)
+    _try_out(make, config)
+    return _noted(make(groups, config.lr, **config.given()))
 
 
 def _noted(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -161,10 +159,7 @@ def _by_layer(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
             key="optim.layer_decay",
         )
     groups: list[dict[str, Any]] = param_groups_layer_decay(
-        inner,
-        weight_decay=config.weight_decay,
-        no_weight_decay_list=_spared(inner),
-        layer_decay=config.layer_decay,
+        inner, config.weight_decay, no_weight_decay_list=_spared(inner), layer_decay=config.layer_decay
     )
     return [{key: group[key] for key in ("params", "weight_decay", "lr_scale")} for group in groups]
 

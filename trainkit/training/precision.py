@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainkit.checkpoint.state import follow_masters, master_of
 from trainkit.config.schema import auto_precision
@@ -24,16 +25,14 @@ def choose_precision(asked: str, device: torch.device) -> str:
 
     Raises RefusedError when tf32 is asked for on a device without it.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if asked == "tf32" and capability < (8, 0):
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if asked == "tf32" and (capability is None or capability < (8, 0)):
         raise RefusedError(
             f"train.precision=tf32 does not exist on {device.type}.",
             why="TF32 is a format of NVIDIA GPUs from Ampere on.",
             fix="Use train.precision=auto.",
         )
-    if asked != "auto":
-        return asked
-    return auto_precision(capability if device.type == "cuda" else None)
+    return auto_precision(capability) if asked == "auto" else asked
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -74,7 +73,6 @@ class Precision:
         self._dist = dist
         self._dtype = _DTYPES.get(name)
         self._scaler = GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
-        self._one = torch.ones((), device=dist.device)
         if dist.device.type == "cuda":
             allow_tf32(name == "tf32")
 
@@ -98,62 +96,58 @@ class Precision:
     ) -> Stepped:
         """Clip, update, clear the gradients. Gradients that are not finite never reach the weights or the optimizer.
 
-        All ranks skip as soon as one must: a sharded rank sees only its part of the gradients. Only fp16 asks the
-        device for the answer; elsewhere it stays there, and the fused optimizers skip by themselves.
+        All ranks skip as soon as one must: a sharded rank sees only its part of the gradients. Where a GPU would have
+        to be waited for the answer stays there, and the fused optimizers skip by themselves; fp16 always asks.
         """
         parameters = list(parameters)
-        scaled = self.scales_loss
-        if scaled:
+        if self.scales_loss:
             self._scaler.unscale_(optimizer)
-            (nonfinite,) = self._scaler._found_inf_per_device(optimizer).values()  # one device a rank
-            self._agree(nonfinite)
-            skipped = bool(nonfinite.item())
-            first = self._first_nonfinite(parameters) if skipped else 0  # before clipping, which spreads it
-        norm = None
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = whole_norm = None
         if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: sum over the ranks
-        skip = None
-        if scaled:
-            before = self._scaler.get_scale() if skipped else 0.0
-            if not skipped:  # torch's fused SGD keeps the memory that its first update got for momentum as it was
-                optimizer.step()
-            self._scaler.update()
-            if skipped:
-                self.skipped_steps += 1
-                skip = Skip(before, self._scaler.get_scale(), first)
-        else:
-            nonfinite = (~torch.isfinite(norm)).float() if norm is not None else self._nonfinite(parameters)
-            if can_skip(optimizer) and not is_free_to_ask(nonfinite.device):
+            norm = get_total_norm(gradients)
+            whole_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+        nonfinite = self._nonfinite(gradients) if whole_norm is None else (~torch.isfinite(whole_norm)).float()
+        if self.scales_loss:
+            self._agree(nonfinite)
+        may_ask = self.scales_loss or is_free_to_ask(nonfinite.device) or not can_skip(optimizer)
+        skips = may_ask and bool(nonfinite.item())
+        # Before clipping, which spreads what is not finite.
+        skip = self._skip(parameters) if skips and self.scales_loss else None
+        if not skips:
+            if max_norm is not None and norm is not None:
+                clip_grads_with_norm_(parameters, max_norm, norm)
+            if not may_ask:
                 _begin_momentum(optimizer)
                 optimizer.found_inf = nonfinite  # type: ignore[attr-defined]  # torch's GradScaler tells it so, too
-                optimizer.step()
-            elif not nonfinite.item():
-                optimizer.step()
+            optimizer.step()
+            if self.scales_loss:
+                self._scaler.update()
         optimizer.zero_grad()
-        return Stepped(norm, nonfinite, skip)
+        return Stepped(whole_norm, nonfinite, skip)
 
-    def _nonfinite(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sharded = bool(gradients) and is_sharded(gradients[0])
-        gradients = [local_part(gradient) for gradient in gradients] if sharded else gradients
-        # FSDP can keep gradients in host memory.
-        one = self._one.to(gradients[0].device) if gradients else self._one
-        found = one.new_zeros(())
-        # The scaler's own kernel: one pass over all gradients, here multiplied by one.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
-        if sharded:  # elsewhere the ranks have averaged their gradients, and all hold the same
+    def _nonfinite(self, gradients: Sequence[Tensor]) -> Tensor:
+        """1.0 on the device where the norm of a rank's gradients is not a finite number."""
+        parts = [part for gradient in gradients if (part := local_part(gradient)).numel()]
+        found = (~torch.isfinite(get_total_norm(parts))).float()
+        if any(map(is_sharded, gradients)):  # elsewhere the ranks have averaged their gradients, and all hold the same
             self._agree(found)
         return found
 
-    def _first_nonfinite(self, parameters: Sequence[nn.Parameter]) -> int:
+    def _skip(self, parameters: Sequence[nn.Parameter]) -> Skip:
+        """Count an update that is left out, lower the loss scale, and find where it began, on any rank."""
+        self.skipped_steps += 1
         gradients = [(index, item.grad) for index, item in enumerate(parameters) if item.grad is not None]
         bad = (index for index, gradient in gradients if not torch.isfinite(local_part(gradient)).all())
-        own = next(bad, len(parameters) - 1)
-        first = torch.tensor(own, device=self._dist.device)
+        first = torch.tensor(next(bad, len(parameters) - 1), device=self._dist.device)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)
-        return int(first.item())
+        # Not by the scaler's own look at the gradients: a sharded rank may have seen nothing in its part.
+        state = self._scaler.state_dict()
+        lower = {**state, "scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
+        self._scaler.update(lower["scale"])
+        self._scaler.load_state_dict(lower)
+        return Skip(state["scale"], lower["scale"], int(first.item()))
 
     def _agree(self, flag: Tensor) -> None:
         if self._dist.world_size > 1:
@@ -218,7 +212,7 @@ def _in_half(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class O2(Precision):
-    """Backward and update of a model that `halve` has halved, with a scaled loss."""
+    """Backward and update of a model of `to_half`, with a scaled loss."""
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None

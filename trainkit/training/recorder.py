@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from trainkit.run.folder import RunDir
 from trainkit.tasks.base import require_same_classes, told_classes
 from trainkit.tasks.meter import Mistakes, confusion_json, mistakes_json
 from trainkit.training.build import TrainState
-from trainkit.training.measurement import STEMS, measure, measure_saved
+from trainkit.training.measurement import STEMS, Measured, measure, measure_saved
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
 # How far a training is: what a checkpoint holds besides tensors.
@@ -77,11 +77,6 @@ class Progress:
             raise ValueError(f"its progress is impossible: {progress}")
         return progress
 
-    def take_over(self, other: Progress) -> None:
-        """Be where ``other`` is."""
-        for item in fields(self):
-            setattr(self, item.name, getattr(other, item.name))
-
     def judge(self, val: dict[str, float], by: str, *, higher_is_better: bool, min_delta: float = 0.0) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
 
@@ -103,9 +98,9 @@ class Progress:
         def beats(other: float | None, delta: float = 0.0) -> bool:
             return is_finite and (other is None or sign * (value - other) > delta)
 
-        moved = beats(self.reference, min_delta)
-        self.stalled = 0 if moved else self.stalled + 1
-        self.reference = value if moved else self.reference
+        self.stalled += 1
+        if beats(self.reference, min_delta):
+            self.stalled, self.reference = 0, value
         better = beats(self.best)
         if better:
             self.best, self.best_step, self.best_by = value, self.step, by
@@ -115,7 +110,7 @@ class Progress:
 # Broken images, told to all ranks.
 
 
-def share_broken(parts: TrainState, known: Sequence[str], writer: Writer) -> list[str]:
+def share_broken(state: TrainState, known: Sequence[str], writer: Writer) -> list[str]:
     """The files that any rank has met and ``known`` does not have, on all of them. Every rank calls it.
 
     An event names each, once in the life of a run.
@@ -124,16 +119,16 @@ def share_broken(parts: TrainState, known: Sequence[str], writer: Writer) -> lis
         UserError: on every rank, if these are more than ``data.max_broken`` with those that are known.
     """
     found: dict[str, str] = {}
-    for of_rank in parts.dist.gather_json(parts.broken.take()):
+    for of_rank in state.dist.gather_json(state.broken.take()):
         found |= of_rank
     new = sorted(file for file in found if file not in known)
-    if new and parts.dist.is_main:
+    if new and state.dist.is_main:
         told = {event.get("file") for event in read_events(writer.run, "broken_image")}  # by earlier attempts
         for file in new:
             if file not in told:
                 writer.attempt.remark("broken_image", file=file, why=found[file])
-    if len(known) + len(new) > parts.broken.most:
-        raise too_many([*known, *new], parts.broken.most)
+    if len(known) + len(new) > state.broken.most:
+        raise too_many([*known, *new], state.broken.most)
     return new
 
 
@@ -152,28 +147,25 @@ def too_many(files: Sequence[str], most: int) -> UserError:
 MOST_ROLLBACKS = 3
 
 
-def go_on(parts: TrainState, checkpoints: Checkpoints) -> tuple[Restored | None, Progress]:
+def go_on(state: TrainState, checkpoints: Checkpoints) -> tuple[Restored | None, Progress]:
     """Restore the newest whole checkpoint that is a training's, and how far it was; None if there is none.
 
     An average of the weights that it does not have begins with its weights.
 
     Raises UserError where it was trained on other classes; on every rank.
     """
-    ema = parts.ema
     restored = checkpoints.restore(
-        parts.model,
-        parts.optimizer,
-        into=parts.further_tensors(),
-        accept=lambda found: Progress.of(found.state),
+        state.model, state.optimizer, into=state.further_tensors(), accept=lambda found: Progress.of(found.state)
     )
-    progress = Progress() if restored is None else Progress.of(restored.state)
+    progress = Progress()
     if restored is not None:
-        require_same_classes(restored.state, parts.splits, parts.config.data.root)
-        parts.precision.load_state_dict(restored.state["precision"])
-    if ema is None:
+        progress = Progress.of(restored.state)
+        require_same_classes(restored.state, state.splits, state.config.data.root)
+        state.precision.load_state_dict(restored.state["precision"])
+    if state.ema is None:
         progress.ema_updates = 0
     elif not progress.ema_updates:
-        ema.restart()
+        state.ema.restart()
     return restored, progress
 
 
@@ -181,7 +173,7 @@ def go_on(parts: TrainState, checkpoints: Checkpoints) -> tuple[Restored | None,
 class Recorder:
     """Validates, saves and sums up; what is due when is the loop's to ask. Every rank calls every method."""
 
-    parts: TrainState
+    state: TrainState
     writer: Writer
     checkpoints: Checkpoints
     metrics: Logger
@@ -196,80 +188,109 @@ class Recorder:
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""
-        step, parts = self.progress.step, self.parts
-        return step == parts.total_steps or step % (parts.steps_per_epoch * parts.config.train.eval_every_epochs) == 0
+        return self._is_due(epochs=self.state.config.train.eval_every_epochs)
 
     def saving_is_due(self) -> bool:
         """After the present step: at the end, and by ``checkpoint.every_epochs`` and ``every_steps``."""
-        step, checkpoint = self.progress.step, self.parts.config.checkpoint
-        by_epoch = checkpoint.every_epochs and step % (self.parts.steps_per_epoch * checkpoint.every_epochs) == 0
-        by_step = checkpoint.every_steps and step % checkpoint.every_steps == 0
-        return step == self.parts.total_steps or bool(by_epoch or by_step)
+        checkpoint = self.state.config.checkpoint
+        return self._is_due(epochs=checkpoint.every_epochs, steps=checkpoint.every_steps)
+
+    def _is_due(self, *, epochs: int | None, steps: int | None = None) -> bool:
+        rhythms = (self.state.total_steps, self.state.steps_per_epoch * (epochs or 0), steps)
+        return any(every and self.progress.step % every == 0 for every in rhythms)
 
     def minutes_are_over(self) -> bool:
         """``checkpoint.every_minutes``, by rank 0's clock: the ranks have yet to agree."""
-        minutes = self.parts.config.checkpoint.every_minutes
-        return minutes is not None and self.parts.dist.is_main and self.checkpoints.seconds_since_save() >= minutes * 60
+        minutes = self.state.config.checkpoint.every_minutes
+        return minutes is not None and self.state.dist.is_main and self.checkpoints.seconds_since_save() >= minutes * 60
+
+    def stops_early(self) -> bool:
+        """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
+        for they judge by the same numbers."""
+        patience = self.state.config.train.early_stopping_patience
+        return patience is not None and self.progress.stalled >= patience
+
+    def is_over(self) -> bool:
+        """Nothing is left to train."""
+        return self.progress.step >= self.state.total_steps or self.stops_early()
+
+    def tell_early_stop(self) -> str:
+        """Why training has ended before its last update, said and written as an event; empty if it has not."""
+        state, progress = self.state, self.progress
+        if progress.step >= state.total_steps or not self.stops_early():
+            return ""
+        why = f"{state.judged_by} has not improved in {progress.stalled} validations in a row"
+        if state.lr_at(state.total_steps - 1) < state.lr_at(state.total_steps - 2):  # it comes down to the end
+            name, lr = state.config.schedule.name, state.lr_at(progress.step - 1)
+            why += f"; the schedule '{name}' was not finished: lr ended at {lr:.2e}"
+        self.remark("stopped_early", step=progress.step, total_steps=state.total_steps, best=progress.best, why=why)
+        if state.dist.is_main:
+            print(f"Stopped early after {progress.step} of {state.total_steps} steps: {why}.", flush=True)
+        return why
+
+    def remark(self, kind: Remark, **facts: Any) -> None:
+        """Write an event, once for all ranks."""
+        if self.state.dist.is_main:
+            self.writer.attempt.remark(kind, **facts)
+
+    def tell_broken(self) -> None:
+        """Tell all ranks of the broken images that any has met. Raises UserError on all where they are too many."""
+        self.progress.broken += share_broken(self.state, self.progress.broken, self.writer)
 
     def validate(self, where: Mapping[str, Any], should_stop: Callable[[], bool] = lambda: False) -> bool | None:
         """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
-        before = self.clock.part
-        self.clock.to(EVALUATION)
-        found = measure(self.parts, self.parts.splits.val, should_stop=should_stop, beat=self.beat)
-        self.clock.to(before)
+        state, by = self.state, self.state.judged_by
+        with self.clock.during(EVALUATION):
+            found = measure(state, state.splits.val, should_stop=should_stop, beat=self.beat)
         if found is None:
             return None
-        result = found.metrics
         self.tell_broken()
-        by, train = self.parts.judged_by, self.parts.config.train
-        metric = self.parts.metrics.find(by.removeprefix("val/"))
+        metric = state.metrics.find(by.removeprefix("val/"))
         better = self.progress.judge(
-            result,
+            found.metrics,
             by,
             higher_is_better=metric is None or metric.higher_is_better,
-            min_delta=train.early_stopping_min_delta,
+            min_delta=state.config.train.early_stopping_min_delta,
         )
-        self.metrics.log({**where, "split": "val", **result})
+        self.metrics.log({**where, "split": "val", **found.metrics})
         if better:
             self._show(found.mistakes.get("ema" if by.startswith("val/ema_") else "raw"), "val", self.progress.step)
         return better
+
+    def test(self, where: Mapping[str, Any]) -> dict[str, float]:
+        """Test metrics of the best weights, recorded with ``where``; which class was taken for which, in a file."""
+        self.clock.to(EVALUATION)
+        state, best = self.state, self.progress.best_step
+        found: Measured | None
+        if best is None or best == self.progress.step:
+            best = self.progress.step
+            found = measure(state, state.splits.test, beat=self.beat, confusion=True)
+        else:
+            has_average = state.ema is not None and self.checkpoints.holds(best, STEMS["ema"])
+            kinds = ["raw", "ema"] if has_average else ["raw"]
+            best, found = measure_saved(state, self.checkpoints, best, state.splits.test, kinds=kinds, beat=self.beat)
+        assert found is not None
+        self.clock.to(END)
+        self.tell_broken()
+        if state.dist.is_main and found.counts:  # before the record: loggers show it with that
+            content = confusion_json(state.splits.info, found.counts, split="test", step=best)
+            self._write(self.writer.run.confusion, content, None)
+        self.metrics.log({**where, "split": "test", **found.metrics})
+        self._show(found.mistakes.get("raw"), "test", best)
+        return found.metrics
 
     def _show(self, found: Mistakes | None, split: str, step: int) -> None:
         """Keep the images that were told wrong most surely, for the report. Every rank must call it."""
         if found is None:
             return
-        images = found.read(self.parts.dist)
-        if self.parts.dist.is_main:
+        images = found.read(self.state.dist)
+        if self.state.dist.is_main:
             with suppress(OSError):  # a full disk: pictures are nothing to end a run for
                 self._write(self.writer.run.mistakes(split), mistakes_json(images, split, step), None)
 
-    def stops_early(self) -> bool:
-        """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
-        for they judge by the same numbers."""
-        patience = self.parts.config.train.early_stopping_patience
-        return patience is not None and self.progress.stalled >= patience
-
-    def is_over(self) -> bool:
-        """Nothing is left to train."""
-        return self.progress.step >= self.parts.total_steps or self.stops_early()
-
-    def tell_early_stop(self) -> str:
-        """Why training has ended before its last update, said and written as an event; empty if it has not."""
-        parts, progress = self.parts, self.progress
-        if progress.step >= parts.total_steps or not self.stops_early():
-            return ""
-        by, name = parts.judged_by, parts.config.schedule.name
-        why = f"{by} has not improved in {progress.stalled} validations in a row"
-        if parts.lr_at(parts.total_steps - 1) < parts.lr_at(parts.total_steps - 2):  # it comes down to the end
-            why += f"; the schedule '{name}' was not finished: lr ended at {parts.lr_at(progress.step - 1):.2e}"
-        self.remark("stopped_early", step=progress.step, total_steps=parts.total_steps, best=progress.best, why=why)
-        if parts.dist.is_main:
-            print(f"Stopped early after {progress.step} of {parts.total_steps} steps: {why}.", flush=True)
-        return why
-
     def warm(self) -> None:
         """Get ready for the first `save`; after an update, for only then the optimizer has a state."""
-        self.checkpoints.warm(self.parts.model, self.parts.optimizer, self.parts.further_tensors())
+        self.checkpoints.warm(self.state.model, self.state.optimizer, self.state.further_tensors())
 
     def save(
         self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any
@@ -281,123 +302,85 @@ class Recorder:
             extra: tensors that belong to it besides the model's and the optimizer's, as `Checkpoints.save` takes them.
             more: further plain values for its ``state.json``.
         """
-        parts, progress, before = self.parts, self.progress, self.clock.part
-        self.clock.to(CHECKPOINT)
-        self.clock.settle(progress)
-        self.beat()
-        self.tell_broken()
-        self.checkpoints.save(
-            parts.model,
-            parts.optimizer if optimizer else None,
-            step=progress.step,
-            state={
-                "progress": asdict(progress),
-                "precision": parts.precision.state_dict(),
-                "world_size": parts.dist.world_size,
-                "micro_batch_size": parts.micro_batch_size,
-                **told_classes(parts.splits),
-                **more,
-            },
-            best_step=progress.best_step,
-            extra={**parts.further_tensors(), **(extra or {})},
-            done=partial(self._is_saved, progress.step, more),
-        )
-        self.beat()
-        self.clock.to(before)
+        state, progress = self.state, self.progress
+        with self.clock.during(CHECKPOINT):
+            self.clock.settle(progress)
+            self.beat()
+            self.tell_broken()
+            self.checkpoints.save(
+                state.model,
+                state.optimizer if optimizer else None,
+                step=progress.step,
+                state={
+                    "progress": asdict(progress),
+                    "precision": state.precision.state_dict(),
+                    "world_size": state.dist.world_size,
+                    "micro_batch_size": state.micro_batch_size,
+                    **told_classes(state.splits),
+                    **more,
+                },
+                best_step=progress.best_step,
+                extra={**state.further_tensors(), **(extra or {})},
+                done=partial(self._is_saved, progress.step, more),
+            )
+            self.beat()
 
     def _is_saved(self, step: int, more: Mapping[str, Any]) -> None:
-        if self.parts.dist.is_main:
+        if self.state.dist.is_main:
             self.writer.attempt.saved(step, **more)
             self.saved()
 
     def settle(self) -> None:
         """Wait until what has been saved is on the disk. Raises RunFailedError if that cannot be."""
-        before = self.clock.part
-        self.clock.to(CHECKPOINT)
-        self.checkpoints.settle()
-        self.beat()
-        self.clock.to(before)
+        with self.clock.during(CHECKPOINT):
+            self.checkpoints.settle()
+            self.beat()
 
     def roll_back(self, position: int) -> bool:
         """Be again where the newest whole checkpoint is, with the data from ``position`` on; and save that.
 
         False if there is none, or it has been tried too often.
         """
-        progress = self.progress
-        before, rollbacks = progress.step, progress.rollbacks + 1
-        seconds, broken = progress.seconds, progress.broken
-        if rollbacks > MOST_ROLLBACKS:
-            return False
-        restored, there = go_on(self.parts, self.checkpoints)
+        progress, rollbacks = self.progress, self.progress.rollbacks + 1
+        restored, there = go_on(self.state, self.checkpoints) if rollbacks <= MOST_ROLLBACKS else (None, Progress())
         if restored is None:
             return False
-        progress.take_over(there)
-        progress.position, progress.rollbacks, progress.nonfinite = position, rollbacks, 0
-        progress.seconds = seconds  # spent they are
-        progress.broken = broken  # the files are no better for it
+        before = progress.step
+        there.seconds, there.broken = progress.seconds, progress.broken  # which no way back makes better
+        there.position, there.rollbacks, there.nonfinite = position, rollbacks, 0
+        vars(progress).update(vars(there))
         self.remark("rolled_back", step=progress.step, from_step=before, position=position)
         self.save()  # whoever goes on from here does not meet that data again
         return True
 
-    def tell_broken(self) -> None:
-        """Tell all ranks of the broken images that any has met. Raises UserError on all where they are too many."""
-        self.progress.broken += share_broken(self.parts, self.progress.broken, self.writer)
-
-    def remark(self, kind: Remark, **facts: Any) -> None:
-        """Write an event, once for all ranks."""
-        if self.parts.dist.is_main:
-            self.writer.attempt.remark(kind, **facts)
-
-    def test(self, where: Mapping[str, Any]) -> dict[str, float]:
-        """Test metrics of the best weights, recorded with ``where``; which class was taken for which, in a file."""
-        self.clock.to(EVALUATION)
-        parts, best = self.parts, self.progress.best_step
-        if best is None or best == self.progress.step:
-            found = measure(parts, parts.splits.test, beat=self.beat, confusion=True)
-            best = self.progress.step
-        else:
-            kinds = ["raw"]
-            if parts.ema is not None and self.checkpoints.holds(best, STEMS["ema"]):
-                kinds.append("ema")
-            best, found = measure_saved(parts, self.checkpoints, best, parts.splits.test, kinds=kinds, beat=self.beat)
-        assert found is not None
-        self.clock.to(END)
-        self.tell_broken()
-        if parts.dist.is_main and found.counts:  # before the record: loggers show it with that
-            content = confusion_json(parts.splits.info, found.counts, split="test", step=best)
-            self._write(self.writer.run.confusion, content, None)
-        self.metrics.log({**where, "split": "test", **found.metrics})
-        self._show(found.mistakes.get("raw"), "test", best)
-        return found.metrics
-
     def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:
         """Write ``summary.json``, of what is on the disk by then; None is null there, as is what is not finite."""
         self.settle()
-        parts, progress = self.parts, self.progress
+        state, progress = self.state, self.progress
         self.clock.settle(progress)
         seconds = progress.train_seconds
         speed = round(progress.images / seconds, 2) if seconds else None
-        spent = costs(parts, self.writer.run, progress.seconds, speed)
-        if not parts.dist.is_main:
+        spent = costs(state, self.writer.run, progress.seconds, speed)
+        if not state.dist.is_main:
             return
         summary: dict[str, Any] = {
             "outcome": outcome,
             "steps": progress.step,
             "epochs": round(epochs, 4),
-            "best": {parts.judged_by: progress.best},
+            "best": {state.judged_by: progress.best},
             "best_step": progress.best_step,
             "val": progress.val,
             "test": test,
             "train_seconds": round(seconds, 3),
             "images_per_sec": speed,
-            "world_size": parts.dist.world_size,
-            "grad_accum_steps": parts.grad_accum_steps,
-            "micro_batch_size": parts.micro_batch_size,
-            "precision": parts.precision.name,
-            "skipped_steps": parts.precision.skipped_steps,
+            "world_size": state.dist.world_size,
+            "grad_accum_steps": state.grad_accum_steps,
+            "micro_batch_size": state.micro_batch_size,
+            "precision": state.precision.name,
+            "skipped_steps": state.precision.skipped_steps,
             "broken_images": len(progress.broken),
-            "device": device_name(parts.dist.device),
-            "params": parts.num_parameters,
+            "device": device_name(state.dist.device),
+            "params": state.num_parameters,
             **spent,
             **more,
         }

@@ -37,9 +37,10 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
@@ -56,6 +57,7 @@ from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
     from trainkit.training.build import TrainState
+    from trainkit.training.recorder import Progress
 
 PARTS = (
     "start", "data", "copy", "forward", "backward", "exposed", "optimizer", "checkpoint", "evaluation", "other", "end",
@@ -68,13 +70,6 @@ OWN = (DATA, COPY, FORWARD, BACKWARD, OPTIMIZER)
 """What a rank does without waiting for others."""
 
 _MOST_PENDING = 4096
-
-
-class Spent(Protocol):
-    """What the clock adds to: see `trainkit.training.recorder.Progress`."""
-
-    train_seconds: float
-    seconds: dict[str, float]
 
 
 class Clock:
@@ -100,6 +95,14 @@ class Clock:
         self._seconds[self.part] += now - self._since
         self.part, self._since = part, now
 
+    @contextmanager
+    def during(self, part: int) -> Iterator[None]:
+        """The time of the body is spent on ``part``."""
+        before = self.part
+        self.to(part)
+        yield
+        self.to(before)
+
     def wait(self) -> None:
         """From here on it is spent waiting for a batch."""
         self.to(self._waiting)
@@ -115,12 +118,9 @@ class Clock:
         torch calls back at the end of a pass, in the order of asking. DDP and FSDP, which then wait for the other
         ranks, ask when gradients come; this asks before there are any.
         """
-        loss.register_hook(self._ask_for_the_end)
+        loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(lambda: self.to(EXPOSED)))
 
-    def _ask_for_the_end(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: self.to(EXPOSED))
-
-    def settle(self, spent: Spent) -> None:
+    def settle(self, spent: Progress) -> None:
         """Add to ``spent`` the time since the last call."""
         self.to(self.part)
         self._read()
@@ -130,7 +130,7 @@ class Clock:
         spent.train_seconds += sum(self._seconds[part] for part in TRAINING)
         self._seconds = [0.0] * len(PARTS)
 
-    def lap(self, spent: Spent) -> Lap:
+    def lap(self, spent: Progress) -> Lap:
         """`settle`, and the time since the last lap."""
         self.settle(spent)
         lap = Lap(self._lap, self.steps)
@@ -170,11 +170,12 @@ class StreamClock(Clock):
         self._marks = self._marks[max(done - 1, 0) :]
 
 
-class Lap:
+class Lap(NamedTuple):
     """The time between two records."""
 
-    def __init__(self, seconds: list[float], steps: int) -> None:
-        self.seconds, self.steps = seconds, steps
+    seconds: list[float]
+    """By part."""
+    steps: int
 
     @property
     def training(self) -> float:
@@ -204,13 +205,12 @@ def clock_of(device: torch.device) -> Clock:
 # Stragglers
 
 SLOWER = 1.5
-"""A straggler's own part takes so many times as long as the others' median,"""
+"""How many times as long as the others' median a straggler's own part takes, at least."""
 COST = 0.1
-"""the others could be faster by this share of the time,"""
+"""The share of the time by which the others could be faster, at least."""
 WINDOW_SECONDS = 15.0
-"""in each of several windows of this length"""
 WINDOWS = 4
-"""in a row."""
+"""Both must hold in so many windows in a row, of `WINDOW_SECONDS` each."""
 
 
 @dataclass(frozen=True)
@@ -369,24 +369,22 @@ def advice(seconds: Mapping[str, float], config: Config, place: Place) -> str | 
     total = sum(spent for name, spent in seconds.items() if name not in _NOT_RUNNING)
     if total < ENOUGH_SECONDS:
         return None
-    shares = {name: spent / total for name, spent in seconds.items()}
-    found = [
-        (share / _LEAST_SHARE[part], f"{share:.0%} {words}: {change}")
-        for part, words in _WORDS.items()
-        if (share := shares.get(part, 0.0)) >= _LEAST_SHARE[part] and (change := _change(part, share, config, place))
-    ]
+    found = []
+    for part, (least, words) in _WORTH_A_WORD.items():
+        share = seconds.get(part, 0.0) / total
+        if share >= least and (change := _change(part, share, config, place)):
+            found.append((share / least, f"{share:.0%} {words}: {change}"))
     return max(found)[1] if found else None
 
 
-_LEAST_SHARE = {"data": 0.2, "exposed": 0.2, "checkpoint": 0.1, "evaluation": 0.3, "other": 0.2}
-"""Least share of the time that is worth a word."""
-_WORDS = {
-    "data": "data wait",
-    "exposed": "waiting for gradients of other ranks",
-    "checkpoint": "saving",
-    "evaluation": "validation",
-    "other": "records and the loop itself",
+_WORTH_A_WORD = {
+    "data": (0.2, "data wait"),
+    "exposed": (0.2, "waiting for gradients of other ranks"),
+    "checkpoint": (0.1, "saving"),
+    "evaluation": (0.3, "validation"),
+    "other": (0.2, "records and the loop itself"),
 }
+"""Part -> its least share of the time that is worth a word, and that word."""
 
 
 def _change(part: str, share: float, config: Config, place: Place) -> str | None:
@@ -402,47 +400,44 @@ def _change(part: str, share: float, config: Config, place: Place) -> str | None
         return less_traffic(config) or f"train.global_batch_size={2 * config.train.global_batch_size}"
     if part == "checkpoint":
         rarer = math.ceil(share / 0.03)
-        if config.checkpoint.every_steps is not None:
-            return f"checkpoint.every_steps={rarer * config.checkpoint.every_steps}"
-        if config.checkpoint.every_epochs is not None:
-            return f"checkpoint.every_epochs={rarer * config.checkpoint.every_epochs}"
-        return None
+        rhythms = {name: getattr(config.checkpoint, name) for name in ("every_steps", "every_epochs")}
+        return next((f"checkpoint.{name}={rarer * every}" for name, every in rhythms.items() if every), None)
     if part == "evaluation":
         return f"train.eval_every_epochs={math.ceil(share / 0.1) * config.train.eval_every_epochs}"
     return "monitor.log_every=50" if config.monitor.log_every < 10 else None
 
 
-def mfu(parts: TrainState, images_per_sec: float | None) -> float | None:
+def mfu(state: TrainState, images_per_sec: float | None) -> float | None:
     """Model FLOPs utilisation in percent, over all GPUs; None where the model's FLOPs or the GPU's are not known."""
-    device = parts.dist.device
-    peak = peak_flops(device_name(device), parts.precision.name)
-    if peak is None or parts.flops_per_image is None or images_per_sec is None:
+    device = state.dist.device
+    peak = peak_flops(device_name(device), state.precision.name)
+    if peak is None or state.flops_per_image is None or images_per_sec is None:
         return None
-    takes_all = strategy_traits(parts.config.strategy.name).gpus_per_rank == "all"
-    gpus = torch.cuda.device_count() if takes_all else parts.dist.world_size
-    return round(100 * parts.flops_per_image * images_per_sec / (gpus * peak), 2)
+    takes_all = strategy_traits(state.config.strategy.name).gpus_per_rank == "all"
+    gpus = torch.cuda.device_count() if takes_all else state.dist.world_size
+    return round(100 * state.flops_per_image * images_per_sec / (gpus * peak), 2)
 
 
-def costs(parts: TrainState, run: RunDir, seconds: dict[str, float], images_per_sec: float | None) -> dict[str, Any]:
+def costs(state: TrainState, run: RunDir, seconds: dict[str, float], images_per_sec: float | None) -> dict[str, Any]:
     """The cost of a training for its summary: time, memory of every rank, energy, use of the GPUs. Every rank calls it.
 
     Args:
         seconds: of this rank, by `PARTS`.
     """
-    dist, config = parts.dist, parts.config
+    dist, config = state.dist, state.config
     memory = dist.gather_json([peak_memory_mb(dist.device), reserved_memory_mb(dist.device)])
     if not dist.is_main:
         return {}
     place = Place(
         world_size=dist.world_size,
-        workers=parts.workers,
+        workers=state.workers,
         cpus=cpus_of_rank(dist.env) or visible_cpus(),
         waits_for_one=bool(read_events(run, "straggler")),
     )
     return {
         "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
-        "mfu": mfu(parts, images_per_sec),
-        "flops_per_image": parts.flops_per_image,
+        "mfu": mfu(state, images_per_sec),
+        "flops_per_image": state.flops_per_image,
         "max_memory_mb": memory[0][0],
         "max_memory_mb_of_ranks": [most for most, _ in memory],
         "max_memory_reserved_mb_of_ranks": [most for _, most in memory],
