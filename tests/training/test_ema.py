@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
@@ -30,29 +30,21 @@ def test_the_first_updates_count_for_more() -> None:
     assert [decay_at(updates, 0.999) for updates in (0, 10, 10**6)] == [0.1, 11 / 20, 0.999]
 
 
-def test_each_update_moves_the_average_towards_the_weights() -> None:
+def test_each_update_moves_the_average_towards_the_weights_if_it_was_finite() -> None:
     model = nn.Linear(3, 2)
     ema, expected = Ema(model, 0.5), model.weight.detach().clone()
     for updates in range(12):
         with torch.no_grad():
             model.weight += torch.randn(2, 3, generator=torch.Generator().manual_seed(updates))
+        before = {name: value.clone() for name, value in ema.tensors().items()}
+        ema.update(NONFINITE, updates=updates)
+        assert all(torch.equal(value, before[name]) for name, value in ema.tensors().items())
         ema.update(FINITE, updates=updates)
         expected.lerp_(model.weight.detach(), 1 - min(0.5, (1 + updates) / (10 + updates)))
     assert torch.allclose(ema.tensors()["weight"], expected, rtol=1e-6)
 
 
-def test_an_update_that_was_not_finite_is_none() -> None:
-    model = nn.Linear(3, 2)
-    ema = Ema(model, 0.5)
-    before = {name: value.clone() for name, value in ema.tensors().items()}
-    nn.init.zeros_(model.weight)
-    ema.update(NONFINITE, updates=3)
-    assert all(torch.equal(value, before[name]) for name, value in ema.tensors().items())
-    ema.update(FINITE, updates=3)
-    assert not torch.equal(ema.tensors()["weight"], before["weight"])
-
-
-def test_within_the_model_has_the_average_and_afterwards_its_own_weights_again_whatever_happens() -> None:
+def test_within_the_model_has_the_average_and_afterwards_its_own_weights() -> None:
     model = nn.Linear(3, 2)
     ema = Ema(model, 0.9)
     nn.init.ones_(model.weight)
@@ -70,7 +62,7 @@ def test_within_the_model_has_the_average_and_afterwards_its_own_weights_again_w
     assert torch.equal(ema.tensors()["weight"], average)
 
 
-def test_running_statistics_are_averaged_and_what_is_counted_or_not_trained_is_the_models_own() -> None:
+def test_statistics_are_averaged_and_what_is_counted_or_frozen_is_not() -> None:
     batchnorm, linear = nn.BatchNorm1d(2), nn.Linear(2, 1).requires_grad_(False)
     ema = Ema(nn.Sequential(batchnorm, linear), 0.5)
     assert batchnorm.running_mean is not None
@@ -101,10 +93,6 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def saved(folder: Path, stem: str) -> dict[str, Tensor]:
-    return tensors(folder / "checkpoints", stem)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ema") / "run"
@@ -119,12 +107,12 @@ def test_the_average_is_the_same_on_any_number_of_ranks(
     tmp_path: Path, whole: Path, preset: str, world_size: int
 ) -> None:
     run_ranks(world_size, train_run, tmp_path / "run", preset, SETTINGS)
-    expected, found = saved(whole, "ema"), saved(tmp_path / "run", "ema")
-    assert expected.keys() == found.keys() == saved(whole, "model").keys()
+    expected, found = tensors(whole / "checkpoints", "ema"), tensors(tmp_path / "run/checkpoints", "ema")
+    assert expected.keys() == found.keys() == tensors(whole / "checkpoints", "model").keys()
     for name, value in expected.items():
         if "running" not in name and "num_batches" not in name:  # rank 0 has seen other samples than a single process
             assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
-            assert not torch.equal(value, saved(whole, "model")[name]), name
+            assert not torch.equal(value, tensors(whole / "checkpoints", "model")[name]), name
 
 
 @pytest.mark.parametrize(("preset", "world_size"), [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)])
@@ -140,7 +128,7 @@ def test_an_interrupted_run_ends_with_the_average_of_one_that_was_not(
         assert run_ranks(world_size, train_run, broken, preset, SETTINGS, stop_after) == ["preempted"] * world_size
     assert run_ranks(world_size, train_run, broken, preset, SETTINGS) == ["finished"] * world_size
     for stem in ("model", "ema"):
-        expected, found = saved(whole, stem), saved(broken, stem)
+        expected, found = tensors(whole / "checkpoints", stem), tensors(broken / "checkpoints", stem)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert [record["ema_loss"] for record in read_metrics(RunDir(broken), "val")] == [
         record["ema_loss"] for record in read_metrics(RunDir(whole), "val")
@@ -195,21 +183,16 @@ def test_the_best_model_can_be_that_whose_average_is(tmp_path: Path) -> None:
     assert judged["val/loss"] != judged["val/ema_loss"]
 
 
-def test_another_measure_begins_anew() -> None:
-    progress = Progress(step=3)
-    assert progress.judge({"loss": 0.5, "acc1": 40.0}, "val/loss", higher_is_better=False)
-    assert progress.judge({"loss": 0.6, "acc1": 30.0}, "val/acc1", higher_is_better=True)
-    assert not progress.judge({"loss": 0.4, "acc1": 20.0}, "val/acc1", higher_is_better=True)
-
-
-def test_the_average_cannot_be_judged_where_there_is_none() -> None:
-    with pytest.raises(UserError, match="no averaged weights") as caught:
-        load("single", ("checkpoint.best=val/ema_acc1",))
-    assert "train.ema_decay=0.9999" in caught.value.fix
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("checkpoint.best=val/ema_acc1",), r"no averaged weights[\s\S]*train\.ema_decay=0\.9999"),
+        *(((f"train.ema_decay={value}",), r"train\.ema_decay") for value in ("0", "1", "-0.1", "1.5", "true")),
+    ],
+)
+def test_a_decay_is_between_0_and_1_and_only_with_one_an_average_is_judged(
+    settings: tuple[str, ...], told: str
+) -> None:
     load("single", ("checkpoint.best=val/ema_acc1", "train.ema_decay=0.99"))
-
-
-@pytest.mark.parametrize("value", ["0", "1", "-0.1", "1.5", "true"])
-def test_a_decay_is_between_0_and_1(value: str) -> None:
-    with pytest.raises(UserError, match=r"train\.ema_decay"):
-        load("single", (f"train.ema_decay={value}",))
+    with pytest.raises(UserError, match=told):
+        load("single", settings)

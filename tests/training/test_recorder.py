@@ -1,4 +1,4 @@
-"""Broken images in a run: told of once, counted by all ranks, and without influence on what is exact."""
+"""What comes of a training: its best model, checkpoints and summary, an early stop, and broken images."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from PIL import Image
 
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
+from tests.training.test_resume import final_weights
 from trainkit.checkpoint import format
+from trainkit.config.loading import load
 from trainkit.data.base import Batch
 from trainkit.errors import UserError
+from trainkit.monitor.follow import summary_lines
 from trainkit.ranks.env import RankEnv
+from trainkit.report.facts import collect
+from trainkit.report.write_markdown import write_logbook
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
@@ -32,15 +37,14 @@ def judged(progress: Progress, val: dict[str, float], by: str) -> bool:
 
 
 @pytest.mark.parametrize("by", ["val/acc1", "val/acc5", "val/loss"])
-def test_accuracy_is_best_high_and_a_loss_is_best_low(by: str) -> None:
-    progress = Progress(step=1)
-    assert judged(progress, BAD, by)
-    progress.step = 2
-    assert judged(progress, GOOD, by)
-    progress.step = 3
-    assert not judged(progress, BAD, by)
+def test_accuracy_is_best_high_and_a_loss_low_and_of_equals_the_first(by: str) -> None:
+    progress = Progress()
+    for progress.step, (val, is_best) in enumerate([(BAD, True), (GOOD, True), (GOOD, False), (BAD, False)], start=1):
+        assert judged(progress, val, by) == is_best
     assert (progress.best, progress.best_step) == (GOOD[by[4:]], 2)
-    assert (progress.val, progress.validated_step) == (BAD, 3)
+    assert (progress.val, progress.validated_step) == (BAD, 4)
+    other = "val/acc1" if by == "val/loss" else "val/loss"
+    assert judged(progress, BAD, other), "two measures do not compare"
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
@@ -53,25 +57,15 @@ def test_a_model_whose_loss_is_not_finite_is_never_the_best(prefix: str, lost: f
     assert judged(progress, {f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by)
 
 
-@pytest.mark.parametrize("by", ["val/acc1", "val/loss"])
-def test_of_two_equal_models_the_first_is_the_best(by: str) -> None:
-    progress = Progress(step=1)
-    judged(progress, GOOD, by)
-    progress.step = 2
-    assert not judged(progress, GOOD, by)
-    assert progress.best_step == 1
-
-
-@pytest.mark.parametrize(("step", "validated"), [(4, 5), (4, -1)])
-def test_a_progress_that_cannot_be_is_not_taken(step: int, validated: int) -> None:
-    with pytest.raises(ValueError):
-        Progress.of({"progress": {"step": step, "validated_step": validated}})
-
-
-@pytest.mark.parametrize(("step", "validated"), [(4, 4), (4, 0), (0, 0)])
-def test_a_progress_is_what_was_saved(step: int, validated: int) -> None:
-    kept = Progress.of({"progress": {"step": step, "validated_step": validated, "best": 0.5}})
-    assert (kept.step, kept.validated_step, kept.best) == (step, validated, 0.5)
+@pytest.mark.parametrize(("validated", "can_be"), [(5, False), (-1, False), (4, True), (0, True)])
+def test_a_progress_is_what_was_saved_if_it_can_be(validated: int, can_be: bool) -> None:
+    saved = {"progress": {"step": 4, "validated_step": validated, "best": 0.5}}
+    if not can_be:
+        with pytest.raises(ValueError):
+            Progress.of(saved)
+        return
+    kept = Progress.of(saved)
+    assert (kept.step, kept.validated_step, kept.best) == (4, validated, 0.5)
 
 
 def test_a_run_begins_with_nothing() -> None:
@@ -82,43 +76,29 @@ def test_a_run_begins_with_nothing() -> None:
     }  # fmt: skip
 
 
-def due(what: str, *overrides: str, folder: Path) -> list[int]:
-    """After which of 11 updates, 3 an epoch, something is due."""
-    parts = parts_of("train.max_steps=11", *overrides)
-    progress = Progress()
-    keeper = keeper_of(parts, folder, progress)
-    found = []
-    for progress.step in range(1, 12):
-        answer = getattr(keeper, what)()
-        assert isinstance(answer, bool)
-        found += [progress.step] * answer
-    return found
-
-
 @pytest.mark.parametrize(
-    ("overrides", "steps"),
-    [((), [3, 6, 9, 11]), (("train.eval_every_epochs=2",), [6, 11]), (("train.eval_every_epochs=9",), [11])],
-)
-def test_validation_is_due_every_so_many_epochs_and_at_the_end(
-    tmp_path: Path, overrides: tuple[str, ...], steps: list[int]
-) -> None:
-    assert due("validation_is_due", *overrides, folder=tmp_path / "run") == steps
-
-
-@pytest.mark.parametrize(
-    ("overrides", "steps"),
+    ("what", "overrides", "steps"),
     [
-        ((), [3, 6, 9, 11]),
-        (("checkpoint.every_epochs=2",), [6, 11]),
-        (("checkpoint.every_epochs=null",), [11]),
-        (("checkpoint.every_epochs=null", "checkpoint.every_steps=4"), [4, 8, 11]),
-        (("checkpoint.every_epochs=2", "checkpoint.every_steps=5"), [5, 6, 10, 11]),
+        ("validation", (), [3, 6, 9, 11]),
+        ("validation", ("train.eval_every_epochs=2",), [6, 11]),
+        ("validation", ("train.eval_every_epochs=9",), [11]),
+        ("saving", (), [3, 6, 9, 11]),
+        ("saving", ("checkpoint.every_epochs=2",), [6, 11]),
+        ("saving", ("checkpoint.every_epochs=null",), [11]),
+        ("saving", ("checkpoint.every_epochs=null", "checkpoint.every_steps=4"), [4, 8, 11]),
+        ("saving", ("checkpoint.every_epochs=2", "checkpoint.every_steps=5"), [5, 6, 10, 11]),
     ],
 )
-def test_saving_is_due_every_so_many_epochs_or_steps_and_at_the_end(
-    tmp_path: Path, overrides: tuple[str, ...], steps: list[int]
+def test_what_is_due_every_so_many_epochs_or_steps_and_at_the_end(
+    tmp_path: Path, what: str, overrides: tuple[str, ...], steps: list[int]
 ) -> None:
-    assert due("saving_is_due", *overrides, folder=tmp_path / "run") == steps
+    """Of 11 updates, 3 an epoch."""
+    progress = Progress()
+    keeper = keeper_of(parts_of("train.max_steps=11", *overrides), tmp_path / "run", progress)
+    found = []
+    for progress.step in range(1, 12):
+        found += [progress.step] * getattr(keeper, f"{what}_is_due")()
+    assert found == steps
 
 
 def records(keeper: Recorder) -> list[dict[str, Any]]:
@@ -145,37 +125,22 @@ def test_a_validation_that_is_stopped_half_way_leaves_no_trace(tmp_path: Path) -
     assert progress == Progress(step=3)
 
 
-def test_the_test_is_that_of_the_best_weights(tmp_path: Path) -> None:
-    progress = Progress(step=3, best_step=3, best=1.0)
-    model = Linear()
+@pytest.mark.parametrize(
+    ("best_step", "is_of_the_saved"),
+    [(3, True), (2, True), (None, False)],
+    ids=["the best", "the newest where the best is lost", "the last without a best"],
+)
+def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | None, is_of_the_saved: bool) -> None:
+    progress, model = Progress(step=3), Linear()
     keeper = keeper_of(parts_of(model=model), tmp_path / "run", progress)
-    best = keeper.test({})
-    keeper.save()
-    model.layer.weight.data.neg_()
-    progress.step = 6
-    now = keeper.test({"epoch": 2.0})
-    assert now == best
-    assert records(keeper)[-1] == {"epoch": 2.0, "split": "test", **best}
-    assert best["samples"] == 6
-
-
-def test_where_the_best_weights_are_lost_the_newest_are_tested(tmp_path: Path) -> None:
-    progress = Progress(step=3, best_step=2)
-    model = Linear()
-    keeper = keeper_of(parts_of(model=model), tmp_path / "run", progress)
-    keeper.save()
-    saved = keeper.test({})
-    model.layer.weight.data.neg_()
-    assert keeper.test({}) == saved
-
-
-def test_without_a_best_model_the_last_is_tested(tmp_path: Path) -> None:
-    model = Linear()
-    keeper = keeper_of(parts_of(model=model), tmp_path / "run", Progress(step=3))
     before = keeper.test({})
     keeper.save()
     model.layer.weight.data.neg_()
-    assert keeper.test({}) != before
+    progress.step, progress.best_step = 6, best_step
+    now = keeper.test({"epoch": 2.0})
+    assert (now == before) == is_of_the_saved
+    assert records(keeper)[-1] == {"epoch": 2.0, "split": "test", **now}
+    assert now["samples"] == 6
 
 
 def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path: Path) -> None:
@@ -212,19 +177,16 @@ def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
     assert summary["max_memory_mb_of_ranks"] == [summary["max_memory_mb"]]
 
 
-def test_a_run_that_trained_nothing_has_no_speed(tmp_path: Path) -> None:
-    keeper = keeper_of(parts_of(), tmp_path / "run", Progress())
-    keeper.summarize("stopped", epochs=0.0, test={})
-    assert json.loads(keeper.writer.run.summary.read_text())["images_per_sec"] is None
-
-
-def test_numbers_of_the_summary_are_short_and_it_can_be_read(tmp_path: Path) -> None:
-    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(train_seconds=1.23456, images=1000, best=math.nan))
+@pytest.mark.parametrize(("images", "seconds", "speed"), [(1000, 1.23456, 810.01), (0, 0.0, None)])
+def test_numbers_of_the_summary_are_short_and_it_can_be_read(
+    tmp_path: Path, images: int, seconds: float, speed: float | None
+) -> None:
+    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(train_seconds=seconds, images=images, best=math.nan))
     keeper.summarize("finished", epochs=1.23456, test=None)
     text = keeper.writer.run.summary.read_text()
     summary = json.loads(text)
-    assert (summary["epochs"], summary["train_seconds"], summary["images_per_sec"]) == (1.2346, 1.235, 810.01)
-    assert (summary["best"], summary["test"]) == ({"val/acc1": None}, None)
+    assert (summary["epochs"], summary["train_seconds"]) == (1.2346, round(seconds, 3))
+    assert (summary["images_per_sec"], summary["best"], summary["test"]) == (speed, {"val/acc1": None}, None)
     assert text.startswith('{\n  "outcome"')
     assert [path.name for path in keeper.writer.run.path.glob("*summary*")] == ["summary.json"]
 
@@ -344,3 +306,99 @@ def test_one_more_than_may_be_ends_the_run_on_all_ranks_alike(tmp_path: Path, im
     one, other = run_ranks(2, refused, tmp_path / "run", settings)
     assert one == other
     assert one.startswith("3 images are broken, and data.max_broken=2.")
+
+
+@pytest.mark.parametrize(
+    ("by", "values", "min_delta", "stalled"),
+    [
+        ("val/acc1", [50, 60, 60, 70], 0.0, [0, 0, 1, 0]),
+        ("val/loss", [0.5, 0.6, 0.4, 0.4], 0.0, [0, 1, 0, 1]),
+        # Small steps add up to one that counts: they are measured against the last that did.
+        ("val/acc1", [50, 50.6, 51.2, 51.3], 1.0, [0, 1, 0, 1]),
+        ("val/acc1", [50, math.nan, math.inf, 60], 0.0, [0, 1, 2, 0]),
+        ("val/loss", [math.nan, 0.5], 0.0, [1, 0]),
+    ],
+)
+def test_validations_that_are_no_better_are_counted(
+    by: str, values: list[float], min_delta: float, stalled: list[int]
+) -> None:
+    progress, found = Progress(), []
+    for value in values:
+        progress.step += 1
+        progress.judge({by.removeprefix("val/"): value}, by, higher_is_better=by != "val/loss", min_delta=min_delta)
+        found.append(progress.stalled)
+    assert found == stalled
+
+
+def test_min_delta_does_not_change_which_model_is_best() -> None:
+    progress = Progress()
+    for progress.step, value in enumerate((50.0, 50.6, 50.9), start=1):
+        progress.judge({"acc1": value}, "val/acc1", higher_is_better=True, min_delta=1.0)
+    assert (progress.best, progress.best_step, progress.reference) == (50.9, 3, 50.0)
+
+
+@pytest.mark.long
+def test_interrupted_ranks_stop_early_at_the_same_step_as_others(tmp_path: Path) -> None:
+    """No validation after the first is 100 percent better, so that the third is the second that is not."""
+    small = ("data.name=synthetic", "data.train_size=160", "data.val_size=40", "data.test_size=20", "train.epochs=9")
+    patient = ("train.early_stopping_patience=2", "train.early_stopping_min_delta=100", "train.global_batch_size=32")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def train(folder: Path, stop_after: int | None = None) -> set[str]:
+        return set(run_ranks(2, train_run, folder, "ddp", (*small, *patient), stop_after))
+
+    assert train(whole) == {"finished"}
+    # In the second epoch, and in the validation after step 15, which is owed then.
+    for stop_after in (8, 9):
+        assert train(broken, stop_after) == {"preempted"}
+    assert train(broken) == {"finished"}
+    assert [event["step"] for event in read_events(RunDir(broken), "started")] == [0, 7, 15]
+    told = []
+    for folder in (whole, broken):
+        run = RunDir(folder)
+        (event,) = read_events(run, "stopped_early")
+        assert (event["step"], event["total_steps"]) == (15, 45)
+        assert [record["step"] for record in read_metrics(run, "val")] == [5, 10, 15]
+        assert [record["step"] for record in read_metrics(run, "test")] == [15]
+        assert read_events(run, "ended")[-1]["state"] == "COMPLETED"
+        summary = json.loads(run.summary.read_text())
+        assert (summary["outcome"], summary["steps"], summary["stopped_early"]) == ("finished", 15, event["why"])
+        told.append(event["why"])
+    assert told[0] == told[1]
+    assert told[0].startswith("val/acc1 has not improved in 2 validations in a row; the schedule 'onecycle' was not ")
+    assert final_weights(broken) == final_weights(whole)
+    assert f"stopped early    {told[0]}" in summary_lines(RunDir(whole))
+    logbook = write_logbook(collect([RunDir(whole)]), tmp_path / "report")[0].read_text()
+    assert f"Finished after 15 steps. Stopped early: {told[0]}." in logbook
+
+
+@pytest.mark.parametrize(
+    ("step", "stalled", "patience", "is_over", "why"),
+    [
+        (6, 1, 2, False, ""),
+        (6, 2, 2, True, "val/acc1 has not improved in 2 validations in a row"),  # this schedule has no end to miss
+        (6, 20, None, False, ""),
+        (9, 2, 2, True, ""),  # there was nothing left to train
+    ],
+)
+def test_a_run_cut_off_after_its_last_validation_trains_no_further(
+    tmp_path: Path, step: int, stalled: int, patience: int | None, is_over: bool, why: str
+) -> None:
+    settings = ("train.epochs=3", "schedule.name=constant", f"train.early_stopping_patience={patience or 'null'}")
+    keeper = keeper_of(parts_of(*settings), tmp_path / "run", Progress(step=step, stalled=stalled))
+    assert (keeper.is_over(), keeper.tell_early_stop()) == (is_over, why)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "words"),
+    [
+        ("single", ["train.early_stopping_min_delta=0.1"], "train.early_stopping_patience=5"),
+        ("single", ["train.early_stopping_patience=0"], "train.early_stopping_patience"),
+        ("single", ["train.early_stopping_patience=2", "train.early_stopping_min_delta=-1"], "early_stopping_min"),
+        ("hivemind", ["train.early_stopping_patience=2"], "jobs.swarm stop"),
+    ],
+)
+def test_what_stops_nothing_or_cannot_be_stopped_is_refused(preset: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(preset, overrides)
+    assert words in str(caught.value)

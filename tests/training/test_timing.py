@@ -151,7 +151,7 @@ def _run(env: RankEnv, folder: Path) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_a_whole_run_accounts_for_its_time_from_the_start_of_the_process_to_its_summary(tmp_path: Path) -> None:
+def test_a_whole_run_accounts_for_all_time_of_its_process(tmp_path: Path) -> None:
     (wall, counted), _ = run_ranks(2, _run, tmp_path / "run")
     assert counted == pytest.approx(wall, rel=0.02, abs=0.05)
 
@@ -202,8 +202,33 @@ def named(*windows: list[float], wall: float = WINDOW_SECONDS, hosts: tuple[str,
     return [[found.rank for found in watch.look(own, wall)] for own in windows]
 
 
-def test_a_rank_that_is_slow_for_a_minute_is_named_once() -> None:
-    assert named(*[SLOW] * 9) == [[], [], [], [2], [], [], [], [], []]
+PAIR, TENTH = ("n1", "n2"), [seconds / 10 for seconds in SLOW]
+
+
+@pytest.mark.parametrize(
+    ("windows", "hosts", "found"),
+    [
+        ([SLOW] * 9, HOSTS, {3: [2]}),  # named once
+        ([SLOW, SLOW, SLOW, QUICK, SLOW, SLOW, SLOW], HOSTS, {}),  # one quick moment, and all begins anew
+        ([*[SLOW] * 4, QUICK, *[SLOW] * 4], HOSTS, {3: [2], 8: [2]}),
+        ([[8.0, 8.0, 11.9, 8.0]] * 9, HOSTS, {}),  # no more than that may well be chance
+        ([[0.5, 0.5, 1.9, 0.5]] * 9, HOSTS, {}),  # 4 times as slow, and nobody waits for it for long
+        ([[14.0, 14.0, 8.0, 14.0]] * 9, HOSTS, {}),  # the quick one is not the trouble
+        ([[14.0, 14.0, 8.0, 8.0]] * WINDOWS, HOSTS, {3: [0, 1]}),
+        ([[5.0, 14.0]] * WINDOWS, PAIR, {3: [1]}),
+        ([[14.0]] * WINDOWS, ("n1",), {}),
+        ([SLOW] * WINDOWS, (), {}),  # nobody has told their hosts
+    ],
+)
+def test_a_straggler_is_who_is_slow_for_a_minute_and_makes_others_wait(
+    windows: list[list[float]], hosts: tuple[str, ...], found: dict[int, list[int]]
+) -> None:
+    assert {at: ranks for at, ranks in enumerate(named(*windows, hosts=hosts)) if ranks} == found
+
+
+@pytest.mark.parametrize(("count", "found"), [(10 * WINDOWS, [2]), (10 * WINDOWS - 1, [])])
+def test_records_in_quick_succession_are_looked_at_together(count: int, found: list[int]) -> None:
+    assert named(*[TENTH] * count, wall=WINDOW_SECONDS / 10 + 1e-6)[-1] == found
 
 
 def test_it_is_named_with_its_host_and_how_slow_it_is() -> None:
@@ -213,50 +238,13 @@ def test_it_is_named_with_its_host_and_how_slow_it_is() -> None:
     assert "Rank 2 on n2 is a straggler" in str(found)
 
 
-def test_one_quick_moment_and_all_begins_anew() -> None:
-    assert named(SLOW, SLOW, SLOW, QUICK, SLOW, SLOW, SLOW) == [[]] * 7
-    assert named(*[SLOW] * 4, QUICK, *[SLOW] * 4) == [[], [], [], [2], [], [], [], [], [2]]
-
-
-def test_records_in_quick_succession_are_looked_at_together() -> None:
-    tenth = [seconds / 10 for seconds in SLOW]
-    assert named(*[tenth] * 10 * WINDOWS, wall=WINDOW_SECONDS / 10 + 1e-6)[-1] == [2]
-    assert named(*[tenth] * (10 * WINDOWS - 1), wall=WINDOW_SECONDS / 10 + 1e-6)[-1] == []
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        QUICK,
-        [8.0, 8.0, 11.9, 8.0],  # no more than that may well be chance
-        [0.5, 0.5, 1.9, 0.5],  # 4 times as slow, and nobody waits for it for long
-        [14.0, 14.0, 8.0, 14.0],  # the quick one is not the trouble
-    ],
-)
-def test_who_is_no_straggler(own: list[float]) -> None:
-    assert named(*[own] * 9) == [[]] * 9
-
-
-def test_two_of_four_are_named_both() -> None:
-    assert named(*[[14.0, 14.0, 8.0, 8.0]] * WINDOWS)[-1] == [0, 1]
-
-
-def test_of_two_ranks_one_can_be_a_straggler_and_one_alone_cannot() -> None:
-    assert named(*[[5.0, 14.0]] * WINDOWS, hosts=("n1", "n2"))[-1] == [1]
-    assert named(*[[14.0]] * WINDOWS, hosts=("n1",))[-1] == []
-
-
-def test_ranks_whose_hosts_nobody_has_told_are_not_watched() -> None:
-    assert named(*[SLOW] * WINDOWS, hosts=())[-1] == []
-
-
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Dropout(), nn.Flatten(), nn.Linear(320, 7)
     )
 
 
-def test_the_flops_of_an_image_are_those_of_its_products_forward_and_backward() -> None:
+def test_the_flops_of_an_image_are_those_of_products_forward_and_backward() -> None:
     conv, linear = 2 * 64 * 5 * 3 * 9, 2 * 320 * 7
     # Backward: gradients by weights and by inputs, of which the first layer's inputs, the images, need none.
     assert flops_per_image(model(), 3, 8) == conv * 2 + linear * 3
@@ -264,8 +252,7 @@ def test_the_flops_of_an_image_are_those_of_its_products_forward_and_backward() 
 
 def test_what_is_frozen_needs_no_gradient() -> None:
     part_frozen = model()
-    for parameter in part_frozen[0].parameters():  # type: ignore[index]
-        parameter.requires_grad_(False)
+    part_frozen[0].requires_grad_(False)
     assert flops_per_image(part_frozen, 3, 8) == 2 * 64 * 5 * 3 * 9 + 2 * 320 * 7 * 3
 
 
@@ -291,25 +278,14 @@ def test_a_model_that_looks_at_values_has_none() -> None:
 @pytest.mark.parametrize(
     ("device", "precision", "tflops"),
     [
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA A10", "fp16", 125),
-        ("NVIDIA A10G", "fp16", None),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H200", "tf32", 495),
-        ("NVIDIA H100 NVL", "fp32", 60),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
-        ("Tesla T4", "fp16", 65),
-        ("Tesla T4", "o2", 65),
-        ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("Tesla V100-PCIE-16GB", "fp16", 112),
-        ("NVIDIA RTX A4000", "fp16", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("cpu", "fp32", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A10", "fp16", 125), ("NVIDIA A10G", "fp16", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "tf32", 495),
+        ("NVIDIA H100 NVL", "fp32", 60), ("NVIDIA L4", "bf16", 121), ("NVIDIA L40S", "bf16", 362),
+        ("Tesla T4", "fp16", 65), ("Tesla T4", "o2", 65), ("Tesla T4", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125), ("Tesla V100-PCIE-16GB", "fp16", 112),
+        ("NVIDIA RTX A4000", "fp16", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("cpu", "fp32", None),
     ],
-)
+)  # fmt: skip
 def test_the_peak_of_a_gpu_goes_by_its_name_and_the_precision(
     device: str, precision: str, tflops: float | None
 ) -> None:
@@ -328,69 +304,54 @@ def test_utilisation_is_what_all_gpus_do_of_what_they_could(monkeypatch: pytest.
 HERE = Place(world_size=2, workers=2, cpus=8)
 
 
-def said_of(shares: dict[str, float]) -> str | None:
-    return said(**shares)  # type: ignore[arg-type]
-
-
-def said(
-    *overrides: str, place: Place = HERE, preset: str = "ddp", total: float = 100.0, **shares: float
-) -> str | None:
-    """Of a run that spent so many percent on some things, and all else on the passes."""
-    rest = (100.0 - sum(shares.values())) / 2
-    percent = {"forward": rest, "backward": rest, **shares}
-    seconds = {name: total * value / 100 for name, value in percent.items()}
-    return advice({"start": 500.0, **seconds, "end": 500.0}, load(preset, overrides).config, place)
-
-
-def test_waiting_for_data_wants_more_workers() -> None:
-    assert said(data=62.0) == "62% data wait: data.workers=4"
-    assert said(data=62.0, place=Place(world_size=1, workers=0, cpus=3)) == "62% data wait: data.workers=2"
-
-
-def test_where_all_cpus_have_a_worker_it_wants_more_cpus() -> None:
-    assert said(data=62.0, place=Place(world_size=1, workers=3, cpus=4)) == (
-        "62% data wait: more CPUs for each rank, --cpus-per-task 8"
-    )
-
-
-def test_waiting_for_gradients_wants_less_to_send_or_to_send_it_more_rarely() -> None:
-    assert (said(exposed=40.0) or "").endswith(": strategy.comm_hook=bf16")
-    assert (said(exposed=40.0, preset="zero") or "").endswith(": strategy.comm_hook=bf16")
-    again = said("strategy.comm_hook=bf16", "train.global_batch_size=64", exposed=40.0)
-    assert (again or "").endswith(": train.global_batch_size=128")
-    assert "train.global_batch_size" in (said(exposed=40.0, preset="fsdp") or ""), "it has no hooks"
-
-
-def test_a_straggler_is_to_blame_for_waiting_and_no_setting() -> None:
-    assert said(exposed=40.0, place=Place(world_size=2, workers=2, cpus=8, waits_for_one=True)) is None
-
-
-def test_saving_and_validating_and_writing_too_often() -> None:
-    assert said("checkpoint.every_epochs=1", checkpoint=12.0) == "12% saving: checkpoint.every_epochs=4"
-    assert said("checkpoint.every_steps=10", checkpoint=12.0) == "12% saving: checkpoint.every_steps=40"
-    assert said("train.eval_every_epochs=2", evaluation=35.0) == "35% validation: train.eval_every_epochs=8"
-    assert (said("monitor.log_every=1", other=30.0) or "").endswith(": monitor.log_every=50")
-
-
-def test_of_several_things_the_one_that_stands_out_most() -> None:
-    assert (said(data=25.0, checkpoint=40.0) or "").startswith("40% saving")
+WAITING = "40% waiting for gradients of other ranks: "
 
 
 @pytest.mark.parametrize(
-    "shares",
+    ("spent", "place", "settings", "told"),
     [
-        {},
-        {"data": 19.0},
-        {"checkpoint": 9.0},
-        {"evaluation": 29.0},
-        {"exposed": 19.0},
-        {"optimizer": 60.0},
-        {"copy": 50.0},
+        ({"data": 62}, HERE, ("ddp",), "62% data wait: data.workers=4"),
+        ({"data": 62}, Place(1, 0, 3), ("ddp",), "62% data wait: data.workers=2"),
+        ({"data": 62}, Place(1, 3, 4), ("ddp",), "62% data wait: more CPUs for each rank, --cpus-per-task 8"),
+        ({"exposed": 40}, HERE, ("ddp",), WAITING + "strategy.comm_hook=bf16"),
+        ({"exposed": 40}, HERE, ("zero",), WAITING + "strategy.comm_hook=bf16"),
+        (
+            {"exposed": 40},
+            HERE,
+            ("ddp", "strategy.comm_hook=bf16", "train.global_batch_size=64"),
+            WAITING + "train.global_batch_size=128",
+        ),
+        # It has no hooks.
+        ({"exposed": 40}, HERE, ("fsdp", "train.global_batch_size=64"), WAITING + "train.global_batch_size=128"),
+        ({"exposed": 40}, Place(2, 2, 8, waits_for_one=True), ("ddp",), None),  # that one is to blame, and no setting
+        ({"checkpoint": 12}, HERE, ("ddp", "checkpoint.every_epochs=1"), "12% saving: checkpoint.every_epochs=4"),
+        ({"checkpoint": 12}, HERE, ("ddp", "checkpoint.every_steps=10"), "12% saving: checkpoint.every_steps=40"),
+        (
+            {"evaluation": 35},
+            HERE,
+            ("ddp", "train.eval_every_epochs=2"),
+            "35% validation: train.eval_every_epochs=8",
+        ),
+        (
+            {"other": 30},
+            HERE,
+            ("ddp", "monitor.log_every=1"),
+            "30% records and the loop itself: monitor.log_every=50",
+        ),
+        ({"data": 25, "checkpoint": 40}, HERE, ("ddp",), "40% saving: checkpoint.every_epochs=14"),
+        *(
+            (spent, HERE, ("ddp",), None)
+            for spent in ({}, {"data": 19}, {"checkpoint": 9}, {"evaluation": 29}, {"exposed": 19}, {"optimizer": 60},
+                          {"copy": 50})
+        ),
     ],
-)
-def test_nothing_is_said_where_nothing_is_clear_or_no_setting_helps(shares: dict[str, float]) -> None:
-    assert said_of(shares) is None
-
-
-def test_nothing_is_said_of_a_short_run() -> None:
-    assert said(data=62.0, total=29.0) is None
+)  # fmt: skip
+def test_the_advice_is_of_what_stands_out_most_if_a_setting_helps(
+    spent: dict[str, float], place: Place, settings: tuple[str, ...], told: str | None
+) -> None:
+    rest = (100.0 - sum(spent.values())) / 2
+    seconds = {"start": 500.0, "forward": rest, "backward": rest, **spent, "end": 500.0}
+    config = load(settings[0], settings[1:]).config
+    assert advice(seconds, config, place) == told
+    short = {name: 0.29 * value for name, value in seconds.items()}
+    assert advice(short, config, place) is None, "too short a run to say anything of"
