@@ -77,6 +77,10 @@ class Progress:
             raise ValueError(f"its progress is impossible: {progress}")
         return progress
 
+    def take_over(self, other: Progress) -> None:
+        """Be where ``other`` is."""
+        vars(self).update(vars(other))
+
     def judge(self, val: dict[str, float], by: str, *, higher_is_better: bool, min_delta: float = 0.0) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
 
@@ -348,7 +352,7 @@ class Recorder:
         before = progress.step
         there.seconds, there.broken = progress.seconds, progress.broken  # which no way back makes better
         there.position, there.rollbacks, there.nonfinite = position, rollbacks, 0
-        vars(progress).update(vars(there))
+        progress.take_over(there)
         self.remark("rolled_back", step=progress.step, from_step=before, position=position)
         self.save()  # whoever goes on from here does not meet that data again
         return True
