@@ -11,8 +11,10 @@ import pytest
 
 from trainkit import plugins
 from trainkit.config import json_schema, yaml
+from trainkit.config.json_schema import Setting, settings
 from trainkit.config.loading import PACKAGED
-from trainkit.config.schema import OptimConfig
+from trainkit.config.schema import SECTIONS, OptimConfig
+from trainkit.errors import UserError
 
 SCHEMA = json.loads((PACKAGED / "schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -37,12 +39,8 @@ def test_it_has_the_models_of_both_libraries_and_imports_neither() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_is_valid(preset: Path) -> None:
+def test_every_preset_is_valid_and_tells_editors_where_the_schema_is(preset: Path) -> None:
     assert problems(yaml.read(preset)[0]) == []
-
-
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_tells_editors_where_the_schema_is(preset: Path) -> None:
     first = preset.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
     assert (preset.parent / first.split("=", 1)[1]).resolve() == PACKAGED / "schema.json"
@@ -76,14 +74,11 @@ def test_mistakes_are_seen_in_the_editor(wrong: dict[str, Any]) -> None:
     assert problems(wrong)
 
 
-@pytest.mark.parametrize("launch", [{"time": 90}, {"mem": 0}, {"sbatch": {"nice": 10, "exclusive": True}}])
-def test_what_the_configuration_turns_into_text_may_be_a_number(launch: dict[str, Any]) -> None:
-    assert problems({"launch": launch}) == []
-
-
 @pytest.mark.parametrize(
     "right",
     [
+        # What the configuration turns into text may be a number
+        {"launch": {"time": 90, "mem": 0, "sbatch": {"nice": 10, "exclusive": True}}},
         {"model": {"name": "my_models:vit", "depth": 3}},
         {"model": {"name": "resnet50.a1_in1k", "pretrained": True}},
         {"model": {"name": "timm/one_that_is_new"}},
@@ -99,7 +94,7 @@ def test_what_the_configuration_turns_into_text_may_be_a_number(launch: dict[str
         {"extends": "recipes/cifar10_vit"},
     ],
 )
-def test_what_is_the_users_own_and_what_is_named_elsewhere_is_no_mistake(right: dict[str, Any]) -> None:
+def test_what_is_the_users_own_or_named_elsewhere_is_no_mistake(right: dict[str, Any]) -> None:
     assert problems(right) == []
 
 
@@ -111,11 +106,52 @@ def test_what_is_listed_is_what_the_configuration_takes() -> None:
             assert tuple(listed[name]) == plugins.signature(f"trainkit.{package}", name).options
 
 
-def test_settings_are_explained() -> None:
-    rate = SCHEMA["$defs"]["OptimConfig"]["properties"]["lr"]
-    assert rate["description"] == "Peak learning rate."
-
-
 def problems(value: Any) -> list[str]:
     """What editors mark."""
     return [error.message for error in VALIDATOR.iter_errors(value)]
+
+
+# The same for people
+
+
+def setting(key: str, of: str = "") -> Setting:
+    return next(item for item in settings() if (item.key, item.of) == (key, of))
+
+
+def test_every_setting_has_a_sentence() -> None:
+    own = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
+    found = settings()
+    assert own | {"seed"} == {item.key for item in found if not item.of}
+    assert [f"{item.key} of {item.of}" for item in found if len(item.sentence) < 8] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "default"),
+    [
+        ("seed", "int >= 0, <= 4294967295", "0"),
+        ("optim.lr", "float > 0", "0.002"),
+        ("optim.betas", "[float, float] | [float, float, float] | null", "[0.9,0.999]"),
+        ("train.micro_batch_size", "int > 0 | auto | null", "null"),
+        ("train.channels_last", "bool", "false"),
+        ("monitor.loggers", "[text, ...]", "[console,jsonl,tensorboard,wandb]"),
+        ("launch.executor", "text", "auto"),
+        ("launch.gpu_dialect", "gpus-per-node | gres | constraint", "gpus-per-node"),
+        ("launch.sbatch", "{name: text}", "{}"),
+    ],
+)
+def test_a_setting_has_its_type_and_its_default(key: str, kind: str, default: str) -> None:
+    found = setting(key)
+    assert (found.type, found.default) == (kind, default)
+
+
+def test_the_options_of_plugins_are_settings_and_shared_ones_stand_once() -> None:
+    assert setting("strategy.comm_hook", "ddp, zero").type == "none | fp16 | bf16 | powersgd"
+    assert setting("strategy.reduce_dtype", "fsdp").sentence.startswith("What gradients are summed as")
+    assert setting("data.shift", "digits").default == "1"
+
+
+def test_a_section_alone_and_one_that_is_not_there() -> None:
+    assert {item.key.partition(".")[0] for item in settings("schedule")} == {"schedule"}
+    with pytest.raises(UserError, match="Unknown section 'optimizer'") as caught:
+        settings("optimizer")
+    assert "optim" in caught.value.why

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
 
-from trainkit.config.schema import Config, LaunchConfig, ModelConfig, field_of
+from trainkit.config.schema import SECTIONS, Config, LaunchConfig, Reach, field_of, reach
 from trainkit.config.slurm_options import time_minutes
 
 
@@ -37,19 +39,9 @@ def test_a_configuration_cannot_be_changed() -> None:
         Config().train.epochs = 3
 
 
-def test_every_setting_has_a_default() -> None:
-    assert Config() == Config.model_validate({})
-
-
-def test_keys_beyond_a_plugins_name_are_its_options() -> None:
-    model = ModelConfig.model_validate({"name": "vit", "depth": 3})
-    assert model.options == {"depth": 3}
-
-
-def test_where_the_data_is_and_who_loads_it_are_no_options_of_the_data_set() -> None:
-    assert Config.model_validate({"data": {"root": "x", "workers": 2, "image_size": 8}}).data.options == {
-        "image_size": 8
-    }
+def test_keys_beyond_those_of_its_section_are_a_plugins_options() -> None:
+    data = Config.model_validate({"data": {"root": "x", "workers": 2, "image_size": 8}}).data
+    assert data.options == {"image_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -76,19 +68,11 @@ def test_what_cannot_be_meant_is_refused(tree: dict[str, Any]) -> None:
         Config.model_validate(tree)
 
 
-def test_minutes_and_memory_may_be_written_as_numbers() -> None:
-    launch = LaunchConfig.model_validate({"time": 90, "mem": 0})
-    assert (launch.time, launch.mem) == ("90", "0")
-
-
-def test_sbatch_options_are_text_and_true_is_an_option_without_a_value() -> None:
+def test_numbers_become_text_and_true_an_option_without_a_value() -> None:
     given = {"comment": "thesis", "nice": 10, "exclusive": True, "overcommit": None, "hold": False}
-    assert LaunchConfig.model_validate({"sbatch": given}).sbatch == {
-        "comment": "thesis",
-        "nice": "10",
-        "exclusive": "",
-        "overcommit": "",
-    }
+    launch = LaunchConfig.model_validate({"sbatch": given, "time": 90, "mem": 0})
+    assert launch.sbatch == {"comment": "thesis", "nice": "10", "exclusive": "", "overcommit": ""}
+    assert (launch.time, launch.mem) == ("90", "0")
 
 
 @pytest.mark.parametrize(
@@ -125,3 +109,57 @@ def test_a_dotted_key_finds_its_declaration() -> None:
     assert rate is not None
     assert (seed.default, rate.default) == (0, 2.0e-3)
     assert [field_of(key) for key in ("model.depth", "nothing", "no.thing")] == [None, None, None]
+
+
+# What the text of a setting can do
+
+
+def holds_text(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal:
+        return False
+    return annotation in (str, bytes, Path, Any, object) or any(holds_text(item) for item in get_args(annotation))
+
+
+def texts() -> Iterator[str]:
+    for section, model in SECTIONS.items():
+        for name, field in model.model_fields.items():
+            if holds_text(field.annotation):
+                yield f"{section}.{name}"
+
+
+def test_a_setting_that_holds_text_says_what_it_can_do() -> None:
+    """A new one cannot be forgotten: mark it IMPORTS, STARTS, SENDS or PLAIN (`trainkit.config.schema.Reach`)."""
+    fields = {key: field_of(key) for key in texts()}
+    assert {"launch.sbatch", "launch.setup", "checkpoint.remote", "collaborative.initial_peers"} <= fields.keys()
+    assert "optim.lr" not in fields
+    silent = [key for key, field in fields.items() if not any(isinstance(it, Reach) for it in field.metadata)]  # type: ignore[union-attr]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "does"),
+    [
+        ("model.name", "resnet18", "nothing"),
+        ("model.name", "mine:net", "imports"),
+        ("model.name", "hf-hub:eve/net", "imports"),
+        ("monitor.loggers", ["console", "mine:log"], "imports"),
+        ("model.checkpoint_path", "/w.pth", "imports"),
+        ("model.pretrained_cfg_overlay.file", "/w.bin", "imports"),
+        ("model.pretrained_cfg_overlay.file", "/w.safetensors", "nothing"),
+        ("launch.setup", ["curl eve"], "starts"),
+        ("launch.setup", [], "nothing"),
+        ("launch.container_python", "python3", "nothing"),
+        ("launch.container_python", "/eve/python3", "starts"),
+        ("checkpoint.remote", None, "nothing"),
+        ("checkpoint.remote", "s3://eve/all", "sends"),
+        ("monitor.wandb_project", "trainkit", "nothing"),
+        ("monitor.wandb_project", "eve", "sends"),
+        ("launch.mail_user", "eve@example.org", "sends"),
+        ("collaborative.initial_peers", ["/ip4/1.2.3.4/tcp/1/p2p/Q"], "sends"),
+        ("collaborative.open", True, "sends"),
+        ("data.root", "/elsewhere", "nothing"),
+        ("data.val_fraction", 0.1, "nothing"),  # an option of a plugin of ours
+    ],
+)
+def test_what_a_value_can_do(key: str, value: object, does: str) -> None:
+    assert reach(key, value).does == does
