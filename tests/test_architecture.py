@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from trainkit import plugins
+from trainkit.run import messages
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -612,6 +613,14 @@ def test_one_module_writes_files() -> None:
 )
 def test_writing_by_hand_is_seen(call: str) -> None:
     assert _writes(ast.parse(call, mode="eval").body)
+
+
+def test_messages_between_processes_are_named_in_one_place() -> None:
+    """A reader that spells a name by itself waits for a file that its writer has renamed."""
+    parts = {part for item in messages.MESSAGES for part in re.split("({})", item.name) if "." in part}
+    assert parts == {"lease.json", "preflight.json", ".hang"}
+    spelled = where(lambda node: isinstance(node, ast.Constant) and str(node.value).removeprefix("rank-{}") in parts)
+    assert listed(spelled) == ["trainkit.run.messages"]
 
 
 def test_the_commands_never_load_torch_before_they_train() -> None:

@@ -22,6 +22,7 @@ from trainkit.config.json_schema import FROM_A_LIBRARY, json_schema
 from trainkit.diagnosis.causes import rows as rows_of_causes
 from trainkit.run import events as run_events
 from trainkit.run.folder import RunDir
+from trainkit.run.messages import MESSAGES, Message
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
@@ -320,7 +321,6 @@ FILES = {
     "task.json": "the metrics of the task: unit, which direction is better, the headline",
     "evaluations.jsonl": "what `evaluate` measured of checkpoints",
     "events.jsonl": "what happened: [events](events.md)",
-    "lease.json": "who may write, while somebody does",
     "checkpoints/": "`step-00001000/`: complete or absent; `best` and `latest` name one; safetensors and one JSON",
     "tensorboard/": "curves for TensorBoard",
     "wandb/": "the run for Weights & Biases",
@@ -328,7 +328,6 @@ FILES = {
     "confusion.json": "which class the best weights take for which",
     "mistakes-<split>.json": "the images of a split that the best weights got wrong and were surest of",
     "profile/": "traces of the profiler, and GPU memory when there was too little",
-    "PROFILE": "make this file to ask for a profile of the next updates",
     "system-<host>.jsonl": "samples of a host: GPU and CPU use, memory, power",
 }
 """File or folder of a run -> what is in it. Those that reports write are below."""
@@ -341,7 +340,7 @@ REPORTS = {
 
 
 def files() -> str:
-    names = {name.rstrip("/") for name in FILES}
+    names = {name.rstrip("/") for name in FILES} | {message.name for message in MESSAGES if not message.of_attempt}
     known = {_pattern(path) for path in _paths_of_run_dir()}
     assert len(known) > 20
     assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
@@ -352,9 +351,18 @@ def files() -> str:
     )
     parts = [
         table(("file", "what is in it"), [(code(name), said) for name, said in {**FILES, **REPORTS}.items()]),
+        "## Messages between processes",
+        "These files count while they are there. Each is complete or absent.",
+        table(("file", "what is in it", "written by", "read by"), [_message(each) for each in MESSAGES]),
         "Unknown keys and a torn last line of a `.jsonl` file are to be expected; trainkit's own readers accept both.",
     ]
     return page("Files of a run", about, parts)
+
+
+def _message(message: Message) -> tuple[str, str, str, str]:
+    name = message.name.replace("{}", "<n>")
+    path = f"logs/<attempt>/{name}" if message.of_attempt else name
+    return code(path), message.content, message.writer, message.reader
 
 
 def _paths_of_run_dir() -> Iterator[Path]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.site.test_node_health import a_report
-from trainkit.launch.restarts import PREFLIGHT, culprits, passing_failure, pronounce
+from trainkit.launch.restarts import culprits, passing_failure, pronounce
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
+from trainkit.run.messages import PREFLIGHT
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def _found(attempt: Attempt, *bad: str) -> None:
     for facts in report["ranks"].values():
         if facts["node"] in bad:
             facts["memory_free_mb"] = 7
-    (attempt.logs / PREFLIGHT).write_text(f"a library's own words\n{json.dumps(report)}\n")
+    PREFLIGHT.at(attempt.logs).write_text(f"a library's own words\n{json.dumps(report)}\n")
 
 
 def test_good_nodes_let_the_ranks_start(attempt: Attempt) -> None:
@@ -44,6 +45,6 @@ def test_a_bad_node_ends_the_attempt_which_another_one_without_it_may_mend(
 
 @pytest.mark.parametrize("said", ["", "srun: error", '{"ranks": torn'])
 def test_a_check_without_an_answer_holds_nothing_back(attempt: Attempt, said: str) -> None:
-    (attempt.logs / PREFLIGHT).write_text(said)
+    PREFLIGHT.at(attempt.logs).write_text(said)
     assert pronounce(attempt) == 0
     assert culprits(attempt, ["n1"], {}) == {}

@@ -1,4 +1,4 @@
-"""A stale attempt: SLURM took its node for dead and started the job again, and its ranks live on."""
+"""What happened to a run: written by one module, read back with types; an attempt that another one has followed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "run", "seed: 0\n")
 
 
-def test_an_event_has_its_kind_its_fields_and_the_present_time(run: RunDir) -> None:
-    append_event(run, "saved", step=7)
-    (event,) = read_events(run)
-    assert (event["event"], event["step"]) == ("saved", 7)
+def test_events_are_timed_and_in_order_and_one_kind_can_be_read_alone(run: RunDir) -> None:
+    for kind in ("submitted", "started", "saved"):
+        append_event(run, kind, step=7)
+    assert [event["event"] for event in read_events(run)] == ["submitted", "started", "saved"]
+    (event,) = read_events(run, "saved")
+    assert event["step"] == 7
     assert abs(event["time"] - time.time()) < 60
 
 
@@ -43,18 +45,6 @@ def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> N
     append_event(run, "unanswered", error="x" * 100_000_000)
     assert run.events.stat().st_size < 100_000
     assert [event["event"] for event in read_events(run)] == ["unanswered"]
-
-
-def test_events_are_in_the_order_they_happened(run: RunDir) -> None:
-    for kind in ("submitted", "started", "saved"):
-        append_event(run, kind)
-    assert [event["event"] for event in read_events(run)] == ["submitted", "started", "saved"]
-
-
-def test_one_kind_can_be_read_alone(run: RunDir) -> None:
-    append_event(run, "started")
-    append_event(run, "saved")
-    assert [event["event"] for event in read_events(run, "saved")] == ["saved"]
 
 
 PROJECT = Path(__file__).parents[2]
@@ -105,24 +95,14 @@ def test_the_claim_on_an_attempt_is_its_users_alone_in_a_folder_that_is_made_for
     assert (attempt.logs / "node-0").stat().st_mode & 0o777 == 0o600
 
 
-def test_attempts_are_numbered_in_order_and_have_a_log_folder(run: RunDir) -> None:
-    assert [Attempt.begin(run).number for _ in range(3)] == [0, 1, 2]
-    assert run.attempts() == [0, 1, 2]
-
-
-def test_nodes_that_share_a_folder_begin_the_same_attempt(run: RunDir) -> None:
+def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: RunDir) -> None:
     assert [Attempt.begin(run, node_rank=rank).number for rank in (0, 1, 2)] == [0, 0, 0]
-    assert [Attempt.begin(run, node_rank=rank).number for rank in (2, 0, 1)] == [1, 1, 1]
-
-
-def test_an_attempt_that_trains_already_is_joined_by_a_node_that_comes_late(run: RunDir) -> None:
-    Attempt.begin(run).started(step=0)
-    assert Attempt.begin(run, node_rank=1).number == 0
-
-
-def test_an_attempt_that_is_over_is_not_joined_by_a_node_that_missed_it(run: RunDir) -> None:
-    Attempt.begin(run).ended("FAILED")
-    assert Attempt.begin(run, node_rank=1).number == 1
+    assert [Attempt.begin(run, node_rank=rank).number for rank in (2, 0)] == [1, 1]
+    assert run.attempts() == [0, 1]
+    Attempt(run, 1).started(step=0)
+    assert Attempt.begin(run, node_rank=1).number == 1, "a node that comes late joins what trains already"
+    Attempt(run, 1).ended("FAILED")
+    assert Attempt.begin(run, node_rank=3).number == 2, "and not what is over"
 
 
 def test_a_gap_left_by_a_deleted_log_folder_changes_no_number(run: RunDir) -> None:
@@ -131,12 +111,6 @@ def test_a_gap_left_by_a_deleted_log_folder_changes_no_number(run: RunDir) -> No
     (run.attempt_logs(0) / "node-0").unlink()
     run.attempt_logs(0).rmdir()
     assert Attempt.begin(run).number == 2
-
-
-def test_a_rank_learns_its_attempt_from_its_environment(run: RunDir) -> None:
-    attempt = Attempt.begin(run)
-    assert Attempt.named_in(attempt.environment()) == attempt
-    assert Attempt.named_in({}) is None
 
 
 @pytest.mark.parametrize(
@@ -151,6 +125,7 @@ def test_a_rank_learns_its_attempt_from_its_environment(run: RunDir) -> None:
 def test_half_an_attempt_in_the_environment_is_refused(env: dict[str, str]) -> None:
     with pytest.raises(UserError, match="do not name an attempt"):
         Attempt.named_in(env)
+    assert Attempt.named_in({}) is None
 
 
 def test_a_whole_life_is_read_back(run: RunDir) -> None:
@@ -161,6 +136,7 @@ def test_a_whole_life_is_read_back(run: RunDir) -> None:
     first.saved(10)
     first.handed_back(node_rank=0, step=12, signals=["SIGUSR2"])
     first.requeued("7")
+    assert Attempt.named_in(first.environment()) == first
     second = Attempt.begin(run)
     second.started(step=12, world_size=2)
     second.failed("ValueError: bad", rank=1, host="n2")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,30 +19,28 @@ YAML = "seed: 0\n"
 # Making
 
 
-def test_a_new_run_holds_its_configuration_and_a_place_for_logs(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", YAML)
-    assert run.config.read_text() == YAML
+def test_a_new_run_holds_its_configuration_and_a_place_for_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir.create(Path("runs/ddp-0001"), YAML)
+    assert (run.path, run.config.read_text()) == (tmp_path / "runs" / "ddp-0001", YAML)
     assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "logs"]
     assert [entry.name for entry in run.path.parent.iterdir()] == ["ddp-0001"]
 
 
-def test_a_runs_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert RunDir.create(Path("runs/a"), YAML).path == tmp_path / "runs" / "a"
-
-
-@pytest.mark.parametrize("kind", ["run", "empty folder", "file", "link"])
+@pytest.mark.parametrize("kind", ["run", "empty folder", "half a run", "file", "link"])
 def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
-    if kind == "run":
-        RunDir.create(path, "seed: 1\n")
-    elif kind == "empty folder":
-        path.mkdir()
-    elif kind == "file":
-        path.write_text("mine")
-    else:
-        (tmp_path / "elsewhere").mkdir()
-        path.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    making: dict[str, Callable[[], object]] = {
+        "run": lambda: RunDir.create(path, "seed: 1\n"),
+        "empty folder": path.mkdir,
+        "half a run": lambda: (path / "logs").mkdir(parents=True),
+        "file": lambda: path.write_text("mine"),
+        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+    }
+    making[kind]()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match="exists already"):
         RunDir.create(path, YAML)
@@ -50,13 +49,8 @@ def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
 
 def test_a_folder_in_which_only_logs_were_opened_becomes_the_run(tmp_path: Path) -> None:
     (tmp_path / "a" / "logs" / "0").mkdir(parents=True)
-    assert RunDir.create(tmp_path / "a", YAML, after_logs=True).config.read_text() == YAML
-
-
-def test_a_half_written_folder_is_no_place_for_a_new_run(tmp_path: Path) -> None:
-    (tmp_path / "a" / "logs").mkdir(parents=True)
-    with pytest.raises(UserError, match="exists already"):
-        RunDir.create(tmp_path / "a", "seed: 0")
+    run = RunDir.create(tmp_path / "a", YAML, after_logs=True)
+    assert (run.config.read_text(), mode(run.path)) == (YAML, "700")
 
 
 def test_a_file_where_the_runs_folder_should_be_is_the_users_mistake(tmp_path: Path) -> None:
@@ -94,17 +88,14 @@ def test_of_two_that_make_the_same_run_one_is_refused(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_ids_count_up_over_all_runs_of_the_folder(tmp_path: Path) -> None:
-    assert next_path(tmp_path, "ddp").name == "ddp-0001"
-    (tmp_path / "ddp-0001").mkdir()
-    (tmp_path / "vit-b-0041").mkdir()
-    (tmp_path / "notes-12").mkdir()
-    assert next_path(tmp_path, "ddp").name == "ddp-0042"
-
-
-def test_after_9999_runs_comes_the_next(tmp_path: Path) -> None:
-    (tmp_path / "ddp-9999").mkdir()
-    assert next_path(tmp_path, "ddp").name == "ddp-10000"
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [((), "ddp-0001"), (("ddp-0001", "vit-b-0041", "notes-12"), "ddp-0042"), (("ddp-9999",), "ddp-10000")],
+)
+def test_ids_count_up_over_all_runs_of_the_folder(tmp_path: Path, there: tuple[str, ...], found: str) -> None:
+    for name in there:
+        (tmp_path / name).mkdir()
+    assert next_path(tmp_path, "ddp").name == found
 
 
 @pytest.mark.parametrize(("name", "safe"), [("my run/é", "my-run"), ("..", "run"), ("-x-", "x"), ("a.b_c", "a.b_c")])
@@ -112,13 +103,11 @@ def test_a_runs_name_is_safe_in_shells_and_paths(tmp_path: Path, name: str, safe
     assert next_path(tmp_path, name).name == f"{safe}-0001"
 
 
-@pytest.mark.parametrize("variable", [None, ""])
-def test_runs_are_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
+def test_runs_are_in_the_current_folder_or_where_the_user_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert runs_root({} if variable is None else {"TRAINKIT_RUNS": variable}) == tmp_path / "runs"
-
-
-def test_or_where_the_user_wants_them() -> None:
+    assert runs_root({}) == runs_root({"TRAINKIT_RUNS": ""}) == tmp_path / "runs"
     assert runs_root({"TRAINKIT_RUNS": "~/runs"}) == Path(os.environ["HOME"]) / "runs"
 
 
@@ -131,31 +120,20 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
 
 
-def test_a_run_is_found_by_its_path(tmp_path: Path, env: dict[str, str]) -> None:
-    run = RunDir.create(tmp_path / "anywhere", YAML)
-    assert find_run("anywhere", env) == find_run(str(run.path), {}) == run
-
-
-def test_a_run_is_found_by_its_name_in_the_runs_folder(tmp_path: Path, env: dict[str, str]) -> None:
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", YAML)
-    assert find_run("ddp-0001", env) == run
-
-
-def test_a_run_is_found_by_its_name_from_any_folder(tmp_path: Path, env: dict[str, str]) -> None:
-    run = RunDir.create(tmp_path / "project" / "runs" / "ddp-0003", YAML)
-    assert find_run("ddp-0003", env) == run
-
-
-def test_a_run_of_a_sweep_is_found_by_the_end_of_its_path(tmp_path: Path, env: dict[str, str]) -> None:
-    run = RunDir.create(tmp_path / "project" / "runs" / "sweep-0001" / "0", YAML)
-    assert find_run("sweep-0001/0", env) == run
-
-
-def test_a_name_of_two_runs_is_refused_with_their_paths(tmp_path: Path, env: dict[str, str]) -> None:
-    paths = [RunDir.create(tmp_path / folder / "ddp-0001", YAML).path for folder in ("a", "b")]
-    with pytest.raises(UserError) as caught:
-        find_run("ddp-0001", env)
-    assert all(str(path) in caught.value.why for path in paths)
+@pytest.mark.parametrize(
+    ("place", "reference"),
+    [
+        ("anywhere", "anywhere"),
+        ("runs/ddp-0001", "ddp-0001"),
+        ("project/runs/ddp-0003", "ddp-0003"),
+        ("project/runs/sweep-0001/0", "sweep-0001/0"),
+    ],
+)
+def test_a_run_is_found_by_its_path_and_by_its_name(
+    tmp_path: Path, env: dict[str, str], place: str, reference: str
+) -> None:
+    run = RunDir.create(tmp_path / place, YAML)
+    assert find_run(reference, env) == find_run(str(run.path), {}) == run
 
 
 def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path, env: dict[str, str]) -> None:
@@ -181,16 +159,13 @@ def test_a_half_written_run_is_refused(tmp_path: Path, env: dict[str, str]) -> N
 
 
 def test_runs_and_those_of_sweeps_are_listed_oldest_first(tmp_path: Path) -> None:
+    assert list_runs(tmp_path / "runs") == []
     for age, name in enumerate(["c-0003", "sweep-0002/1", "sweep-0002/0", "a-0001"]):
         os.utime(RunDir.create(tmp_path / name, YAML).config, (1000 - age, 1000 - age))
     (tmp_path / "a-0001" / "code").mkdir()
     (tmp_path / "a-0001" / "code" / "config.yaml").touch()
     names = [str(run.path.relative_to(tmp_path)) for run in list_runs(tmp_path)]
     assert names == ["a-0001", "sweep-0002/0", "sweep-0002/1", "c-0003"]
-
-
-def test_without_a_runs_folder_there_are_no_runs(tmp_path: Path) -> None:
-    assert list_runs(tmp_path / "runs") == []
 
 
 def test_attempts_are_the_numbered_log_folders_in_order(tmp_path: Path) -> None:
@@ -233,26 +208,11 @@ def test_a_group_that_shares_its_runs_says_so(tmp_path: Path, monkeypatch: pytes
     assert mode(RunDir.create(tmp_path / "a", "").path) == asked
 
 
-def test_a_folder_that_a_plain_sbatch_script_made_is_closed_as_well(tmp_path: Path) -> None:
-    (tmp_path / "a" / "logs").mkdir(parents=True)
-    assert mode(RunDir.create(tmp_path / "a", "", after_logs=True).path) == "700"
-
-
 @pytest.mark.parametrize("asked", ["rwx", "070", "7777", "9"])
 def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
     with pytest.raises(UserError, match="TRAINKIT_RUN_MODE"):
         RunDir.create(tmp_path / "a", "")
-
-
-def test_the_runs_of_a_sweep_are_found_by_its_folder_wherever_one_stands(
-    tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [RunDir.create(tmp_path / "sweep-0001" / name, YAML) for name in "01"]
-    (tmp_path / "sweep-0001" / "sweep.json").write_text("[]")
-    monkeypatch.chdir(tmp_path)
-    for reference in ("sweep-0001", str(tmp_path / "sweep-0001")):
-        assert sorted(run.path for run in find_runs(reference, env)) == [run.path for run in runs]
 
 
 # What a name means: the run here, and one elsewhere only if there is none here
@@ -301,7 +261,8 @@ def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path, env: dict[str, st
 
 def test_a_sweep_elsewhere_is_found_where_there_is_none_here(elsewhere: Path, env: dict[str, str]) -> None:
     theirs = sweep(elsewhere / "ddp-0001")
-    assert sorted(run.path for run in find_runs("ddp-0001", env)) == [theirs / "0", theirs / "1"]
+    for reference in ("ddp-0001", str(theirs)):
+        assert sorted(run.path for run in find_runs(reference, env)) == [theirs / "0", theirs / "1"]
     assert find_run("ddp-0001/0", env).path == theirs / "0"
 
 
@@ -406,27 +367,12 @@ def made(path: Path) -> Path:
     return path
 
 
-def test_remembered_runs_are_known_oldest_first(tmp_path: Path) -> None:
+def test_remembered_runs_are_known_once_oldest_first_while_they_are_there(tmp_path: Path) -> None:
+    assert folder.known() == []
     runs = [made(tmp_path / name) for name in ("b", "a")]
-    for run in runs:
+    for run in (*runs, *runs, tmp_path / "gone"):
         folder.remember(run)
     assert folder.known() == runs
-
-
-def test_a_run_remembered_twice_is_one(tmp_path: Path) -> None:
-    run = made(tmp_path / "a")
-    folder.remember(run)
-    folder.remember(run)
-    assert folder.known() == [run]
-
-
-def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    folder.remember(tmp_path / "gone")
-    assert folder.known() == []
-
-
-def test_at_first_nothing_is_known() -> None:
-    assert folder.known() == []
 
 
 def test_the_state_folder_is_the_desktop_standards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

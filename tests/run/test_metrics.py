@@ -1,4 +1,4 @@
-"""When a run will have ended, from the attempts that it has had."""
+"""The records of a run: read with types, thinned, and what they say of its progress, its end and its divergence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from trainkit.config.task import LOSS
 from trainkit.run import metrics
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
-    Divergence,
     Forecast,
     Metric,
     RunProgress,
@@ -37,37 +36,24 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "run", "seed: 0\n")
 
 
-def test_records_are_in_order_of_step(run: RunDir) -> None:
-    for step in (20, 10):
-        fileio.append_jsonl(run.metrics, {"split": "train", "step": step})
-    assert [record["step"] for record in read_metrics(run)] == [10, 20]
+def record(run: RunDir, *records: dict[str, Any]) -> None:
+    for each in records:
+        fileio.append_jsonl(run.metrics, {"split": "train", "step": 1, **each})
 
 
-def test_one_split_can_be_read_alone(run: RunDir) -> None:
-    for split in ("train", "val", "test"):
-        fileio.append_jsonl(run.metrics, {"split": split, "step": 1})
-    assert read_metrics(run, "val") == [{"split": "val", "step": 1}]
-
-
-def test_after_a_restart_the_newer_record_of_a_step_counts(run: RunDir) -> None:
-    for loss in (3.0, 2.0):
-        fileio.append_jsonl(run.metrics, {"split": "train", "step": 1, "loss": loss})
-    fileio.append_jsonl(run.metrics, {"split": "val", "step": 1, "loss": 1.0})
-    assert [record["loss"] for record in read_metrics(run)] == [2.0, 1.0]
-
-
-def test_unknown_keys_are_kept(run: RunDir) -> None:
-    fileio.append_jsonl(run.metrics, {"split": "train", "step": 1, "new": "x"})
-    assert read_metrics(run)[0]["new"] == "x"
-
-
-@pytest.mark.parametrize("record", [{}, {"split": "train"}, {"step": 1}, {"split": "train", "step": "x"}])
-def test_what_is_no_metrics_record_is_passed_over(run: RunDir, record: dict[str, object]) -> None:
-    fileio.append_jsonl(run.metrics, record)
+def test_records_are_in_order_of_step_and_the_newer_one_of_a_step_counts(run: RunDir) -> None:
     assert read_metrics(run) == []
+    record(run, {"step": 20}, {"loss": 3.0}, {"loss": 2.0, "new": "x"}, {"split": "val"}, {"split": "test"})
+    assert read_metrics(run, "train") == [
+        {"split": "train", "step": 1, "loss": 2.0, "new": "x"}, {"split": "train", "step": 20}
+    ]  # fmt: skip
+    assert read_metrics(run, "val") == [{"split": "val", "step": 1}]
+    assert len(read_metrics(run)) == 4
 
 
-def test_a_run_without_metrics_has_none(run: RunDir) -> None:
+@pytest.mark.parametrize("odd", [{}, {"split": "train"}, {"step": 1}, {"split": "train", "step": "x"}])
+def test_a_line_without_a_split_and_a_step_is_passed_over(run: RunDir, odd: dict[str, object]) -> None:
+    fileio.append_jsonl(run.metrics, odd)
     assert read_metrics(run) == []
 
 
@@ -79,8 +65,7 @@ def huge(run: RunDir, records: int, validate_every: int = 1000) -> None:
                 file.write(json.dumps({"step": step, "split": "val", "acc1": 50.0}) + "\n")
 
 
-def test_of_an_enormous_file_few_train_records_are_read_and_all_others(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+def test_of_an_enormous_file_few_train_records_are_read_and_all_others(run: RunDir) -> None:
     huge(run, 10_050)
     records, every, _ = read_thinned(run, most=200)
     steps = [record["step"] for record in records if record["split"] == "train"]
@@ -90,16 +75,14 @@ def test_of_an_enormous_file_few_train_records_are_read_and_all_others(tmp_path:
     assert [record["step"] for record in records if record["split"] == "val"] == [*range(1000, 10_001, 1000)]
 
 
-def test_a_file_of_usual_size_is_read_whole(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+def test_a_file_of_usual_size_is_read_whole(run: RunDir) -> None:
     huge(run, 300, 100)
     with run.metrics.open("a") as file:
         file.write('{"step": 301, "spl')
     assert read_thinned(run) == (read_metrics(run), 1, [])
 
 
-def test_what_a_restart_has_done_again_is_not_drawn_twice(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+def test_what_a_restart_has_done_again_is_not_drawn_twice(run: RunDir) -> None:
     huge(run, 5000)
     huge(run, 3000)  # a second attempt, from the beginning
     records, _, outliers = read_thinned(run, most=100)
@@ -109,9 +92,8 @@ def test_what_a_restart_has_done_again_is_not_drawn_twice(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("without", ["", '{"step": 5, "split": "val", "acc1": 50.0}\n', '{"step": 5, "split": "tr\n'])
-def test_a_single_line_that_stands_out_of_an_enormous_file_is_among_the_outliers(tmp_path: Path, without: str) -> None:
+def test_a_line_that_stands_out_of_an_enormous_file_is_an_outlier(run: RunDir, without: str) -> None:
     """Also where not every line has a loss."""
-    run = RunDir.create(tmp_path / "run", "seed: 0\n")
     odd = {1234: "1000000000.0", 1235: "1e-09", 4321: "null", 4322: "null", 7777: "NaN", 8888: "1e999"}
     lines = [f'{{"step": {step}, "split": "train", "loss": {odd.get(step, 0.5)}}}\n' for step in range(10_000)]
     run.metrics.write_text("".join([*lines[:5000], without, *lines[5000:]]))
@@ -146,15 +128,12 @@ def test_the_newest_evaluation_of_the_best_weights_with_the_runs_own_settings_co
 REGRESSION = TaskMetrics("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
 
 
-def test_a_run_describes_its_metrics(run: RunDir) -> None:
-    describe(run, REGRESSION)
-    assert described(run) == REGRESSION
-
-
-def test_a_run_made_before_has_the_metrics_of_classification(run: RunDir) -> None:
+def test_a_run_describes_its_metrics_and_an_older_one_has_those_of_classification(run: RunDir) -> None:
     found = described(run)
     assert (found.headline, list(found.metrics)) == ("acc1", ["loss", "acc1", "acc5"])
     assert found.metrics["acc5"] == Metric("%", True, "Top-5 accuracy")
+    describe(run, REGRESSION)
+    assert described(run) == REGRESSION
 
 
 @pytest.mark.parametrize(
@@ -176,53 +155,35 @@ def test_what_a_stranger_describes_is_one_line_each_and_bounded(run: RunDir) -> 
     assert len(found.metrics["m0"].unit) < 50
 
 
-def test_without_a_best_step_the_lowest_error_is_the_best(run: RunDir) -> None:
+def test_of_errors_the_lowest_is_the_best_and_one_over_100_is_no_mistake(run: RunDir) -> None:
     val = [{"split": "val", "step": step, "mae": mae} for step, mae in ((1, 3.0), (2, 1.0), (3, 2.0))]
-    found = best_of(val, None, REGRESSION)
-    assert found is not None
-    assert found["step"] == 2
-
-
-def test_an_error_may_be_over_100_and_a_percentage_may_not(run: RunDir) -> None:
+    assert best_of(val, None, REGRESSION) == val[1]
     describe(run, REGRESSION)
-    fileio.append_jsonl(run.metrics, {"split": "val", "step": 1, "mae": 250.0, "loss": "low"})
+    record(run, {"split": "val", "mae": 250.0, "loss": "low"})
     assert read_metrics(run) == [{"split": "val", "step": 1, "mae": 250.0}]
 
 
-def test_a_run_without_metrics_stands_nowhere(run: RunDir) -> None:
+def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
     assert progress_of(run) == RunProgress()
     run.metrics.touch()
     assert progress_of(run, pace_since=0.0) == RunProgress()
-
-
-def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
-    fileio.append_jsonl(run.metrics, {"split": "val", "step": 20, "acc1": 50.0})
-    fileio.append_jsonl(run.metrics, {"split": "train", "step": 90, "loss": 1.0})
-    fileio.append_jsonl(run.metrics, {"split": "train", "step": 30, "loss": 2.0})  # after a restart
+    # After a restart, and after `evaluate` has measured the best weights.
+    record(run, {"split": "val", "step": 20}, {"step": 90}, {"step": 30, "epoch": 3.0}, {"split": "test", "step": 50})
     with run.metrics.open("a") as file:
         file.write('{"split": "val", "step": 40')
     found = progress_of(run)
-    assert (found.step, found.val["step"]) == (30, 20)
-
-
-def test_what_was_measured_after_training_does_not_tell_how_far_it_is(run: RunDir) -> None:
-    """Folders in which `evaluate` has written into the training's records."""
-    fileio.append_jsonl(run.metrics, {"split": "train", "step": 90, "epoch": 9.0, "loss": 1.0})
-    fileio.append_jsonl(run.metrics, {"split": "test", "step": 50, "acc1": 80.0})
-    assert progress_of(run).last["epoch"] == 9.0
+    assert (found.step, found.val["step"], found.last["epoch"]) == (30, 20, 3.0)
 
 
 def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "TAIL_BYTES", 100)
-    fileio.append_jsonl(run.metrics, {"split": "val", "step": 0, "acc1": 10.0})
-    for step in range(100):
-        fileio.append_jsonl(run.metrics, {"split": "train", "step": step, "loss": 1.0})
+    record(run, {"split": "val", "step": 0, "acc1": 10.0}, *({"step": step, "loss": 1.0} for step in range(100)))
     assert progress_of(run).val["acc1"] == 10.0
 
 
 def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
-    for time, step in ((0.0, 10), (1000.0, 20), (2000.0, 20), (2010.0, 25), (2030.0, 30)):
-        fileio.append_jsonl(run.metrics, {"time": time, "split": "train", "step": step, "loss": 1.0})
+    times = ((0.0, 10), (1000.0, 20), (2000.0, 20), (2010.0, 25), (2030.0, 30))
+    record(run, *({"time": time, "step": step} for time, step in times))
     found = progress_of(run, pace_since=1999.0)
     assert found.seconds_per_step == 3.0
     assert found.seconds_to(130) == 300.0
@@ -231,19 +192,11 @@ def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
     assert progress_of(run).seconds_per_step is None, "nobody has asked for it"
 
 
-def test_one_record_has_no_pace(run: RunDir) -> None:
-    fileio.append_jsonl(run.metrics, {"time": 5.0, "split": "train", "step": 10, "loss": 1.0})
-    assert progress_of(run, pace_since=0.0).seconds_per_step is None
-
-
 def test_for_the_pace_few_records_are_read_also_where_an_attempt_has_none_or_few(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list of a thousand runs that go on has the pace of each."""
-    for step in range(300):
-        fileio.append_jsonl(
-            run.metrics, {"time": 1000.0 + 2 * step, "split": "train", "step": step, "epoch": step / 10}
-        )
+    record(run, *({"time": 1000.0 + 2 * step, "step": step, "epoch": step / 10} for step in range(300)))
     parsed: list[str | bytes] = []
     really = fileio.parse_object
 
@@ -301,45 +254,37 @@ def event(kind: str, step: int, **more: Any) -> dict[str, Any]:
     return {"event": kind, "step": step, **more}
 
 
-def train(*losses: float | None) -> list[dict[str, Any]]:
-    return [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
-
-
-def test_a_run_without_any_says_nothing() -> None:
-    setbacks = setbacks_of([event("started", 0), event("saved", 20)], train(2.3, 1.1), 20)
-    assert (setbacks.in_words(), setbacks.diverged) == ("", False)
-
-
-def test_a_loss_that_is_no_number_any_more_is_told_from_where_on() -> None:
-    lost = [event("nonfinite", step) for step in range(3, 41)]
-    setbacks = setbacks_of([event("started", 0), *lost], train(2.3, None, None, None), 40)
-    assert setbacks.in_words() == "loss nan from step 20, 38 of 40 updates skipped"
-    assert setbacks.diverged
-
-
-def test_a_loss_that_has_come_back_is_no_divergence() -> None:
-    setbacks = setbacks_of([event("nonfinite", 12)], train(2.3, None, 1.2), 30)
-    assert (setbacks.in_words(), setbacks.diverged) == ("1 of 30 updates skipped", False)
-
-
-def test_what_fp16_skips_is_no_step_and_was_tried_all_the_same() -> None:
-    setbacks = setbacks_of([event("skipped", 0), event("skipped", 0), event("skipped", 7)], train(2.3), 10)
-    assert setbacks == Divergence(None, skipped=3, nonfinite=0, updates=13)
-
-
-def test_the_last_of_too_many_skips_is_told_twice_and_counts_once() -> None:
-    setbacks = setbacks_of([*[event("skipped", 1)] * 50, event("nonfinite", 1)], [], 1)
-    assert (setbacks.in_words(), setbacks.diverged) == ("50 of 51 updates skipped", True)
-
-
-def test_what_is_done_again_after_a_restart_counts_once() -> None:
-    events = [event("nonfinite", 4), event("nonfinite", 9), event("started", 5), event("nonfinite", 9)]
-    assert setbacks_of(events, train(2.3), 10).lost == 2
-
-
-def test_updates_that_a_rollback_has_undone_were_tried() -> None:
-    events = [event("nonfinite", step) for step in (8, 9, 10)] + [event("rolled_back", 5, from_step=10)]
-    assert setbacks_of(events, train(2.3, 1.0), 20).in_words() == "3 of 25 updates skipped, rolled back 1 time"
+@pytest.mark.parametrize(
+    ("events", "losses", "steps", "words", "diverged"),
+    [
+        ([event("started", 0), event("saved", 20)], (2.3, 1.1), 20, "", False),
+        (
+            [event("started", 0), *(event("nonfinite", step) for step in range(3, 41))], (2.3, None, None, None), 40,
+            "loss nan from step 20, 38 of 40 updates skipped", True,
+        ),
+        ([event("nonfinite", 12)], (2.3, None, 1.2), 30, "1 of 30 updates skipped", False),
+        # An update that fp16 skips is no step, and was tried all the same.
+        ([event("skipped", 0), event("skipped", 0), event("skipped", 7)], (2.3,), 10, "3 of 13 updates skipped", False),
+        # The last of too many skips is told twice.
+        ([*[event("skipped", 1)] * 50, event("nonfinite", 1)], (), 1, "50 of 51 updates skipped", True),
+        # Done again after a restart.
+        (
+            [event("nonfinite", 4), event("nonfinite", 9), event("started", 5), event("nonfinite", 9)], (2.3,), 10,
+            "2 of 10 updates skipped", False,
+        ),
+        (
+            [*(event("nonfinite", step) for step in (8, 9, 10)), event("rolled_back", 5, from_step=10)], (2.3, 1.0), 20,
+            "3 of 25 updates skipped, rolled back 1 time", False,
+        ),
+    ],
+    ids=["none", "nan", "the loss is back", "fp16", "told twice", "restart", "rollback"],
+)  # fmt: skip
+def test_setbacks_are_counted_once_and_most_updates_lost_is_a_divergence(
+    events: list[dict[str, Any]], losses: tuple[float | None, ...], steps: int, words: str, diverged: bool
+) -> None:
+    train = [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
+    setbacks = setbacks_of(events, train, steps)
+    assert (setbacks.in_words(), setbacks.diverged) == (words, diverged)
 
 
 @pytest.mark.parametrize(
@@ -351,8 +296,7 @@ def test_odd_events_are_passed_over(odd: dict[str, Any]) -> None:
 
 def test_updates_that_were_saved_and_not_recorded_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    for step, loss in enumerate((2.3, None, None), start=1):
-        fileio.append_jsonl(run.metrics, {"step": step, "split": "train", "loss": loss})
+    record(run, *({"step": step, "loss": loss} for step, loss in enumerate((2.3, None, None), start=1)))
     for step in (2, 3, 4):
         fileio.append_jsonl(run.events, {"event": "nonfinite", "step": step})
     fileio.append_jsonl(run.events, {"event": "saved", "step": 4})

@@ -26,6 +26,7 @@ from trainkit.fileio import make_folder, replacing, write
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import Holder, lease_on
+from trainkit.run.messages import CLAIM
 from trainkit.run.snapshot import are_of_code, read_code
 
 # Brings a run, or its checkpoints, back from elsewhere: verified, bounded, and nothing of it is run.
@@ -123,7 +124,7 @@ def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
         for event in read_events(run, "started"):  # their numbers are taken
             if type(event.get("attempt")) is int:
                 make_folder(run.attempt_logs(event["attempt"]), partial)
-                write(run.attempt_logs(event["attempt"]) / "node-0", "", partial)
+                write(CLAIM.at(run.attempt_logs(event["attempt"]), 0), "", partial)
         bring_back(store, run, wanted=wanted)
         partial.rename(path)
     except BaseException:

@@ -9,7 +9,6 @@ scheduler do the same; their supervisor sees those that cannot, because they are
 from __future__ import annotations
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -31,6 +30,7 @@ import torch
 from trainkit import fileio
 from trainkit.ranks.signals import STARTING_SECONDS, hang
 from trainkit.run.events import Attempt
+from trainkit.run.messages import HANG
 
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""
@@ -164,20 +164,20 @@ class _Pulse:
 
 def _ends(attempt: Attempt, place: Place, stand: Stand, pulse: _Pulse, over: threading.Event) -> bool:
     """Say that this rank hangs, with the others; False if it goes on after all."""
-    mine = _file(place, place.rank)
+    mine = HANG.at(place.logs, place.rank)
     words = f"Rank {place.rank} on {place.hosts[place.rank]} has made no progress for {pulse.patience():.0f} s"
     print(f"{words}. Its Python stacks:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     with suppress(OSError):  # a full disk must not keep it from ending
-        fileio.write(mine, json.dumps(vars(stand)), mine.parent)
+        HANG.send(place.logs, vars(stand), place.rank)
     deadline = time.monotonic() + GATHER_SECONDS
     expected = [rank for rank in range(len(place.hosts)) if (place.logs / f"rank-{rank}.err").exists()]
-    while time.monotonic() < deadline and not all(_file(place, rank).exists() for rank in expected):
+    while time.monotonic() < deadline and not all(HANG.at(place.logs, rank).exists() for rank in expected):
         if over.wait(0.2) or pulse.beats != stand.beats:
             with suppress(OSError):
                 mine.unlink()
             return False
-    stands = {rank: found for rank in expected if (found := _read(_file(place, rank))) is not None}
+    stands = {rank: found for rank in expected if (found := _read(HANG.read(place.logs, rank))) is not None}
     if min(stands, default=place.rank) == place.rank:
         rank, words = verdict(stands, expected, place.hosts)
         with suppress(OSError):
@@ -214,12 +214,8 @@ def verdict(stands: dict[int, Stand], expected: Sequence[int], hosts: Sequence[s
     return behind[0], f"; behind the others: rank {named}, which {how}; the stacks of all are in their .err"
 
 
-def _file(place: Place, rank: int) -> Path:
-    return place.logs / f"rank-{rank}.hang"
-
-
-def _read(file: Path) -> Stand | None:
+def _read(text: str) -> Stand | None:
     try:
-        return Stand(**fileio.parse(fileio.read_text(file)))
-    except (OSError, ValueError, TypeError):
+        return Stand(**fileio.parse(text))
+    except (ValueError, TypeError):
         return None

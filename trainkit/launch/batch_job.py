@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from trainkit import fileio, terminal
+from trainkit import terminal
 from trainkit.diagnosis.evidence import words_of
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.launch.restarts import (
@@ -38,16 +38,13 @@ from trainkit.programs import NoAnswer, NoProgram
 from trainkit.ranks.env import Secret, expand, free_port, start_for
 from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
 from trainkit.run.folder import RunDir, umask_of
+from trainkit.run.messages import NODES, REQUEUE
 from trainkit.schedulers.base import NodeState, OwnJob, Place, Scheduler, around
 
 END_SECONDS = 300
 """How long a scheduler may take to end a script whose job it has requeued."""
 CONTINUE = "TRAINKIT_CONTINUE"
 """Environment variable of the templates: the run folder that a job goes on with, instead of making its own."""
-NODES = "nodes"
-"""A file among the attempt's logs, as old as the attempt: where it runs."""
-MARKER = "requeue"
-"""A file among the attempt's logs: asks the batch script, where this runs in a container without scontrol."""
 
 How = Literal["requeue", "chain", "no"]
 
@@ -71,7 +68,7 @@ def begin(env: Mapping[str, str]) -> str:
     if before := run.attempts():
         _Job(Attempt(run, before[-1]), scheduler, place).leave_lost_nodes()
     attempt, nodes = Attempt.begin(run), place.nodelist
-    fileio.write(attempt.logs / NODES, f"{nodes}\n", run.path)
+    NODES.send(attempt.logs, nodes, within=run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
         "MASTER_ADDR": expand(nodes)[0],
@@ -182,9 +179,8 @@ class _Job:
         is_earlier = attempt.number < first_attempt(attempt.run)  # of an earlier submission
         if is_earlier or {"handed_back", "requeued", "ended", "excluded"} & kinds:
             return {}
-        file = attempt.logs / NODES
-        try:
-            nodes, began = expand(fileio.read_text(file).strip()), file.stat().st_mtime
+        try:  # the message is as old as the attempt
+            nodes, began = expand(NODES.read(attempt.logs)), NODES.at(attempt.logs).stat().st_mtime
         except (OSError, UserError):
             return {}
         return culprits(attempt, nodes, {name: node.state for name, node in self.nodes.items()}) or {
@@ -199,7 +195,7 @@ class _Job:
             try:
                 self.scheduler.requeue(job_id)
             except NoProgram:  # in a container
-                fileio.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
+                REQUEUE.send(attempt.logs, job_id, within=attempt.run.path)
                 attempt.requeued(job_id)
                 return ""
             except NoAnswer as error:

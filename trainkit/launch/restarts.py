@@ -17,6 +17,7 @@ from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of, read_events
 from trainkit.run.folder import RunDir
+from trainkit.run.messages import PREFLIGHT
 from trainkit.site.node_health import Finding, findings, table
 
 MOST_FAILURES = 3
@@ -25,8 +26,6 @@ MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
-PREFLIGHT = "preflight.json"
-"""Among the attempt's logs: whatever the ranks of the check of its nodes print."""
 REFUSED = 3
 _FAILED_PREFLIGHT = "failed preflight: "
 _MOST_SIGNALS = 64
@@ -165,10 +164,7 @@ def pronounce(attempt: Attempt) -> int:
 
 def _preflight(attempt: Attempt) -> tuple[Sequence[Finding], list[str]]:
     """What the check of the attempt's nodes found, and that as a table; nothing where it gave no answer."""
-    try:
-        lines = fileio.read_text(attempt.logs / PREFLIGHT).splitlines()
-        report = next((fileio.parse(line) for line in lines if line.startswith('{"ranks"')), None)
-    except (OSError, ValueError):
-        report = None
+    lines = PREFLIGHT.read(attempt.logs).splitlines()
+    report = next((fileio.parse_object(line) for line in lines if line.startswith('{"ranks"')), None)
     found = [] if report is None else findings(report)
     return found, [] if report is None else table(report, found)

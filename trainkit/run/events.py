@@ -21,6 +21,7 @@ from trainkit.errors import UserError
 from trainkit.run import folder
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import Holder, ProcessId, StaleAttemptError, lease_on, writing_attempt
+from trainkit.run.messages import CLAIM
 
 _LONGEST = 20_000
 """Characters of one text: whatever went wrong, the record of a run stays one that can be read."""
@@ -198,7 +199,7 @@ class Attempt:
         over = [event["attempt"] for event in read_events(run, "ended") if type(event.get("attempt")) is int]
         number = max(over, default=-1) + 1
         while True:
-            claim = run.attempt_logs(number) / f"node-{node_rank}"
+            claim = CLAIM.at(run.attempt_logs(number), node_rank)
             try:
                 make_private(run.path, exist_ok=True)  # a template has no Python before this
                 fileio.make_folder(claim.parent, run.path)

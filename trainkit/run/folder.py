@@ -20,6 +20,7 @@ from pathlib import Path
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError, did_you_mean
+from trainkit.run.messages import LEASE, PROFILE
 
 LISTED = "`python -m jobs.status` lists the runs."
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -187,7 +188,7 @@ class RunDir:
     evaluations = _Below("evaluations.jsonl")
     """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
     events = _Below("events.jsonl")
-    lease = _Below("lease.json")
+    lease = _Below(LEASE.name)
     """Who may write, while somebody does."""
     checkpoints = _Below("checkpoints")
     tensorboard = _Below("tensorboard")
@@ -197,7 +198,7 @@ class RunDir:
     """Which class the best weights take for which."""
     profile = _Below("profile")
     """Traces of the profiler, and what memory held when there was too little of it."""
-    profile_request = _Below("PROFILE")
+    profile_request = _Below(PROFILE.name)
     """Who makes this file asks for a profile of the next updates."""
 
     @property

@@ -16,13 +16,12 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch import containers
-from trainkit.launch.batch_job import MARKER
 from trainkit.launch.node_check import LIMIT_MINUTES
 from trainkit.launch.plan import Plan
-from trainkit.launch.restarts import PREFLIGHT
 from trainkit.launch.submission import is_part, whole
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
+from trainkit.run.messages import PREFLIGHT, REQUEUE
 from trainkit.schedulers.base import BEGIN, TASK, built_in
 
 RESOURCES = (
@@ -96,8 +95,8 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str = sys.exe
         lines += [
             "# In a container without scontrol that has left a word for this shell instead.",
             "for pause in 0 2 5; do  # a busy scheduler may not answer at once",
-            f'    [ -e "$logs/{MARKER}" ] || break',
-            f'    sleep "$pause"; if scontrol requeue "$(<"$logs/{MARKER}")"; then break; fi',
+            f'    [ -e "$logs/{REQUEUE.name}" ] || break',
+            f'    sleep "$pause"; if scontrol requeue "$(<"$logs/{REQUEUE.name}")"; then break; fi',
             "done",
         ]
     lines += ['exit "$code"']
@@ -133,7 +132,7 @@ def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
             f"--time={LIMIT_MINUTES} \\",
             *extra,
             *protected,
-            f'    {interpreter} -u -c {shlex.quote(CHECK)} >"$logs/{PREFLIGHT}" || :',
+            f'    {interpreter} -u -c {shlex.quote(CHECK)} >"$logs/{PREFLIGHT.name}" || :',
             "job preflight || rc=$?",
             'if [ "$rc" = 0 ]; then',
             *ranks,
