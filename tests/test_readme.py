@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests import pictures, readme
-from tests.docs import commands
 
 PROJECT = readme.README.parent
 ACCURACY = r"(val|test) acc1 ([\d.]+) %"
@@ -80,10 +79,14 @@ def test_the_commands_after_the_main_job_work_as_they_stand(main_job: tuple[Path
     assert (folder / "runs" / "ddp-0001" / "report.html").is_file()
 
 
-def test_flags_and_settings_of_every_command_exist() -> None:
-    marked = [line for mark, lines in readme.marked() if mark for line in lines]
-    for line in [*marked, *commands.inline(readme.README)]:
-        commands.understood(line)
+def test_every_link_resolves() -> None:
+    text = re.sub(r"```.*?```", "", readme.README.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+        path, _, anchor = target.partition("#")
+        if not re.match(r"[a-z]+:", target):  # else it is elsewhere: tests do without a network
+            assert (PROJECT / path).exists() if path else anchor in anchors, target
 
 
 def test_its_speeds_are_those_of_the_measured_table() -> None:
