@@ -35,61 +35,29 @@ Env = dict[str, str]
 
 # What SLURM 22.05 gives to task 3 of `srun` in an `sbatch -N2 --ntasks-per-node=2`, less what says nothing about ranks.
 SRUN_TASK: Env = {
-    "SLURM_JOB_ID": "118",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_NNODES": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_JOB_ID": "118", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
-BATCH_SHELL: Env = {
-    **{name: value for name, value in SRUN_TASK.items() if "STEP" not in name},
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
-SALLOC_SHELL: Env = {
-    name: value for name, value in BATCH_SHELL.items() if name not in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-}
+}  # fmt: skip
+FIRST: Env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+BATCH_SHELL: Env = {**{name: value for name, value in SRUN_TASK.items() if "STEP" not in name}, **FIRST}
+SALLOC_SHELL: Env = {name: value for name, value in BATCH_SHELL.items() if name not in FIRST}
 TORCHRUN: Env = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n1",
-    "MASTER_PORT": "29400",
-}
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400",
+}  # fmt: skip
 OPEN_MPI: Env = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "MASTER_ADDR": "n1",
-}
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1",
+}  # fmt: skip
 INTEL_MPI: Env = {
-    "PMI_RANK": "2",
-    "PMI_SIZE": "4",
-    "MPI_LOCALRANKID": "0",
-    "MPI_LOCALNRANKS": "2",
-    "MASTER_ADDR": "n1",
-}
+    "PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "n1",
+}  # fmt: skip
 SUBMITIT_LOCAL: Env = {
-    "SUBMITIT_EXECUTOR": "local",
-    "SUBMITIT_LOCAL_JOB_ID": "4242",
-    "SUBMITIT_LOCAL_GLOBALID": "2",
-    "SUBMITIT_LOCAL_LOCALID": "2",
-    "SUBMITIT_LOCAL_NTASKS": "4",
-    "TRAINKIT_SIMULATED_NODES": "2",
-}
+    "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "4242", "SUBMITIT_LOCAL_GLOBALID": "2",
+    "SUBMITIT_LOCAL_LOCALID": "2", "SUBMITIT_LOCAL_NTASKS": "4", "TRAINKIT_SIMULATED_NODES": "2",
+}  # fmt: skip
 # What a command job with `distribution: {type: pytorch}` has: neither torchrun's id nor LOCAL_WORLD_SIZE.
 AZURE_ML: Env = {
     "AZUREML_NODE_COUNT": "2", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000", "MASTER_ADDR": "10.0.0.4",
@@ -102,75 +70,73 @@ def without(env: Env, *names: str) -> Env:
     return {name: value for name, value in env.items() if name not in names}
 
 
-def place(env: Env) -> tuple[int, int, int, int, int, int]:
-    found = RankEnv.from_mapping(env)
-    return (
-        *(found.rank, found.world_size),
-        *(found.local_rank, found.local_world_size),
-        *(found.node_rank, found.num_nodes),
-    )
+AGENT: Env = {**SRUN_TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+"""What torchrun and mpirun's daemons find around them when srun starts them."""
 
 
 @pytest.mark.parametrize(
     ("env", "launcher", "expected"),
     [
         (SRUN_TASK, "slurm", (3, 4, 1, 2, 1, 2)),
+        ({**SRUN_TASK, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, "slurm", (3, 4, 0, 1, 1, 2)),
+        ({**SRUN_TASK, "RANK": "0", "WORLD_SIZE": "4"}, "slurm", (3, 4, 1, 2, 1, 2)),  # of the batch script
+        ({**SRUN_TASK, "PMI_RANK": "3", "PMI_SIZE": "4"}, "slurm", (3, 4, 1, 2, 1, 2)),  # srun's own
         (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
+        ({**AGENT, **TORCHRUN}, "torchrun", (5, 8, 1, 4, 1, 2)),
+        ({**SRUN_TASK, **without(TORCHRUN, "TORCHELASTIC_RUN_ID")}, "manual", (5, 8, 1, 4, 1, 2)),
         (OPEN_MPI, "mpi", (3, 4, 1, 2, 1, 2)),
+        # --map-by node: ranks 0 and 2 on node 0, as local ranks 0 and 1
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "mpi", (2, 4, 1, 2, 0, 2)),
+        ({**AGENT, **OPEN_MPI}, "mpi", (3, 4, 1, 2, 1, 2)),
         (INTEL_MPI, "mpi", (2, 4, 0, 2, 1, 2)),
+        ({**AGENT, **INTEL_MPI}, "mpi", (2, 4, 0, 2, 1, 2)),
         (SUBMITIT_LOCAL, "submitit-local", (2, 4, 0, 2, 1, 2)),
+        ({**SUBMITIT_LOCAL, "SUBMITIT_LOCAL_GLOBALID": "1"}, "submitit-local", (1, 4, 1, 2, 0, 2)),
+        (without(SUBMITIT_LOCAL, "TRAINKIT_SIMULATED_NODES"), "submitit-local", (2, 4, 2, 4, 0, 1)),
+        ({**BATCH_SHELL, "SLURM_STEP_ID": "0", **SUBMITIT_LOCAL}, "submitit-local", (2, 4, 0, 2, 1, 2)),
         (HAND_SET, "manual", (1, 2, 0, 1, 1, 2)),
+        ({**HAND_SET, "MASTER_ADDR": "localhost"}, "manual", (1, 2, 1, 2, 0, 1)),
+        ({**HAND_SET, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "manual", (3, 4, 1, 2, 1, 2)),
         (AZURE_ML, "manual", (2, 4, 0, 2, 1, 2)),
         ({}, "single", (0, 1, 0, 1, 0, 1)),
     ],
-    ids=["srun", "torchrun", "open-mpi", "intel-mpi", "submitit-local", "hand-set", "azure-ml", "single"],
-)
+)  # fmt: skip
 def test_each_launcher_gives_every_rank_its_place(env: Env, launcher: str, expected: tuple[int, ...]) -> None:
-    assert place(env) == expected
-    assert RankEnv.from_mapping(env).launcher == launcher
+    found = RankEnv.from_mapping(env)
+    ranks = (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, found.num_nodes)
+    assert (found.launcher, ranks) == (launcher, expected)
 
 
-# ---------------------------------------------------------------- SLURM
+NO_MASTER = without(OPEN_MPI, "MASTER_ADDR")
 
 
-def test_the_head_node_of_a_step_is_the_first_of_its_hosts() -> None:
-    assert RankEnv.from_mapping(SRUN_TASK).master_addr == "n1"
+@pytest.mark.parametrize(
+    ("env", "addr", "hosts"),
+    [
+        (SRUN_TASK, "n1", ("n1", "n2")),
+        ({**SRUN_TASK, "SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+          "SLURM_PROCID": "1", "SLURM_NODEID": "0"}, "n2", ("n2",)),
+        ({**SRUN_TASK, "MASTER_ADDR": "ib-n1"}, "ib-n1", ("n1", "n2")),
+        ({**AGENT, **TORCHRUN}, "n1", ("n1", "n2")),
+        ({**NO_MASTER, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, "127.0.0.1", ()),
+        ({**NO_MASTER, "SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "c[7-8]"}, "c7", ()),
+        ({**NO_MASTER, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, "10.0.0.4", ()),
+        ({**NO_MASTER, "AZ_BATCHAI_MPI_MASTER_NODE": "vm0"}, "vm0", ()),
+    ],
+    ids=["step", "part of a job", "exported", "torchrun", "one machine", "mpi in slurm", "azure", "azure's one node"],
+)  # fmt: skip
+def test_the_head_node_is_what_the_launcher_says(env: Env, addr: str, hosts: tuple[str, ...]) -> None:
+    found = RankEnv.from_mapping(env)
+    assert (found.master_addr, found.hosts) == (addr, hosts)
+    assert found.master_port != 6000, "Azure's own"
 
 
-def test_the_hosts_of_a_step_are_known_by_node_rank() -> None:
-    assert RankEnv.from_mapping(SRUN_TASK).hosts == ("n1", "n2")
+def test_without_a_port_all_ranks_derive_one_anew_for_each_restart() -> None:
+    def port(**more: str) -> int:
+        return RankEnv.from_mapping({**SRUN_TASK, **more}).master_port
 
-
-def test_a_step_on_part_of_an_allocation_has_the_steps_head_node_and_size() -> None:
-    step = {
-        "SLURM_STEP_NODELIST": "n2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_PROCID": "1",
-        "SLURM_NODEID": "0",
-    }
-    found = RankEnv.from_mapping({**SRUN_TASK, **step})
-    assert (found.master_addr, found.world_size, found.num_nodes) == ("n2", 2, 1)
-
-
-def test_an_uneven_step_has_its_own_number_of_ranks_on_each_node() -> None:
-    uneven = {**SRUN_TASK, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
-    assert place(uneven) == (3, 4, 0, 1, 1, 2)
-
-
-def test_the_batch_scripts_head_node_and_port_are_taken_over() -> None:
-    found = RankEnv.from_mapping({**SRUN_TASK, "MASTER_ADDR": "ib-n1", "MASTER_PORT": "21234"})
-    assert (found.master_addr, found.master_port) == ("ib-n1", 21234)
-
-
-def test_without_a_port_all_ranks_of_a_job_derive_the_same_one() -> None:
-    other = {**SRUN_TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    assert RankEnv.from_mapping(SRUN_TASK).master_port == RankEnv.from_mapping(other).master_port
-
-
-def test_without_a_port_a_restarted_job_derives_another_one() -> None:
-    restarted = RankEnv.from_mapping({**SRUN_TASK, "SLURM_RESTART_COUNT": "1"})
-    assert restarted.master_port != RankEnv.from_mapping(SRUN_TASK).master_port
+    assert port() == port(**FIRST) != port(SLURM_RESTART_COUNT="1")
+    assert port(MASTER_PORT="21234") == 21234
 
 
 @pytest.mark.parametrize("env", [SALLOC_SHELL, BATCH_SHELL], ids=["salloc", "batch"])
@@ -184,177 +150,40 @@ def test_the_interactive_step_that_newer_sallocs_shell_runs_in_is_not_a_rank() -
     assert RankEnv.from_mapping(shell).launcher == "single"
 
 
-def test_ranks_that_a_batch_script_exported_for_the_whole_job_do_not_hide_slurms() -> None:
-    assert place({**SRUN_TASK, "RANK": "0", "WORLD_SIZE": "4"}) == (3, 4, 1, 2, 1, 2)
-
-
-@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_NODEID"])
-def test_a_partial_set_of_slurms_names_the_missing_variable(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is not set"):
-        RankEnv.from_mapping(without(SRUN_TASK, name))
-
-
-def test_a_step_without_any_host_list_names_the_missing_variable() -> None:
-    with pytest.raises(UserError, match="SLURM_STEP_NODELIST is not set"):
-        RankEnv.from_mapping(without(SRUN_TASK, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
-
-
-# ---------------------------------------------------------------- torchrun
-
-
-def test_torchrun_inside_slurm_is_torchrun() -> None:
-    agent = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
-    found = RankEnv.from_mapping({**SRUN_TASK, **agent, **TORCHRUN})
-    assert (found.launcher, found.rank, found.hosts) == ("torchrun", 5, ("n1", "n2"))
-
-
-def test_complete_hand_set_ranks_inside_slurm_are_taken() -> None:
-    found = RankEnv.from_mapping({**SRUN_TASK, **without(TORCHRUN, "TORCHELASTIC_RUN_ID")})
-    assert (found.launcher, found.rank, found.local_rank) == ("manual", 5, 1)
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_partial_set_of_torchruns_names_the_missing_variable(name: str) -> None:
-    with pytest.raises(UserError, match=f"^{name} is not set"):
-        RankEnv.from_mapping(without(TORCHRUN, name))
-
-
-# ---------------------------------------------------------------- MPI
-
-
-def test_mpirun_inside_slurm_is_mpi() -> None:
-    daemon = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
-    assert RankEnv.from_mapping({**SRUN_TASK, **daemon, **OPEN_MPI}).launcher == "mpi"
-    assert RankEnv.from_mapping({**SRUN_TASK, **daemon, **INTEL_MPI}).launcher == "mpi"
-
-
-def test_sruns_own_pmi_is_slurm() -> None:
-    assert RankEnv.from_mapping({**SRUN_TASK, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"
-
-
-def test_mpi_ranks_dealt_out_node_by_node_are_placed_by_their_local_rank() -> None:
-    dealt = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}  # --map-by node: ranks 0 and 2 on node 0, as local ranks 0 and 1
-    assert place(dealt) == (2, 4, 1, 2, 0, 2)
-
-
-def test_mpi_on_one_machine_meets_on_loopback() -> None:
-    found = RankEnv.from_mapping(
-        {**without(OPEN_MPI, "MASTER_ADDR"), "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    )
-    assert (found.master_addr, found.num_nodes) == ("127.0.0.1", 1)
-
-
-def test_mpi_under_slurm_meets_on_the_jobs_first_host() -> None:
-    found = RankEnv.from_mapping(
-        {**without(OPEN_MPI, "MASTER_ADDR"), "SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "c[7-8]"}
-    )
-    assert found.master_addr == "c7"
-
-
-def test_azures_master_node_is_taken_without_azures_port() -> None:
-    found = RankEnv.from_mapping({**without(OPEN_MPI, "MASTER_ADDR"), "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"})
-    assert (found.launcher, found.master_addr) == ("mpi", "10.0.0.4")
-    assert found.master_port != 6000
-
-
-def test_azures_master_node_of_a_single_node_is_taken() -> None:
-    found = RankEnv.from_mapping({**without(OPEN_MPI, "MASTER_ADDR"), "AZ_BATCHAI_MPI_MASTER_NODE": "vm0"})
-    assert found.master_addr == "vm0"
+BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("env", "name"),
     [
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "MASTER_ADDR",
+        *((SRUN_TASK, name) for name in ("SLURM_LOCALID", "SLURM_NODEID")),
+        (without(SRUN_TASK, "SLURM_JOB_NODELIST"), "SLURM_STEP_NODELIST"),
+        *((TORCHRUN, name) for name in (*BY_HAND, "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+        *((OPEN_MPI, name) for name in OPEN_MPI),
+        *((INTEL_MPI, name) for name in INTEL_MPI),
+        *((HAND_SET, name) for name in BY_HAND),
+        ({"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "NODE_RANK": "1", "WORLD_SIZE": "2"}, "RANK"),
+        ({"MASTER_ADDR": "10.0.0.5"}, "RANK"),
+        ({**HAND_SET, "WORLD_SIZE": ""}, "WORLD_SIZE"),
     ],
 )
-def test_a_partial_set_of_open_mpis_names_the_missing_variable(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is not set"):
-        RankEnv.from_mapping(without(OPEN_MPI, name))
-
-
-@pytest.mark.parametrize("name", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR"])
-def test_a_partial_set_of_pmis_names_the_missing_variable(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is not set"):
-        RankEnv.from_mapping(without(INTEL_MPI, name))
-
-
-# ---------------------------------------------------------------- submitit on this machine
-
-
-@pytest.mark.parametrize(("task", "local_rank", "node_rank"), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)])
-def test_local_tasks_are_split_over_the_simulated_nodes(task: int, local_rank: int, node_rank: int) -> None:
-    found = RankEnv.from_mapping({**SUBMITIT_LOCAL, "SUBMITIT_LOCAL_GLOBALID": str(task)})
-    assert (found.local_rank, found.node_rank, found.num_nodes) == (local_rank, node_rank, 2)
-
-
-def test_without_simulated_nodes_local_tasks_are_one_node() -> None:
-    assert place(without(SUBMITIT_LOCAL, "TRAINKIT_SIMULATED_NODES")) == (2, 4, 2, 4, 0, 1)
-
-
-def test_a_local_job_started_in_a_slurm_shell_is_local() -> None:
-    shell = {**SRUN_TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    assert RankEnv.from_mapping({**shell, **SUBMITIT_LOCAL}).launcher == "submitit-local"
-
-
-def test_simulated_nodes_that_do_not_divide_the_tasks_are_refused() -> None:
-    with pytest.raises(UserError, match="cannot be split over 3 simulated nodes"):
-        RankEnv.from_mapping({**SUBMITIT_LOCAL, "TRAINKIT_SIMULATED_NODES": "3"})
-
-
-# ---------------------------------------------------------------- by hand
-
-
-@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"])
-def test_a_partial_set_by_hand_names_the_missing_variable(name: str) -> None:
+def test_a_partial_set_names_the_missing_variable(env: Env, name: str) -> None:
     with pytest.raises(UserError, match=f"^{name} is not set"):
-        RankEnv.from_mapping(without(HAND_SET, name))
+        RankEnv.from_mapping(env if env.get(name) == "" else without(env, name))
 
 
-def test_node_rank_in_place_of_rank_is_told_what_is_missing() -> None:
-    with pytest.raises(UserError, match=r"^RANK is not set"):
-        RankEnv.from_mapping({"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "NODE_RANK": "1", "WORLD_SIZE": "2"})
-
-
-def test_a_master_address_alone_is_a_partial_set() -> None:
-    with pytest.raises(UserError, match=r"^RANK is not set"):
-        RankEnv.from_mapping({"MASTER_ADDR": "10.0.0.5"})
-
-
-def test_ranks_by_hand_that_meet_on_loopback_are_on_one_machine() -> None:
-    assert place({**HAND_SET, "MASTER_ADDR": "localhost"}) == (1, 2, 1, 2, 0, 1)
-
-
-def test_ranks_by_hand_with_a_local_world_size_are_split_over_nodes() -> None:
-    assert place({**HAND_SET, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == (3, 4, 1, 2, 1, 2)
-
-
-# ---------------------------------------------------------------- wrong values
-
-
-@pytest.mark.parametrize("text", ["x", "²", "-1", "1.0"])
-def test_a_rank_that_is_no_number_is_named(text: str) -> None:
-    with pytest.raises(UserError, match=f"RANK='{text}' is not a number"):
-        RankEnv.from_mapping({**HAND_SET, "RANK": text})
-
-
-def test_a_port_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UserError, match="Port 65536 does not exist"):
-        RankEnv.from_mapping({**HAND_SET, "MASTER_PORT": "65536"})
-
-
-def test_a_rank_beyond_the_world_is_refused() -> None:
-    with pytest.raises(UserError, match="rank 2 does not fit world_size 2"):
-        RankEnv.from_mapping({**HAND_SET, "RANK": "2"})
-
-
-def test_a_variable_set_to_nothing_counts_as_missing() -> None:
-    with pytest.raises(UserError, match=r"^WORLD_SIZE is not set"):
-        RankEnv.from_mapping({**HAND_SET, "WORLD_SIZE": ""})
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        *(({**HAND_SET, "RANK": text}, f"RANK='{text}' is not a number") for text in ("x", "\u00b2", "-1", "1.0")),
+        ({**HAND_SET, "MASTER_PORT": "65536"}, "Port 65536 does not exist"),
+        ({**HAND_SET, "RANK": "2"}, "rank 2 does not fit world_size 2"),
+        ({**SUBMITIT_LOCAL, "TRAINKIT_SIMULATED_NODES": "3"}, "cannot be split over 3 simulated nodes"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(env: Env, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        RankEnv.from_mapping(env)
 
 
 # ---------------------------------------------------------------- devices
@@ -457,34 +286,18 @@ def test_derived_ports_are_outside_the_default_ephemeral_range() -> None:
     assert not {derived_port(str(job), attempt) for job in range(200) for attempt in range(5)} & set(LINUX)
 
 
-def test_ranks_of_one_attempt_derive_the_same_port() -> None:
+def test_every_job_and_every_attempt_of_it_derives_a_port_of_its_own() -> None:
     assert derived_port("4711", 3) == derived_port("4711", 3)
-
-
-def test_every_attempt_of_a_job_derives_a_port_of_its_own() -> None:
     assert len({derived_port("4711", attempt) for attempt in range(1000)}) == 1000
-
-
-def test_jobs_next_to_each_other_derive_ports_of_their_own() -> None:
     assert len({derived_port(str(job), 0) for job in range(100, 110)}) == 10
 
 
-def test_the_kernels_text_of_the_ephemeral_range_includes_its_last_port() -> None:
+def test_the_search_begins_at_the_given_port_outside_what_the_kernel_gives_away() -> None:
     assert ephemeral_range("32768\t60999\n") == LINUX
-
-
-def test_the_search_begins_at_the_given_port_and_wraps() -> None:
     ports = list(candidates(29998, LINUX))
-    assert ports[:3] == [29998, 29999, 20000]
-    assert len(ports) == len(PORTS)
-
-
-def test_a_site_with_a_wide_ephemeral_range_gets_ports_outside_of_it() -> None:
+    assert (ports[:3], len(ports)) == ([29998, 29999, 20000], len(PORTS))
     assert set(candidates(20000, range(15000, 65000))) <= {*range(1024, 15000), *range(65000, 65536)}
-
-
-def test_a_site_where_every_port_is_ephemeral_still_gets_one() -> None:
-    assert next(iter(candidates(20005, range(1024, 65536)))) == 20005
+    assert next(iter(candidates(20005, range(1024, 65536)))) == 20005, "where every port is ephemeral"
 
 
 def test_a_port_in_use_is_not_free() -> None:
@@ -501,16 +314,12 @@ def test_no_free_port_at_all_is_an_error_for_users(monkeypatch: pytest.MonkeyPat
         free_port()
 
 
-def test_a_restart_begins_its_search_elsewhere() -> None:
-    first, second = start_for({"SLURM_JOB_ID": "7"}), start_for({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
-    assert first != second
-
-
-def test_outside_of_slurm_the_search_begins_anywhere() -> None:
+def test_a_restart_begins_its_search_elsewhere_and_others_anywhere() -> None:
+    assert start_for({"SLURM_JOB_ID": "7"}) != start_for({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     assert start_for({}) is None
 
 
-def test_the_module_prints_one_port_outside_the_ephemeral_range_and_imports_no_torch() -> None:
+def test_the_module_prints_one_port_and_imports_no_torch() -> None:
     code = (
         "import atexit, runpy, sys, trainkit.process; atexit.register(lambda: print('torch' in sys.modules))\n"
         "runpy.run_module('trainkit.ranks.env', run_name='__main__')"
@@ -534,19 +343,12 @@ def test_a_loopback_head_node_is_refused_on_several_nodes(addr: str) -> None:
         check_head(addr, 2)
 
 
-def test_a_loopback_head_node_is_fine_on_one_node() -> None:
+def test_loopback_is_fine_on_one_node_and_an_address_of_the_network_on_several() -> None:
     check_head("127.0.0.1", 1)
-
-
-def test_an_address_of_the_network_is_fine_on_several_nodes() -> None:
     check_head("10.1.2.3", 2)
 
 
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
-
-
-def test_what_was_sealed_is_had_again_with_the_same_secret() -> None:
-    assert OURS.unseal("joined/1", OURS.seal("joined/1", b"n1")) == b"n1"
 
 
 @pytest.mark.parametrize(
@@ -565,6 +367,7 @@ def test_what_was_sealed_is_had_again_with_the_same_secret() -> None:
 def test_anything_else_is_a_forgery(sealed: bytes) -> None:
     with pytest.raises(ForgedError):
         OURS.unseal("joined/1", sealed)
+    assert OURS.unseal("joined/1", OURS.seal("joined/1", b"n1")) == b"n1"
 
 
 def test_names_say_nothing_to_who_does_not_know_the_secret() -> None:
@@ -584,11 +387,8 @@ def test_one_that_could_be_guessed_is_refused() -> None:
         Secret.from_mapping({VARIABLE: "swordfish"})
 
 
-def test_each_that_is_made_is_another_and_long_enough() -> None:
+def test_each_that_is_made_is_another_and_long_enough_and_none_shows_itself() -> None:
     first, second = Secret.generate(), Secret.generate()
     assert first != second
     assert len(first.text) >= 32
-
-
-def test_it_does_not_show_itself() -> None:
     assert OURS.text not in repr(OURS)

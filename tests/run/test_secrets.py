@@ -1,3 +1,5 @@
+"""What looks like a credential, and what only looks like one."""
+
 from __future__ import annotations
 
 import re
@@ -168,7 +170,7 @@ def test_an_ordinary_setting_is_none(setting: str) -> None:
 ORDINARY = ["train.max_steps=460", "schedule.warmup_epochs=0", "model.name=fashion_cnn", "--run-dir", "runs/ddp-0001"]
 
 
-def test_ordinary_settings_and_words_need_no_detectors_whose_import_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_settings_and_words_need_no_detectors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_detectors", lambda: pytest.fail("imported"))
     secrets.refuse_settings(load("ddp", ORDINARY[:3]))
     assert [secrets.find(word, python=False) for word in ORDINARY] == [[]] * len(ORDINARY)
@@ -205,29 +207,22 @@ def test_one_enormous_line_does_not_hold_it_up() -> None:
     assert time.process_time() - began < 5.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".netrc", "_netrc", ".env", ".env.local", "server.pem", "server.key", "credentials", "credentials.json",
-        "id_rsa", "id_ed25519", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json", "service-account-1.json",
-        "service_account.json", ".htpasswd", ".aws/config", "home/.ssh/known_hosts", "token", "hf_token", "token.txt",
-        "wandb-token.txt", "secrets.yaml", "client_secret_12.json", ".NETRC", "credentials.py", "x/.docker/config.json",
-        "run.secret",
-    ],
-)  # fmt: skip
+CREDENTIALS = [
+    ".netrc", "_netrc", ".env", ".env.local", "server.pem", "server.key", "credentials", "credentials.json",
+    "id_rsa", "id_ed25519", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json", "service-account-1.json",
+    "service_account.json", ".htpasswd", ".aws/config", "home/.ssh/known_hosts", "token", "hf_token", "token.txt",
+    "wandb-token.txt", "secrets.yaml", "client_secret_12.json", ".NETRC", "credentials.py", "x/.docker/config.json",
+    "run.secret",
+]  # fmt: skip
+OTHERS = [
+    "model.py", "secrets.py", "tokenizer.json", "tokens.py", "id_map.py", "keys.yaml", "environment.yaml", "env.py",
+    "key.py", "configs/ddp.yaml", "data/credential_cards/x.jpg", ".github/workflows/test.yml", "notes.token.md",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CREDENTIALS, *OTHERS])
 def test_a_file_is_one_of_credentials_by_its_name(name: str) -> None:
-    assert secrets.is_credentials(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.py", "secrets.py", "tokenizer.json", "tokens.py", "id_map.py", "keys.yaml", "environment.yaml", "env.py",
-        "key.py", "configs/ddp.yaml", "data/credential_cards/x.jpg", ".github/workflows/test.yml", "notes.token.md",
-    ],
-)  # fmt: skip
-def test_a_file_of_another_name_is_judged_by_what_it_holds(name: str) -> None:
-    assert not secrets.is_credentials(name)
+    assert secrets.is_credentials(name) == (name in CREDENTIALS)
 
 
 def test_no_tracked_file_of_ours_has_such_a_name() -> None:

@@ -1,3 +1,5 @@
+"""What a run was made of: its copy of the code, shared or its own, its manifest, and its fingerprint."""
+
 from __future__ import annotations
 
 import errno
@@ -54,40 +56,21 @@ def test_the_snapshot_runs_without_the_checkout(run: RunDir) -> None:
     assert out.strip() == str(run.code / "jobs" / "submit.py")
 
 
-def test_compiled_files_stay_behind(run: RunDir) -> None:
-    snapshot.write_code(run)
-    assert not [name for name in files(run) if "__pycache__" in name]
-
-
-def test_the_users_own_modules_come_along(run: RunDir) -> None:
-    Path("package").mkdir()
-    Path("package/model.py").write_text("def build(): pass\n")
-    Path("model.py").touch()
-    snapshot.write_code(run)
-    assert {"model.py", "package/model.py"} <= files(run)
-
-
-@pytest.mark.parametrize("name", ["runs/x.py", "data/x.py", ".venv/x.py", "venv/site-packages/x.py", "notes.txt"])
-def test_what_is_no_code_of_the_users_stays_behind(run: RunDir, name: str) -> None:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).touch()
-    snapshot.write_code(run)
-    assert name not in files(run)
-
-
-def test_copies_in_other_run_folders_stay_behind(run: RunDir) -> None:
+def test_the_users_own_modules_come_along_and_nothing_else_does(run: RunDir) -> None:
+    others = ("runs/x.py", "data/x.py", ".venv/x.py", "venv/site-packages/x.py", "notes.txt")
+    for name in ("model.py", "package/model.py", *others):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    Path("gone.py").symlink_to("nowhere.py")
     other = RunDir.create(Path("experiments/ddp-0001"), "seed: 0\n")
     other.manifest.touch()
     other.code.mkdir()
     (other.code / "x.py").touch()
     snapshot.write_code(run)
-    assert not [name for name in files(run) if name.startswith("experiments")]
-
-
-def test_a_link_that_leads_nowhere_is_no_error(run: RunDir) -> None:
-    Path("gone.py").symlink_to("nowhere.py")
-    snapshot.write_code(run)
-    assert "gone.py" not in files(run)
+    assert {name for name in files(run) if not name.startswith(("jobs/", "trainkit/", "configs/"))} == {
+        "model.py", "package/model.py"
+    }  # fmt: skip
+    assert not [name for name in files(run) if "__pycache__" in name]
 
 
 def test_a_home_folder_is_no_project(run: RunDir) -> None:
@@ -112,11 +95,21 @@ def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_which_and_why(
     assert capsys.readouterr().err == "Withheld from the run folder: notify.py (line 2 looks like a Slack token).\n"
 
 
-@pytest.mark.parametrize(("file", "name"), [("m.py", "m:build"), ("p/q.py", "p.q:build"), ("p/__init__.py", "p:build")])
-def test_a_run_whose_own_module_holds_a_secret_is_refused(run: RunDir, file: str, name: str) -> None:
+NAMED = r" \(a file of credentials, by its name\)[\s\S]*Give the module another name"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "why"),
+    [
+        *((file, name, r" \(line 1 looks like a Slack token\)")
+          for file, name in (("m.py", "m:build"), ("p/q.py", "p.q:build"), ("p/__init__.py", "p:build"))),
+        ("credentials.py", "credentials:build", NAMED),
+    ],
+)  # fmt: skip
+def test_a_run_whose_own_module_holds_a_secret_is_refused(run: RunDir, file: str, name: str, why: str) -> None:
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_text(f'slack = "{TOKEN}"\n')
-    with pytest.raises(RefusedError, match=rf"{file} \(line 1 looks like a Slack token\)") as caught:
+    with pytest.raises(RefusedError, match=f"{file}{why}") as caught:
         snapshot.write_code(run, own=("fashion_cnn", name))
     assert TOKEN not in str(caught.value)
     assert not run.code.exists()
@@ -150,12 +143,6 @@ def test_files_of_credentials_are_not_copied_whatever_they_hold(
     snapshot.write_manifest(run, [], withheld)
     assert files(run) & {"credentials.py", "innocent.py", ".netrc", "model.py"} == {"model.py"}
     assert "credentials.py (a file of credentials, by its name)" in capsys.readouterr().err
-
-
-def test_a_run_whose_own_module_has_the_name_of_such_a_file_is_refused(run: RunDir) -> None:
-    Path("credentials.py").write_text("def build(): pass\n")
-    with pytest.raises(RefusedError, match=r"(?s)credentials\.py.*Give the module another name"):
-        snapshot.write_code(run, own=("credentials:build",))
 
 
 def test_credentials_beside_our_own_code_are_not_copied_with_it(
@@ -219,26 +206,26 @@ def test_a_key_in_a_change_is_not_written_whatever_the_file(run: RunDir, name: s
     assert written["withheld"]
 
 
-def test_a_change_in_another_encoding_is_no_error(run: RunDir) -> None:
-    repository()
-    Path("kept.txt").write_bytes(b"gr\xfc\xdfe\n")
-    assert "+gr" in manifest(run)["git"]["diff"]
-
-
-def test_the_users_own_diff_program_is_not_asked(run: RunDir) -> None:
+def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: RunDir) -> None:
     git = repository()
     git("config", "diff.external", "false")
     git("config", "diff.noprefix", "true")
-    Path("kept.txt").write_text("two\n")
-    assert "diff --git a/kept.txt b/kept.txt" in manifest(run)["git"]["diff"]
+    Path("kept.txt").write_bytes(b"gr\xfc\xdfe\n")
+    written = manifest(run)["git"]["diff"]
+    assert "diff --git a/kept.txt b/kept.txt" in written
+    assert "+gr" in written
 
 
-def test_the_manifest_says_what_the_run_was_made_of(run: RunDir) -> None:
+def test_the_manifest_says_what_the_run_was_made_of_and_nothing_of_the_environment(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "v4lue")
     written = manifest(run, "python", "-m", "jobs.submit", "ddp")
     assert written["command"] == ["python", "-m", "jobs.submit", "ddp"]
     assert written["cwd"] == str(Path.cwd())
     assert written["packages"]["pydantic"]
     assert set(written["git"]) == {"commit", "diff", "untracked"}
+    assert "v4lue" not in json.dumps(written)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +271,6 @@ def test_ordinary_code_in_an_uncommitted_change_is_written_as_it_is(
     line = "+    return sorted(runs, key=lambda run: run.name)\n"
     monkeypatch.setattr(snapshot, "_git", lambda *arguments: line)
     assert manifest(run)["git"]["diff"] == line
-
-
-def test_the_environment_is_not_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_VARIABLE", "v4lue")
-    assert "v4lue" not in json.dumps(manifest(run))
 
 
 def test_without_git_the_manifest_says_the_rest(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,37 +365,42 @@ def test_what_a_killed_command_has_left_of_code_goes_with_time(run: RunDir) -> N
     assert (fresh.exists(), old.exists()) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["../out.py", "/tmp/out.py", "a/../../out.py", "./out.py"])
-def test_an_archive_that_leads_out_of_the_run_is_refused(run: RunDir, name: str) -> None:
-    with zipfile.ZipFile(run.code_archive, "w") as archive:
-        archive.writestr(name, "x = 1\n")
-    with pytest.raises(UserError, match=r"no snapshot of code"):
-        snapshot.restore_code(run)
+def archive_of(*names: str, content: bytes = b"x = 1\n", how: int = zipfile.ZIP_DEFLATED) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        with zipfile.ZipFile(file, "w", how) as archive:
+            for name in names:
+                archive.writestr(name, content)
+
+    return write
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["a.py"] * 2, ["a", "a/b"], ["a/b", "a"], ["a" * 300], ["a/" * 60 + "b"], ["."], ["a/__pycache__/b.pyc"]],
-    ids=lambda names: names[-1][:20],
-)
+def damaged_lzma(file: Path) -> None:
+    """Other decoders take as much memory as the archive asks for, and have errors of their own."""
+    archive_of("a.py", how=zipfile.ZIP_LZMA)(file)
+    file.write_bytes(file.read_bytes().replace(b"\x5d\0", b"\xff\xff"))
+
+
+BAD_ARCHIVES: dict[str, Callable[[Path], None]] = {
+    **{f"leads to {name}": archive_of(name) for name in ("../out.py", "/tmp/out.py", "a/../../out.py", "./out.py")},
+    **{
+        f"makes no folder: {names[-1][:20]}": archive_of(*names)
+        for names in (
+            ["a.py"] * 2, ["a", "a/b"], ["a/b", "a"], ["a" * 300], ["a/" * 60 + "b"], ["."], ["a/__pycache__/b.pyc"]
+        )
+    },
+    "is compressed otherwise": damaged_lzma,
+    "grows beyond all code": archive_of("large.py", content=b"\0" * (LARGEST_CODE + 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("archive", BAD_ARCHIVES)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_an_archive_that_makes_no_plain_folder_is_refused(run: RunDir, names: list[str]) -> None:
-    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in names:
-            archive.writestr(name, "x = 1\n")
+def test_an_archive_that_no_run_has_written_is_refused(run: RunDir, archive: str) -> None:
+    BAD_ARCHIVES[archive](run.code_archive)
+    assert run.code_archive.stat().st_size < 1 << 20
     with pytest.raises(UserError, match=r"no snapshot of code"):
         snapshot.restore_code(run)
     assert not os.path.lexists(run.code)
-
-
-def test_an_archive_is_compressed_as_ours_are(run: RunDir) -> None:
-    """Other decoders take as much memory as the archive asks for, and have errors of their own."""
-    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("a.py", "x = 1\n")
-    damaged = run.code_archive.read_bytes().replace(b"\x5d\0", b"\xff\xff")
-    run.code_archive.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"no snapshot of code"):
-        snapshot.restore_code(run)
 
 
 def test_an_archive_of_gigabytes_is_not_read(run: RunDir) -> None:
@@ -438,14 +425,6 @@ def test_code_nested_beyond_any_program_is_none(run: RunDir) -> None:
     deep.mkdir(parents=True)
     (deep / "b.py").touch()
     assert snapshot.read_code(run) is None
-
-
-def test_a_store_that_others_may_write_to_is_not_used(run: RunDir) -> None:
-    """They could put other files in the place of those that were just compared."""
-    shared(run)
-    (run.path.parent / ".code").chmod(0o777)
-    snapshot.write_code(second := another(run), store=run.path.parent / ".code")
-    assert not second.code.is_symlink()
 
 
 def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
@@ -528,18 +507,16 @@ def test_half_of_a_copy_is_never_shared(
     assert tree(second.code) == code
 
 
-def test_an_archive_that_grows_beyond_all_code_is_refused(run: RunDir) -> None:
-    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("large.py", b"\0" * (LARGEST_CODE + 1))
-    assert run.code_archive.stat().st_size < 1 << 20
-    with pytest.raises(UserError, match=r"no snapshot of code"):
-        snapshot.restore_code(run)
-
-
-def test_a_store_that_cannot_be_used_leaves_the_run_with_a_copy_of_its_own(run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["a link", "open to all"])
+def test_a_store_that_is_not_ones_own_leaves_the_run_with_a_copy_of_its_own(
+    run: RunDir, tmp_path: Path, whose: str
+) -> None:
+    """Others could put other files in the place of those that were just compared."""
     (tmp_path / "theirs").mkdir()
-    (run.path.parent / ".code").symlink_to(tmp_path / "theirs")
-    snapshot.write_code(run, store=run.path.parent / ".code")
+    store = run.path.parent / ".code"
+    store.symlink_to(tmp_path / "theirs") if whose == "a link" else store.mkdir()
+    store.chmod(0o700 if whose == "a link" else 0o777)
+    snapshot.write_code(run, store=store)
     assert not run.code.is_symlink()
     assert "jobs/cli.py" in tree(run.code)
     assert list((tmp_path / "theirs").iterdir()) == []
@@ -569,18 +546,17 @@ def mark_of(*overrides: str, code: str = "c") -> str:
     return fingerprint(load("ddp", overrides).config, code)
 
 
-def test_where_a_run_trains_does_not_make_it_another() -> None:
-    assert mark_of("launch.partition=gpu", "launch.time=10") == mark_of()
-
-
-@pytest.mark.parametrize("override", ["launch.nodes=2", "launch.gpus_per_node=2", "launch.ntasks_per_node=2"])
-def test_on_more_ranks_it_is_another_for_that_is_how_scaling_is_measured(override: str) -> None:
-    assert mark_of(override) != mark_of()
-
-
-@pytest.mark.parametrize("override", ["seed=1", "optim.lr=1e-4", "model.width=8", "data.root=elsewhere"])
-def test_any_other_setting_makes_it_another(override: str) -> None:
-    assert mark_of(override) != mark_of()
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        (("launch.partition=gpu", "launch.time=10"), True),
+        # More ranks: that is how scaling is measured.
+        *((("launch." + setting,), False) for setting in ("nodes=2", "gpus_per_node=2", "ntasks_per_node=2")),
+        *(((setting,), False) for setting in ("seed=1", "optim.lr=1e-4", "model.width=8", "data.root=elsewhere")),
+    ],
+)
+def test_a_run_is_the_same_wherever_it_trains_with_equal_settings(overrides: tuple[str, ...], same: bool) -> None:
+    assert (mark_of(*overrides) == mark_of()) == same
 
 
 def test_other_code_makes_it_another(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_nodes_are_read_with_memory_for_jobs_gpu_types_and_features() -> None:
         *(("ALLOCATED+MAINT", False), ("UNKNOWN*", False), ("FUTURE", False)),
     ],
 )
-def test_a_node_that_is_powered_down_is_there_for_jobs_and_one_that_is_down_is_not(state: str, up: bool) -> None:
+def test_a_node_that_is_powered_down_takes_jobs_and_one_that_is_down_does_not(state: str, up: bool) -> None:
     (node,) = read_nodes(f"NodeName=n1 CPUTot=4 Gres=(null) State={state} ThreadsPerCore=1").values()
     assert node.up is up
 
@@ -115,6 +115,7 @@ def test_a_profile_keeps_the_nodes_of_a_partition_by_kind() -> None:
     ("text", "version", "kill_wait", "preemption"),
     [
         (CONFIG_20_11, "20.11.9", 5, "partition_prio, REQUEUE"),
+        (CONFIG_22_05.replace("partition_prio", "none"), "22.05.8", 5, ""),
         (CONFIG_22_05, "22.05.8", 5, "partition_prio, REQUEUE"),
         (CONFIG_24_05, "24.05.3", 30, "partition_prio, REQUEUE, with the job's own signal"),
     ],
@@ -125,22 +126,13 @@ def test_the_configuration_is_read(text: str, version: str, kill_wait: int, pree
     assert read.read_preemption(config) == preemption
 
 
-def test_nobody_is_preempted_where_the_plugin_is_none() -> None:
-    assert read.read_preemption({"PreemptType": "preempt/none", "PreemptMode": "OFF"}) == ""
-
-
-def test_accounts_are_those_on_this_cluster_with_partition_and_qos() -> None:
+def test_accounts_on_this_cluster_and_qos_are_read_with_their_limits() -> None:
     assert read.read_accounts(ASSOCIATIONS, "alpha") == (
         Account("vision", "", ("normal", "long"), default=True),
         Account("nlp", "gpu", ("normal",)),
     )
-
-
-def test_qos_are_read_with_their_limits() -> None:
-    assert read.read_qos("normal||\nlong|7-00:00:00|gres/gpu=8\n") == (
-        Qos("normal"),
-        Qos("long", "7-00:00:00", "gres/gpu=8"),
-    )
+    found = read.read_qos("normal||\nlong|7-00:00:00|gres/gpu=8\n")
+    assert found == (Qos("normal"), Qos("long", "7-00:00:00", "gres/gpu=8"))
 
 
 def test_sinfo_stands_in_for_scontrol_as_far_as_it_knows() -> None:
@@ -150,11 +142,8 @@ def test_sinfo_stands_in_for_scontrol_as_far_as_it_knows() -> None:
         "debug|inact|15:00|1-infinite|8|1|(null)|(null)|idle~|c2\n"
     )
     assert (main.name, main.default, main.max_time_min, main.max_nodes) == ("main", True, 4320, 20)
-    assert [(node.name, node.cpus, node.gpus, node.up) for node in main.nodes] == [
-        ("g1", 32, 4, True),
-        ("g2", 32, 4, True),
-        ("c1", 64, 0, False),
-    ]
+    nodes = [(node.name, node.cpus, node.gpus, node.up) for node in main.nodes]
+    assert nodes == [("g1", 32, 4, True), ("g2", 32, 4, True), ("c1", 64, 0, False)]
     assert (debug.up, debug.max_nodes, debug.nodes[0].mem_mb, debug.nodes[0].up) == (False, None, None, True)
 
 
@@ -201,7 +190,7 @@ def test_a_site_is_asked_with_few_calls_and_tells_everything(fake_command: Fake,
     assert not (tmp_path / "sinfo.calls").exists()
 
 
-def test_what_is_missing_or_refused_is_a_gap_with_its_reason_and_the_rest_is_found(fake_command: Fake) -> None:
+def test_what_is_missing_or_refused_is_a_gap_with_its_reason(fake_command: Fake) -> None:
     slurm(fake_command, scontrol_node="echo 'slurm_load_node error: Access/permission denied' >&2; exit 1")
     fake_command("sacctmgr", "echo 'sacctmgr: error: Sending PersistInit msg: Connection refused' >&2; exit 1")
     facts = ask_site(dict(os.environ))
@@ -213,7 +202,7 @@ def test_what_is_missing_or_refused_is_a_gap_with_its_reason_and_the_rest_is_fou
     assert facts.accounts == ()
 
 
-def test_a_site_that_keeps_its_configuration_to_itself_still_has_a_version(fake_command: Fake) -> None:
+def test_a_site_that_keeps_its_configuration_to_itself_has_a_version(fake_command: Fake) -> None:
     slurm(fake_command)
     fake_command("scontrol", "echo 'scontrol: error: not permitted' >&2; exit 1")
     facts = ask_site(dict(os.environ))
@@ -277,14 +266,18 @@ def test_a_machine_without_slurm_has_nothing_but_gaps(tmp_path: Path) -> None:
     assert facts.gaps[0] == "scontrol show config: there is no scontrol on this machine"
 
 
-def test_gpus_are_asked_for_by_gres_where_cons_tres_is_not(fake_command: Fake) -> None:
-    slurm(fake_command, CONFIG_20_11)
-    assert ask_site(dict(os.environ)).gpu_dialect == "gres"
-
-
-def test_gpus_that_are_a_feature_only_are_asked_for_by_constraint(fake_command: Fake) -> None:
-    slurm(fake_command, scontrol_node="echo 'NodeName=g1 CPUTot=12 AvailableFeatures=gpu,p100 Gres=(null) State=IDLE'")
-    assert ask_site(dict(os.environ)).gpu_dialect == "constraint"
+@pytest.mark.parametrize(
+    ("config", "node", "dialect"),
+    [
+        (CONFIG_20_11, None, "gres"),  # without cons_tres
+        (CONFIG_24_05, "echo 'NodeName=g1 CPUTot=12 AvailableFeatures=gpu,p100 Gres=(null) State=IDLE'", "constraint"),
+    ],
+)
+def test_gpus_are_asked_for_as_the_site_knows_them(
+    fake_command: Fake, config: str, node: str | None, dialect: str
+) -> None:
+    slurm(fake_command, config, scontrol_node=node)
+    assert ask_site(dict(os.environ)).gpu_dialect == dialect
 
 
 @pytest.mark.parametrize("variable", ["LMOD_CMD", "MODULES_CMD"])  # of Lmod, of Environment Modules from 4 on

@@ -65,7 +65,7 @@ def test_an_account_that_is_not_the_users_is_refused_with_those_that_are() -> No
     )
 
 
-def test_an_account_that_the_partition_does_not_let_in_is_refused_also_where_nothing_else_is_known() -> None:
+def test_an_account_that_the_partition_does_not_let_in_is_refused() -> None:
     words = refused(PARTITION, SiteFacts(), account="guest")
     assert "may not use partition 'gpu'" in words
     assert "It lets in: vision, nlp." in words
