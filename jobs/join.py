@@ -63,7 +63,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Add --public, or leave it out.",
         )
 
-    from trainkit.swarm.local_ranks import follow_rank_0, ranks_of_peer
+    from trainkit.swarm.peer import follow_rank_0, ranks_of_peer
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
         if entry is None or not ranks.is_main:

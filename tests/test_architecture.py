@@ -141,7 +141,7 @@ STARTERS = {
     "trainkit.launch.node_check": "passes on what ranks of a check say as it comes; their result is bounded",
     "trainkit.launch.supervisor": "starts ranks, which write to their logs",
     "trainkit.schedulers.local": "starts the controller of a local job, which writes to a log",
-    "trainkit.swarm.local_ranks": "starts ranks, which write to the terminal of rank 0",
+    "trainkit.swarm.peer": "starts ranks, which write to the terminal of rank 0",
     "trainkit.monitor.wandb": "starts a client, whose stdout is closed",
     "jobs.launch": "becomes the program that runs its ranks in a container",
 }

@@ -55,9 +55,7 @@ def test_a_swarm_without_its_owners_key_is_not_gone_on_with(command: Command, ru
     assert not (run.path / "owner.key").exists()
 
 
-def test_a_copy_on_another_machine_goes_on_once_it_is_said_that_the_swarm_runs_nowhere_else(
-    command: Command, run: RunDir
-) -> None:
+def test_a_copy_on_another_machine_goes_on_with_force_alone(command: Command, run: RunDir) -> None:
     HOME.write(run)
     submitted(run, "swarm", "2", replace(ended_process(), host="elsewhere"))
     done = command("swarm", "create", "--resume", run.name)

@@ -101,9 +101,7 @@ def package(tmp_path: Path) -> Path:
         ("report/page", []),
     ],
 )
-def test_it_is_said_which_room_of_the_code_differs_if_it_decides_what_is_computed(
-    package: Path, file: str, differs: list[str]
-) -> None:
+def test_rooms_of_the_code_that_decide_what_is_computed_count(package: Path, file: str, differs: list[str]) -> None:
     before = code_facts(package, ())
     (package / f"{file}.py").write_text('"""New words."""\nx = 2\n')
     after = code_facts(package, ())
@@ -129,7 +127,7 @@ def test_a_module_of_ones_own_that_the_run_names_counts(
     assert [key for key in after if after[key] != before[key]] == ["code of mine_of_facts"]
 
 
-def test_everything_in_which_a_peer_differs_is_said_with_both_values_and_a_remedy() -> None:
+def test_each_difference_is_told_with_both_values_and_a_remedy() -> None:
     theirs = {"torch": "2.6", "seed": "0", "data": "digits", "code of training": "ab12", "timm": "1.0.9"}
     ours = {"torch": "2.7", "seed": "0", "data": "digits, 9 classes", "code of training": "cd34"}
     with pytest.raises(RefusedError) as refused:
@@ -201,9 +199,7 @@ def test_the_same_run_on_another_machine_is_the_same(splits: Splits, differing: 
     assert differing(splits, net()) == []
 
 
-def test_what_a_model_begins_with_comes_from_the_swarm_and_its_shapes_must_be_alike(
-    splits: Splits, differing: Differing
-) -> None:
+def test_shapes_of_a_model_must_be_alike_and_its_weights_need_not(splits: Splits, differing: Differing) -> None:
     assert differing(splits, net(seed=1)) == []
     assert differing(splits, net(width=5)) == ["model"]
     assert differing(splits, net().double()) == ["model"]

@@ -117,12 +117,12 @@ def test_its_rounds_go_on_after_the_last_one_that_was_saved(story: Story) -> Non
     assert last - 2 <= rounds_in(story.again.output)[0] <= last + 1
 
 
-def test_a_checkpoint_that_the_kill_has_cut_short_is_passed_over_and_that_is_said(story: Story) -> None:
+def test_a_checkpoint_that_was_cut_short_is_passed_over_in_words(story: Story) -> None:
     assert story.cut in story.again.output
     assert rounds_in(story.again.output)[0] > 1  # it has not begun anew
 
 
-def test_volunteers_who_only_call_out_keep_their_weights_and_come_back_by_themselves(story: Story) -> None:
+def test_volunteers_keep_their_weights_and_come_back_by_themselves(story: Story) -> None:
     for peer in story.volunteers:
         before, _, after = peer.output.partition("Back in hivemind-0001, in round")
         assert "The weights of round" in before

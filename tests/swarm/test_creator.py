@@ -56,14 +56,14 @@ def test_who_comes_back_where_it_was_dials_nobody() -> None:
     assert node.dialled == []
 
 
-def test_who_comes_back_elsewhere_is_welcome_if_the_place_of_before_is_silent() -> None:
+def test_a_creator_may_move_if_its_old_address_is_silent() -> None:
     node = Node(None, ())
     require(node, at("10.0.0.2"), at("10.0.0.3", ANOTHER))
     assert node.dialled == [at("10.0.0.2")]
 
 
 @pytest.mark.parametrize("known", [(at("10.0.0.2"),), ()])
-def test_who_answers_at_the_place_of_before_or_where_the_swarm_says_goes_on_alone(known: tuple[str, ...]) -> None:
+def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...]) -> None:
     node = Node(replace(TOLD, addresses=[at("10.0.0.2")]), (at("10.0.0.2"),))
     with pytest.raises(UserError, match="goes on already, on another machine") as refused:
         require(node, *known)

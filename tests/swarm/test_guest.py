@@ -30,8 +30,7 @@ class World:
     asked: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def look(self, addresses: Sequence[str]) -> int:
-        assert addresses == ("here",)
+    def look(self) -> int:
         self.asked.append(self.now)
         return int(self.now >= self.back_at)
 
@@ -39,12 +38,11 @@ class World:
         self.now += seconds
 
     def wait(self, patience: float = 24 * 3600.0) -> bool:
-        from trainkit.swarm.guest import Waiting
+        from trainkit.swarm.guest import wait_until_back
 
-        stopped = lambda: self.now >= self.stop_at  # noqa: E731
-        ready = lambda: self.now >= self.ready_at  # noqa: E731
-        waiting = Waiting(self.look, ready, stopped, self.said.append, patience, lambda: self.now, self.sleep)
-        return waiting.until_back(("here",))
+        hooks = Hooks(lambda: self.now >= self.stop_at, self.said.append)
+        ready, now = lambda: self.now >= self.ready_at, lambda: self.now
+        return wait_until_back(self.look, ready, hooks, patience, now, self.sleep)
 
 
 def test_it_asks_until_somebody_answers_ever_less_often_and_tells_so() -> None:

@@ -73,7 +73,7 @@ def ids_of_notebook(commands: Commands, address: str) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.swarm
-def test_the_notebook_joins_plots_and_comes_back_as_who_it_was_when_its_runtime_restarts(commands: Commands) -> None:
+def test_the_notebook_joins_plots_and_comes_back_after_a_restart(commands: Commands) -> None:
     (commands.folder / "home").mkdir()
     creator, address = commands.create("collaborative.round_seconds=5", "collaborative.rounds=500")
     first, _ = execution(commands, address)

@@ -1,4 +1,7 @@
-"""Credit is counted from what was averaged, after the screen; claims are worth nothing."""
+"""What a swarm's run folder is told: rounds, events while its disk is full, and who has contributed how much.
+
+Credit is counted from what was averaged, after the screen; claims are worth nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,82 +27,84 @@ from trainkit.run.folder import RunDir
 from trainkit.run.lease import StaleAttemptError
 from trainkit.swarm.bans import Bans, Sentry
 from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.records import Credits, PatientRecord
-from trainkit.swarm.robust import Limits, Screen, Verdict
+from trainkit.swarm.records import Credits, PatientRecord, PeerRound
+from trainkit.swarm.robust import Limits, Round, Screen, Verdict
 from trainkit.training.recorder import Progress, Recorder
 
 if TYPE_CHECKING:
     from trainkit.swarm.records import Role, RoundRecorder
 
-
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n")
+
+
 class Slow(Recorder):
-    """Validation takes 40 ms."""
+    """Validation takes 40 ms, and saving no time."""
 
     def validate(self, where: Any, should_stop: Any = None) -> bool:
         self.hosts.append(where)  # type: ignore[attr-defined]
         time.sleep(0.04)
         return True
 
-    def save(self, **options: Any) -> None:
-        """Takes no time."""
+    def save(self, **options: Any) -> None: ...
 
 
-def round_recorder(role: Role, validated: list[Any], lines: list[str], events: list[Any]) -> RoundRecorder:
-    """One that notes what it validates, says and writes as an event."""
-    from trainkit.swarm.records import RoundRecorder
+@dataclass
+class Session:
+    """A peer's, that notes what it validates, says and writes as an event."""
 
-    def remark(kind: str, **facts: Any) -> None:
-        events.append((kind, facts))
+    validated: list[Any] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
-    nothing: Any = SimpleNamespace(over=lambda: None, go_on=lambda over: None, log=lambda record: None, remark=remark)
-    writer: Any = SimpleNamespace(attempt=nothing, run=None)
-    parts: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
-    progress = Progress(val={"loss": 1.0, "acc1": 10.0})
-    keeper = Slow(parts, writer, nothing, nothing, progress, hosts=validated)
-    common: Any = SimpleNamespace(in_model=nullcontext, theta=None, momentum=None)
-    clock: Any = SimpleNamespace(count=10**6, seconds=60.0)
-    watch: Any = SimpleNamespace(peers={}, others=lambda since: {})
-    return RoundRecorder(keeper, common, clock, watch, role=role, say=lines.append)
+    def recorder(self, role: Role) -> RoundRecorder:
+        from trainkit.swarm.records import RoundRecorder
+
+        def remark(kind: str, **facts: Any) -> None:
+            self.events.append((kind, facts["round"], facts["why"]))
+
+        nothing: Any = SimpleNamespace(over=lambda: None, go_on=lambda over: None, log=lambda record: None)
+        writer: Any = SimpleNamespace(attempt=SimpleNamespace(remark=remark), run=None)
+        parts: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
+        progress = Progress(val={"loss": 1.0, "acc1": 10.0})
+        session: Any = SimpleNamespace(
+            recorder=Slow(parts, writer, nothing, nothing, progress, hosts=self.validated),
+            progress=progress,
+            writer=writer,
+            hooks=SimpleNamespace(say=self.lines.append),
+            common=SimpleNamespace(in_model=nullcontext, theta=None, momentum=None),
+            clock=SimpleNamespace(count=10**6, seconds=60.0),
+            watch=SimpleNamespace(peers={}, others=lambda since: {}),
+        )
+        return RoundRecorder(session, role)
 
 
-def test_validation_takes_a_quarter_of_the_time_at_most_however_short_the_rounds_are() -> None:
+def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
     """An update of a swarm that averages gradients can be over long before its limit."""
-    from trainkit.swarm.records import PeerRound
-    from trainkit.swarm.robust import Round
-
-    validated: list[Any] = []
-    rounds = round_recorder("judge", validated, [], [])
-    average = Round(2, "average", "", 0.0, False)
+    session = Session()
+    rounds = session.recorder("judge")
     began, index = time.monotonic(), 0
     while time.monotonic() - began < 1.0:
-        rounds.after_round(PeerRound(index, average, peers=2))
+        rounds.after_round(PeerRound(index, Round(2, "average", "", 0.0, False), peers=2))
         index += 1
         time.sleep(0.005)
-    assert 3 <= len(validated) <= 7  # 1 s / 4 / 40 ms
-    assert index > 3 * len(validated)
+    assert 3 <= len(session.validated) <= 7  # 1 s / 4 / 40 ms
+    assert index > 3 * len(session.validated)
 
 
-def test_a_round_that_was_given_up_is_told_with_the_reason_and_is_an_event() -> None:
-    from trainkit.swarm.records import PeerRound
-    from trainkit.swarm.robust import Round
-
-    lines: list[str] = []
-    events: list[Any] = []
-    rounds = round_recorder("guest", [], lines, events)
-    why = "its loss rose from 2e-06 to 0.6"
-    rounds.after_round(PeerRound(7, Round(2, "average", "", 0.0, False, collapsed=why), peers=2))
-    rounds.after_round(PeerRound(8, Round(0, "nothing", "no group", 0.0, False, collapsed=why), peers=2))
-    assert [line.split("  ", 1)[1] for line in lines] == [
-        f"2 peers averaged, 0 of 0 parts  what was learned here is given up: {why}",
-        f"no average (no group)  what was learned here is given up: {why}",
-    ]
-    assert [(kind, facts["round"], facts["why"]) for kind, facts in events] == [
-        ("collapsed", 8, why),
-        ("collapsed", 9, why),
-    ]
+@pytest.mark.parametrize(
+    ("used", "says"), [("average", "2 peers averaged, 0 of 0 parts"), ("nothing", "no average (no group)")]
+)
+def test_a_round_that_was_given_up_is_told_with_its_reason(used: str, says: str) -> None:
+    session, why = Session(), "its loss rose from 2e-06 to 0.6"
+    result = Round(2, used, "no group", 0.0, False, collapsed=why)
+    session.recorder("guest").after_round(PeerRound(7, result, peers=2))
+    assert session.lines == [f"round 8/1000000  {says}  what was learned here is given up: {why}"]
+    assert session.events == [("collapsed", 8, why)]
 
 
 @dataclass
@@ -128,8 +133,8 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Disk:
-    return Disk(RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n"))
+def disk(run: RunDir) -> Disk:
+    return Disk(run)
 
 
 @pytest.fixture
@@ -137,9 +142,7 @@ def record(disk: Disk) -> PatientRecord:
     return PatientRecord(Attempt(disk.run, 0, disk.room), disk, disk.said.append)
 
 
-def test_what_happens_while_the_disk_is_full_is_written_in_its_order_when_there_is_room(
-    disk: Disk, record: PatientRecord
-) -> None:
+def test_what_a_full_disk_keeps_out_is_written_later_in_its_order(disk: Disk, record: PatientRecord) -> None:
     record.log({"round": 1})
     disk.is_full = True
     record.log({"round": 2})
@@ -186,10 +189,16 @@ def test_who_has_lost_the_run_folder_to_another_does_not_wait_for_it(record: Pat
         record.attempt(another)
 
 
-def test_a_sender_is_credited_with_what_was_believed_of_its_weight() -> None:
+def test_what_was_believed_of_a_weight_in_time_is_credited() -> None:
     screen = Screen(["peer-0", "peer-1", "peer-2"], Limits(possible=POSSIBLE), SIZE)
     screen.average(0, dict(enumerate(contributions(3))), {0: 100.0, 1: 100.0, 2: 1000.0}, torch.zeros(SIZE))
     assert screen.counted() == {"peer-0": 100.0, "peer-1": 100.0, "peer-2": 150.0}
+    # A part that came too late is not.
+    first, second = (dict(enumerate(contributions(2, SIZE // 2))) for _ in range(2))
+    screen, whole = Screen(["peer-0", "peer-1"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE)
+    screen.average(0, first, {0: 100.0, 1: 100.0}, whole[: SIZE // 2])
+    screen.average(SIZE // 2, {0: second[0]}, {0: 100.0}, whole[SIZE // 2 :])
+    assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
 
 
 def test_who_was_dropped_or_has_trained_nothing_is_credited_with_nothing() -> None:
@@ -200,115 +209,78 @@ def test_who_was_dropped_or_has_trained_nothing_is_credited_with_nothing() -> No
     assert set(screen.counted()) == {"peer-1", "peer-2", "peer-3"}
 
 
-def test_parts_that_came_too_late_are_not_credited() -> None:
-    first, second = (dict(enumerate(contributions(2, SIZE // 2))) for _ in range(2))
-    screen = Screen(["peer-0", "peer-1"], Limits(possible=POSSIBLE), SIZE)
-    whole = torch.zeros(SIZE)
-    screen.average(0, first, {0: 100.0, 1: 100.0}, whole[: SIZE // 2])
-    screen.average(SIZE // 2, {0: second[0]}, {0: 100.0}, whole[SIZE // 2 :])
-    assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
-
-
 @dataclass(frozen=True)
 class Findings:
     """As `trainkit.swarm.averager` has them, which needs hivemind."""
 
     members: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
     counted: Mapping[str, float]
     received: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
+
+
+def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
+    return Findings((peer,), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})
 
 
 PEERS = {"QmAnna": PeerProgress("anna", 3, 640, 80.0, 1.0, 3, 0.0)}
 
 
-class Averager:
-    """Has found out what it is told."""
+@dataclass
+class Account:
+    """The account of a run, by a process that may be killed; what it tells the swarm."""
 
-    def __init__(self, *found: Findings) -> None:
-        self.found = list(found)
+    run: RunDir
+    told: list[Sequence[Contribution]] = field(default_factory=list)
+    found: list[Findings] = field(default_factory=list)
 
-    def expect(self, possible: object) -> None:
-        """Nothing is asked here."""
+    def __post_init__(self) -> None:
+        credits = Credits(Writer(Attempt(self.run, 0), lambda: None), lambda: 60.0, self.told.append)
+        averager = SimpleNamespace(expect=lambda possible: None, findings=lambda: [self.found.pop()])
+        self.sentry = Sentry(averager, Bans(None), credit=credits.count)
 
-    def findings(self) -> list[Findings]:
-        found, self.found = self.found, []
-        return found
-
-
-def credits(run: RunDir, told: list[Sequence[Contribution]]) -> Credits:
-    return Credits(Writer(Attempt(run, 0), lambda: None), lambda: 60.0, told.append)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "run", "seed: 0\n")
+    def after_round(self, found: Findings, peers: Mapping[str, PeerProgress] = PEERS) -> list[Contribution]:
+        """Count one; what is in the run folder then."""
+        self.found.append(found)
+        self.sentry.after_round(0, peers)
+        return Contributions.of(self.run).best_first()
 
 
 def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> None:
-    told: list[Sequence[Contribution]] = []
-    found = Findings(("QmAnna", "QmBo"), (), {"QmAnna": 640.0})
-    sentry = Sentry(Averager(found), Bans(None), credit=credits(run, told).count)
-    sentry.after_round(0, PEERS)
-    expected = [Contribution("anna", 1, 640.0, 60.0)]
-    assert Contributions.of(run).best_first() == expected
-    assert told == [expected]
-
-
-def test_a_creator_that_was_killed_goes_on_counting(run: RunDir) -> None:
-    for _ in range(2):  # a new process each time
-        found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
-        Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, PEERS)
-    assert Contributions.of(run).best_first() == [Contribution("anna", 2, 1280.0, 120.0)]
+    account, expected = Account(run), [Contribution("anna", 1, 640.0, 60.0)]
+    assert account.after_round(anna()) == expected
+    assert account.told == [expected]
+    # One that was killed goes on counting.
+    assert Account(run).after_round(anna()) == [Contribution("anna", 2, 1280.0, 120.0)]
 
 
 def test_a_newcomers_first_round_is_credited_once_its_name_is_known(run: RunDir) -> None:
-    averager = Averager(Findings(("QmAnna",), (), {"QmAnna": 640.0}))
-    sentry = Sentry(averager, Bans(None), credit=credits(run, []).count)
-    sentry.after_round(0, {})
-    assert Contributions.of(run).best_first() == []
-    averager.found = [Findings(("QmAnna",), (), {"QmAnna": 60.0})]
-    sentry.after_round(1, PEERS)
-    assert Contributions.of(run).best_first() == [Contribution("anna", 2, 700.0, 120.0)]
+    account = Account(run)
+    assert account.after_round(anna(), {}) == []
+    assert account.after_round(anna(60.0)) == [Contribution("anna", 2, 700.0, 120.0)]
 
 
-def credited(run: RunDir, said: str, invited: str) -> list[Contribution]:
-    found = Findings(("QmAnna",), (), {"QmAnna": 640.0}, {"QmAnna": 57_000}, {"QmAnna": invited})
+@pytest.mark.parametrize(("said", "invited", "name"), [("best", "anna", "anna"), ("carl", "guest", "guest carl")])
+def test_credit_goes_to_the_name_that_the_owner_has_signed(run: RunDir, said: str, invited: str, name: str) -> None:
+    """Where many use one invitation, what each says of itself tells them apart."""
+    found = anna(received=57_000, invited=invited)
     peers = {"QmAnna": replace(PEERS["QmAnna"], name=said)}
-    Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, peers)
-    return Contributions.of(run).best_first()
+    assert Account(run).after_round(found, peers) == [Contribution(name, 1, 640.0, 60.0, 57_000)]
 
 
-def test_credit_goes_to_the_name_that_the_owner_has_signed_not_to_what_a_peer_calls_itself(run: RunDir) -> None:
-    assert credited(run, "the best of all", "anna") == [Contribution("anna", 1, 640.0, 60.0, 57_000)]
-
-
-def test_where_many_use_one_invitation_what_each_says_of_itself_tells_them_apart(run: RunDir) -> None:
-    assert [item.name for item in credited(run, "carl", "guest")] == ["guest carl"]
-
-
-def test_who_was_invited_by_name_is_credited_at_once(run: RunDir) -> None:
-    found = Findings(("QmAnna",), (), {"QmAnna": 640.0}, {}, {"QmAnna": "anna"})
-    Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, {})
-    assert [item.name for item in Contributions.of(run).best_first()] == ["anna"]
+def test_who_was_invited_by_name_is_credited_at_once_and_with_a_new_key(run: RunDir) -> None:
+    account = Account(run)
+    account.after_round(anna(100.0, peer="QmBefore", invited="anna"), {})
+    (row,) = account.after_round(anna(100.0, peer="QmAfter", invited="anna"), {})
+    assert (row.name, row.rounds, row.samples) == ("anna", 2, 200.0)
 
 
 def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Contributions, run: RunDir) -> None:
         raise OSError(28, "No space left on device")
 
-    told: list[Sequence[Contribution]] = []
     monkeypatch.setattr(Contributions, "write", full)
-    found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
-    Sentry(Averager(found), Bans(None), credit=credits(run, told).count).after_round(0, PEERS)
-    assert [item.samples for item in told[0]] == [640.0]
-
-
-def test_who_comes_back_with_a_new_key_is_credited_on_under_its_name(run: RunDir) -> None:
-    told: list[Sequence[Contribution]] = []
-    counting = credits(run, told).count
-    for peer in ("QmBefore", "QmAfter"):
-        found = Findings((peer,), (), {peer: 100.0}, {peer: 10}, {peer: "anna"})
-        Sentry(Averager(found), Bans(None), credit=counting).after_round(0, {})
-    assert [(row.name, row.rounds, row.samples) for row in told[-1]] == [("anna", 2, 200.0)]
+    account = Account(run)
+    account.after_round(anna())
+    assert [item.samples for item in account.told[0]] == [640.0]

@@ -213,7 +213,7 @@ def test_what_the_others_have_gathered_need_not_be_gathered_here(splits: Splits)
     assert swarm.told[-1].round == 1
 
 
-def test_a_volunteer_makes_no_update_by_itself_and_leaves_when_the_swarm_is_silent(splits: Splits) -> None:
+def test_a_volunteer_alone_makes_no_update_and_leaves(splits: Splits) -> None:
     with guest(splits) as (p, swarm, boxes):
         began = time.time()
         assert train(p) == "lost"
@@ -260,7 +260,7 @@ def test_a_peer_takes_over_the_state_of_the_owners_side_when_that_is_ahead(split
     assert [box.index for box in boxes] == [2]  # the last of three
 
 
-def test_a_peer_with_other_weights_takes_over_the_right_ones_also_when_nothing_was_averaged(splits: Splits) -> None:
+def test_a_peer_that_has_strayed_takes_over_the_right_weights(splits: Splits) -> None:
     """Where all volunteers have strayed, as when the creator dies while it sends, nobody sends anything any more."""
     right = state_of(splits, 0)
     with guest(splits, others={OWNER: told(samples=40)}, newer=right, strays=True, fails=1) as (p, swarm, boxes):
@@ -334,7 +334,7 @@ def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], 
     return ended, places, model
 
 
-def test_a_round_in_which_weights_and_loss_rose_out_of_proportion_is_given_up() -> None:
+def test_a_round_in_which_training_has_collapsed_is_given_up() -> None:
     ended, places, model = alone_own_rounds(*STEADY, COLLAPSED, (0.01, 3e-6))
     assert [one.used for one in ended] == ["own", "own", "nothing", "own"]
     assert places == [0.01, 0.021, 0.021, 0.031]
@@ -357,7 +357,7 @@ def test_any_other_round_counts(last: tuple[float, float | None]) -> None:
     assert places[-1] == pytest.approx(0.021 + last[0], abs=1e-3)
 
 
-def test_of_four_such_rounds_in_a_row_the_last_counts_so_that_nobody_is_stuck() -> None:
+def test_of_four_collapsed_rounds_in_a_row_the_last_counts() -> None:
     ended, _, _ = alone_own_rounds(*STEADY, COLLAPSED, COLLAPSED, COLLAPSED, COLLAPSED)
     assert [one.used for one in ended] == ["own", "own", "nothing", "nothing", "nothing", "own"]
 
@@ -391,7 +391,7 @@ def caught_up(gives: list[int], *, round_index: int, seconds: float, monkeypatch
     return found
 
 
-def test_a_state_from_before_this_rounds_step_is_not_taken_over_but_asked_for_again(
+def test_an_older_state_is_not_taken_over_but_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert caught_up([6, 6, 7], round_index=7, seconds=20.0, monkeypatch=monkeypatch) == [False, False, True]

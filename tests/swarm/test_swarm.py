@@ -34,7 +34,7 @@ def kill_main_process(command: Command) -> None:
 
 
 @pytest.mark.long
-def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
+def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) -> None:
     # Two minutes, of which all that happens here takes one, for machines that have much else to do.
     creator, token = commands.create("collaborative.round_seconds=5", "collaborative.rounds=24")
     first, second = (commands.join(token, "--name", name) for name in ("first", "second"))

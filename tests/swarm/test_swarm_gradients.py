@@ -87,7 +87,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield Story(commands, first, late, (creator, again), status.output, commands.run("single"))
 
 
-def test_all_peers_end_with_the_same_weights_and_the_same_optimizer_bit_for_bit(story: Story) -> None:
+def test_all_peers_end_with_the_same_state_bit_for_bit(story: Story) -> None:
     files = [run / "checkpoints" / f"step-{ROUNDS:08d}" / "common.safetensors" for run in (story.run, *story.joined)]
     creators, *others = map(load_file, files)
     assert set(creators) == {"theta", "momentum"}
@@ -99,7 +99,7 @@ def test_they_were_the_same_after_every_update_that_a_peer_took_part_in(story: S
     assert "behind the others" not in story.first.output + story.late.output
 
 
-def test_the_run_goes_on_where_the_killed_creator_had_saved_it_and_makes_each_update_once(story: Story) -> None:
+def test_a_resumed_run_makes_each_update_once(story: Story) -> None:
     rounds = [record["round"] for record in story.records(story.run, "train")]
     assert rounds[-1] == ROUNDS
     assert len(rounds) - len(set(rounds)) <= 1  # the one that was not on the disk yet
@@ -113,7 +113,7 @@ def test_a_peer_that_dies_costs_the_others_no_update(story: Story) -> None:
     assert "alone" not in after
 
 
-def test_the_loss_of_every_update_is_that_of_one_process_with_the_same_global_batch(story: Story) -> None:
+def test_losses_are_those_of_one_process_with_the_same_batch(story: Story) -> None:
     """Within 0.15, at 1024 samples an update of which no two runs draw the same; it falls from 2.3 by more than 1."""
     swarm = {record["round"]: record["loss"] for record in story.records(story.run, "train")}
     single = {record["step"]: record["loss"] for record in story.records(story.single, "train")}
@@ -123,7 +123,7 @@ def test_the_loss_of_every_update_is_that_of_one_process_with_the_same_global_ba
     assert swarm[1] - swarm[ROUNDS] > 1.0
 
 
-def test_status_shows_the_update_under_way_and_what_each_peer_has_gathered_for_it(story: Story) -> None:
+def test_status_shows_the_update_under_way_and_every_peer(story: Story) -> None:
     said = r"^hivemind-0001: running, round \d+/24, [34] peers, \d+ samples/s, loss \d"
     assert re.search(said, story.status, re.MULTILINE)
     assert all(name in story.status for name in ("creator", "first", "late"))

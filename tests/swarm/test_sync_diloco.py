@@ -82,7 +82,7 @@ def test_what_is_not_finite_has_no_say_and_the_model_starts_anew() -> None:
     assert torch.equal(flat(model), common(outer))
 
 
-def test_a_late_average_takes_the_own_part_back_and_keeps_what_was_learned_since() -> None:
+def test_a_late_average_keeps_what_was_learned_since() -> None:
     (model, outer), (in_time, same) = state(lr=0.7, momentum=0.9), state(lr=0.7, momentum=0.9)
     for one in (model, in_time):
         move(one, 0.5)

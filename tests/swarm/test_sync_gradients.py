@@ -114,7 +114,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("peers", CASES, indirect=True, ids=lambda case: " ".join(case) or "adamw")
-def test_two_peers_make_the_updates_of_one_process_with_the_same_global_batch(peers: list[Peer]) -> None:
+def test_two_peers_make_the_updates_of_one_process(peers: list[Peer]) -> None:
     """The loss of every update within 1e-4, and the weights within 1e-4 of their length: float32 adds up in another
     order. Muon makes its directions in bfloat16, where that shows sooner: 1.2e-4 on a CPU with AMX."""
     (one, two), config = peers, peers[0].common._config
@@ -145,7 +145,7 @@ def test_a_peer_that_has_gathered_more_counts_for_more(peers: list[Peer]) -> Non
     assert (set(first.weights), set(second.weights)) == ({3.0 * MICRO}, {1.0 * MICRO})
 
 
-def test_a_round_that_fails_changes_no_weights_and_keeps_the_gradients_for_the_next_try(peers: list[Peer]) -> None:
+def test_a_round_that_fails_keeps_weights_and_gradients(peers: list[Peer]) -> None:
     """hivemind 1.1.12 makes an update from zeros."""
     common = peers[0].common
     peers[0].gather()

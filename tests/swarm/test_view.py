@@ -49,7 +49,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_names(monkeypatch: pytes
     assert columns < 30 or max(map(len, lines)) <= columns
 
 
-def test_a_long_name_takes_no_room_from_what_all_others_do_and_stands_below_in_full(
+def test_a_long_name_takes_no_room_and_stands_below_in_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     width_of(monkeypatch, 80)
@@ -120,7 +120,7 @@ def test_a_peer_is_credited_by_its_invitation_whatever_it_calls_itself() -> None
     assert rows == {"QmStranger": "mallory", CREATOR: "x"}
 
 
-def test_accuracy_and_contributions_are_taken_from_the_creators_account_alone() -> None:
+def test_accuracy_and_contributions_are_the_creators_account() -> None:
     view = view_of(told(), [ADDRESS], None)
     assert view.val == {"loss": 0.5, "acc1": 90.0}
     assert [item.name for item in view.contributions] == ["anna"]

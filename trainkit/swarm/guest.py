@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -30,50 +30,46 @@ _LOOK_SECONDS = 0.5
 _ADOPT_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Wait for a swarm that has been lost."""
+def wait_until_back(
+    look: Callable[[], int],
+    goes_on: Callable[[], bool],
+    hooks: Hooks,
+    patience: float = PATIENCE_SECONDS,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Wait for a swarm that has been lost, asking less and less often. False when told to leave.
 
-    look: Callable[[Sequence[str]], int]
-    """Look for peers at addresses; how many answer."""
-    goes_on: Callable[[], bool]
-    """Whether they go on with this peer; who has just come back may not be ready for that."""
-    stop_requested: Callable[[], bool]
-    say: Callable[[str], None]
-    patience: float = PATIENCE_SECONDS
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    Args:
+        look: looks for peers; how many answer.
+        goes_on: whether they go on with this peer; who has just come back may not be ready for that.
+        patience: seconds.
 
-    def until_back(self, addresses: Sequence[str]) -> bool:
-        """Ask for the swarm at ``addresses``, less and less often. False when told to leave.
-
-        Raises RunFailedError when nobody has answered for so long that nobody will.
-        """
-        began, said, pause, there = self.now(), self.now(), _FIRST_PAUSE, False
-        self.say(
-            f"Nobody of the swarm answers. Waiting for it for up to {_in_words(self.patience)}; Ctrl-C leaves for good."
-        )
-        while not self.stop_requested():
-            if self.look(addresses):
-                if self.goes_on():
-                    return True
-                if not there:  # it has just come back, and will be ready soon
-                    there, pause = True, _FIRST_PAUSE
-            waited = self.now() - began
-            if waited >= self.patience:
-                raise RunFailedError(
-                    f"The swarm has not answered for {_in_words(self.patience)}.",
-                    why="Its creator has gone without a word, or this machine has lost its network.",
-                    fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
-                )
-            if self.now() - said >= _SAY_EVERY:
-                said = self.now()
-                self.say(f"Still waiting for the swarm, since {_in_words(waited)}.")
-            until = self.now() + min(pause, self.patience - waited)
-            while (left := until - self.now()) > 0 and not self.stop_requested():
-                self.sleep(min(left, _LOOK_SECONDS))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-        return False
+    Raises RunFailedError when nobody has answered for so long that nobody will.
+    """
+    began, said, pause, there = now(), now(), _FIRST_PAUSE, False
+    hooks.say(f"Nobody of the swarm answers. Waiting for it for up to {_in_words(patience)}; Ctrl-C leaves for good.")
+    while not hooks.stop_requested():
+        if look():
+            if goes_on():
+                return True
+            if not there:  # it has just come back, and will be ready soon
+                there, pause = True, _FIRST_PAUSE
+        waited = now() - began
+        if waited >= patience:
+            raise RunFailedError(
+                f"The swarm has not answered for {_in_words(patience)}.",
+                why="Its creator has gone without a word, or this machine has lost its network.",
+                fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
+            )
+        if now() - said >= _SAY_EVERY:
+            said = now()
+            hooks.say(f"Still waiting for the swarm, since {_in_words(waited)}.")
+        until = now() + min(pause, patience - waited)
+        while (left := until - now()) > 0 and not hooks.stop_requested():
+            sleep(min(left, _LOOK_SECONDS))
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    return False
 
 
 def _in_words(seconds: float) -> str:
@@ -201,18 +197,15 @@ class Guest(Session):
 
     def _comes_back(self, *, must_wait: bool) -> bool:
         """Go on by the clock of those who answer; False when it is time to leave."""
-        back = False
 
         def goes_on() -> bool:
-            nonlocal back
-            back = self.finds_run()
-            return back or self.watch.stopped
+            return self.finds_run() or self.watch.stopped
 
-        if must_wait or not goes_on():
-            hooks, patience = self.hooks, self.spec.patience
-            waiting = Waiting(self.dht.reconnect, goes_on, hooks.stop_requested, hooks.say, patience)
-            waiting.until_back(self.memory.others)
-        return back
+        def look() -> int:
+            return self.dht.reconnect(self.memory.others)
+
+        there = not must_wait and goes_on()
+        return (there or wait_until_back(look, goes_on, self.hooks, self.spec.patience)) and not self.watch.stopped
 
     def finds_run(self) -> bool:
         """Take over the clock and the state of those who answer; False if they have none to give, yet.

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +23,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.ranks.env import NO_SECRET, ForgedError, RankEnv, Secret
+from trainkit.process import end_with_parent
+from trainkit.ranks.env import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run.events import Attempt, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
@@ -37,7 +40,6 @@ from trainkit.swarm.address import (
 )
 from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invited, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
-from trainkit.swarm.local_ranks import follow_rank_0
 from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
 
 # How long the token is good that `create` prints.
@@ -176,6 +178,79 @@ def reveal(secret: Secret, purpose: str, hidden: bytes) -> str:
 
 def _cipher(secret: Secret, purpose: str) -> ChaCha20Poly1305:
     return ChaCha20Poly1305(bytes.fromhex(secret.name(f"key to hide {purpose}")))
+
+
+# The ranks of one peer, one for each of its GPUs.
+
+_LEAVE_SECONDS = 20.0
+
+
+@contextmanager
+def ranks_of_peer(
+    number: int | None, verb: str, arguments: Sequence[str], env: Mapping[str, str]
+) -> Iterator[tuple[RankEnv, Secret]]:
+    """This process's place among the ranks of its peer, and what they know.
+
+    A launcher (torchrun, srun) has started all of them and says so in ``env``; or this process is rank 0 and starts the
+    others, by the command that it was started with itself. They end with it, however it ends.
+
+    Args:
+        number: of ranks, as the user has asked; None: as many as a launcher has started, else 1.
+        verb, arguments: ``python -m jobs.VERB ARGUMENTS``.
+
+    Raises UserError when user and launcher disagree.
+    """
+    known = RankEnv.from_mapping(env)
+    size = known.world_size if number is None else number
+    why, fix = "A peer has one rank for each of its GPUs, 1 to 64.", "Use --nproc 2 for two GPUs."
+    if known.world_size > 1:
+        why, fix = f"{known.launcher} has started {known.world_size} ranks already.", "Leave --nproc out."
+    if size != known.world_size and (known.world_size > 1 or not 0 < size <= 64):
+        raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
+    if size == known.world_size:
+        yield known, Secret.from_mapping(env)
+        return
+    secret = Secret.generate()
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        VARIABLE: secret.text,
+    }
+    variables = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for own in variables[1:]:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "trainkit", verb, *arguments],
+                env={**env, **own},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is rank 0's
+                preexec_fn=end_with_parent,
+            )
+            started.append(process)
+        yield RankEnv.from_mapping(variables[0]), secret
+        for process in started:
+            process.wait(_LEAVE_SECONDS)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable[[], None] = lambda: None) -> None:
+    """Be another rank of a peer: train with rank 0, as it says, and leave when it does.
+
+    Raises RunFailedError when rank 0 has died.
+    """
+    from trainkit.distributed.process_group import distributed
+    from trainkit.swarm.team import PATIENCE, follow
+
+    with distributed(env, use_gpu=use_gpu, secret=secret, collective_timeout=PATIENCE) as dist:
+        follow(dist, beat=beat)
 
 
 # One rank of a submitted swarm: a peer of its own, that meets the others by the job's own means.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import terminal
 from trainkit.checkpoint.save import Restored
@@ -20,11 +20,12 @@ from trainkit.monitor.loggers import Logger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.contributions import Contribution, Contributions, Counted
 from trainkit.run.events import Attempt, Remark, Writer
-from trainkit.swarm.dht import Watch
-from trainkit.swarm.messages import RoundClock
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync_diloco import CommonState
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.recorder import Progress
+
+if TYPE_CHECKING:
+    from trainkit.swarm.session import Session
 
 # Lines that wait for room; of more than these the oldest are given up, and that is said.
 _MOST_WAITING = 100_000
@@ -139,21 +140,11 @@ class RoundRecorder:
         role: ``judge`` validates and saves as it goes; ``anchor`` saves; ``guest`` does both at the end alone.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        common: CommonState,
-        clock: RoundClock,
-        watch: Watch,
-        *,
-        role: Role,
-        say: Callable[[str], None],
-    ) -> None:
-        self._record = PatientRecord(recorder.writer.attempt, recorder.metrics, say)
-        self._recorder = replace(recorder, metrics=self._record)
-        self._progress, self._run = recorder.progress, recorder.writer.run
-        self._common, self._clock, self._watch = common, clock, watch
-        self._role, self._say = role, say
+    def __init__(self, session: Session, role: Role) -> None:
+        self._session, self._role, self._say = session, role, session.hooks.say
+        self._record = PatientRecord(session.writer.attempt, session.recorder.metrics, self._say)
+        self._recorder = replace(session.recorder, metrics=self._record)
+        self._progress, self._run, self._common = session.progress, session.writer.run, session.common
         self._most_peers = 1
         self._known: dict[str, str] = {}
         self._judges_from, self._unsaved = 0.0, False
@@ -171,7 +162,7 @@ class RoundRecorder:
         self._progress.train_seconds += done.seconds
         self._most_peers = max(self._most_peers, result.group)
         where = self._where(done.index)
-        words = [f"round {done.index + 1}/{self._clock.count}", done.outcome]
+        words = [f"round {done.index + 1}/{self._session.clock.count}", done.outcome]
         if done.samples:
             self._log(done, where)
             words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
@@ -225,7 +216,7 @@ class RoundRecorder:
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
-        recorder, rounds = self._recorder, min(self._common.round, self._clock.count)
+        recorder, rounds = self._recorder, min(self._common.round, self._session.clock.count)
         where = self._where(rounds - 1)
         try:
             with self._common.in_model():
@@ -250,7 +241,7 @@ class RoundRecorder:
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:
         """The events of a peer's start, and what is left of one that fails."""
-        attempt, parts = self._recorder.writer.attempt, self._recorder.state
+        attempt, parts = self._session.writer.attempt, self._recorder.state
         attempt.started(
             step=self._progress.step,
             world_size=env.world_size,
@@ -271,7 +262,7 @@ class RoundRecorder:
     def _judge(self, index: int, where: Mapping[str, Any]) -> list[str]:
         """Validate and save, unless that took much of the time lately; what to say of it."""
         began = time.monotonic()
-        if began < self._judges_from and index + 1 < self._clock.count:
+        if began < self._judges_from and index + 1 < self._session.clock.count:
             return []
         if self._role == "judge":
             self._recorder.validate(where)
@@ -300,12 +291,12 @@ class RoundRecorder:
         return not self._unsaved
 
     def _name(self, peer: str) -> str:
-        known = self._watch.peers.get(peer)
+        known = self._session.watch.peers.get(peer)
         return terminal.name(known.name) if known is not None else f"..{peer[-6:]}"
 
     def _note_arrivals(self) -> None:
-        since = time.time() - 3 * self._clock.seconds
-        now = {key: record.name for key, record in self._watch.others(since).items()}
+        since = time.time() - 3 * self._session.clock.seconds
+        now = {key: record.name for key, record in self._session.watch.others(since).items()}
         for key in now.keys() - self._known.keys():
             self.remark("peer_joined", peer=key, name=now[key])
             self._say(f"  {now[key]} has joined")

@@ -202,7 +202,7 @@ class Session:
 
     def record(self, role: Role) -> RoundRecorder:
         """From now on keep records of the rounds, and of bans."""
-        self.rounds = RoundRecorder(self.recorder, self.common, self.clock, self.watch, role=role, say=self.hooks.say)
+        self.rounds = RoundRecorder(self, role)
         self.sentry = self.sentry.keeping(self.writer.run, self.rounds.remark)
         return self.rounds
 

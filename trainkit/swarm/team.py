@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import nn
 
-from trainkit.config.loading import to_yaml
+from trainkit import fileio
+from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
+from trainkit.data import build_data
 from trainkit.data.base import Batch, Splits
 from trainkit.data.loader import Batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
+from trainkit.models import build_model
 from trainkit.strategies.base import AsItIs
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.tasks.meter import Meter
@@ -140,22 +145,20 @@ def spread(config: Config, dist: Distributed, splits: Splits, common: CommonStat
         team.dismiss()
 
 
-def follow(
-    dist: Distributed,
-    *,
-    make: Callable[[str], tuple[Config, Splits, nn.Module]],
-    beat: Callable[[], None] = lambda: None,
-) -> None:
-    """Any other rank: do what rank 0 says, until it says that this is all.
-
-    Args:
-        make: of rank 0's configuration as YAML: as it is here, its data and its model.
+def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.Module:
+    """Any other rank: do what rank 0 says, until it says that this is all. The model that it has trained.
 
     Raises RunFailedError when rank 0 has died.
     """
     with together(dist.world_size):
         told: dict[str, Any] = dist.broadcast_json({})
-        config, splits, model = make(told["config"])
+        # Rank 0, who knows the secret, has asked whether its code may be run.
+        with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+            file = Path(folder) / "rank-0.yaml"
+            fileio.write(file, told["config"])
+            config = load(str(file)).config
+        splits = build_data(config.data)
+        model = build_model(config.model, splits.info, config.seed)
         parts = build(_as_ddp(config), dist, splits, model=model)
         seed, updater = data_seed(config, told["identity"]), Updater(parts, beat=beat)
         loader: Batches[Batch] | None = None
@@ -165,7 +168,7 @@ def follow(
                 c10d.broadcast(order, src=0)
                 what, number, rate = _ORDER.unpack(order.numpy().tobytes())
                 if what == _Do.LEAVE:
-                    return
+                    return model
                 beat()
                 if what == _Do.BEGIN:
                     if loader is not None:

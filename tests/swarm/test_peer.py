@@ -9,7 +9,7 @@ import pytest
 
 from tests.swarm.conftest import Command, Commands, wait_for
 from trainkit.errors import UserError
-from trainkit.swarm.local_ranks import ranks_of_peer
+from trainkit.swarm.peer import ranks_of_peer
 
 
 def launched(rank: int, size: int) -> dict[str, str]:
@@ -45,7 +45,7 @@ def second_rank(command: Command) -> psutil.Process:
 
 @pytest.mark.long
 @pytest.mark.swarm
-def test_two_ranks_are_one_peer_that_leaves_on_ctrl_c_and_fails_in_words_when_one_dies(commands: Commands) -> None:
+def test_two_ranks_are_one_peer_that_leaves_and_fails_as_one(commands: Commands) -> None:
     creator, address = commands.create("collaborative.round_seconds=6", "collaborative.rounds=500")
     first = commands.join(address, "--name", "pair", "--nproc", "2")
     second = commands.join(address, "--name", "broken", "--nproc", "2")
