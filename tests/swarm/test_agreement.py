@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.config.loading import load
 from trainkit.data import build_data
@@ -168,64 +167,55 @@ def test_a_third_digit_or_a_build_for_another_device_is_no_other_version(
     assert (installed() == before) == same
 
 
-@pytest.fixture(scope="module")
-def splits() -> Splits:
-    return build_data(CONFIG.data)
-
-
 def net(width: int = 4, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
 
 
-Differing = Callable[..., list[str]]
-
-
 @pytest.fixture(scope="module")
-def differing() -> Iterator[Differing]:
-    """Keys in which a peer differs from one with the digits and `net`, but for the code, which is the same here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "code_facts", lambda package, plugins: {})
-        before = facts_of(CONFIG, build_data(CONFIG.data), net())
-
-        def keys(splits: Splits, model: nn.Module, **settings: Any) -> list[str]:
-            after = facts_of(CONFIG.model_copy(update=settings), splits, model)
-            return [key for key in before if before[key] != after[key]]
-
-        yield keys
+def splits() -> Splits:
+    return build_data(CONFIG.data)
 
 
-def test_the_same_run_on_another_machine_is_the_same(splits: Splits, differing: Differing) -> None:
-    assert differing(splits, net()) == []
-
-
-def test_shapes_of_a_model_must_be_alike_and_its_weights_need_not(splits: Splits, differing: Differing) -> None:
-    assert differing(splits, net(seed=1)) == []
-    assert differing(splits, net(width=5)) == ["model"]
-    assert differing(splits, net().double()) == ["model"]
-
-
-def test_another_seed_is_a_difference(splits: Splits, differing: Differing) -> None:
-    assert differing(splits, net(), seed=1) == ["seed"]
-
-
-def test_other_samples_of_the_same_shape_are_a_difference(splits: Splits, differing: Differing) -> None:
+def other_samples(splits: Splits, images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor]) -> Splits:
     train = splits.train
     assert isinstance(train, TensorSamples)
-    for images, labels in (
-        (train.images.flip(0), train.labels),
-        (train.images, (train.labels + 1) % 10),
-        (train.images[:-1], train.labels[:-1]),
-    ):
-        assert differing(replace(splits, train=TensorSamples(images, labels)), net()) == ["data"]
+    return replace(splits, train=TensorSamples(images(train.images), labels(train.labels)))
 
 
-def test_other_classes_are_a_difference(splits: Splits, differing: Differing) -> None:
-    names = tuple(reversed(splits.info.class_names))
-    assert differing(replace(splits, info=replace(splits.info, class_names=names)), net()) == ["data"]
+def other_classes(splits: Splits) -> Splits:
+    return replace(splits, info=replace(splits.info, class_names=tuple(reversed(splits.info.class_names))))
 
 
-def test_the_number_of_parameters_is_read_from_what_was_published() -> None:
-    known = facts_of(CONFIG, build_data(CONFIG.data), net())
-    assert parameters_in(known) == sum(parameter.numel() for parameter in net().parameters())
-    assert [parameters_in({"model": text}) for text in ("", "many parameters", "-5 parameters")] == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("seed", "model", "data", "differs"),
+    [
+        pytest.param(0, net, lambda splits: splits, [], id="the same run on another machine"),
+        pytest.param(0, lambda: net(seed=1), lambda splits: splits, [], id="other weights: the swarm gives its own"),
+        pytest.param(0, lambda: net(width=5), lambda splits: splits, ["model"], id="another shape"),
+        pytest.param(0, lambda: net().double(), lambda splits: splits, ["model"], id="another type"),
+        pytest.param(1, net, lambda splits: splits, ["seed"], id="another seed"),
+        pytest.param(0, net, lambda splits: other_samples(splits, lambda x: x.flip(0), lambda y: y), ["data"]),
+        pytest.param(0, net, lambda splits: other_samples(splits, lambda x: x, lambda y: (y + 1) % 10), ["data"]),
+        pytest.param(0, net, lambda splits: other_samples(splits, lambda x: x[:-1], lambda y: y[:-1]), ["data"]),
+        pytest.param(0, net, other_classes, ["data"], id="other classes"),
+    ],
+)
+def test_seed_shapes_and_samples_must_be_alike_and_weights_need_not(
+    splits: Splits,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    model: Callable[[], nn.Module],
+    data: Callable[[Splits], Splits],
+    differs: list[str],
+) -> None:
+    monkeypatch.setattr(agreement, "code_facts", lambda package, plugins: {})  # alike here
+    before = facts_of(CONFIG, splits, net())
+    after = facts_of(CONFIG.model_copy(update={"seed": seed}), data(splits), model())
+    assert [key for key in before if before[key] != after[key]] == differs
+    assert parameters_in(before) == sum(parameter.numel() for parameter in net().parameters())
+
+
+@pytest.mark.parametrize("text", ["", "many parameters", "-5 parameters"])
+def test_a_number_of_parameters_that_is_none_is_nought(text: str) -> None:
+    assert parameters_in({"model": text}) == 0

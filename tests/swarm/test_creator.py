@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.swarm.messages import PeerProgress
+from trainkit.swarm.spec import Hooks, PeerSpec
 
 if TYPE_CHECKING:
-    from trainkit.swarm.creator import DuplicateCreator
+    from trainkit.swarm.creator import Creator
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -76,15 +79,18 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def twin(said: list[str]) -> DuplicateCreator:
-    from trainkit.swarm.creator import DuplicateCreator
+def creator(said: list[str]) -> Creator:
+    """One that leads its run since 900 s."""
+    from trainkit.swarm.creator import Creator
 
-    return DuplicateCreator(HERE, 900.0, said.append)
+    made = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
+    made.own_addresses, made.since = HERE, 900.0
+    return made
 
 
-def test_one_that_has_come_later_is_told_of_once(twin: DuplicateCreator, said: list[str]) -> None:
+def test_a_duplicate_is_told_of_once(creator: Creator, said: list[str]) -> None:
     for _ in range(3):
-        twin.look(replace(TOLD, addresses=[at("10.0.0.2")]))
+        creator.warn_of_duplicate(replace(TOLD, addresses=[at("10.0.0.2")]))
     assert len(said) == 1
     assert f"at {at('10.0.0.2')}: two swarms come of it" in said[0]
 
@@ -94,8 +100,8 @@ def test_one_that_has_come_later_is_told_of_once(twin: DuplicateCreator, said: l
     [None, replace(TOLD, addresses=HERE), TOLD, replace(TOLD, time=899.0, addresses=[at("10.0.0.2")])],
     ids=["nothing", "its own", "no addresses", "of its earlier life"],
 )
-def test_what_the_swarm_knows_of_this_very_peer_is_no_twin(
-    twin: DuplicateCreator, said: list[str], told: PeerProgress | None
+def test_what_the_swarm_knows_of_this_very_peer_is_no_duplicate(
+    creator: Creator, said: list[str], told: PeerProgress | None
 ) -> None:
-    twin.look(told)
+    creator.warn_of_duplicate(told)
     assert said == []

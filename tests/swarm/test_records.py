@@ -89,7 +89,7 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
     rounds = session.recorder("judge")
     began, index = time.monotonic(), 0
     while time.monotonic() - began < 1.0:
-        rounds.after_round(PeerRound(index, Round(2, "average", "", 0.0, False), peers=2))
+        rounds.after_round(PeerRound(index, peers=2, result=Round(2, "average", "", 0.0, False)))
         index += 1
         time.sleep(0.005)
     assert 3 <= len(session.validated) <= 7  # 1 s / 4 / 40 ms
@@ -102,7 +102,7 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
 def test_a_round_that_was_given_up_is_told_with_its_reason(used: str, says: str) -> None:
     session, why = Session(), "its loss rose from 2e-06 to 0.6"
     result = Round(2, used, "no group", 0.0, False, collapsed=why)
-    session.recorder("guest").after_round(PeerRound(7, result, peers=2))
+    session.recorder("guest").after_round(PeerRound(7, peers=2, result=result))
     assert session.lines == [f"round 8/1000000  {says}  what was learned here is given up: {why}"]
     assert session.events == [("collapsed", 8, why)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from trainkit import terminal
@@ -60,30 +60,6 @@ def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
         )
 
 
-@dataclass
-class DuplicateCreator:
-    """Finds another creator with the key of this run: from copies of one run folder, two of them lead two swarms."""
-
-    own: Sequence[str]
-    """This peer's addresses."""
-    since: float
-    """Of what was told before, this peer may have been another process itself."""
-    say: Callable[[str], None]
-    _said: set[str] = field(default_factory=set)
-
-    def look(self, told: PeerProgress | None) -> None:
-        """``told``: what the swarm knows of this peer."""
-        if told is None or told.time <= self.since:
-            return
-        for item in elsewhere(told.addresses, self.own)[:1]:
-            if item not in self._said:
-                self._said.add(item)
-                self.say(
-                    f"  another machine goes on with this run and its key, at {terminal.one_line(item)}: "
-                    "two swarms come of it. End one of the two with Ctrl-C"
-                )
-
-
 # A creator that comes back asks for at most so many seconds for what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
 
@@ -95,8 +71,9 @@ class Creator(Session):
 
     def __init__(self, held: ExitStack, config: Config, spec: PeerSpec, hooks: Hooks) -> None:
         super().__init__(held, spec, hooks)
-        self.config = config
-        folder = spec.folder
+        self.config, folder = config, spec.folder
+        self.own_addresses: list[str] = []
+        self.since, self.duplicates = 0.0, set[str]()
         self.saved = saved_peer(folder) if folder is not None else None
         self.memory = Memory(self.saved.others if self.saved is not None else ())
         self.key = key_of(folder.path) if folder is not None else Key.generate()
@@ -179,7 +156,7 @@ class Creator(Session):
         )
         self.averaging.share()
         self.watch = Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
-        self.duplicate = DuplicateCreator(self.dht.addresses(), time.time(), self.hooks.say)
+        self.own_addresses, self.since = self.dht.addresses(), time.time()
         self.publish(wait=True)
         self.keep_place(self.run_id)
 
@@ -196,7 +173,24 @@ class Creator(Session):
         """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
         super().before_round()
         self.publish()
-        self.duplicate.look(self.watch.peers.get(self.dht.peer_id))
+        self.warn_of_duplicate(self.watch.peers.get(self.dht.peer_id))
+
+    def warn_of_duplicate(self, told: PeerProgress | None) -> None:
+        """Say it once if another creator has the key of this run: from copies of one run folder, two of them lead two
+        swarms.
+
+        Args:
+            told: what the swarm knows of this peer; before it has come, that was said by itself in another process.
+        """
+        if told is None or told.time <= self.since:
+            return
+        for item in elsewhere(told.addresses, self.own_addresses)[:1]:
+            if item not in self.duplicates:
+                self.duplicates.add(item)
+                self.hooks.say(
+                    f"  another machine goes on with this run and its key, at {terminal.one_line(item)}: "
+                    "two swarms come of it. End one of the two with Ctrl-C"
+                )
 
     def train(self) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""

@@ -40,7 +40,6 @@ class PeerRound:
     """What a peer has done in one round, and what came of its exchange."""
 
     index: int
-    result: Round = _NO_EXCHANGE
     samples: int = 0
     seconds: float = 0.0
     """Spent in updates."""
@@ -50,6 +49,7 @@ class PeerRound:
     """Peers heard of lately, this one included."""
     position: int = 0
     """Where the data order stood."""
+    result: Round = _NO_EXCHANGE
 
     @property
     def samples_per_sec(self) -> float:

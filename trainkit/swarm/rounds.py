@@ -128,7 +128,8 @@ class _Loop:
         """
         p = self.p
         if not first:  # the very first one also warms up kernels and caches
-            p.pace.took(seconds)
+            usual = p.pace.step_seconds  # a single slow one says little
+            p.pace.step_seconds = 0.8 * usual + 0.2 * seconds if usual else seconds
         if p.pace.step_seconds > p.clock.seconds:
             raise RunFailedError(
                 f"One {what} takes {p.pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
@@ -215,15 +216,7 @@ class TimedLoop(_Loop):
             alone=not others,
             loss=metrics["loss"] if samples else None,
         )
-        self.done = PeerRound(
-            index,
-            samples=samples,
-            seconds=seconds,
-            metrics=metrics,
-            lr=lr,
-            peers=len(others) + 1,
-            position=p.progress.position,
-        )
+        self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
         worth_waiting = _WAITING_SHARE * p.clock.seconds
         if pace.exchange_seconds <= worth_waiting:
             self.settle(worth_waiting)
@@ -471,7 +464,7 @@ class SampleLoop(_Loop):
                 self.adopt()
             return
         metrics = p.team.read(self.update.meter)
-        self.last = PeerRound(index, result, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
+        self.last = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position, result)
         self.begin_round()
         p.progress.step = common.round
         if result.drifted:

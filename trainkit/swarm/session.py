@@ -54,10 +54,6 @@ class Pace:
     round_seconds: float = 0.0
     """How long the last round was, where it is not the clock that says so."""
 
-    def took(self, seconds: float) -> None:
-        """Take in how long one more update took; a single slow one says little."""
-        self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
-
 
 class Session:
     """One peer's part in one run: all that the training loop works on.
@@ -133,20 +129,18 @@ class Session:
         Args:
             measured: bytes per second that this peer can send, where that is too slow for all that there is to send.
         """
-        config, spec, common, agreed = self.config, self.spec, self.common, self.config.collaborative
-        place = meeting_place(run_id, self.facts)
-        averager = self.held.enter_context(open_averager(self.dht, common, agreed, place))
+        config, spec, common, dht, enter = self.config, self.spec, self.common, self.dht, self.held.enter_context
+        agreed = config.collaborative
+        averager = enter(open_averager(dht, common, agreed, meeting_place(run_id, self.facts)))
         ranks = spec.env if spec.team else replace(spec.env, rank=0, world_size=1)
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
-        dist = self.held.enter_context(joined)
-        self.team = self.held.enter_context(spread(config, dist, self.splits, common, self.dht.peer_id))
+        self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
         if isinstance(common, GradientState):
             self.team = replace(self.team, parts=GatheringParts.of(self.team.parts, common.gathered))
         link = Link(
             common.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), spec.max_upload, measured
         )
-        self.averaging = Averaging(averager, self.dht, common, agreed, link)
-        dht = self.dht
+        self.averaging = Averaging(averager, dht, common, agreed, link)
         self.sentry = Sentry(
             self.averaging.screening,
             dht.excluded.bans,
@@ -165,11 +159,8 @@ class Session:
         """
         config, writer, parts = self.config, self.writer, self.team.judge
         wanted = ("all", "judge") if judges else ("all",)
-        names = tuple(
-            name
-            for name in config.monitor.loggers
-            if plugins.stated("trainkit.monitor", name).get("PEERS", "all") in wanted
-        )
+        stated = {name: plugins.stated("trainkit.monitor", name) for name in config.monitor.loggers}
+        names = tuple(name for name in stated if stated[name].get("PEERS", "all") in wanted)
         quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
         run, dist, every = writer.run, parts.dist, config.monitor.hardware_every_seconds
         metrics = self.held.enter_context(
