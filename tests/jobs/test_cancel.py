@@ -42,22 +42,6 @@ def started(run: RunDir, plan: Plan, function: Callable[[str], str]) -> list[int
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-def test_a_cancelled_local_run_leaves_no_process(
-    command: Command, no_slurm: dict[str, str], local_run: MakeRun, rank_function: MakeFunction
-) -> None:
-    run, plan = local_run(nodes=2)
-    pids = started(run, plan, rank_function(STUBBORN))
-    done = command("cancel", str(run.path))
-    assert done.code == 0
-    assert "cancelled local job" in done.out
-    assert (last_event(run, "ended") or {})["state"] == "CANCELLED"
-    submission = history_of(run).submission
-    controller = submission.process if submission is not None else None
-    assert controller is not None
-    assert not controller.is_alive()
-    assert [pid for pid in pids if ProcessId.of(pid).started] == []
-
-
 @pytest.mark.long
 def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
     command: Command,
@@ -88,20 +72,15 @@ def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
 
 
 def test_what_has_ended_needs_no_cancelling(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:
-    run, _ = local_run()
-    append_event(run, "submitted", executor="local", job_id="1")
-    append_event(run, "ended", state="COMPLETED")
-    done = command("cancel", run.name)
-    assert (done.code, done.out) == (0, f"{run.path}: nothing to cancel, it is COMPLETED.\n")
-
-
-def test_a_process_that_only_has_the_number_of_the_controller_is_left_alone(
-    command: Command, no_slurm: dict[str, str], local_run: MakeRun
-) -> None:
-    run, _ = local_run()
-    me = ProcessId.of(os.getpid())
-    append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started="1")
-    assert "nothing to cancel, it is FAILED" in command("cancel", run.name).out
+    """Nor does a process that only has the number of a controller that is gone."""
+    (ended, _), (gone, _), me = local_run("ended-1"), local_run("gone-1"), ProcessId.of(os.getpid())
+    append_event(ended, "submitted", executor="local", job_id="1")
+    append_event(ended, "ended", state="COMPLETED")
+    append_event(gone, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started="1")
+    done = command("cancel", "ended-1", "gone-1")
+    first, second = done.out.splitlines()
+    assert (done.code, first) == (0, f"{ended.path}: nothing to cancel, it is COMPLETED.")
+    assert "nothing to cancel, it is FAILED" in second
 
 
 def test_slurm_jobs_are_cancelled_by_scancel_in_one_call(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
@@ -221,7 +200,7 @@ def test_no_number_of_a_process_in_a_record_is_signalled(
     assert command("cancel", str(run.path)).code in (0, 3)
 
 
-def test_the_process_of_another_run_is_not_ended_by_a_record_that_names_it(
+def test_a_local_run_is_ended_with_all_its_processes_by_its_own_record(
     command: Command,
     no_slurm: dict[str, str],
     local_run: MakeRun,
@@ -229,19 +208,23 @@ def test_the_process_of_another_run_is_not_ended_by_a_record_that_names_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not even where no list has either: that one was started with another folder as its argument."""
-    mine, plan = local_run()
+    """Not by that of another run that names its process, even where no list has either."""
+    mine, plan = local_run(nodes=2)
     pids = started(mine, plan, rank_function(STUBBORN))
     submission = history_of(mine).submission
-    assert submission is not None
-    assert submission.process is not None
+    controller = submission.process if submission is not None else None
+    assert controller is not None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-list"))
     theirs = RunDir.create(tmp_path / "runs" / "ddp-0002", to_yaml(load("ddp").config))
-    append_event(theirs, "submitted", executor="local", job_id=submission.job_id, **submission.process.fields())
+    append_event(theirs, "submitted", executor="local", job_id=str(controller.pid), **controller.fields())
     assert command("cancel", str(theirs.path)).code == 3
     assert all(ProcessId.of(pid).started for pid in pids)
-    assert command("cancel", str(mine.path)).code == 0
-    assert not any(ProcessId.of(pid).started for pid in pids)
+    done = command("cancel", str(mine.path))
+    assert done.code == 0
+    assert "cancelled local job" in done.out
+    assert (last_event(mine, "ended") or {})["state"] == "CANCELLED"
+    assert not controller.is_alive()
+    assert [pid for pid in pids if ProcessId.of(pid).started] == []
 
 
 @pytest.mark.parametrize("job_id", ["4711", "4711_1", "4711+0"])

@@ -49,7 +49,7 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_two_nodes_in_containers_save_when_told_or_when_a_client_is_killed_and_leave_nothing(
+def test_two_nodes_in_containers_save_when_told_and_leave_nothing(
     docker: dict[str, str], no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
     port, runs = str(free_port()), [RunDir(tmp_path / f"node{rank}" / "run") for rank in (0, 1)]

@@ -60,9 +60,7 @@ def test_as_many_are_right_as_evaluate_says_of_the_same_images(
     assert "broken.jpg: It is no image in any known format." in done.stderr
 
 
-def test_the_most_probable_classes_come_first_whatever_the_batch_size_and_an_image_s_own_size(
-    run: Path, tmp_path: Path
-) -> None:
+def test_the_most_probable_classes_come_first_for_any_batch_and_image(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     pixels, label = build(tmp_path).test[0]
@@ -92,7 +90,7 @@ def test_the_most_probable_classes_come_first_whatever_the_batch_size_and_an_ima
     assert re.search(r"batch size +1: [\d,]+ images/s\nbatch size +2: [\d,]+ images/s", told[0].stderr)
 
 
-def test_names_that_a_spreadsheet_runs_or_a_terminal_obeys_are_told_harmlessly(run: Path, tmp_path: Path) -> None:
+def test_names_that_a_spreadsheet_or_terminal_obeys_are_told_harmlessly(run: Path, tmp_path: Path) -> None:
     names = [b"=cmd|x.png", b"-1.png", b"caf\xe9.png", b"a\x1b]0;b\x07.png", b"a\tb.png", "\u202egpj.png".encode()]
     (tmp_path / "images").mkdir()
     for name in names:

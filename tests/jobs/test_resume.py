@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.loading import load, to_yaml
+from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
 from trainkit.run.events import Attempt, append_event, read_events, writing
 from trainkit.run.folder import RunDir
@@ -60,15 +60,23 @@ def stopped(local_run: MakeRun) -> RunDir:
 
 
 def test_a_stopped_run_is_queued_again_in_its_own_folder(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    done = command("resume", "ddp-0001")
+    """Resources may change, the settings stay, and the job that it waited for is over."""
+    before = load(str(stopped.config)).config
+    assert command("resume", "ddp-0001", "optim.lr=1").code == 2
+    done = command("resume", "ddp-0001", "--nodes", "2", "--time", "2:00:00")
     assert done.code == 0, done.err
     assert "Submitted job 4711" in done.out
     script = (fake_slurm / "submitted.sbatch").read_text()
     assert f"export TRAINKIT_RUN_DIR={stopped.path}\n" in script
+    assert "#SBATCH --nodes=2\n" in script
+    assert "--dependency" not in script
     assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
+    after = load(str(stopped.config)).config
+    assert (after.launch.nodes, after.launch.time) == (2, "2:00:00")
+    assert after.model_copy(update={"launch": before.launch}) == before
 
 
-def test_a_run_of_an_older_version_is_told_nothing_that_its_own_code_does_not_know(
+def test_an_older_run_is_told_nothing_that_its_own_code_does_not_know(
     command: Command, fake_slurm: Path, stopped: RunDir
 ) -> None:
     """A key without which the older version has written the file; that code runs the job."""
@@ -84,15 +92,6 @@ def test_a_run_of_an_older_version_is_told_nothing_that_its_own_code_does_not_kn
     assert not {"label_smoothing", "hang_seconds", "interface"} & {
         line.strip().partition(":")[0] for line in now.split("\n")
     }
-
-
-def test_resources_may_change_and_the_settings_stay(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    before = load(str(stopped.config)).config
-    assert command("resume", "ddp-0001", "--nodes", "2", "--time", "2:00:00").code == 0
-    after = load(str(stopped.config)).config
-    assert (after.launch.nodes, after.launch.time) == (2, "2:00:00")
-    assert after.model_copy(update={"launch": before.launch}) == before
-    assert "#SBATCH --nodes=2\n" in stopped.script.read_text()
 
 
 def test_another_sites_profile_takes_the_place_of_the_one_before(
@@ -139,30 +138,18 @@ def test_a_run_of_an_older_version_does_not_ask_its_profile_again(
     assert command("resume", "ddp-0001").code == 0, "nor does it need it"
 
 
-def test_it_no_longer_waits_for_the_job_it_waited_for(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    assert command("resume", "ddp-0001").code == 0
-    assert "--dependency" not in stopped.script.read_text()
-
-
 def test_it_runs_where_it_was_submitted_from(
     command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    assert command("resume", str(stopped.path)).code == 0
-    assert f"\ncd {tmp_path}\n" in stopped.script.read_text()
-
-
-def test_a_model_of_the_users_own_is_found_from_any_folder(
-    command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Where a model of the user's own is found, from any folder."""
     text = stopped.config.read_text()
+    assert "name: fashion_cnn" in text
     stopped.config.write_text(text.replace("name: fashion_cnn", "name: 'my_own_model:build'"))
-    assert stopped.config.read_text() != text
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     done = command("resume", str(stopped.path))
     assert done.code == 0, done.err
+    assert f"\ncd {tmp_path}\n" in stopped.script.read_text()
 
 
 def test_a_dry_run_changes_nothing(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
@@ -221,6 +208,12 @@ def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str
     assert done.code == 2
     assert "has finished" in done.err
     assert "jobs.submit" in done.err
+    run.summary.write_text('{"stopped_early": "val/acc1 has not improved in 3 validations in a row"}')
+    assert command("resume", "ddp-0001").err.splitlines() == [
+        "ddp-0001 has stopped early.",
+        "  why: val/acc1 has not improved in 3 validations in a row.",
+        f"  fix: `python -m jobs.submit {run.path} train.early_stopping_patience=null` trains anew, to the end.",
+    ]
 
 
 def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
@@ -235,32 +228,3 @@ def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
     assert done.code == 0
     assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate:" in done.err
     assert f"`python -m jobs.submit {stopped.path} optim.lr=" in done.err
-
-
-def test_settings_cannot_be_given(command: Command, no_slurm: dict[str, str], stopped: RunDir) -> None:
-    assert command("resume", "ddp-0001", "optim.lr=1").code == 2
-
-
-def test_a_run_that_stopped_early_is_not_gone_on_with_and_says_why(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
-    run = RunDir.create(tmp_path / "runs" / "single-0001", to_yaml(load("single").config))
-    append_event(run, "submitted", executor="local", job_id="1")
-    append_event(run, "ended", attempt=0, state="COMPLETED")
-    run.summary.write_text('{"stopped_early": "val/acc1 has not improved in 3 validations in a row"}')
-    done = command("resume", "single-0001")
-    assert done.code == 2
-    assert done.err.splitlines() == [
-        "single-0001 has stopped early.",
-        "  why: val/acc1 has not improved in 3 validations in a row.",
-        f"  fix: `python -m jobs.submit {run.path} train.early_stopping_patience=null` trains anew, to the end.",
-    ]
-
-
-def test_a_folder_that_is_only_half_a_run_is_refused(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "runs" / "ddp-0009").mkdir(parents=True)
-    done = command("resume", "ddp-0009")
-    assert done.code == 2
-    assert "only half of one" in done.err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from jobs.status import ASK_SECONDS, LOOK_SECONDS
+from jobs.status import ASK_SECONDS, LOOK_SECONDS, Shown, losses_of_late, sparkline, view
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import append_event
+from trainkit.run.events import RunHistory, append_event
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
+from trainkit.run.metrics import progress_of
 from trainkit.schedulers import states
+from trainkit.schedulers.base import JobState
 
 Command = Callable[..., Any]
 
@@ -57,32 +61,20 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(
     assert line.split()[:8] == ["ddp-0001", "RUNNING", str(os.getpid()), "1", "30/380", "1.6", "acc1", "55.39"]
 
 
-def test_runs_of_other_folders_are_listed_by_their_path(
+def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(
     command: Command, no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    make(tmp_path / "elsewhere" / "mine-0004")
-    assert str(tmp_path / "elsewhere" / "mine-0004") in command("status").out
-
-
-def test_a_run_by_its_name_is_shown_from_any_folder_with_its_history(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+    """With its history: of checkpoints in a row the last is shown."""
     run = make(tmp_path / "elsewhere" / "mine-0004", **local(ProcessId("far", 1, "1")))
-    append_event(run, "saved", step=19)
-    done = command("status", "mine-0004")
-    assert f"folder  {run.path}" in done.out
-    assert "it runs on far; ask there" in done.out
-    assert "saved      step=19" in done.out
-
-
-def test_of_checkpoints_in_a_row_the_last_is_shown(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
-    run = make(tmp_path / "elsewhere" / "mine-0004")
+    run.summary.write_text(json.dumps({"advice": "62% data wait: data.workers=4"}))
     for attempt, step in ((0, 1), (0, 2), (1, 3)):
         append_event(run, "saved", attempt=attempt, step=step)
+    assert str(run.path) in command("status").out
     out = command("status", "mine-0004").out
-    assert "step=1" not in out
-    assert "attempt=0 step=2" in out
-    assert "attempt=1 step=3" in out
+    assert f"folder  {run.path}" in out
+    assert "it runs on far; ask there" in out
+    assert "faster  62% data wait: data.workers=4" in out
+    assert re.findall(r"saved      attempt=(\d) step=(\d)", out) == [("0", "2"), ("1", "3")]
 
 
 def test_a_slurm_run_is_asked_from_the_queue(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
@@ -98,15 +90,6 @@ def test_a_sweep_is_shown_by_its_runs(command: Command, no_slurm: dict[str, str]
     lines = command("status", "ddp-0001").out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["ddp-0001/0", "ddp-0001/1"]
     assert "ddp-0001/1" in command("status", "ddp-0001/1").out
-
-
-def test_an_unknown_run_is_answered_with_the_nearest(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
-    make(tmp_path / "runs" / "ddp-0001")
-    done = command("status", "ddp-001")
-    assert done.code == 2
-    assert "Did you mean 'ddp-0001'?" in done.err
 
 
 def test_only_the_newest_runs_are_listed_unless_asked(
@@ -329,11 +312,50 @@ def test_a_thousand_runs_take_less_than_a_second(no_slurm: dict[str, str], tmp_p
     assert best < 1.0, "seconds of the processor: nothing in it waits"
 
 
-def test_what_would_have_made_a_run_faster_stands_in_its_details(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001")
-    run.summary.write_text(json.dumps({"advice": "62% data wait: data.workers=4"}))
-    assert "faster  62% data wait: data.workers=4" in command("status", "ddp-0001").out
-    run.summary.write_text(json.dumps({"advice": None}))
-    assert "faster" not in command("status", "ddp-0001").out
+# What `--watch` draws
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
+    for step, loss in enumerate((2.0, 1.5, 1.0, None, 0.25), 1):
+        record = {"step": 10 * step, "epoch": step / 2, "split": "train", "loss": loss, "images_per_sec": 1234.5}
+        fileio.append_jsonl(run.metrics, record)
+    return run
+
+
+def drawn(run: RunDir, state: str, table: list[str], height: int = 24) -> list[str]:
+    item = Shown(run, "[red]ddp", JobState(state), RunHistory(started={"total_steps": 100}), progress_of(run))
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(view(table, [item], height))
+    return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+
+
+def test_a_run_that_trains_has_a_bar_its_loss_of_late_and_its_speed(trained: RunDir) -> None:
+    *table, _, bar = drawn(trained, "RUNNING", ["run  state", "[red]ddp  RUNNING"])
+    assert [line.strip() for line in table] == ["run  state", "[red]ddp  RUNNING"]
+    assert bar.startswith("[red]ddp"), "a name is no markup"
+    assert [word for word in bar.split() if not word.startswith("━")][1:] == [
+        "50/100", "loss", "0.2500", "█▆▄x▁", "1,234", "images/s",
+    ]  # fmt: skip
+
+
+def test_a_run_that_does_not_train_has_none(trained: RunDir) -> None:
+    assert [line.strip() for line in drawn(trained, "COMPLETED", ["run", "x"])] == ["run", "x"]
+
+
+def test_of_a_list_that_is_too_long_the_head_and_the_newest_are_shown(trained: RunDir) -> None:
+    rows = ["run", *(f"ddp-{number:04}" for number in range(50))]
+    shown = [line.strip() for line in drawn(trained, "COMPLETED", rows, height=10)]
+    assert (shown[0], shown[1], shown[-1], len(shown)) == ("run", "ddp-0044", "ddp-0049", 7)
+
+
+def test_losses_of_late_are_those_of_training(trained: RunDir) -> None:
+    fileio.append_jsonl(trained.metrics, {"step": 50, "split": "val", "loss": 9.0})
+    assert losses_of_late(trained) == [2.0, 1.5, 1.0, None, 0.25]
+    assert losses_of_late(RunDir(trained.path / "none")) == []
+
+
+@pytest.mark.parametrize(("values", "text"), [([], ""), ([None, None], "xx"), ([3.0, 3.0], "▁▁"), ([0.0, 7.0], "▁█")])
+def test_a_line_of_any_values(values: list[float | None], text: str) -> None:
+    assert sparkline(values) == text

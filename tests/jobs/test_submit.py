@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -15,11 +16,9 @@ from typing import Any
 import pytest
 
 from tests.runs import last_event
-from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir, next_path
-from trainkit.start import sweep_points
 
 PROJECT = Path(__file__).parents[2]
 FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")
@@ -34,20 +33,7 @@ def files(tmp_path: Path) -> Files:
     return lambda: sorted(path for path in tmp_path.rglob("*") if not path.name.endswith(".calls"))
 
 
-def test_help_and_dry_run_never_import_torch(no_slurm: dict[str, str], tmp_path: Path) -> None:
-    code = (
-        "import sys, jobs.submit, jobs.status, jobs.logs, jobs.cancel, jobs.resume, jobs.launch\n"
-        "import os; jobs.submit.main(['ddp', '--nodes', '2', '--dry-run'], dict(os.environ))\n"
-        "heavy = {'torch', 'wandb', 'timm', 'hivemind', 'tensorboard', 'submitit', 'rich'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=no_slurm, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-1] == "[]"
-
-
-def test_a_dry_run_prints_the_very_script_that_is_submitted_and_writes_nothing(
+def test_a_dry_run_prints_the_script_that_is_submitted_and_writes_nothing(
     command: Command, fake_slurm: Path, files: Files, tmp_path: Path
 ) -> None:
     arguments = ("ddp", "--nodes", "2", "--gpus-per-node", "2", "--account", "thesis", "optim.lr=1e-4")
@@ -63,7 +49,7 @@ def test_a_dry_run_prints_the_very_script_that_is_submitted_and_writes_nothing(
     assert (fake_slurm / "submitted.sbatch").read_bytes() == dry.out.encode()
 
 
-def test_on_a_narrow_terminal_a_dry_run_cuts_no_setting_and_none_of_its_values(
+def test_on_a_narrow_terminal_a_dry_run_cuts_no_setting_and_no_value(
     command: Command, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("ddp", "--nodes", "2", "--gpus-per-node", "2", "optim.lr=1e-4", "model.name=vit_base_patch32_224")
@@ -79,7 +65,7 @@ def test_on_a_narrow_terminal_a_dry_run_cuts_no_setting_and_none_of_its_values(
     assert "ddp.yaml:" in told
 
 
-def test_a_submission_to_slurm_returns_the_job_id_the_folder_and_what_to_type_next(
+def test_a_submission_says_job_id_folder_and_what_to_type_next(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
     done = command("submit", "ddp", "--nodes", "2")
@@ -190,7 +176,7 @@ def test_the_same_run_is_not_queued_twice_unless_asked(
     assert command("submit", "ddp", "seed=1").code == 0
 
 
-def test_what_would_only_fail_again_is_not_offered_to_be_gone_on_with(
+def test_what_would_only_fail_again_is_not_offered_to_be_resumed(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
     assert command("submit", "ddp").code == 0
@@ -205,7 +191,7 @@ def test_what_would_only_fail_again_is_not_offered_to_be_gone_on_with(
     assert f"has ended (FAILED): `python -m jobs.why {run.path}` says why. This one begins anew." in done.err
 
 
-def test_a_run_that_has_finished_is_the_same_and_one_that_has_failed_may_be_tried_again(
+def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(
     command: Command, fake_slurm: Path, calls: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     assert command("submit", "ddp").code == 0
@@ -238,9 +224,7 @@ def test_a_run_that_has_finished_is_the_same_and_one_that_has_failed_may_be_trie
         assert "--again" in done.out.splitlines()[-1]
 
 
-def test_a_run_of_which_nobody_can_tell_whether_it_lives_is_not_started_twice(
-    command: Command, fake_slurm: Path
-) -> None:
+def test_a_run_that_may_live_for_all_that_is_known_is_not_started_twice(command: Command, fake_slurm: Path) -> None:
     assert command("submit", "ddp").code == 0
     (fake_slurm / "squeue").write_text("#!/bin/bash\necho 'slurm_load_jobs error: Unable to contact' >&2\nexit 1\n")
     done = command("submit", "ddp")
@@ -248,9 +232,7 @@ def test_a_run_of_which_nobody_can_tell_whether_it_lives_is_not_started_twice(
     assert "ddp-0001 is the same run, and nobody can tell whether it still runs." in done.err
 
 
-def test_the_same_command_follows_a_run_that_goes_on_as_if_it_had_started_it(
-    no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_same_command_follows_a_run_that_goes_on(no_slurm: dict[str, str], tmp_path: Path) -> None:
     submit = [sys.executable, "-m", "jobs.submit", "single", *FAST, "train.epochs=15", "--executor", "local"]
     first, again = (
         subprocess.run([*submit, *flags], env=no_slurm, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -297,22 +279,6 @@ def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slur
     assert "Did you mean 'ddp'?" in command("submit", "ddpp").err
 
 
-def test_a_sweep_is_the_product_of_its_axes() -> None:
-    assert sweep_points(["a.b=1,2", "c.d=x"]) == [["a.b=1", "c.d=x"], ["a.b=2", "c.d=x"]]
-    assert sweep_points([]) == [[]]
-    with pytest.raises(UserError, match="no values"):
-        sweep_points(["a.b"])
-    with pytest.raises(UserError, match="cannot change resources"):
-        sweep_points(["launch.nodes=1,2"])
-
-
-def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: dict[str, str]) -> None:
-    done = command("submit", "--nodes", "2", "ddp", "optim.lr=1e-4", "--dry-run", "seed=3", "-t", "30")
-    assert done.code == 0
-    assert "override seed=3" in done.err
-    assert "flag --time" in done.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -343,12 +309,14 @@ def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: d
         (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
         (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "File exists"),
         (["ddp", "--sweep", "seed=1,x"], 2, "seed"),
+        (["ddp", "--sweep", "seed"], 2, "has no values"),
+        (["ddp", "--sweep", "launch.nodes=1,2"], 2, "cannot change resources"),
         (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
         (["ddp", "--gres", "gpu:1"], 3, "--gpus-per-node 0"),
         (["ddp", "--executor", "slurm"], 3, "no SLURM on this machine"),
     ],
 )
-def test_wrong_input_is_answered_in_three_lines_and_nothing_is_written(
+def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
     command: Command,
     no_slurm: dict[str, str],
     files: Files,
@@ -370,7 +338,7 @@ def test_wrong_input_is_answered_in_three_lines_and_nothing_is_written(
     assert files() == before
 
 
-def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_written(
+def test_a_folder_whose_name_is_no_text_is_refused(
     command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of an archive that was made with another encoding."""
@@ -414,7 +382,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(
     assert f"fix: Mend my_model.py:2: `python -m jobs.submit {tmp_path / 'runs' / 'ddp-0001'}`" in done.err
 
 
-def test_a_rank_that_refuses_its_settings_is_quoted_everywhere_and_its_remedy_is_not_the_same_command(
+def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(
     command: Command, no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
     done = command("submit", "single", *FAST, "model.freeze=[nothing]")
@@ -484,9 +452,7 @@ def test_interrupting_a_followed_run_leaves_it_running(no_slurm: dict[str, str],
     assert os.path.isdir(run)
 
 
-def test_a_run_that_may_have_a_job_is_kept_when_its_submission_is_interrupted(
-    command: Command, fake_slurm: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'welcome to our site'\n")
     done = command("submit", "ddp", "--run-dir", "runs/ddp-0001")
     assert done.code == 4
@@ -499,9 +465,55 @@ case "$*" in *%o*) echo '4711|{script}' ;; *) echo '4711|PENDING|Resources|0:00|
     assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
 
 
-def test_what_is_printed_can_be_typed_also_for_a_folder_with_spaces(command: Command, fake_slurm: Path) -> None:
+def test_what_is_printed_can_be_typed_for_a_folder_with_spaces(command: Command, fake_slurm: Path) -> None:
     done = command("submit", "ddp", "--run-dir", "my runs/ddp-0001", "--again")
     assert done.code == 0, done.err
     commands = [line.partition("python ")[2] for line in done.out.splitlines() if "python -m jobs." in line]
     assert len(commands) == 3
     assert all(any(word.endswith("/my runs/ddp-0001") for word in shlex.split(line)) for line in commands)
+
+
+# A run folder is as open as its mode says, and not as the umask of whoever starts or reports on it
+
+ALL = ["monitor.loggers=[console,jsonl,tensorboard,wandb]", "monitor.profile_steps=[2,4]", "train.epochs=1"]
+
+
+def wrong_modes(run: Path, mode: int) -> list[str]:
+    """Everything in a run folder that is more or less open than the folder is to be."""
+    wrong = []
+    for path in (run, *run.rglob("*")):
+        if not path.is_symlink():
+            found = stat.S_IMODE(path.stat().st_mode)
+            if found != (mode if path.is_dir() else mode & 0o666):
+                wrong.append(f"{found:o} {path.relative_to(run)}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("umask", "mode"),
+    [
+        (0o000, "750"),
+        *(
+            pytest.param(umask, mode, marks=pytest.mark.long)
+            for umask in (0o000, 0o002, 0o077)
+            for mode in ("700", "750", "2770")
+            if (umask, mode) != (0o000, "750")
+        ),
+    ],
+)
+def test_all_of_a_finished_run_is_as_open_as_its_mode_says(umask: int, mode: str, tmp_path: Path) -> None:
+    def job(verb: str, *words: str) -> None:
+        own = {"TRAINKIT_RUN_MODE": mode, "XDG_STATE_HOME": str(tmp_path / "state"), "WANDB_MODE": "offline"}
+        command = [sys.executable, "-m", f"jobs.{verb}", *words]
+        env = {**os.environ, **own}
+        done = subprocess.run(command, cwd=tmp_path, env=env, umask=umask, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    job("submit", "single", "--executor", "local", "--wait", "--run-dir", "runs/one", *ALL)
+    job("evaluate", "runs/one")
+    job("report", "runs/one")
+    run = tmp_path / "runs" / "one"
+    there = {path.name for path in run.iterdir()}
+    assert there >= {"tensorboard", "wandb", "profile", "checkpoints", "logbook.md", "report.html", ".submitit", "code"}
+    assert wrong_modes(run, int(mode, 8)) == []
+    assert (tmp_path / "runs").stat().st_mode & 0o022 == 0, "who can write there replaces the run"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.jobs.test_modes import wrong_modes
+from tests.jobs.test_submit import wrong_modes
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
