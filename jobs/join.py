@@ -27,9 +27,8 @@ from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.metrics import read_metrics
-from trainkit.swarm.address import announced
+from trainkit.swarm.address import announced, rate_of
 from trainkit.swarm.admission import Entry, entry_of, is_setting
-from trainkit.swarm.link import rate_of
 from trainkit.swarm.spec import PeerSpec
 
 

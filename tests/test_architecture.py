@@ -170,10 +170,8 @@ WRITING = {
 # Only these change other libraries, or what Python has imported. hivemind's bounds and checks have no other place.
 PATCHING = {
     "trainkit.workarounds": "the one file for it",
-    "trainkit.swarm.access": "hivemind keeps and reads any number of records",
-    "trainkit.swarm.exchange": "hivemind answers any number of calls",
-    "trainkit.swarm.averager": "hivemind forms groups with anybody",
-    "trainkit.swarm.processes": "hivemind starts libp2p's daemon, which must end with its peer",
+    "trainkit.swarm.access": "hivemind takes any number of records and calls, and its daemon outlives its peer",
+    "trainkit.swarm.exchange": "hivemind forms groups with anybody",
 }
 
 # Who holds the name of SLURM as a text, besides its scheduler, and why:
@@ -501,6 +499,16 @@ def changes_a_library(tree: ast.Module) -> bool:
     return any(patches(node, found) for node in ast.walk(tree))
 
 
+def overrides_hivemind(tree: ast.Module) -> bool:
+    """Whether a class is made from one of hivemind's: what may differ between its versions is then found in one place."""
+    imported = {"hivemind"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hivemind":
+            imported |= {alias.asname or alias.name for alias in node.names}
+    bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    return any(ast.unparse(base).split(".")[0] in imported for base in bases)
+
+
 MESSAGES = {part for item in messages.MESSAGES for part in re.split("({})", item.name) if "." in part}
 
 
@@ -556,6 +564,11 @@ RULES: dict[str, Rule] = {
     "starts programs": Rule(
         somewhere(starts_a_program), STARTERS,
         ("subprocess.run(words)", "subprocess.check_output(w)", "os.popen(t)", "utils.CommandFunction(words)()"),
+    ),
+    "overrides hivemind": Rule(
+        overrides_hivemind, ("trainkit.swarm.access", "trainkit.swarm.exchange"),
+        ("import hivemind\nclass Node(hivemind.DHT): ...", "from hivemind.averaging import A as B\nclass C(B): ..."),
+        ("import hivemind\nclass Node: ...",),
     ),
     "changes other libraries": Rule(
         changes_a_library, PATCHING,

@@ -57,8 +57,7 @@ def progress(**lies: Any) -> None:
     """Publish lies, past the checks that an honest peer makes of its own records."""
     from dataclasses import replace
 
-    from hivemind.dht.schema import SchemaValidator
-
+    from trainkit.swarm.access import SignedRecords
     from trainkit.swarm.dht import SwarmDHT
     from trainkit.swarm.messages import PeerProgress
 
@@ -68,27 +67,37 @@ def progress(**lies: Any) -> None:
         publish(self, replace(progress, **lies), seconds)
 
     SwarmDHT.publish_progress = published  # type: ignore[method-assign]
-    SchemaValidator.validate = lambda self, record: True
+    SignedRecords.validate = lambda self, record: True  # type: ignore[method-assign]
+
+
+def random_state(*, ahead: int) -> None:
+    """Sign random weights as the run's, of a round that is so far ahead, and give them to whoever asks."""
+    import torch
+
+    from trainkit.swarm import exchange
+    from trainkit.swarm.state import digest_of, sign_digest
+
+    def state(self: Any) -> Any:
+        print("GAVE AWAY random weights", flush=True)
+        round_index, *tensors = self.common.copy()
+        wrong = [torch.randn_like(tensor) for tensor in tensors]
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + ahead, wrong))}, tuple(wrong), None
+
+    patched: Any = exchange._Averager
+    patched.get_current_state = state
 
 
 def probe(*, serves: bool) -> None:
-    """Claim to hold the run's state, of a round far ahead, and give random weights to whoever asks.
+    """Claim to hold the run's state, of a round far ahead.
 
     Args:
         serves: listen as reducers do; else only say so, as a client.
     """
     import torch
 
-    from trainkit.swarm import averager, session
+    from trainkit.swarm import exchange, session
     from trainkit.swarm.average import Averaging
-    from trainkit.swarm.averager import digest_of, sign_digest
     from trainkit.swarm.sync_diloco import OuterState
-
-    def state(self: Any) -> Any:
-        print("GAVE AWAY random weights", flush=True)
-        round_index, *tensors = self.common.copy()
-        wrong = [torch.randn_like(tensor) for tensor in tensors]
-        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + 1, wrong))}, tuple(wrong), None
 
     init, honest = Averaging.__init__, OuterState.probe
 
@@ -96,17 +105,16 @@ def probe(*, serves: bool) -> None:
         init(self, *args, **options)
         self._can_share = True
 
-    averager._Averager.get_current_state = state  # type: ignore[method-assign]
+    random_state(ahead=1)
     Averaging.__init__ = made  # type: ignore[method-assign]
     OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
     if serves:
         module: Any = session
-        opened, prepared = module.open_dht, averager._Averager.__init__
+        averager: Any = exchange._Averager
+        opened, prepared = module.open_dht, averager.__init__
         # The DHT takes it for a client all the same: nobody dials back a volunteer.
         module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})
-        averager._Averager.__init__ = lambda self, *args, **options: prepared(  # type: ignore[method-assign]
-            self, *args, **{**options, "client_mode": False}
-        )
+        averager.__init__ = lambda self, *args, **options: prepared(self, *args, **{**options, "client_mode": False})
     else:
         Averaging.share = lambda self: None  # type: ignore[method-assign]
     progress(round=1 << 40, client=not serves)
@@ -132,17 +140,17 @@ def reduces(change: Callable[[Any, Any], Any]) -> None:
         async for answer in honest(self, stream, context):
             if answer.tensor_part.buffer:
                 own = self.parts_for_local_averaging[index].reshape(-1)
-                average = exchange._read(answer.tensor_part, own.numel())
+                average = exchange.read_part(answer.tensor_part, own.numel())
                 codec = self._sending.codec_of(self._own_first + index, self._sending.codec_back)
                 torch.manual_seed(hash(context.remote_id) % 2**31)
-                answer.tensor_part.CopyFrom(exchange._written(change(average, own), codec))
+                answer.tensor_part.CopyFrom(exchange.written_part(change(average, own), codec))
                 print("GAVE BACK what is no average", flush=True)
             index += 1
             yield answer
 
     def settle(self: Any, *args: Any, **options: Any) -> Any:
         result = settled(self, *args, **options)
-        self._averager.bandwidth = 1e12
+        self.averager.bandwidth = 1e12
         return result
 
     patched.rpc_aggregate_part = answers
@@ -150,24 +158,14 @@ def reduces(change: Callable[[Any, Any], Any]) -> None:
 
 
 def wrong_state() -> None:
-    """As one of the owner's side: sign random weights as the run's, and be the first whom everybody asks."""
-    import torch
-
-    from trainkit.swarm import averager
+    """As one of the owner's side: sign random weights, and be the first whom everybody asks."""
     from trainkit.swarm.average import Averaging
-    from trainkit.swarm.averager import digest_of, sign_digest
-
-    def state(self: Any) -> Any:
-        print("GAVE AWAY random weights", flush=True)
-        round_index, *tensors = self.common.copy()
-        wrong = [torch.randn_like(tensor) for tensor in tensors]
-        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, wrong))}, tuple(wrong), None
 
     def share(self: Any) -> None:
-        self._averager.allow_state_sharing = True
-        self._averager.state_sharing_priority = 1e9
+        self.averager.allow_state_sharing = True
+        self.averager.state_sharing_priority = 1e9
 
-    averager._Averager.get_current_state = state  # type: ignore[method-assign]
+    random_state(ahead=0)
     Averaging.share = share  # type: ignore[method-assign]
 
 
@@ -207,14 +205,14 @@ def half() -> None:
     """Send half of the bytes that a part has."""
     from trainkit.swarm import exchange
 
-    honest, patched = exchange._written, exchange.__dict__
+    honest, patched = exchange.written_part, exchange.__dict__
 
     def written(*of: Any) -> Any:
         message = honest(*of)
         message.buffer = message.buffer[::2]
         return message
 
-    patched["_written"] = written
+    patched["written_part"] = written
 
 
 def stall() -> None:

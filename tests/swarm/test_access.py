@@ -1,407 +1,444 @@
-"""In processes of their own: importing hivemind changes how this one starts processes."""
+"""Signed records, requests to the DHT, identities, and the bounds on what a process of a peer takes from others."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from trainkit.swarm.messages import MOST_PEERS
-
-PROJECT = Path(__file__).parents[2]
-PREPARE = """
-import dataclasses, time
-from trainkit.swarm import processes
-processes.require_hivemind()
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import CompositeValidator, DHTRecord
-from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
-from trainkit.swarm import invitations as invitation, access as trust
-from trainkit.swarm.admission import Admission
-from trainkit.swarm.messages import Manifest, PeerProgress as Progress
-from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
+from trainkit.errors import RefusedError, UserError
+from trainkit.swarm import invitations
+from trainkit.swarm.admission import Admission, own_pass, peer_key, revoked_list
+from trainkit.swarm.bans import Ban, Excluded, bans_list
 from trainkit.swarm.invitations import Key
+from trainkit.swarm.messages import MOST_PEERS, Manifest, PeerProgress
+
+pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
-SOON = time.time() + 60
-
-def peer(role="volunteer", owner=OWNER, path=None, open_run=False):
-    own = invitation.grant(owner, "run", "anna", role, time.time() + 600) if owner else invitation.open_pass("eve", 2e9)
-    return trust.identity(path, own, Admission(OWNER.public, open_run=open_run))
-
-def record(identity, key, value, until=SOON):
-    return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(identity.subkey),
-                     MSGPackSerializer.dumps(value), until)
-
-def signed(identity, own):
-    return dataclasses.replace(own, value=CompositeValidator(identity.validators()).sign_value(own))
-
-progress = {**dataclasses.asdict(Progress("anna", 3, 64, 10.0, 0.5, 2, 1e9)), "addresses": []}
-"""
+SOON = time.time() + 120
+MANIFEST, PROGRESS, CREDITS = "trainkit_manifest", "trainkit_progress", "trainkit_credits"
+REVOKED, BANNED = "trainkit_revoked", "trainkit_banned"
+MANIFEST_VALUE = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8))
+PROGRESS_VALUE = {**dataclasses.asdict(PeerProgress("anna", 3, 64, 10.0, 0.5, 2, 1e9)), "addresses": []}
 
 
-SERVE = """
-import json, os, sys, traceback
-for line in sys.stdin:
-    if (child := os.fork()) == 0:
-        status = 1
-        try:
-            exec(json.loads(line))
-            status = 0
-        except BaseException:
-            traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        os._exit(status)
-    print("done" if os.waitpid(child, 0)[1] == 0 else "failed", flush=True)
-"""
+def peer(
+    role: invitations.Role = "volunteer", owner: Key | None = OWNER, path: Path | None = None, *, open_run: bool = False
+) -> AbstractContextManager[Any]:
+    """The identity of somebody whom ``owner`` has invited; None: of somebody whom nobody has."""
+    from trainkit.swarm import access
 
-Run = Callable[[str], list[str]]
+    until = time.time() + 600
+    own = invitations.grant(owner, "run", "anna", role, until) if owner else invitations.open_pass("eve", 2e9)
+    return access.identity(path, own, Admission(OWNER.public, open_run=open_run))
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """What a test's code prints, in a process of its own, forked from one that has imported everything."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", PREPARE + SERVE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    into, out = server.stdin, server.stdout
-
-    def printed(code: str) -> list[str]:
-        print(json.dumps(code), file=into, flush=True)
-        lines = []
-        while (line := out.readline()) not in ("done\n", "failed\n", ""):
-            lines.append(line.rstrip("\n"))
-        assert line == "done\n", lines
-        return lines
-
-    yield printed
-    server.communicate()
+def peers(hivemind_here: None) -> Iterator[dict[str, Any]]:
+    with (
+        peer() as anna, peer() as eve, peer("reducer") as reducer, peer("owner") as owner,
+        peer(owner=STRANGER) as stranger, peer(owner=None) as nobody,
+    ):  # fmt: skip
+        yield {"volunteer": anna, "eve": eve, "reducer": reducer, "owner": owner, "a": stranger, "nobody": nobody}
 
 
-@pytest.mark.swarm
-def test_a_member_writes_under_its_own_peer_id_alone_and_nobody_else_there(run: Run) -> None:
-    assert run("""
-with peer() as anna, peer() as eve, peer(owner=STRANGER) as stranger, peer(owner=None) as self_made:
-    print(anna.peer_id == str(PeerID.from_identity(anna.path.read_bytes())))
-    checks = CompositeValidator(eve.validators())
-    own = record(anna, PROGRESS, progress)
+def record(identity: Any, key: str, value: object, until: float = SOON) -> Any:
+    from hivemind.dht.validation import DHTRecord
+    from hivemind.utils import MSGPackSerializer
+
+    from trainkit.swarm.access import hashed
+
+    return DHTRecord(hashed(key), MSGPackSerializer.dumps(identity.subkey), MSGPackSerializer.dumps(value), until)
+
+
+def checks_of(identity: Any) -> Any:
+    from hivemind.dht.validation import CompositeValidator
+
+    return CompositeValidator(identity.validators())
+
+
+def signed(identity: Any, own: Any, **changes: Any) -> Any:
+    return dataclasses.replace(own, **{"value": checks_of(identity).sign_value(own), **changes})
+
+
+def test_a_member_writes_under_its_own_peer_id_and_nobody_else_there(peers: dict[str, Any]) -> None:
+    from hivemind.p2p import PeerID
+    from hivemind.utils import MSGPackSerializer
+
+    from trainkit.swarm.access import hashed
+
+    anna, eve = peers["volunteer"], peers["eve"]
+    assert anna.peer_id == str(PeerID.from_identity(anna.path.read_bytes()))
+    checks, own = checks_of(eve), record(anna, PROGRESS, PROGRESS_VALUE)
     good = signed(anna, own)
-    print(checks.validate(good), checks.strip_value(good) == own.value)
-    print("as it is", checks.validate(own))
-    print("by another", checks.validate(signed(eve, own)))
-    by_eve = signed(eve, record(eve, PROGRESS, progress))
-    print("taken over", checks.validate(dataclasses.replace(by_eve, subkey=own.subkey)))
-    print("changed", checks.validate(dataclasses.replace(good, value=good.value.replace(b"anna", b"hans", 1))))
-    print("elsewhere", checks.validate(dataclasses.replace(good, key=DHTID.generate(source="x").to_bytes())))
-    print("for longer", checks.validate(dataclasses.replace(good, expiration_time=SOON + 1)))
-    print("cut", any(checks.validate(dataclasses.replace(good, value=good.value[:size])) for size in range(0, 900, 50)))
-    for other in (stranger, self_made):
-        print("not invited", checks.validate(signed(other, record(other, PROGRESS, progress))))
-    print("outlasts", checks.validate(signed(anna, record(anna, PROGRESS, progress, time.time() + 700))))
-    nowhere = dataclasses.replace(own, subkey=MSGPackSerializer.dumps(None))
-    print("without a subkey", checks.validate(signed(anna, nowhere)))
-""") == [
-        "True",
-        "True True",
-        "as it is False",
-        "by another False",
-        "taken over False",
-        "changed False",
-        "elsewhere False",
-        "for longer False",
-        "cut False",
-        "not invited False",
-        "not invited False",
-        "outlasts False",
-        "without a subkey False",
-    ]
+    assert checks.validate(good)
+    assert checks.strip_value(good) == own.value
+    wrong = {
+        "as it is": own,
+        "by another": signed(eve, own),
+        "taken over": signed(eve, record(eve, PROGRESS, PROGRESS_VALUE), subkey=own.subkey),
+        "changed": dataclasses.replace(good, value=good.value.replace(b"anna", b"hans", 1)),
+        "elsewhere": dataclasses.replace(good, key=hashed("x")),
+        "for longer": dataclasses.replace(good, expiration_time=SOON + 1),
+        "by a stranger": signed(peers["a"], record(peers["a"], PROGRESS, PROGRESS_VALUE)),
+        "not invited": signed(peers["nobody"], record(peers["nobody"], PROGRESS, PROGRESS_VALUE)),
+        "outlasts": signed(anna, record(anna, PROGRESS, PROGRESS_VALUE, time.time() + 700)),
+        "without a subkey": signed(anna, dataclasses.replace(own, subkey=MSGPackSerializer.dumps(None))),
+        **{f"cut at {size}": dataclasses.replace(good, value=good.value[:size]) for size in range(0, 900, 50)},
+    }
+    assert [how for how, one in wrong.items() if checks.validate(one)] == []
 
 
-@pytest.mark.swarm
-def test_a_volunteer_tells_of_itself_and_of_nothing_else(run: Run) -> None:
-    """Neither that it leads a group or gives a state away (hivemind's own records), nor of the run, nor whom to ban."""
-    assert run("""
-with peer() as volunteer, peer("reducer") as reducer, peer("owner") as owner:
-    checks = CompositeValidator(owner.validators())
-    manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8))
-    for key, value in ((PROGRESS, progress), ("run_outer.0b", True), ("run_outer.all_averagers", 1e9), (REVOKED, b"x"),
-                       (BANNED, b"x"), (CREDITS, {"rows": []}), (MANIFEST, manifest)):
-        print([checks.validate(signed(one, record(one, key, value))) for one in (volunteer, reducer, owner)])
-    own, anothers = peer_key(volunteer.peer_id), peer_key(reducer.peer_id)
-    print([checks.validate(signed(volunteer, record(volunteer, key, b"x"))) for key in (own, anothers)])
-""") == [
-        "[True, True, True]",
-        "[False, True, True]",
-        "[False, True, True]",
-        "[False, True, True]",
-        "[False, True, True]",
-        "[False, False, True]",
-        "[False, False, True]",
-        "[True, False]",
-    ]
-
-
-@pytest.mark.swarm
-def test_at_an_open_run_strangers_tell_of_themselves(run: Run) -> None:
-    assert run("""
-with peer(owner=None) as stranger, peer("owner", open_run=True) as owner:
-    checks = CompositeValidator(owner.validators())
-    for key, value in ((PROGRESS, progress), ("run_outer.all_averagers", 1e9)):
-        print(checks.validate(signed(stranger, record(stranger, key, value))))
-""") == ["True", "False"]
-
-
-@pytest.mark.swarm
-def test_a_manifest_whose_model_would_fill_a_machine_is_refused(run: Run) -> None:
-    assert run("""
-with peer("owner") as owner:
-    checks = CompositeValidator(owner.validators())
-    manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8))
-    for change in ({}, {"num_classes": 1 << 30}, {"num_classes": 0}, {"in_chans": 1 << 20}, {"image_size": 1 << 20},
-                   {"image_size": "8"}):
-        print(checks.validate(signed(owner, record(owner, MANIFEST, {**manifest, **change}))))
-""") == ["True", *["False"] * 5]
-
-
-@pytest.mark.swarm
-def test_records_of_a_wrong_shape_or_size_are_refused(run: Run) -> None:
-    assert run("""
-with peer() as anna:
-    checks = CompositeValidator(anna.validators())
-    for change in ({}, {"round": -1}, {"round": "3"}, {"samples_per_sec": -1.0}, {"name": "x" * 200},
-                   {"more": "x" * 9000}, {"more": 1}):
-        print(checks.validate(signed(anna, record(anna, PROGRESS, {**progress, **change}))))
-    print(checks.validate(signed(anna, record(anna, peer_key(anna.peer_id), b"x" * 9000))))
-""") == ["True", *["False"] * 5, "True", "False"]
-
-
-@pytest.mark.swarm
-def test_an_identity_that_is_kept_is_the_same_next_time_and_private(run: Run, tmp_path: Path) -> None:
-    assert run(f"""
-from pathlib import Path
-file = Path({str(tmp_path)!r}) / "key"
-ids = []
-for _ in range(2):
-    with peer(path=file) as anna:
-        ids.append(anna.peer_id)
-print(len(set(ids)), oct(file.stat().st_mode & 0o077))
-with peer() as passing:
-    pass
-print(passing.path.exists())
-file = Path({str(tmp_path)!r}) / "nonsense"
-file.write_text("nonsense")
-try:
-    with peer(path=file): pass
-except Exception as error:
-    print(type(error).__name__)
-""") == ["1 0o0", "False", "UserError"]
-
-
-@pytest.mark.swarm
-@pytest.mark.parametrize("how", ["revoked", "banned"])
-def test_who_is_out_may_ask_who_is_out_and_nothing_else(run: Run, how: str) -> None:
-    assert run(f"""
-import asyncio
-from hivemind.proto import dht_pb2
-from trainkit.swarm.access import BANNED, hashed
-from trainkit.swarm.admission import revoked_list
-from trainkit.swarm.admission import own_pass
-
-with peer() as eve, peer("owner") as owner:
-    async def answered(*requests):
-        for request in requests:
-            await eve.authorizer().sign_request(request, None)
-            if not await owner.authorizer().validate_request(request):
-                print("refused")
-
-    def left():
-        find = dht_pb2.FindRequest(keys=[hashed(REVOKED), hashed(PROGRESS), hashed(BANNED)])
-        store = dht_pb2.StoreRequest(keys=[hashed(PROGRESS)], subkeys=[b"x"], values=[b"x"], expiration_time=[SOON],
-                                     in_cache=[False])
-        ping = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=b"x"))
-        asyncio.run(answered(find, store, ping))
-        print([key in (hashed(REVOKED), hashed(BANNED), hashed(PROGRESS)) for key in find.keys],
-              len(store.keys), len(store.values), ping.HasField("peer"))
-
-    left()
-    if {how!r} == "revoked":
-        owner.admission.revoke(revoked_list(own_pass(OWNER, "owner"), 1, [eve.own.grant.id]))
-    else:
-        owner.admission.ban([eve.peer_id])
-    left()
-with peer(owner=STRANGER) as stranger:
-    print(owner.authorizer().is_token_valid(asyncio.run(stranger.authorizer().get_token())))
-""") == ["[True, True, True] 1 1 False", "[True, False, True] 0 0 False", "False"]
-
-
-@pytest.mark.swarm
-def test_who_is_out_is_told_why_in_words(run: Run) -> None:
-    assert run("""
-from trainkit.swarm.admission import revoked_list
-from trainkit.swarm.bans import Ban, bans_list
-from trainkit.swarm.bans import Excluded
-from trainkit.swarm.admission import own_pass
-from trainkit.swarm.access import BANNED
-
-def said(change):
-    with peer() as anna:
-        excluded = Excluded(anna.own, anna.peer_id, anna.admission)
-        change(excluded, anna.own.grant.id)
-        try:
-            excluded.require_welcome()
-            print("welcome")
-        except Exception as error:
-            print(type(error).__name__, error.what, error.why)
-
-def banned(by):
-    return lambda excluded, own: excluded.hear(BANNED, bans_list(by, [Ban(own, "anna", "lied", 5.0)]))
-
-said(lambda excluded, own: None)
-said(lambda excluded, own: excluded.hear(REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, [own])))
-said(lambda excluded, own: excluded.hear(REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, ["ab" * 32])))
-said(banned(own_pass(OWNER, "anchor", "reducer")))
-""") == [
-        "welcome",
-        "RefusedError Your invitation was revoked. The owner of the run has ended the invitations of anna.",
-        "welcome",
-        "RefusedError You were banned from the run. 3 times in a row your part of a round was left out: lied.",
-    ]
-
-
-@pytest.mark.swarm
-def test_what_a_reducer_has_heard_of_who_is_out_it_passes_on_and_a_volunteer_does_not(run: Run) -> None:
-    assert run("""
-from trainkit.swarm.admission import revoked_list
-from trainkit.swarm.bans import Ban, bans_list
-from trainkit.swarm.bans import Excluded
-from trainkit.swarm.admission import own_pass
-from trainkit.swarm.access import BANNED
-
-for role in ("volunteer", "reducer"):
-    with peer(role) as anna, peer("owner") as next:
-        excluded = Excluded(anna.own, anna.peer_id, anna.admission)
-        excluded.hear(REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, ["ab" * 32]))
-        excluded.hear(BANNED, bans_list(own_pass(OWNER, "owner"), [Ban("QmEve", "eve", "lied", 5.0)]))
-        told = Excluded(next.own, next.peer_id, next.admission)
-        for key, statement in excluded.told().items():
-            told.hear(key, statement)
-        print(next.admission.revoked == ["ab" * 32], list(told.bans.read()))
-""") == ["False []", "True ['QmEve']"]
-
-
-@pytest.mark.swarm
-def test_a_record_of_before_that_somebody_sends_again_displaces_no_newer_one_and_is_none_after_its_time(
-    run: Run,
+@pytest.mark.parametrize(
+    ("key", "value", "writers"),
+    [
+        (PROGRESS, PROGRESS_VALUE, ["volunteer", "reducer", "owner"]),
+        ("run_outer.0b", True, ["reducer", "owner"]),  # hivemind's own: who leads a group, who gives a state away
+        ("run_outer.all_averagers", 1e9, ["reducer", "owner"]),
+        (REVOKED, b"x", ["reducer", "owner"]),
+        (BANNED, b"x", ["reducer", "owner"]),
+        (CREDITS, {"rows": []}, ["owner"]),
+        (MANIFEST, MANIFEST_VALUE, ["owner"]),
+    ],
+)
+def test_a_volunteer_tells_of_itself_and_of_nothing_else(
+    key: str, value: object, writers: list[str], peers: dict[str, Any]
 ) -> None:
+    checks = checks_of(peers["owner"])
+    may = [
+        one
+        for one in ("volunteer", "reducer", "owner")
+        if checks.validate(signed(peers[one], record(peers[one], key, value)))
+    ]
+    assert may == writers
+
+
+def test_a_credential_lies_under_its_own_peers_key(peers: dict[str, Any]) -> None:
+    checks, anna = checks_of(peers["owner"]), peers["volunteer"]
+    keys = [peer_key(anna.peer_id), peer_key(peers["reducer"].peer_id)]
+    assert [checks.validate(signed(anna, record(anna, key, b"x"))) for key in keys] == [True, False]
+
+
+def test_at_an_open_run_strangers_tell_of_themselves(peers: dict[str, Any]) -> None:
+    with peer("owner", open_run=True) as owner:
+        told = [(PROGRESS, PROGRESS_VALUE), ("run_outer.all_averagers", 1e9)]
+        mine = [signed(peers["nobody"], record(peers["nobody"], key, value)) for key, value in told]
+        assert list(map(checks_of(owner).validate, mine)) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "valid"),
+    [
+        (MANIFEST, {}, True),
+        *[(MANIFEST, {size: 1 << 30}, False) for size in ("num_classes", "in_chans", "image_size")],  # fills a machine
+        *[(MANIFEST, change, False) for change in ({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"})],
+        *[(MANIFEST, change, False) for change in ({"more": 1}, {"facts": {"a": 1}}, {"stopped": 1})],
+        (PROGRESS, {"more": 1}, True),  # of a later version
+        *[(PROGRESS, change, False) for change in ({"round": -1}, {"round": "3"}, {"samples_per_sec": -1.0})],
+        *[(PROGRESS, change, False) for change in ({"name": "x" * 200}, {"more": "x" * 9000})],
+        (CREDITS, {"rows": [["anna", 1, 2.0, 3.0, 4]]}, True),
+        *[(CREDITS, {"rows": rows}, False) for rows in (5, [5], [["anna"]], [["a", 1, 2, 3, 4]] * 201)],
+    ],
+)  # fmt: skip
+def test_records_of_a_wrong_shape_or_size_are_refused(
+    key: str, change: dict[str, Any], valid: bool, peers: dict[str, Any]
+) -> None:
+    owner, value = peers["owner"], {MANIFEST: MANIFEST_VALUE, PROGRESS: PROGRESS_VALUE}.get(key, {})
+    assert checks_of(owner).validate(signed(owner, record(owner, key, {**value, **change}))) == valid
+
+
+@pytest.mark.parametrize(("key", "value"), [(REVOKED, 5), (BANNED, "x"), (CREDITS, []), ("own", b"x" * 9000)])
+def test_so_is_what_is_no_record_at_all(key: str, value: object, peers: dict[str, Any]) -> None:
+    owner = peers["owner"]
+    key = peer_key(owner.peer_id) if key == "own" else key
+    assert not checks_of(owner).validate(signed(owner, record(owner, key, value)))
+
+
+def test_an_identity_that_is_kept_is_the_same_next_time_and_private(tmp_path: Path) -> None:
+    with peer(path=tmp_path / "key") as first, peer(path=tmp_path / "key") as again:
+        assert first.peer_id == again.peer_id
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
+    with peer() as passing:
+        assert passing.path.exists()
+    assert not passing.path.exists()
+    (tmp_path / "nonsense").write_text("nonsense")
+    with pytest.raises(UserError, match="holds no identity"), peer(path=tmp_path / "nonsense"):
+        pass
+
+
+@pytest.mark.parametrize("how", ["revoked", "banned"])
+def test_a_peer_that_is_out_may_ask_who_is_out_and_nothing_else(how: str, peers: dict[str, Any]) -> None:
+    from hivemind.proto import dht_pb2
+
+    from trainkit.swarm.access import hashed
+
+    lists = [hashed(REVOKED), hashed(BANNED), hashed(PROGRESS)]
+
+    async def left() -> tuple[list[bool], int, int, bool]:
+        find = dht_pb2.FindRequest(keys=[hashed(REVOKED), hashed(PROGRESS), hashed(BANNED)])
+        store = dht_pb2.StoreRequest(
+            keys=[hashed(PROGRESS)], subkeys=[b"x"], values=[b"x"], expiration_time=[SOON], in_cache=[False]
+        )
+        ping = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=b"x"))
+        for request in (find, store, ping):
+            await eve.authorizer().sign_request(request, None)
+            assert await owner.authorizer().validate_request(request)
+        return [key in lists for key in find.keys], len(store.keys), len(store.values), ping.HasField("peer")
+
+    with peer() as eve, peer("owner") as owner:
+        assert asyncio.run(left()) == ([True, True, True], 1, 1, False)
+        if how == "revoked":
+            owner.admission.revoke(revoked_list(own_pass(OWNER, "owner"), 1, [eve.own.grant.id]))
+        else:
+            owner.admission.ban([eve.peer_id])
+        assert asyncio.run(left()) == ([True, False, True], 0, 0, False)
+        stranger = asyncio.run(peers["a"].authorizer().get_token())
+        assert not owner.authorizer().is_token_valid(stranger)
+
+
+def excluded_of(role: invitations.Role) -> tuple[Excluded, str]:
+    """What somebody knows of those who are out, and the id of its own invitation."""
+    own = invitations.grant(OWNER, "run", "anna", role, time.time() + 600)
+    return Excluded(own, "QmAnna", Admission(OWNER.public)), own.grant.id
+
+
+def revoked(*ids: str) -> tuple[str, bytes]:
+    return REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, ids)
+
+
+def banned(peer: str, role: invitations.Role = "reducer") -> tuple[str, bytes]:
+    return BANNED, bans_list(own_pass(OWNER, "anchor", role), [Ban(peer, "anna", "lied", 5.0)])
+
+
+@pytest.mark.parametrize(
+    ("heard", "says"),
+    [
+        (revoked, "Your invitation was revoked.\n  why: The owner of the run has ended the invitations of anna."),
+        (banned, "You were banned from the run.\n  why: 3 times in a row your part of a round was left out: lied."),
+    ],
+)
+def test_a_peer_that_is_out_is_told_why_in_words(heard: Callable[[str], tuple[str, bytes]], says: str) -> None:
+    excluded, own = excluded_of("volunteer")
+    excluded.hear(*heard("ab" * 32))
+    excluded.require_welcome()
+    excluded, own = excluded_of("volunteer")
+    excluded.hear(*heard(own))
+    with pytest.raises(RefusedError) as refused:
+        excluded.require_welcome()
+    assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize(("role", "told"), [("volunteer", []), ("reducer", ["QmEve"])])
+def test_a_reducer_passes_on_who_is_out_and_a_volunteer_does_not(role: invitations.Role, told: list[str]) -> None:
+    (first, _), (second, _) = excluded_of(role), excluded_of("owner")
+    first.hear(*revoked("ab" * 32))
+    first.hear(*banned("QmEve", "owner"))
+    for key, statement in first.told().items():
+        second.hear(key, statement)
+    assert second._admission.revoked == ["ab" * 32][: len(told)]
+    assert list(second.bans.read()) == told
+
+
+# What a node keeps and reads of a DHT that somebody floods.
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is bounded as that of a node, for one test."""
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.storage import DHTLocalStorage
+
+    from trainkit.swarm import access
+
+    monkeypatch.setattr(DHTLocalStorage, "store_subkey", DHTLocalStorage.store_subkey)
+    monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
+    monkeypatch.setattr(asyncio.subprocess, "create_subprocess_exec", asyncio.create_subprocess_exec)
+    access.bound_node()
+
+
+@pytest.mark.filterwarnings("ignore:path is deprecated")
+def test_a_record_that_somebody_sends_again_displaces_no_newer_one(bounded: None) -> None:
     """Whoever has read a record can send the very bytes, signature and all."""
-    assert run("""
-import asyncio
-from hivemind.dht.node import DHTNode
-from trainkit.swarm.access import bound_records
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import MSGPackSerializer
 
-bound_records(PROGRESS)  # as the process of every node does
+    async def node(identity: Any, to: Sequence[Any] = ()) -> Any:
+        options = {"record_validator": checks_of(identity), "identity_path": str(identity.path)}
+        return await DHTNode.create(initial_peers=to, **options)
 
-async def node(identity, peers=()):
-    checks = CompositeValidator(identity.validators())
-    return await DHTNode.create(record_validator=checks, initial_peers=peers, identity_path=str(identity.path))
+    async def main(owner: Any, anna: Any, eve: Any) -> list[tuple[list[bool], set[int]]]:
+        at_owner = await node(owner)
+        addresses = await at_owner.protocol.p2p.get_visible_maddrs()
+        annas, eves = await node(anna, addresses), await node(eve, addresses)
+        now = time.time()
+        old, new = (
+            signed(anna, record(anna, PROGRESS, {**PROGRESS_VALUE, "round": number}, now + seconds))
+            for number, seconds in ((3, 2.5), (4, 60.0))
+        )
 
-def said(found):
-    return {item.value["round"] for item in found.value.values()} if found else found
+        async def send(which: Any) -> tuple[list[bool], set[int]]:
+            key, to = DHTID.from_bytes(which.key), at_owner.protocol.p2p.peer_id
+            subkeys = [MSGPackSerializer.loads(which.subkey)]
+            taken = await eves.protocol.call_store(to, [key], [which.value], [which.expiration_time], subkeys=subkeys)
+            found = await at_owner.get(PROGRESS, latest=True)
+            return taken, {item.value["round"] for item in found.value.values()}
 
-async def main(owner, anna, eve):
-    at_owner = await node(owner)
-    addresses = await at_owner.protocol.p2p.get_visible_maddrs()
-    annas, eves = await node(anna, addresses), await node(eve, addresses)
-    now = time.time()
-    old, new = (signed(anna, record(anna, PROGRESS, {**progress, "round": number}, now + seconds))
-                for number, seconds in ((3, 2.5), (4, 60.0)))
-    async def sent(which):
-        key, to = DHTID.from_bytes(which.key), at_owner.protocol.p2p.peer_id
-        return await eves.protocol.call_store(
-            to, [key], [which.value], [which.expiration_time], subkeys=[MSGPackSerializer.loads(which.subkey)])
-    async def known():
-        return said(await at_owner.get(PROGRESS, latest=True))
-    print("old", await sent(old), await known())
-    print("new", await sent(new), await known())
-    print("again", await sent(old), await known())
-    await asyncio.sleep(max(0.0, old.expiration_time - time.time()) + 0.1)
-    print("too late", await sent(old), await known())
-    for each in (eves, annas, at_owner):
-        await each.shutdown()
+        answers = [await send(old), await send(new), await send(old)]
+        await asyncio.sleep(max(0.0, old.expiration_time - time.time()) + 0.1)
+        answers.append(await send(old))
+        for each in (eves, annas, at_owner):
+            await each.shutdown()
+        return answers
 
-with peer("owner") as owner, peer() as anna, peer() as eve:
-    asyncio.run(main(owner, anna, eve))
-""") == ["old [True] {3}", "new [True] {4}", "again [False] {4}", "too late [False] {4}"]
+    with peer("owner") as owner, peer() as anna, peer() as eve:
+        found = asyncio.run(main(owner, anna, eve))
+    assert found == [([True], {3}), ([True], {4}), ([False], {4}), ([False], {4})]
 
 
-# A DHT that somebody floods: what a node keeps of it, what a reader takes in, and how long that takes.
+def test_a_node_keeps_so_many_records_for_so_long(bounded: None) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+
+    news, other, now = DHTID.generate(source=PROGRESS), DHTID.generate(source="other"), time.time()
+    storage = DHTLocalStorage()
+    kept = sum(storage.store(news, b"x", now + 60.0, subkey=index) for index in range(2 * MOST_PEERS))
+    assert (kept, len(storage.get(news).value)) == (MOST_PEERS, MOST_PEERS)
+    assert storage.store(news, b"y", now + 90.0, subkey=7)  # one that is there may stay
+    assert not storage.store(news, b"x", now + 90.0, subkey=20_000)
+    assert not storage.store(news, b"y", now + 9e9, subkey=8)  # news do not outlast an hour
+    assert storage.store(other, b"x", now + 9e9, subkey=8)
 
 
-# In a process of its own: importing hivemind changes how this one starts processes, and bounds are set for good.
-CODE = """
-import json, time
-from trainkit.swarm import processes
-processes.require_hivemind()
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from trainkit.swarm.access import bound_records
+def test_of_a_flood_a_reader_looks_at_the_first_and_keeps_the_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 
-asked = []
-DHTProtocol._validate_record = lambda self, key, subkey, value, expires: (asked.append(subkey), value != b"bad")[1]
-bound_records("news")
-news, other, now = DHTID.generate(source="news"), DHTID.generate(source="other"), time.time()
-storage, found = DHTLocalStorage(), {}
-found["stored"] = sum(storage.store(news, b"x", now + 60.0, subkey=index) for index in range(10_000))
-found["renewed"] = storage.store(news, b"y", now + 90.0, subkey=7)
-found["late"] = storage.store(news, b"x", now + 90.0, subkey=20_000)
-found["lasting"] = storage.store(news, b"y", now + 9e9, subkey=8)
-found["others"] = storage.store(other, b"x", now + 9e9, subkey=8)
+    from trainkit.swarm import access
 
-many = DictionaryDHTValue()
-for index in range(10_000):
-    many.store(index, b"bad" if index % 2 else b"good", now + 60.0)
-protocol = DHTProtocol.__new__(DHTProtocol)
-found["read"] = protocol._validate_dictionary(b"news", many)
-found["asked"], found["left"] = len(asked), sorted(set(item.value for _, item in many.items()))[0].decode()
-found["sizes"] = [len(storage.get(news).value), len(many)]
-found["garbage"] = protocol._validate_dictionary(b"news", b"no dictionary")
-print(json.dumps(found))
-"""
+    asked: list[bytes] = []
+
+    def validate(self: Any, key: bytes, subkey: bytes, value: bytes, expires: float) -> bool:
+        asked.append(subkey)
+        return value != b"bad"
+
+    monkeypatch.setattr(DHTLocalStorage, "store_subkey", DHTLocalStorage.store_subkey)
+    monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
+    monkeypatch.setattr(asyncio.subprocess, "create_subprocess_exec", asyncio.create_subprocess_exec)
+    monkeypatch.setattr(DHTProtocol, "_validate_record", validate)
+    access.bound_node()
+    many = DictionaryDHTValue()
+    for index in range(2 * MOST_PEERS):
+        many.store(index, b"bad" if index % 2 else b"good", time.time() + 60.0)
+    protocol = DHTProtocol.__new__(DHTProtocol)
+    assert protocol._validate_dictionary(b"news", many)
+    assert (len(asked), len(many), {item.value for _, item in many.items()}) == (MOST_PEERS, MOST_PEERS // 2, {b"good"})
+    assert not protocol._validate_dictionary(b"news", b"no dictionary")
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, object]:
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return loaded
+# What a peer may send before anybody has asked who it is.
 
 
-@pytest.mark.swarm
-def test_a_node_keeps_so_many_records_and_whoever_is_there_may_stay(found: dict[str, object]) -> None:
-    assert (found["stored"], found["renewed"], found["late"]) == (MOST_PEERS, True, False)
+def read(*arrives: tuple[float, bytes], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What a reader gets of what arrives after so many seconds each."""
+    from trainkit.swarm import access
+
+    monkeypatch.setattr(access, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(access, "REST_SECONDS", 0.3)
+
+    async def run() -> list[bytes]:
+        stream = asyncio.StreamReader()
+
+        async def feed() -> None:
+            for seconds, data in arrives:
+                await asyncio.sleep(seconds)
+                stream.feed_data(data)
+
+        feeding, reader = asyncio.ensure_future(feed()), access.Reader(stream)
+        try:
+            return [await reader.readexactly(size) for size in sizes]
+        finally:
+            feeding.cancel()
+
+    return asyncio.run(run())
 
 
-@pytest.mark.swarm
-def test_news_do_not_outlast_an_hour_and_other_records_may(found: dict[str, object]) -> None:
-    assert (found["lasting"], found["others"]) == (False, True)
+def test_between_two_messages_a_peer_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = read((0.0, b"\x00length!!body"), (0.6, b"\x00"), sizes=[1, 8, 4, 1], monkeypatch=monkeypatch)
+    assert said == [b"\x00", b"length!!", b"body", b"\x00"]
 
 
-@pytest.mark.swarm
-def test_of_a_flood_a_reader_looks_at_the_first_and_keeps_the_valid_ones(found: dict[str, object]) -> None:
-    assert (found["read"], found["asked"], found["left"]) == (True, MOST_PEERS, "good")
-    assert found["sizes"] == [MOST_PEERS, MOST_PEERS // 2]
-    assert found["garbage"] is False
+@pytest.mark.parametrize(
+    ("arrives", "sizes"),
+    [
+        ([], [1]),
+        ([(0.0, b"\x00")], [1, 8]),
+        ([(0.0, b"\x00length!!bo"), (0.6, b"dy")], [1, 8, 4]),
+        ([(0.0, b"\x00length!!")], [1, 8, 1 << 33]),
+    ],
+    ids=["never begins", "stops after a mark", "stops in a message", "announces too much"],
+)
+def test_a_peer_that_says_too_little_or_too_much_has_hung_up(
+    arrives: list[tuple[float, bytes]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(asyncio.IncompleteReadError):
+        read(*arrives, sizes=sizes, monkeypatch=monkeypatch)
+
+
+class Stream:
+    closed = False
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_peer_has_so_many_calls_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.p2p import P2P
+
+    from trainkit.swarm import access
+
+    added: list[Any] = []
+
+    async def add(self: Any, name: str, handler: Any, balanced: bool = False) -> None:
+        added.append(handler)
+
+    monkeypatch.setattr(P2P, "add_binary_stream_handler", add)
+    access.bound_calls()
+
+    async def run() -> list[bool]:
+        hang_up = asyncio.Event()
+
+        async def handler(info: Any, reader: Any, writer: Any) -> None:
+            await hang_up.wait()
+
+        await P2P.add_binary_stream_handler(cast("P2P", None), "call", handler)
+
+        async def opened(*peers: str) -> list[tuple[Stream, asyncio.Future[None]]]:
+            streams = [Stream() for _ in peers]
+            calls = [
+                added[0](type("Info", (), {"peer_id": one}), None, stream)
+                for one, stream in zip(peers, streams, strict=True)
+            ]
+            futures = [asyncio.ensure_future(call) for call in calls]
+            await asyncio.sleep(0)
+            return list(zip(streams, futures, strict=True))
+
+        first = await opened(*["eve"] * (access.MOST_CALLS + 3), "ann")
+        refused = [stream.closed for stream, _ in first]
+        hang_up.set()
+        await asyncio.gather(*(call for _, call in first))
+        ((later, call),) = await opened("eve")
+        await call
+        return [*refused, later.closed]
+
+    assert asyncio.run(run()) == [False] * access.MOST_CALLS + [True] * 3 + [False, False]

@@ -1,4 +1,4 @@
-"""How far a machine's clock is off, by what others say."""
+"""Addresses, who can be reached where, how far a clock is off, and what a run folder remembers of a swarm."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
 from trainkit.swarm import address
 from trainkit.swarm.address import (
+    MEGABIT,
     MOST_APART,
     MOST_OTHERS,
     Memory,
@@ -24,10 +25,11 @@ from trainkit.swarm.address import (
     identity_in,
     keep_identity,
     known_of,
+    rate_of,
     require_same_time,
     saved_peer,
     worth_dialling,
-)
+)  # fmt: skip
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -160,6 +162,20 @@ def test_nobody_can_have_another_peer_look_into_its_own_network() -> None:
 
 def test_nobody_can_have_another_peer_dial_without_end() -> None:
     assert len(worth_dialling([f"/ip4/45.10.10.66/tcp/{port}" for port in range(1, 1000)], "45.10.10.66")) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "megabits"), [("20Mbit", 20.0), ("500kbit", 0.5), ("1Gbit/s", 1000.0), ("2.5 mbit", 2.5)]
+)
+def test_a_speed_is_written_as_on_the_contract(text: str, megabits: float) -> None:
+    assert rate_of(text) == pytest.approx(megabits * MEGABIT)
+
+
+@pytest.mark.parametrize("text", ["20", "20MB", "fast", "0Mbit", "-1Mbit", "9" * 400 + "Mbit"])
+def test_what_is_no_speed_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UserError, match="is no speed of a link") as found:
+        rate_of(text)
+    assert "20Mbit" in found.value.fix
 
 
 def asked(ahead: float, *ways: tuple[float, float]) -> list[tuple[float, float, float]]:

@@ -31,7 +31,6 @@ from trainkit.swarm.admission import (
     peer_id_of,
     revoked_list,
 )
-from trainkit.swarm.averager import Digest, read_digest, sha256_of, sign_digest
 from trainkit.swarm.invitations import GUESTS, Key, Pass, Role, UntrustedError, grant, open_pass, write_token
 
 OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
@@ -75,9 +74,9 @@ def test_a_credential_by_a_stranger_admits_nobody_whatever_it_claims(role: Role)
     assert admission.admitted(PEER) is None
 
 
-def test_a_digest_or_a_list_is_no_credential() -> None:
+def test_a_list_is_no_credential() -> None:
     with pytest.raises(UntrustedError):
-        Admission(OWNER.public).introduce(sign_digest(invited_admission("owner"), Digest("run", 1, "ab")))
+        Admission(OWNER.public).introduce(revoked_list(invited_admission("owner"), 1, []))
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 1025])
@@ -219,42 +218,6 @@ def test_until_the_owner_is_known_any_owner_counts_and_from_then_on_only_that_on
         admission.introduce(theirs)
     with pytest.raises(ValueError):
         admission.settle(STRANGER.public, open_run=False)
-
-
-# Digests
-
-DIGEST = Digest("digits-0001-ab", 7, sha256_of([memoryview(b"theta"), memoryview(b"momentum")]))
-
-
-@pytest.mark.parametrize("role", ["owner", "reducer"])
-def test_the_owners_side_says_which_state_is_the_runs(role: Role) -> None:
-    signed = sign_digest(invited_admission(role), DIGEST)
-    assert read_digest(Admission(OWNER.public), signed, run_id="digits-0001-ab") == DIGEST
-
-
-@pytest.mark.parametrize(
-    "own", [invited_admission("volunteer"), invited_admission("owner", STRANGER), open_pass("eve", time.time() + 60)]
-)
-def test_a_volunteer_that_claims_to_be_of_the_owners_side_says_nothing(own: Pass) -> None:
-    for open_run in (False, True):
-        with pytest.raises(UntrustedError):
-            read_digest(Admission(OWNER.public, open_run=open_run), sign_digest(own, DIGEST), run_id=DIGEST.run_id)
-
-
-def test_a_digest_of_another_run_or_of_an_earlier_start_is_none_of_this_one() -> None:
-    with pytest.raises(UntrustedError, match="another run"):
-        read_digest(Admission(OWNER.public), sign_digest(invited_admission("owner"), DIGEST), run_id="digits-0001-cd")
-
-
-@pytest.mark.parametrize("content", [[], ["digits-0001-ab", -1, "x"], ["digits-0001-ab", 1.5, "x"], ["a", 1], 5])
-def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
-    said = invited_admission("owner").state("state", json.dumps(content).encode())
-    with pytest.raises(UntrustedError):
-        read_digest(Admission(OWNER.public), said, run_id="digits-0001-ab")
-
-
-def test_weights_and_momentum_cannot_be_shifted_into_each_other() -> None:
-    assert sha256_of([memoryview(b"ab"), memoryview(b"c")]) != sha256_of([memoryview(b"a"), memoryview(b"bc")])
 
 
 # Ways into a run: a token or an address; as an argument, in a file, from standard input, from the environment.

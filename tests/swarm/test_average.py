@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from trainkit.swarm.link import PART
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trainkit.config.loading import load
+from trainkit.swarm.link import PART, Outcome
+from trainkit.swarm.robust import Round
+from trainkit.swarm.sync_diloco import PROBE_SIZE, Given
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -104,3 +108,61 @@ def test_one_that_claims_any_speed_changes_nothing() -> None:
     from trainkit.swarm.average import slower_than
 
     assert slower_than({"a": 100.0, "liar": 1e9}, 100.0) == 1.0
+
+
+# The end of a round.
+
+WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
+
+
+def settled(
+    theirs: torch.Tensor, *, same_weights: bool, role: str = "reducer", average: float = 1.0
+) -> tuple[Round, list[tuple[bool, ...]]]:
+    """A round of a volunteer with `WEIGHTS`, whose group's reducer had others; and which parts it has stepped by."""
+    from trainkit.swarm.average import Averaging, _Exchange
+
+    nobody = SimpleNamespace(role="volunteer")
+    member = SimpleNamespace(peer_id="reducer", role=role, trusted=True)
+    stepped: list[tuple[bool, ...]] = []
+    common: Any = SimpleNamespace(
+        same_weights=same_weights,
+        num_parameters=4,
+        probe=lambda: WEIGHTS,
+        step=lambda *_, arrived, **__: stepped.append(arrived),
+    )
+    averager: Any = SimpleNamespace(
+        peer_id="me",
+        client_mode=True,
+        lock_averaged_tensors=threading.Lock(),
+        _averaged_tensors=[average * torch.ones(4)],
+    )
+    dht: Any = SimpleNamespace(member=lambda peer: member, own=SimpleNamespace(grant=nobody))
+    link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
+    averaging = Averaging(averager, dht, common, load("hivemind").config.collaborative, link)
+    told = {"reducer": {"shares": True, "probe": theirs.numpy().tobytes()}}
+    outcome = Outcome((2,), (2,), (True,), ("reducer",))
+    averaging._exchange = _Exchange(
+        control=SimpleNamespace(result=lambda seconds: (told, outcome)),
+        given=Given(torch.ones(4), (1.0,), torch.ones(4), sound=True),
+        sent=(1.0,), trained=1.0, next_round=3, alone=False, began=time.monotonic(), failed="",
+    )  # fmt: skip
+    result = averaging.settle(1.0, trained_on=False, leads=False)
+    assert result is not None
+    return result, stepped
+
+
+def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:
+    result, stepped = settled(1.01 * WEIGHTS, same_weights=True)
+    assert (result.used, result.why, result.drifted) == ("nothing", "the others are at another update", True)
+    assert stepped == [(False,)]
+    assert settled(WEIGHTS, same_weights=True)[0].used == "average"
+
+
+@pytest.mark.parametrize(("role", "used"), [("reducer", "nothing"), ("owner", "average")])
+def test_what_the_owner_has_averaged_is_not_for_others_to_judge(role: str, used: str) -> None:
+    assert settled(WEIGHTS, same_weights=False, role=role, average=8.0)[0].used == used
+
+
+def test_a_pseudo_gradient_is_of_use_to_whoever_has_drifted() -> None:
+    result, stepped = settled(1.01 * WEIGHTS, same_weights=False)
+    assert (result.used, result.drifted, stepped) == ("average", True, [(True,)])

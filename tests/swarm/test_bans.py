@@ -113,7 +113,7 @@ def test_what_one_of_the_owners_side_has_banned_holds_for_whoever_hears_of_it(ro
 
 
 def test_the_last_word_about_somebody_counts_whoever_has_it_and_in_whatever_order_it_comes() -> None:
-    first, lifted, again = (replace(EVE_BANS, time=when, lifted=when == 20.0) for when in (10.0, 20.0, 30.0))
+    first, lifted, again = (EVE_BANS._replace(time=when, lifted=when == 20.0) for when in (10.0, 20.0, 30.0))
     for order, banned in (((first, lifted), False), ((lifted, first), False), ((again, first, lifted), True)):
         bans = Bans()
         for ban in order:
@@ -145,7 +145,7 @@ def test_a_list_of_a_wrong_shape_is_refused(rows: bytes) -> None:
 
 
 def test_a_word_from_the_future_would_be_the_last_for_ever_and_is_passed_over() -> None:
-    ahead, now = replace(EVE_BANS, time=time.time() + 3600), replace(EVE_BANS, id="QmBob", time=time.time())
+    ahead, now = EVE_BANS._replace(time=time.time() + 3600), EVE_BANS._replace(id="QmBob", time=time.time())
     assert read_bans(Admission(OWNER.public), told("reducer", ahead, now)) == [now]
 
 

@@ -1,8 +1,12 @@
+"""A peer's node of the DHT: who controls it, what it asks, how fast its link is, and whom it dials again."""
+
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
+import socket
 import stat
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -34,7 +38,7 @@ class Dead:
 
 
 @pytest.mark.parametrize("client_mode", [True, False])
-def test_whether_a_peer_only_calls_out_is_known_without_its_nodes_process(client_mode: bool) -> None:
+def test_that_a_peer_only_calls_out_is_known_without_its_node(client_mode: bool) -> None:
     """A job that ends sends SIGTERM to all processes of a peer: one that was joining waited for ever."""
     from trainkit.swarm.dht import SwarmDHT
 
@@ -48,18 +52,18 @@ def test_a_node_whose_process_has_died_is_not_waited_for_without_limit(
 ) -> None:
     import hivemind
 
-    from trainkit.swarm import dht
+    from trainkit.swarm import exchange
 
-    monkeypatch.setattr(dht, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(hivemind.DHT, "run_coroutine", lambda self, coroutine, return_future: Future())
-    node: Any = dht._DHT.__new__(dht._DHT)
+    node: Any = exchange.DHT.__new__(exchange.DHT)
     node._closed, node._popen, node._peer_id, node._parent_pid = False, None, None, -1
     with pytest.raises(RunFailedError, match="helper process of this peer has died"):
         _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 
 
 @pytest.mark.parametrize(("keys", "answered"), [(1, True), (16, True), (17, False), (200_000, False)])
-def test_a_member_asks_a_node_for_so_many_records_at_once_and_for_no_more(
+def test_a_member_asks_for_so_many_records_at_once_and_no_more(
     keys: int, answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hivemind.proto import dht_pb2
@@ -162,5 +166,147 @@ def test_but_news_get_no_older_than_the_run_can_bear() -> None:
     assert node.progress_read(watch_of(node, oldest=3.0), 120) == 40
 
 
-def test_a_pause_is_known_so_that_a_creator_that_leaves_can_wait_for_it() -> None:
+def test_a_pause_is_known_for_a_creator_that_leaves() -> None:
     assert [watch_of(Node(peers)).pause for peers in (0, 3, 16, 64)] == [0.0, 0.0, 0.0, 3.0]
+
+
+# A link is measured by sending; the swarm's side is one of the test's own.
+
+PEERS = ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmS4aGLVN18yCqRSccfXxhdjve8BkLcAGf2yJjFA453wDz")
+ADDRESSES = tuple(f"/ip4/203.0.113.{number}/tcp/4711/p2p/{peer}" for number, peer in enumerate(PEERS))
+KIB = 1 << 10
+
+
+@dataclass
+class Wire:
+    """A link of ``rate`` bytes per second to some peers; it is so many seconds long."""
+
+    rate: float
+    alive: tuple[str, ...] = PEERS
+    length: float = 0.01
+    sent: list[int] = field(default_factory=list)
+
+    async def call_protobuf_handler(self, peer: Any, handler: str, message: Any, answer: Any) -> Any:
+        if str(peer) not in self.alive:
+            raise RuntimeError("failed to dial")
+        self.sent.append(len(message.value))
+        await asyncio.sleep(self.length + len(message.value) / self.rate)
+        return answer(value=len(message.value))
+
+    def measured(self, enough: float = math.inf) -> float:
+        from trainkit.swarm.dht import measure_upload
+
+        return asyncio.run(measure_upload(None, SimpleNamespace(p2p=self), to=ADDRESSES, enough=enough))
+
+
+@pytest.mark.parametrize("length", [0.0, 0.1])
+@pytest.mark.parametrize("rate", [400e3, 10e6])
+def test_the_figure_is_the_links_however_far_the_other_one_is(rate: float, length: float) -> None:
+    assert Wire(rate, length=length).measured() == pytest.approx(rate, rel=0.15)
+
+
+def test_a_slow_link_is_not_kept_busy_for_long() -> None:
+    wire = Wire(100e3)
+    wire.measured()
+    assert wire.sent == [0, 0, 64 * KIB]
+
+
+def test_a_link_that_is_fast_enough_is_not_measured_further() -> None:
+    wire = Wire(10e6)
+    assert wire.measured(enough=1e6) >= 1e6
+    assert wire.sent == [0, 0, 64 * KIB]
+
+
+@pytest.mark.parametrize(("alive", "known"), [(PEERS[1:], True), ((), False)])
+def test_it_is_sent_to_the_first_that_answers(alive: tuple[str, ...], known: bool) -> None:
+    assert bool(Wire(10e6, alive=alive).measured()) == known
+
+
+def test_nobody_may_send_without_end_to_measure_a_link() -> None:
+    from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance
+
+    allowance, most = Allowance(0.0), SIZES[-1]
+    assert not allowance.takes("anna", most + 1, 0.0)
+    taken = [allowance.takes("anna", most, 0.0) for _ in range(_OF_ONE // most + 1)]
+    assert taken == [True] * (_OF_ONE // most) + [False]
+    assert allowance.takes("ben", most, 0.0)
+    others = [allowance.takes(f"{number}", most, 0.0) for number in range(_OF_ALL // most)]
+    assert sum(others) == _OF_ALL // most - _OF_ONE // most - 1
+    assert allowance.takes("anna", most, 3601.0)
+
+
+# libp2p waits the longer for every vain attempt: it is asked to dial where somebody listens, and nowhere else.
+
+
+OTHER, ME = PEERS[1], PEERS[0]
+
+
+@dataclass
+class Dialling:
+    """Its libp2p daemon comes through to whoever it is asked to dial; some of them are of the swarm."""
+
+    members: tuple[str, ...] = (OTHER,)
+    dialled: list[str] = field(default_factory=list)
+    searched: int = 0
+    node_id: int = 1
+
+    @property
+    def peer_id(self) -> Any:
+        from hivemind.p2p import PeerID
+
+        return PeerID.from_base58(ME)
+
+    @property
+    def p2p(self) -> Any:
+        async def connect(peer: Any, machines: Any) -> None:
+            self.dialled += map(str, machines)
+
+        return SimpleNamespace(_client=SimpleNamespace(connect=connect))
+
+    @property
+    def protocol(self) -> Any:
+        async def call_ping(peer: Any) -> Any:
+            return 7 if str(peer) in self.members else None
+
+        return SimpleNamespace(call_ping=call_ping)
+
+    async def find_nearest_nodes(self, ids: Any) -> None:
+        self.searched += 1
+
+
+def look(node: Dialling, *addresses: str) -> int:
+    from trainkit.swarm.dht import redial
+
+    return asyncio.run(redial(None, node, addresses=addresses))
+
+
+def at(port: int, peer: str = OTHER) -> str:
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
+
+
+@pytest.fixture
+def silent() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_where_nobody_listens_libp2p_is_not_asked(silent: int) -> None:
+    node = Dialling()
+    assert look(node, at(silent)) == 0
+    assert (node.dialled, node.searched) == ([], 0)
+
+
+def test_where_somebody_listens_it_is_asked_and_finds_all(silent: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        node = Dialling()
+        assert look(node, at(silent), at(port)) == 1
+    assert (node.dialled, node.searched) == ([f"/ip4/127.0.0.1/tcp/{port}"], 1)
+
+
+@pytest.mark.parametrize(("members", "peer", "dialled"), [((), OTHER, 1), ((ME,), ME, 0)], ids=["a stranger", "itself"])
+def test_neither_a_stranger_nor_itself_is_a_peer_found_again(members: tuple[str, ...], peer: str, dialled: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = Dialling(members=members)
+        assert look(node, at(server.getsockname()[1], peer)) == 0
+    assert (len(node.dialled), node.searched) == (dialled, 0)

@@ -9,10 +9,10 @@ import pytest
 
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm import doctor
+from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.admission import Entry, by_address
 from trainkit.swarm.doctor import Finding, examine
 from trainkit.swarm.invitations import Key, grant
-from trainkit.swarm.link import MEGABIT
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 

@@ -1,25 +1,24 @@
-"""Exchanges of a group within one process: what the peers send each other goes through queues."""
+"""How a group exchanges, and whom the averager lets in: in this process, where calls go through queues."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import msgpack
 import pytest
 import torch
 from torch import Tensor
 
-from trainkit.swarm.exchange import NODE, read_gathered
-from trainkit.swarm.link import PART, Codec, Sending
+from trainkit.swarm.link import PART, Codec, Outcome, Sending
+from trainkit.swarm.messages import CLIENT, About, Gathered
 from trainkit.swarm.robust import Limits, Screen
+from trainkit.swarm.sync_diloco import PROBE_SIZE
 
 if TYPE_CHECKING:
-    from trainkit.swarm.exchange import Exchange, Outcome, ScreeningReducer
-
+    from trainkit.swarm.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -50,17 +49,13 @@ def meet(
     patience: float = 10.0,
     screens: dict[str, Screen] | None = None,
 ) -> dict[str, tuple[Tensor, Outcome]]:
-    """The average and the outcome of each member.
-
-    ``screens``: is given the screen of each.
-    """
+    """The average and the outcome of each member; the owner is trusted. ``screens`` is given the screen of each."""
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import NoCompression
     from hivemind.p2p import PeerID
     from hivemind.utils.asyncio import as_aiter
 
-    from trainkit.swarm.exchange import Exchange, install_screen
-    from trainkit.swarm.robust import Limits
+    from trainkit.swarm.exchange import Exchange
 
     class Near(Exchange):
         """An exchange whose calls reach the others directly."""
@@ -111,11 +106,10 @@ def meet(
                 compression=NoCompression(),
                 part_size_bytes=4 * PART,
                 sending=Sending(member.weights, member.codec, codec, delicate),
+                limits=Limits(frozenset({str(ids.get("owner"))})),
             )
-
             if screens is not None:
-                limits = Limits(frozenset({str(ids["owner"])}))
-                screens[member.name] = install_screen(group[ids[member.name]], limits, VALUES)
+                screens[member.name] = group[ids[member.name]].screen
 
         async def take(one: Exchange) -> tuple[Tensor, Outcome]:
             (average,) = [tensor async for tensor in one]
@@ -156,16 +150,13 @@ def test_two_reducers_share_the_vector_and_all_hold_the_same_bits() -> None:
     assert all(outcome.received == outcome.expected == (3, 3, 3, 3) for _, outcome in found.values())
 
 
-def test_a_round_reports_contributions_received_of_those_expected_and_bytes_both_ways() -> None:
-    found = meet(OWNER, Member("guest", filled(0.0)))
-    for _, outcome in found.values():
+def test_a_round_reports_contributions_of_those_expected_and_bytes() -> None:
+    for _, outcome in meet(OWNER, Member("guest", filled(0.0))).values():
         assert (outcome.received, outcome.expected, outcome.counted) == ((2,) * 4, (2,) * 4, (True,) * 4)
-    owner, guest = found["owner"][1], found["guest"][1]
-    assert (guest.bytes_up, guest.bytes_down) == (2 * VALUES, 2 * VALUES)
-    assert (owner.bytes_up, owner.bytes_down) == (2 * VALUES, 2 * VALUES)
+        assert (outcome.bytes_up, outcome.bytes_down) == (2 * VALUES, 2 * VALUES)
 
 
-def test_who_is_slow_is_left_out_of_the_rest_and_still_gets_every_average() -> None:
+def test_a_slow_peer_is_left_out_and_still_gets_every_average() -> None:
     found = meet(OWNER, Member("quick", filled(0.0)), SLOW, patience=1.0)
     average, outcome = found["quick"]
     assert outcome.received == (3, 2, 2, 2)
@@ -201,7 +192,7 @@ def test_a_part_that_nobody_sends_arrives_nowhere() -> None:
     assert all(outcome.received == (0, 2, 2, 2) for _, outcome in found.values())
 
 
-def test_batch_norms_statistics_are_sent_in_16_bit_when_all_else_is_8() -> None:
+def test_running_statistics_are_sent_in_16_bit_when_all_else_is_8() -> None:
     found = meet(OWNER, Member("guest", filled(0.0), codec="8bit"), codec="8bit", delicate=3 * PART)
     last = VALUES - 3 * PART
     assert found["guest"][1].bytes_up == 3 * (PART + 4 * PART // 512) + 2 * last
@@ -217,10 +208,10 @@ def test_who_calls_twice_counts_once_and_takes_nobodys_place() -> None:
     found = meet(OWNER, Member("liar", filled(7.0), twice=True), slower)
     average, outcome = found["slower"]
     assert outcome.counted == (True,) * 4
-    assert torch.equal(average, filled(4.0))
+    assert torch.allclose(average, filled(3.0))  # of 1, 4 and 7, which is clipped to the median of their lengths
 
 
-def test_who_sends_a_part_of_another_size_is_dropped_by_name_and_nobody_waits_for_it() -> None:
+def test_a_part_of_another_size_drops_its_sender_and_nobody_waits() -> None:
     screens: dict[str, Screen] = {}
     found = meet(OWNER, Member("guest", filled(4.0)), Member("liar", filled(7.0), cut=True), screens=screens)
     average, outcome = found["guest"]
@@ -231,12 +222,8 @@ def test_who_sends_a_part_of_another_size_is_dropped_by_name_and_nobody_waits_fo
     assert found["owner"][1].late == ()
 
 
-def test_an_anchor_whose_senders_are_all_late_ends_and_says_that_nothing_arrived() -> None:
-    found = meet(
-        Member("idle", filled(0.0), (0.0,) * 4, reduces=1.0),
-        SLOW,
-        patience=1.0,
-    )
+def test_an_anchor_whose_senders_are_all_late_ends() -> None:
+    found = meet(Member("idle", filled(0.0), (0.0,) * 4, reduces=1.0), SLOW, patience=1.0)
     assert found["slow"][1].received == (1, 0, 0, 0)
 
 
@@ -253,247 +240,138 @@ def test_averages_that_are_refused_are_as_if_they_had_not_arrived() -> None:
     assert not torch.equal(average[: 2 * PART], own[: 2 * PART])
 
 
-# The reducer inside hivemind's all-reduce, without processes: senders as coroutines.
+# What a peer finds out about itself before it sends anything.
 
-
-SIZES = (3000, 2000)
-LIMITS = Limits(possible=dict.fromkeys("abcd", 10.0))
-
-
-def vectors(count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    common = torch.randn(sum(SIZES), generator=generator)
-    return [common + torch.randn(sum(SIZES), generator=generator) for _ in range(count)]
-
-
-def cut(vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Into two parts, as hivemind does."""
-    return vector[: SIZES[0]], vector[SIZES[0] :]
-
-
-def reducer(senders: int) -> tuple[ScreeningReducer, Screen]:
-    from trainkit.swarm.exchange import ScreeningReducer
-
-    own = cut(torch.zeros(sum(SIZES)))
-    screen = Screen("abcd"[:senders], LIMITS, sum(SIZES))
-    return ScreeningReducer(own, senders, screen), screen
-
-
-async def send(to: ScreeningReducer, sender: int, vector: Tensor, weight: float = 10.0) -> Tensor:
-    parts = cut(vector)
-    return torch.cat([await to.accumulate_part(sender, i, part, weight) for i, part in enumerate(parts)])
-
-
-def in_time(work: Awaitable[list[Tensor]]) -> list[Tensor]:
-    async def run() -> list[Tensor]:
-        return await asyncio.wait_for(work, 10.0)
-
-    return asyncio.run(run())
-
-
-def test_every_sender_gets_the_same_average_of_every_part() -> None:
-    sent = vectors(3)
-
-    async def round_of() -> list[Tensor]:
-        to, _ = reducer(3)
-        return list(await asyncio.gather(*(send(to, i, vector) for i, vector in enumerate(sent))))
-
-    first, *others = in_time(round_of())
-    assert all(torch.equal(first, other) for other in others)
-    assert float((first - sum(sent, torch.zeros(sum(SIZES))) / 3).norm() / first.norm()) < 0.05
-
-
-def test_a_sender_of_another_shape_is_dropped_and_does_not_hold_up_the_others() -> None:
-    sent = vectors(3)
-
-    async def round_of() -> list[Tensor]:
-        to, screen = reducer(4)
-        liar = asyncio.ensure_future(to.accumulate_part(3, 0, torch.zeros(7), 10.0))
-        honest = [asyncio.ensure_future(send(to, i, vector)) for i, vector in enumerate(sent)]
-        await liar
-        to.on_sender_failed(3)  # as hivemind does when the answer cannot be made
-        averages = list(await asyncio.gather(*honest))
-        assert [verdict.why for verdict in screen.verdicts()] == ["sent something of the wrong shape"]
-        return averages
-
-    assert len(in_time(round_of())) == 3
-
-
-def test_a_sender_that_goes_away_in_the_middle_has_had_its_say_until_then() -> None:
-    sent = vectors(3)
-
-    async def round_of() -> list[Tensor]:
-        to, _ = reducer(3)
-        honest = [asyncio.ensure_future(send(to, i, vector)) for i, vector in enumerate(sent[:2])]
-        await to.accumulate_part(2, 0, cut(sent[2])[0], 10.0)
-        to.on_sender_failed(2)
-        return list(await asyncio.gather(*honest))
-
-    average = in_time(round_of())[0]
-    first, second = cut(average)
-    halves = [cut(vector) for vector in sent]
-    assert float((first - (halves[0][0] + halves[1][0] + halves[2][0]) / 3).norm() / first.norm()) < 0.05
-    assert float((second - (halves[0][1] + halves[1][1]) / 2).norm() / second.norm()) < 0.05
-
-
-def test_a_part_that_does_not_exist_ends_its_sender_only() -> None:
-    async def round_of() -> list[Tensor]:
-        from hivemind.averaging.partition import BannedException
-
-        to, _ = reducer(3)
-        with pytest.raises(BannedException, match="does not exist"):
-            await to.accumulate_part(0, 2, torch.zeros(1), 1.0)
-        return []
-
-    assert in_time(round_of()) == []
-
-
-# What peers tell their group, from honest ones and from others.
-
-
-def plain(value: Any) -> bytes:
-    """As hivemind's serializer packs it, which is not imported here: that changes how a process starts others."""
-    return bytes(msgpack.packb(value, use_bin_type=True, strict_types=True, default=as_tuple))
-
-
-def as_tuple(value: Any) -> Any:
-    return msgpack.ExtType(0x40, plain(list(value)))
-
-
-def packed(*, bandwidth: Any = None, mode: Any = 1, **about: Any) -> bytes:
-    return plain([bandwidth, mode, plain(about)])
-
-
-def test_what_a_peer_of_ours_sends_is_read() -> None:
-    found = read_gathered(packed(bandwidth=5.0, mode=0, rate=12.5, shares=True, probe=b"\0" * 1024, later="field"))
-    assert found is not None
-    assert (found.bandwidth, found.mode, found.about.rate) == (5.0, NODE, 12.5)
+WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("factor", "role", "trusted", "strays"),
     [
-        b"",
-        b"\xc1garbage",
-        plain(None),
-        plain([None, 1]),
-        plain([None, 1, b"\xc1"]),
-        plain([None, 1, "text"]),
-        plain([None, 1, plain([1, 2])]),
-        packed(mode=7),
-        packed(bandwidth="fast"),
-        packed(bandwidth=-1.0),
-        packed(bandwidth=float("nan")),
-        packed(bandwidth=float("inf")),
-        packed(rate=float("inf")),
-        packed(rate=1e300),
-        packed(rate=-1.0),
-        packed(rate="12"),
-        packed(shares="yes"),
-        packed(probe=b"\0" * 1025),
-        packed(padding="x" * 5000),
-        packed(rate=(1.0, 2.0)),  # an object of hivemind's own
-        b"\x91" * 4000,  # lists in lists
-        msgpack.packb([None, 1, msgpack.packb({"rate": msgpack.ExtType(0x50, b"\x00")})]),
+        (1.01, "volunteer", True, True),
+        (1.0 + 1e-6, "volunteer", True, False),
+        (1.01, "volunteer", False, False),  # what volunteers say of their weights makes nobody a stray
+        (1.01, "owner", True, False),  # by whose weights all others are measured
     ],
 )
-def test_everything_else_is_nothing_and_raises_nothing(data: bytes) -> None:
-    assert read_gathered(data) is None
-
-
-# What a peer may send before anybody has asked who it is.
-
-
-def read(*arrives: tuple[float, bytes], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What a reader gets of what arrives after so many seconds each."""
-    from trainkit.swarm import exchange
-
-    monkeypatch.setattr(exchange, "FIRST_SECONDS", 0.2)
-    monkeypatch.setattr(exchange, "REST_SECONDS", 0.3)
-
-    async def run() -> list[bytes]:
-        stream = asyncio.StreamReader()
-
-        async def feed() -> None:
-            for seconds, data in arrives:
-                await asyncio.sleep(seconds)
-                stream.feed_data(data)
-
-        feeding, reader = asyncio.ensure_future(feed()), exchange.Reader(stream)
-        try:
-            return [await reader.readexactly(size) for size in sizes]
-        finally:
-            feeding.cancel()
-
-    return asyncio.run(run())
-
-
-def test_between_two_messages_a_peer_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read((0.0, b"\x00length!!body"), (0.6, b"\x00"), sizes=[1, 8, 4, 1], monkeypatch=monkeypatch)
-    assert said == [b"\x00", b"length!!", b"body", b"\x00"]
-
-
-@pytest.mark.parametrize(
-    ("arrives", "sizes"),
-    [
-        ([], [1]),
-        ([(0.0, b"\x00")], [1, 8]),
-        ([(0.0, b"\x00length!!bo"), (0.6, b"dy")], [1, 8, 4]),
-        ([(0.0, b"\x00length!!")], [1, 8, 1 << 33]),
-    ],
-    ids=["never begins", "stops after a mark", "stops in a message", "announces too much"],
-)
-def test_who_says_too_little_or_too_much_has_hung_up(
-    arrives: list[tuple[float, bytes]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_gradient_of_other_weights_than_the_owners_is_not_sent(
+    factor: float, role: str, trusted: bool, strays: bool
 ) -> None:
-    with pytest.raises(asyncio.IncompleteReadError):
-        read(*arrives, sizes=sizes, monkeypatch=monkeypatch)
+    from trainkit.swarm.exchange import _Averager
+
+    async def member(peer: str) -> Any:
+        return SimpleNamespace(peer_id=peer, role="reducer", trusted=trusted and peer == "reducer")
+
+    def about(weights: Tensor, *, shares: bool) -> Gathered:
+        return Gathered(mode=CLIENT, about=About(shares=shares, probe=weights.numpy().tobytes()))
+
+    averager: Any = SimpleNamespace(
+        peer_id="me", guard=SimpleNamespace(member=member), own=SimpleNamespace(grant=SimpleNamespace(role=role))
+    )
+    group: Any = {"me": about(factor * WEIGHTS, shares=False), "reducer": about(WEIGHTS, shares=True)}
+    assert asyncio.run(_Averager.has_strayed(averager, group)) == strays
 
 
-def test_a_peer_has_so_many_calls_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hivemind.p2p import P2P
+# Who is let into a group.
 
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     from trainkit.swarm import exchange
 
-    added: list[Any] = []
+    clock = Clock()
+    monkeypatch.setattr(exchange, "time", clock)
+    return clock
 
-    async def add(self: Any, name: str, handler: Any, balanced: bool = False) -> None:
-        added.append(handler)
 
-    monkeypatch.setattr(P2P, "add_binary_stream_handler", add)
-    exchange.bound_calls()
+@pytest.fixture
+def averager() -> Any:
+    from trainkit.swarm.exchange import _Averager
 
-    class Stream:
-        closed = False
+    async def member(peer: str) -> Any:
+        return SimpleNamespace(peer_id=peer)
 
-        def close(self) -> None:
-            self.closed = True
+    made: Any = _Averager.__new__(_Averager)
+    made._late, made._fetching, made._may_fetch, made._parent_pid = {}, set(), {}, -1
+    made.guard = SimpleNamespace(member=member)
+    return made
 
-    async def run() -> tuple[list[bool], list[bool]]:
-        hang_up = asyncio.Event()
 
-        async def handler(info: Any, reader: Any, writer: Any) -> None:
-            await hang_up.wait()
+@pytest.mark.parametrize(("arrived", "groups"), [([], 3), (["eve"], 6)], ids=["sends nothing", "never ends"])
+def test_a_peer_that_is_late_too_often_in_a_row_is_not_waited_for(
+    averager: Any, clock: Clock, arrived: list[str], groups: int
+) -> None:
+    for _ in range(groups):
+        assert not averager.is_benched("eve")
+        averager.note_late(["eve", "ann"], ["eve"], ["ann", *arrived])
+    assert averager.is_benched("eve")
+    assert not averager.is_benched("ann")
 
-        await P2P.add_binary_stream_handler(cast("P2P", None), "call", handler)
 
-        def opened(peer: str) -> tuple[Stream, asyncio.Future[None]]:
-            stream = Stream()
-            call = added[0](type("Info", (), {"peer_id": peer}), None, stream)
-            return stream, asyncio.ensure_future(call)
+def test_it_may_come_again_later_and_each_time_it_waits_longer(averager: Any, clock: Clock) -> None:
+    waited = []
+    for _ in range(8):
+        averager.note_late(["eve"], ["eve"], [])
+        began = clock.now
+        while averager.is_benched("eve"):
+            clock.now += 1.0
+        waited.append(clock.now - began)
+    assert waited == [0, 0, 30, 120, 480, 600, 600, 600]
 
-        eve = [opened("eve") for _ in range(exchange.MOST_CALLS + 3)]
-        ann = opened("ann")
-        await asyncio.sleep(0)
-        refused = [stream.closed for stream, _ in (*eve, ann)]
-        hang_up.set()
-        await asyncio.gather(*(call for _, call in (*eve, ann)))
-        hang_up.clear()
-        later, call = opened("eve")
-        await asyncio.sleep(0)
-        call.cancel()
-        return refused, [later.closed]
 
-    refused, later = asyncio.run(run())
-    assert refused == [False] * exchange.MOST_CALLS + [True] * 3 + [False]
-    assert later == [False]
+def test_one_round_in_time_and_all_is_forgotten(averager: Any, clock: Clock) -> None:
+    for late in (["eve"], ["eve"], [], ["eve"], ["eve"]):
+        averager.note_late(["eve"], late, [])
+    assert not averager.is_benched("eve")
+
+
+def test_the_memory_of_who_was_late_is_bounded(averager: Any) -> None:
+    peers = [f"Qm{index}" for index in range(5000)]
+    averager.note_late(peers, peers, [])
+    assert len(averager._late) <= 1000
+
+
+def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
+    averager: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hivemind.averaging import DecentralizedAverager
+
+    async def state(self: Any, request: Any, context: Any) -> Any:
+        for piece in ("theta", "momentum"):
+            clock.now += 3.0
+            yield piece
+
+    async def fetch() -> list[str]:
+        answers = averager.rpc_download_state(None, SimpleNamespace(remote_id="eve"))
+        return [piece async for piece in answers]
+
+    async def run() -> list[int]:
+        first = averager.rpc_download_state(None, SimpleNamespace(remote_id="eve"))
+        await anext(first)
+        meanwhile = await fetch()
+        rest = [piece async for piece in first]
+        at_once = await fetch()
+        clock.now += 6.0  # as long as that took
+        return [len(pieces) for pieces in (meanwhile, rest, at_once, await fetch())]
+
+    monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", state)
+    assert asyncio.run(run()) == [0, 1, 0, 2]
+
+
+def test_a_step_that_fails_is_told_by_its_control_alone(averager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.averaging import DecentralizedAverager
+
+    async def too_long(self: Any, **options: Any) -> None:
+        raise asyncio.TimeoutError
+
+    monkeypatch.setattr(DecentralizedAverager, "_step", too_long)
+    asyncio.run(averager._step(step=None))
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(DecentralizedAverager._step(averager, step=None))

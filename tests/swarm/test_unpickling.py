@@ -33,7 +33,7 @@ PIPES = {
     "hivemind.moe.server.connection_handler": "a server of experts, which nobody starts",
     "hivemind.moe.server.server": "a server of experts, which nobody starts",
     "hivemind.moe.server.task_pool": "a server of experts, which nobody starts",
-    "trainkit.swarm.averager": "a peer's own process and its averager",
+    "trainkit.swarm.exchange": "a peer's own process and its averager",
     "trainkit.checkpoint.save": "a peer's own process and the one that copies its checkpoints away",
 }
 # hivemind's serializer makes objects of these, by number, from what peers send; each from plain numbers and bytes.
@@ -103,7 +103,7 @@ def found() -> dict[str, list[str]]:
 def test_nothing_that_a_peer_loads_unpickles_but_what_its_own_processes_tell_each_other(
     found: dict[str, list[str]],
 ) -> None:
-    assert {"trainkit.swarm.averager", "hivemind.averaging.averager"} <= set(found["modules"])
+    assert {"trainkit.swarm.exchange", "hivemind.averaging.averager"} <= set(found["modules"])
     assert {line.split(":")[0] for line in found["unpicklers"]} - KNOWN.keys() == set(), found["unpicklers"]
 
 

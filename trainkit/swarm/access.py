@@ -1,4 +1,4 @@
-"""Who a peer is, and what it may write: its identity, its pass, and the shape of records.
+"""Who may ask, write and call what: a peer's identity, signed records, requests to the DHT, and bounds on hivemind.
 
 An address ends with the id of a peer, and that id is the hash of the peer's public key: libp2p lets nobody else answer
 there. What the peer may do beyond that its pass says, which comes from the run's owner (see `invitations`).
@@ -6,13 +6,16 @@ there. What the peer may do beyond that its pass says, which comes from the run'
 
 from __future__ import annotations
 
+import asyncio
+import os
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey as _RSA
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.dht.schema import SchemaValidator
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P
@@ -30,35 +32,37 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.auth import TokenAuthorizerBase
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
-from pydantic import v1
 
 from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.swarm.admission import Admission, Member, credential, peer_id_of
+from trainkit.process import end_with_parent
+from trainkit.swarm.admission import Admission, Member, credential, peer_id_of, peer_key
 from trainkit.swarm.invitations import Pass, UntrustedError, pack, unpack
-from trainkit.swarm.messages import MOST_PEERS, progress_of
+from trainkit.swarm.messages import MOST_PEERS, is_credits, is_manifest, progress_of
 
-# Records in the DHT carry who wrote them: nobody is admitted by the DHT that the run's owner has not admitted.
+# Records in the DHT carry who wrote them: the DHT admits nobody whom the run's owner has not admitted.
 #
 # Every record, hivemind's own for matchmaking included, lies under the peer id of its writer and holds the value, the
-# writer's credential, and a signature by the key that the peer id is the hash of. Whoever stores or reads it checks
-# all of that alone. What a record may be depends on the writer's role: a volunteer tells of itself and of nothing
+# writer's credential, and a signature by the key that the peer id is the hash of. Everybody who stores or reads it
+# checks all of that. What a record may be depends on the writer's role: a volunteer tells of itself and of nothing
 # else.
 #
 # The answer depends on the record and the owner's key only, not on the time or on who was revoked meanwhile: of many
-# records under one key hivemind refuses all as soon as it refuses one, so that those who store and those who read
-# must agree. Who was revoked cannot store (see `Authorizer`), and what it has stored expires.
+# records under one key hivemind refuses all as soon as it refuses one, so those who store and those who read must
+# agree. Revoked peers cannot store (see `Authorizer`), and what they have stored expires.
 
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 
 _LONGEST_VALUE = 8192
 _LONGEST = {MANIFEST: 1 << 17, CREDITS: 1 << 16, REVOKED: 1 << 16, BANNED: 1 << 16}
-
-
-def peer_key(peer_id: str) -> str:
-    """Where a peer keeps its credential."""
-    return f"trainkit_peer_{peer_id}"
+_SHAPES: dict[str, Callable[[Any], bool]] = {
+    MANIFEST: is_manifest,
+    PROGRESS: lambda value: progress_of(value) is not None,
+    CREDITS: is_credits,
+    REVOKED: lambda value: isinstance(value, bytes),
+    BANNED: lambda value: isinstance(value, bytes),
+}
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -69,12 +73,8 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         self._subkey = _subkey(peer_id_of(der_of(key)))
         # hivemind keeps only the hash of a key.
         self._longest = {hashed(name): size for name, size in _LONGEST.items()}
+        self._shapes = {hashed(name): has_shape for name, has_shape in _SHAPES.items()}
         self._by_owner, self._by_all = {hashed(MANIFEST), hashed(CREDITS)}, {hashed(PROGRESS)}
-
-    @property
-    def priority(self) -> int:
-        """Before those that read the value."""
-        return 10
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """The value as others take it, if it lies where this peer may write."""
@@ -84,8 +84,10 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return pack([record.value, self._credential, signature])
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether its writer has signed it, is admitted, and may write it. Never raises: hivemind would take the
-        node that has sent a bad record for a dead one."""
+        """Whether its writer has signed it, is admitted, and may write it, and the value has the shape of its key.
+
+        Never raises: hivemind would take the node that has sent a bad record for a dead one.
+        """
         try:
             value, credential, signature = unpack(record.value, 3)
             if len(value) > self._longest.get(record.key, _LONGEST_VALUE):
@@ -93,17 +95,16 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             writer = self._admission.invited(credential, record.expiration_time)
             if record.subkey != _subkey(writer.peer_id) or not self._may_write(record.key, writer.role, writer.peer_id):
                 return False
-            return bool(_public_key(writer.public_key).verify(_content(record, value), signature))
-        except (UntrustedError, ValueError, TypeError):
+            if not _public_key(writer.public_key).verify(_content(record, value), signature):
+                return False
+            has_shape = self._shapes.get(record.key)
+            return has_shape is None or has_shape(MSGPackSerializer.loads(value))
+        except Exception:  # whatever the parsers of a stranger's bytes raise
             return False
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value as it was before `sign_value`."""
         return unpack(record.value, 3)[0]
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        """There is one in a node."""
-        return isinstance(other, SignedRecords)
 
     def _may_write(self, key: bytes, role: str, peer_id: str) -> bool:
         if key in self._by_owner:
@@ -116,11 +117,16 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 def der_of(key: RSAPrivateKey) -> bytes:
     """The public half of a libp2p key, in DER (SubjectPublicKeyInfo)."""
-    return bytes(
-        key._private_key.public_key().public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
+    return _in_der(key._private_key.public_key())
+
+
+@lru_cache(maxsize=1024)
+def _der_of_ssh(public: bytes) -> bytes:
+    return _in_der(serialization.load_ssh_public_key(public))
+
+
+def _in_der(public: Any) -> bytes:
+    return bytes(public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
 
 
 @lru_cache(maxsize=1024)
@@ -146,10 +152,11 @@ def _content(record: DHTRecord, value: bytes) -> bytes:
     return pack([b"trainkit record", record.key, record.subkey, value, struct.pack(">d", record.expiration_time)])
 
 
-# hivemind's hook for access to the DHT: each request and each answer carries the credential of who sends it.
+# hivemind's hook for access to the DHT: each request and each answer carries the credential of its sender.
 #
-# Whoever has none reads nothing and writes nothing; who is out by now may still ask why. hivemind's protocol (its
-# issue 253) signs every message with the peer's key and refuses repeated ones; ours is only what counts as a token.
+# A peer without one reads nothing and writes nothing; a peer that is out by now may still ask why. hivemind's protocol
+# (its issue 253) signs every message with the peer's key and refuses repeated ones; ours is only what counts as a
+# token.
 
 _NOTHING = bytes(DHTID.HASH_NBYTES)  # a key under which nobody stores
 # A peer of ours asks for one at a time. A message has room for 200,000, and meanwhile nobody else gets an answer.
@@ -191,7 +198,7 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
             # Not into the routing tables: others would ask it for records.
             request.ClearField("peer")
         if member is None:
-            _leave_who_is_out(request)
+            _keep_who_is_out(request)
         return True
 
     async def validate_response(self, response: Any, request: Any) -> bool:
@@ -206,83 +213,21 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
             return None
 
     def _holder(self, token: AccessToken, member: Member) -> Member | None:
-        if len(token.public_key) > _LONGEST_KEY or _der(token.public_key) != member.public_key:
+        if len(token.public_key) > _LONGEST_KEY or _der_of_ssh(token.public_key) != member.public_key:
             return None
         return member
 
 
-def _leave_who_is_out(request: Any) -> None:
-    """Leave of a request what those may ask who are out: the lists that say so. Nothing else is there for them.
+def _keep_who_is_out(request: Any) -> None:
+    """Reduce a request to the lists of those who are out: a peer that is on one may ask for nothing else.
 
-    Not a refusal: hivemind would take this node for dead and ask it no more, and they would wait for ever.
+    Not a refusal: hivemind would take this node for dead and ask it no more, and the peer would wait for ever.
     """
     if isinstance(request, dht_pb2.FindRequest):
         request.keys[:] = [key if key in (hashed(REVOKED), hashed(BANNED)) else _NOTHING for key in request.keys]
     for field in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
         if isinstance(request, dht_pb2.StoreRequest):
             request.ClearField(field)
-
-
-@lru_cache(maxsize=1024)
-def _der(ssh: bytes) -> bytes:
-    return bytes(
-        serialization.load_ssh_public_key(ssh).public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
-
-
-_Text = v1.constr(strict=True, max_length=128)
-_Count = v1.conint(strict=True, ge=0, le=1 << 50)
-_Peer = v1.conbytes(strict=True, min_length=34, max_length=34)
-
-
-class _ManifestRecord(v1.BaseModel):
-    """What the creator publishes about the run."""
-
-    protocol: _Count  # type: ignore[valid-type]
-    run_id: _Text  # type: ignore[valid-type]
-    name: _Text  # type: ignore[valid-type]
-    config: v1.constr(strict=True, max_length=100_000)  # type: ignore[valid-type]
-    first_round: _Count  # type: ignore[valid-type]
-    owner: v1.constr(strict=True, regex="^[0-9a-f]{64}$")  # type: ignore[valid-type]
-    # Who builds a model by these must not run out of memory: a plausible one has no more.
-    num_classes: v1.conint(strict=True, ge=1, le=1 << 20)  # type: ignore[valid-type]
-    in_chans: v1.conint(strict=True, ge=1, le=1024)  # type: ignore[valid-type]
-    image_size: v1.conint(strict=True, ge=1, le=1 << 14)  # type: ignore[valid-type]
-    open_run: v1.StrictBool
-    facts: dict[v1.StrictStr, v1.constr(strict=True, max_length=500)]  # type: ignore[valid-type]
-    stopped: v1.StrictBool
-
-
-class _ProgressRecord:
-    """What every peer publishes about itself, once a round: whatever can be read as such."""
-
-    @classmethod
-    def __get_validators__(cls) -> Iterator[Any]:
-        yield cls._readable
-
-    @staticmethod
-    def _readable(value: object) -> object:
-        if progress_of(value) is None:
-            raise ValueError("no progress")
-        return value
-
-
-class _CreditsRecord(v1.BaseModel):
-    """Who has contributed how much, by the account of whoever answers for the run: name, rounds, samples, seconds,
-    bytes."""
-
-    # Types are looked at by who reads them: a tuple here would be no list any more, and refused as another value.
-    rows: v1.conlist(v1.conlist(Any, min_items=5, max_items=5), max_items=200)  # type: ignore[valid-type]
-
-
-class _Records(v1.BaseModel):
-    trainkit_manifest: dict[_Peer, _ManifestRecord]  # type: ignore[valid-type]
-    trainkit_progress: dict[_Peer, _ProgressRecord]  # type: ignore[valid-type]
-    trainkit_credits: dict[_Peer, _CreditsRecord]  # type: ignore[valid-type]
-    trainkit_revoked: dict[_Peer, v1.StrictBytes]  # type: ignore[valid-type]
-    trainkit_banned: dict[_Peer, v1.StrictBytes]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -314,8 +259,7 @@ class Identity:
 
     def validators(self) -> list[Any]:
         """For every DHT node."""
-        schema = SchemaValidator(_Records, allow_extra_keys=True)
-        return [schema, SignedRecords(self.key, self.credential, self.admission)]
+        return [SignedRecords(self.key, self.credential, self.admission)]
 
     def authorizer(self) -> Authorizer:
         """For every DHT node."""
@@ -352,34 +296,32 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
         yield Identity(file, key, path is not None, own, admission)
 
 
-# How much of what others write a node keeps and reads: so many records under one key, for so long.
-#
-# hivemind's nodes keep every record that is valid, and read as many as somebody sends; of many they refuse all as
-# soon as one of them is not valid.
+# What a node's process must not take or leave behind. hivemind's nodes keep every record that is valid, and read as
+# many as somebody sends; of many they refuse all as soon as one of them is not valid.
 
 # A round, and three more in which nobody has heard of a peer, are shorter.
 _LONGEST_NEWS = 3600.0
 
 
-def bound_records(*short_lived: str) -> None:
-    """Call it in the process of a node before the node starts; it has no other nodes.
+def bound_node() -> None:
+    """Bound the records that this process keeps and reads. Call it before the node starts; there is one in a process.
 
-    Args:
-        short_lived: keys whose records must not outlast an hour: whoever floods them gives up their place by then.
+    Records of progress must not outlast an hour: whoever floods them gives up their place by then. Every program that
+    the process starts through asyncio is killed when it dies: hivemind starts libp2p's daemon so, and has no hook.
     """
-    news = {DHTID.generate(source=key) for key in short_lived}
     validate, store = DHTProtocol._validate_record, DHTLocalStorage.store_subkey
+    progress = DHTID.generate(source=PROGRESS)
 
     def store_bounded(self: Any, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
-        if key in news and expiration_time > time.time() + _LONGEST_NEWS:
+        if key == progress and expiration_time > time.time() + _LONGEST_NEWS:
             return False
         known = self.get(key)
         there = known.value if known is not None and isinstance(known.value, DictionaryDHTValue) else {}
-        # Who is there may stay: else a flood of newcomers would wash away everybody.
+        # Peers that are there may stay: else a flood of newcomers would wash away everybody.
         if len(there) >= MOST_PEERS and subkey not in there:
             return False
-        # hivemind would keep the newer record and drop it when the older one expires: who sends again what somebody has
-        # said before could make that peer, or the run, vanish.
+        # hivemind would keep the newer record and drop it when the older one expires: a peer that sends again what
+        # somebody has said before could make that peer, or the run, vanish.
         before = there.get(subkey)
         if before is not None and before.expiration_time >= expiration_time:
             return False
@@ -397,3 +339,83 @@ def bound_records(*short_lived: str) -> None:
 
     DHTLocalStorage.store_subkey = store_bounded
     DHTProtocol._validate_dictionary = validate_bounded
+    asyncio.subprocess.create_subprocess_exec = partial(
+        asyncio.create_subprocess_exec, preexec_fn=_detach_from_terminal
+    )
+
+
+def _detach_from_terminal() -> None:
+    os.setpgid(0, 0)  # or Ctrl-C would end the daemon before the peer has said goodbye
+    end_with_parent()
+
+
+# How much the averager's process takes of a call: how many a peer may open, how long it may be silent, and say at once.
+#
+# hivemind's streams wait for ever for the first word, for the rest of a message, and for somebody to read the
+# answers; and they make room for a message of whatever length its first eight bytes announce. All that before anybody
+# is asked who they are, so it is open to whoever reaches the port.
+
+# Of one peer at once. An honest one looks for a group, sends its parts and fetches a state; and may do so anew while
+# what it has given up is still being closed.
+MOST_CALLS = 8
+# A part is 256 kB, the list of a full group 1 MB.
+LONGEST_MESSAGE = 1 << 21
+FIRST_SECONDS = 10.0
+# For the rest of a message that has begun, and for the other side to take an answer: 8 kB/s for the longest part.
+REST_SECONDS = 30.0
+
+
+def bound_calls() -> None:
+    """Call it in the averager's process before it listens."""
+    add = P2P.add_binary_stream_handler
+    calls: Counter[str] = Counter()
+
+    async def add_bounded(self: Any, name: str, handler: Any, balanced: bool = False) -> None:
+        async def bounded(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = str(info.peer_id)
+            if calls[peer] >= MOST_CALLS:
+                writer.close()
+                return
+            calls[peer] += 1
+            try:
+                await handler(info, Reader(reader), Writer(writer))
+            finally:
+                calls[peer] -= 1
+                if not calls[peer]:
+                    del calls[peer]
+
+        await add(self, name, bounded, balanced=balanced)
+
+    P2P.add_binary_stream_handler = add_bounded
+
+
+class Reader:
+    """What hivemind uses of a stream's reader. A peer that says too much or too little has hung up to it."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader, self._limit = reader, FIRST_SECONDS
+
+    async def readexactly(self, size: int) -> bytes:
+        """As asyncio's: a message's mark (one byte), its length (eight), or the message."""
+        if size > LONGEST_MESSAGE:
+            raise asyncio.IncompleteReadError(b"", size)
+        # Between messages there may be silence, as long as a search for a group lasts.
+        limit = None if size == 1 and self._limit == REST_SECONDS else self._limit
+        try:
+            found = await asyncio.wait_for(self._reader.readexactly(size), limit)
+        except asyncio.TimeoutError:
+            raise asyncio.IncompleteReadError(b"", size) from None
+        self._limit = REST_SECONDS
+        return found
+
+
+class Writer:
+    """What hivemind uses of a stream's writer."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.write, self.close = writer.write, writer.close
+
+    async def drain(self) -> None:
+        """Raises TimeoutError when nobody takes what was written."""
+        await asyncio.wait_for(self._writer.drain(), REST_SECONDS)

@@ -9,11 +9,11 @@ import asyncio
 import ipaddress
 import json
 import logging
+import math
 import re
-import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,16 +51,18 @@ def check(address: str) -> str:
         raise UserError(
             f"'{address}' has no usable port.", why=f"Ports go from 1 to 65535, not {port}.", fix="Copy it again."
         )
-    if kind in ("ip4", "ip6"):
-        try:
-            good = ipaddress.ip_address(host).version == int(kind[-1])
-        except ValueError:
-            good = False
-        if not good:
-            raise UserError(
-                f"'{address}' has no usable address.", why=f"'{host}' is no {kind} address.", fix="Copy it again."
-            )
+    if kind in ("ip4", "ip6") and ((ip := _ip(host)) is None or ip.version != int(kind[-1])):
+        raise UserError(
+            f"'{address}' has no usable address.", why=f"'{host}' is no {kind} address.", fix="Copy it again."
+        )
     return address
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An IP address; None for a name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return None
 
 
 def looks_like(text: str) -> bool:
@@ -101,9 +103,8 @@ def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list
         kind, host = match[1], match[2]
         if host == prefer_host:
             return (0, 0)
-        if kind.startswith("dns"):
+        if kind.startswith("dns") or (ip := _ip(host)) is None:
             return (1, 0)
-        ip = ipaddress.ip_address(host)
         return (4 if ip.is_loopback else 3 if ip.is_link_local else 2 if ip.is_private else 1, ip.version)
 
     return [address for address in sorted(addresses, key=rank) if rank(address)[0] < 9]
@@ -123,7 +124,7 @@ _MOST_DIALLED = 3
 
 def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
     """What the creator is told whose addresses do not reach far; empty if one of them does."""
-    ips = [ip for item in addresses if (ip := _ip_of(item)) is not None]
+    ips = [ip for item in addresses if (ip := _ip(item.split("/")[2])) is not None]
     if len(ips) < len(addresses) or any(ip.is_global for ip in ips) or not ips:
         return []
     if all(ip.is_loopback for ip in ips):
@@ -148,18 +149,12 @@ def worth_dialling(announced: Sequence[str], seen_ip: str) -> list[str]:
         if match is None or not 0 < int(match[3]) < 65536:
             continue
         kind, host, port = match.groups()
-        if kind.startswith("dns") or _is_global(host):
+        ip = _ip(host)
+        if kind.startswith("dns") or (ip is not None and ip.is_global):
             wanted[item] = None
         elif seen_ip:
             wanted[f"/ip{6 if ':' in seen_ip else 4}/{seen_ip}/tcp/{int(port)}"] = None
     return [*wanted][:_MOST_DIALLED]
-
-
-def _is_global(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_global
-    except ValueError:
-        return False
 
 
 def announced(text: str | None, port: int) -> str | None:
@@ -182,16 +177,29 @@ def announced(text: str | None, port: int) -> str | None:
             fix="For example --port 4711 --announce 203.0.113.7:4711.",
         )
     host = match[1] or match[2]
-    try:
-        kind = f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        kind = "dns"
-    return f"/{kind}/{host}/tcp/{there}"
+    ip = _ip(host)
+    return f"/{f'ip{ip.version}' if ip else 'dns'}/{host}/tcp/{there}"
 
 
-def _ip_of(item: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    _, kind, host, *_ = item.split("/")
-    return ipaddress.ip_address(host) if kind in ("ip4", "ip6") else None
+MEGABIT = 125_000.0
+"""Bytes."""
+_UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second of ``--max-upload``: ``20Mbit``, ``500kbit`` or ``1Gbit/s``.
+
+    Raises UserError.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
+    rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT if found else 0.0
+    if not 0.0 < rate < math.inf:
+        raise UserError(
+            f"--max-upload {text} is no speed of a link.",
+            why="It is given in bits per second, as on the contract with the provider.",
+            fix="Write it as 20Mbit, 500kbit or 1Gbit.",
+        )
+    return rate
 
 
 # What time it is in the swarm, told to anybody: whose clock is off is refused before it can ask for anything else.
@@ -199,7 +207,7 @@ def _ip_of(item: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 # hivemind takes what was signed more than a minute ago, or will be, for forged, and does not say so.
 
 _HANDLER = "trainkit.time"
-_TCP_SECONDS, _START_SECONDS, _ASK_SECONDS = 2.0, 8.0, 5.0
+_TCP_SECONDS, _START_SECONDS, _ASK_SECONDS = 3.0, 8.0, 5.0
 # hivemind starts no node whose clock is further off.
 _MOST_SECONDS = 3.0
 MOST_APART = 1.0
@@ -245,20 +253,24 @@ def require_same_time(dht: Any, peers: Sequence[str]) -> None:
 
 async def _ahead(dht: Any, node: Any, *, of: Sequence[str]) -> float | None:
     """Seconds by which this machine's clock is ahead at least, by the first that answers."""
-    from google.protobuf.wrappers_pb2 import DoubleValue
-    from hivemind.p2p import PeerID
-
     for name in dict.fromkeys(map(peer_of, of)):
         asked = []
         with suppress(Exception):  # gone: the next one
             for _ in range(_TIMES):
-                began = time.time()
-                answer = node.p2p.call_protobuf_handler(PeerID.from_base58(name), _HANDLER, DoubleValue(), DoubleValue)
-                told = (await asyncio.wait_for(answer, _ASK_SECONDS)).value
-                asked.append((began, told, time.time()))
+                asked.append(await _time_of(node.p2p, name))
         if asked:
             return ahead_by(asked)
     return None
+
+
+async def _time_of(p2p: Any, name: str) -> tuple[float, float, float]:
+    """When a peer was asked by this clock, what it answered, and when that arrived."""
+    from google.protobuf.wrappers_pb2 import DoubleValue
+    from hivemind.p2p import PeerID
+
+    began = time.time()
+    answer = p2p.call_protobuf_handler(PeerID.from_base58(name), _HANDLER, DoubleValue(), DoubleValue)
+    return began, (await asyncio.wait_for(answer, _ASK_SECONDS)).value, time.time()
 
 
 def ahead_by(asked: Sequence[tuple[float, float, float]]) -> float:
@@ -273,36 +285,49 @@ def ahead_by(asked: Sequence[tuple[float, float, float]]) -> float:
 
 async def is_off(peers: Sequence[str]) -> bool:
     """Whether one of the peers at these addresses has another time; False if none of them tells."""
-    from google.protobuf.wrappers_pb2 import DoubleValue
-    from hivemind.p2p import P2P, PeerID
-
-    there = [item for item in peers if await asyncio.to_thread(_listens, item)]
+    there = [item for item in peers if await listens(item)]
     if not there:
         return False
     # A daemon that did not come through may end when nobody waits for it any more, which asyncio would remark.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     with suppress(Exception):  # of libp2p's daemon, in many words: then the clock is not known to be wrong
-        options = {"dht_mode": "client", "auto_nat": False, "nat_port_map": False, "startup_timeout": _START_SECONDS}
-        with private_sockets():
-            asker = await asyncio.wait_for(P2P.create(initial_peers=there, **options), _START_SECONDS + 2.0)
-        try:
+        async with _daemon(there, _START_SECONDS) as p2p:
             for name in dict.fromkeys(map(peer_of, there)):
-                asked = asker.call_protobuf_handler(PeerID.from_base58(name), _HANDLER, DoubleValue(), DoubleValue)
-                began = time.time()
-                told = (await asyncio.wait_for(asked, _ASK_SECONDS)).value
-                return not began - _MOST_SECONDS <= told <= time.time() + _MOST_SECONDS
-        finally:
-            await asker.shutdown()
+                began, told, over = await _time_of(p2p, name)
+                return not began - _MOST_SECONDS <= told <= over + _MOST_SECONDS
     return False
 
 
-def _listens(item: str) -> bool:
-    _, _, host, _, port, *_ = item.split("/")
+async def answers_at(item: str, seconds: float) -> bool:
+    """Whether a libp2p daemon that knows nobody yet comes through to the peer, and finds its key there."""
+    with suppress(Exception):  # of libp2p's daemon: it does not
+        async with _daemon([item], seconds):
+            return True
+    return False
+
+
+@asynccontextmanager
+async def _daemon(peers: Sequence[str], seconds: float) -> AsyncIterator[Any]:
+    """A libp2p daemon that is connected to these peers, and ends with the block."""
+    from hivemind.p2p import P2P
+
+    options = {"dht_mode": "client", "auto_nat": False, "nat_port_map": False, "startup_timeout": seconds}
+    with private_sockets():
+        p2p = await asyncio.wait_for(P2P.create(initial_peers=peers, **options), seconds + 2.0)
     try:
-        socket.create_connection((host, int(port)), timeout=_TCP_SECONDS).close()
-    except OSError:
-        return False
-    return True
+        yield p2p
+    finally:
+        await p2p.shutdown()
+
+
+async def listens(item: str) -> bool:
+    """Whether a machine takes TCP connections at this address."""
+    _, _, host, _, port, *_ = item.split("/")
+    with suppress(OSError, asyncio.TimeoutError):
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _TCP_SECONDS)
+        writer.close()
+        return True
+    return False
 
 
 # What of a swarm lies in the run folder of a peer that others can reach, so that it comes back as the same one.

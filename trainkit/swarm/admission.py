@@ -1,7 +1,7 @@
-"""Who takes part in a run: credentials, revoked invitations, bans. One answer for all processes of a peer.
+"""Who takes part in a run: credentials, revoked invitations, bans; the way in, and what the owner's folder holds.
 
 A *credential* says "this libp2p key is mine", signed by an invitation. A peer shows it with every request to the DHT,
-and keeps it there, so that whoever is asked by a peer id that libp2p has proven can look up who that is.
+and keeps it there, so that others can look up who has a peer id that libp2p has proven.
 
 A peer has three processes that must agree: its own, the DHT's and the averager's, forked from it. Each has its copy of
 `Admission`; what changes while the run goes on (revoked, banned, the owner's key at a run that was joined by its
@@ -10,6 +10,7 @@ address) is on a `Board` in shared memory, which the peer's own process writes a
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ctypes
 import hashlib
@@ -21,22 +22,25 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import base58
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
-from trainkit.swarm import address, processes
-from trainkit.swarm import invitations as swarm_invitations
+from trainkit.swarm import address, invitations, processes
 from trainkit.swarm.address import ADDRESS_FILE, saved_peer
 from trainkit.swarm.invitations import (
+    GUESTS,
     NOBODY,
+    PREFIX,
     Key,
     Pass,
     Role,
@@ -45,16 +49,27 @@ from trainkit.swarm.invitations import (
     as_name,
     date,
     grant,
+    open_pass,
+    parsed,
     read_statement,
+    read_token,
     write_token,
 )
 
 # Of them at once; who comes later takes the place of whoever came first.
 _MOST_MEMBERS = 4096
-_MOST_REVOKED = 500
 _BOARD_SIZE = 1 << 17
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 550
 _LOCK_SECONDS = 1.0
+# A list of revoked invitations: its serial, and their ids.
+_REVOKED = TypeAdapter(
+    tuple[
+        Annotated[int, Field(gt=0, lt=1 << 50)],
+        Annotated[list[Annotated[str, Field(min_length=64, max_length=64)]], Field(max_length=500)],
+    ]
+)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,7 @@ class Admission:
         member = self._member_of(credential)
         if why := self._objection(member, now):
             raise UntrustedError(why)
-        _keep(self._known, member.peer_id, member)
+        remember(self._known, member.peer_id, member, _MOST_MEMBERS)
         return member
 
     def admitted(self, peer_id: str, *, now: float | None = None) -> Member | None:
@@ -203,7 +218,7 @@ class Admission:
         found = self.read(statement, "revoked")
         if found.grant.role != "owner":
             raise UntrustedError("only the owner revokes")
-        serial, revoked = _read_revoked(found.content)
+        serial, revoked = parsed(_REVOKED, found.content, "list of revoked invitations")
         if serial <= self._facts["serial"]:
             return False
         self._write(serial=serial, revoked=revoked)
@@ -225,7 +240,7 @@ class Admission:
         found = read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
         grant = found.grant
         member = Member(peer_id_of(found.content), grant.name, grant.role, grant.expires, grant.id, found.content)
-        _keep(self._verified, key, member)
+        remember(self._verified, key, member, _MOST_MEMBERS)
         return member
 
     def _objection(self, member: Member, now: float | None) -> str:
@@ -241,11 +256,65 @@ class Admission:
         return ""
 
 
-def _keep(found: dict[Any, Member], key: Any, member: Member) -> None:
+def remember(found: dict[K, V], key: K, value: V, most: int) -> None:
+    """Put it last, and forget the first beyond so many."""
     found.pop(key, None)
-    found[key] = member
-    if len(found) > _MOST_MEMBERS:  # the one that came first
+    found[key] = value
+    if len(found) > most:
         del found[next(iter(found))]
+
+
+def entries(found: Any) -> Iterable[Any]:
+    """The records of all writers, of what the DHT returned for a key."""
+    return found.value.values() if found is not None and isinstance(found.value, dict) else ()
+
+
+def peer_key(peer_id: str) -> str:
+    """The DHT's key of a peer's credential."""
+    return f"trainkit_peer_{peer_id}"
+
+
+def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
+    """Who a peer is, by what the DHT returned for `peer_key`; None if it does not take part."""
+    for entry in entries(found):
+        with suppress(UntrustedError, AttributeError, TypeError):
+            if (member := admission.introduce(entry.value)).peer_id == peer_id:
+                return member
+    return None
+
+
+_LOOK_SECONDS = 3.0
+# A stranger is not looked up again for so long; so many strangers are remembered.
+_STRANGER_SECONDS = 5.0
+_MOST_STRANGERS = 1000
+
+
+class Guard:
+    """In the averager's process: who asks to average, or for the state? Looks up in the DHT whom it does not know."""
+
+    def __init__(self, dht: Any, admission: Admission) -> None:
+        self.dht, self.admission = dht, admission
+        self._strangers: dict[str, float] = {}
+
+    async def member(self, peer_id: str) -> Member | None:
+        """The member of that id; None for a stranger, and for a peer that the run does not want any more."""
+        if (known := self.admission.admitted(peer_id)) is not None:
+            return known
+        now = time.monotonic()
+        if now - self._strangers.get(peer_id, -math.inf) < _STRANGER_SECONDS:
+            return None
+        found = None
+        with suppress(asyncio.TimeoutError, OSError):
+            asked = self.dht.get(peer_key(peer_id), latest=False, return_future=True)
+            found = introduced(self.admission, peer_id, await asyncio.wait_for(asked, _LOOK_SECONDS))
+        if found is None:
+            remember(self._strangers, peer_id, now, _MOST_STRANGERS)
+        return found
+
+    async def trusts(self, peer_id: str) -> bool:
+        """Whether that peer is of the owner's side."""
+        member = await self.member(peer_id)
+        return member is not None and member.trusted
 
 
 def credential(own: Pass, public_key: bytes) -> bytes:
@@ -271,22 +340,6 @@ def peer_id_of(public_key: bytes) -> str:
         length, size = length + bytes([size & 127 | 128]), size >> 7
     message = b"\x08\x00\x12" + length + bytes([size]) + public_key
     return str(base58.b58encode(b"\x12\x20" + hashlib.sha256(message).digest()).decode())
-
-
-def _read_revoked(content: bytes) -> tuple[int, list[str]]:
-    try:
-        serial, revoked = fileio.parse(content)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UntrustedError("it is no list of revoked invitations") from error
-    if not (
-        type(serial) is int
-        and 0 < serial < 1 << 50
-        and isinstance(revoked, list)
-        and len(revoked) <= _MOST_REVOKED
-        and all(isinstance(item, str) and len(item) == 2 * len(NOBODY) for item in revoked)
-    ):
-        raise UntrustedError("it is no list of revoked invitations")
-    return serial, revoked
 
 
 # The way into a run: a token, for those who were invited, or an address, where the run is open to all.
@@ -316,12 +369,12 @@ class Entry:
     @property
     def name(self) -> str:
         """Of whom the owner has invited; empty for guests, who are many."""
-        return self.own.grant.name if self.invited and self.own.grant.name != swarm_invitations.GUESTS else ""
+        return self.own.grant.name if self.invited and self.own.grant.name != GUESTS else ""
 
     @property
     def text(self) -> str:
         """As `entry_of` takes it: a secret, if this peer was invited."""
-        return swarm_invitations.write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)
+        return write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)
 
     def admission(self) -> Admission:
         """Who else takes part. That it is an open run only its manifest says, and who owns one reached by its address:
@@ -356,7 +409,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
             "One token at a time.", why=f"{len(others)} were given.", fix="Give one token, or addresses alone."
         )
     word = others[0]
-    seen = swarm_invitations.looks_like(word)
+    seen = invitations.looks_like(word)
     if word == "-":
         found = _entry_in(sys.stdin.read(_LONGEST_FILE), "Standard input", name)
     elif not seen and os.path.isfile(word):
@@ -369,7 +422,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
 
 def _entry_in(text: str, source: str, name: str) -> Entry:
     """The token or the addresses in ``text``, which ``source`` holds; none: the user has typed it."""
-    if swarm_invitations.looks_like(text):
+    if invitations.looks_like(text):
         return with_token(text)
     if words := [word for word in text.split() if address.looks_like(word)]:
         return by_address(words, name=name)
@@ -377,7 +430,7 @@ def _entry_in(text: str, source: str, name: str) -> Entry:
     raise UserError(
         # Not all of it, for it may be most of a secret.
         what if source else f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one.",
-        why=f"A token begins with {swarm_invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}.",
+        why=f"A token begins with {PREFIX}; the address of an open run is like {address.EXAMPLE}.",
         fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
     )
 
@@ -397,13 +450,13 @@ def is_setting(word: str) -> bool:
 def by_address(addresses: Sequence[str], *, name: str) -> Entry:
     """Into an open run."""
     found = tuple(address.check(item) for item in addresses)
-    return Entry(found, swarm_invitations.open_pass(name, time.time() + _A_YEAR))
+    return Entry(found, open_pass(name, time.time() + _A_YEAR))
 
 
 def with_token(text: str) -> Entry:
     """As somebody who was invited."""
-    found = swarm_invitations.read_token(text)
-    return Entry(found.addresses, found.own)
+    own, addresses = read_token(text)
+    return Entry(addresses, own)
 
 
 # The run's key and what its owner has decided, in the run folder: ``owner.key``, ``invited.jsonl``, ``revoked``.
@@ -462,7 +515,11 @@ class Owner:
         revoked = {*ids, *(str(line["id"]) for line in invited if line.get("revoked"))}
         # Those that have expired need not be named any more.
         expired = {str(line["id"]) for line in invited if float(line.get("expires") or math.inf) <= time.time()}
-        return self._write_revoked(revoked - expired)
+        # Time makes a good serial: it grows, whichever machine with this folder it is.
+        serial = time.time_ns() // 1_000_000
+        statement = revoked_list(own_pass(self.key, "owner"), serial, revoked - expired)
+        fileio.write(self._folder / REVOKED_FILE, base64.b64encode(statement), self._folder)
+        return statement
 
     def revoked(self) -> bytes | None:
         """The list that `revoke` has made last; None if nobody was revoked yet."""
@@ -470,12 +527,6 @@ class Owner:
             return base64.b64decode(fileio.read_bytes(self._folder / REVOKED_FILE))
         except (OSError, ValueError):
             return None
-
-    def _write_revoked(self, ids: set[str]) -> bytes:
-        # Time makes a good serial: it grows, whichever machine with this folder it is.
-        statement = revoked_list(own_pass(self.key, "owner"), time.time_ns() // 1_000_000, ids)
-        fileio.write(self._folder / REVOKED_FILE, base64.b64encode(statement), self._folder)
-        return statement
 
 
 def own_pass(key: Key, name: str, role: Role = "owner") -> Pass:
@@ -619,24 +670,23 @@ def invited(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float,
 
 def revoke(run: RunDir, name: str) -> str:
     """Revoke the invitations of that name, and tell the swarm; what to tell the user."""
-    statement = owner_of(run.path).revoke(name)
+    owner = owner_of(run.path)
+    statement = owner.revoke(name)
     try:
-        _tell(run, statement)
+        _tell(run, owner.key, statement)
     except TrainkitError:
         return f"Revoked: {name}. The swarm does not answer from here; its creator reads it in the next round."
     return f"Revoked: {name}. The swarm knows."
 
 
-def _tell(run: RunDir, statement: bytes) -> None:
+def _tell(run: RunDir, key: Key, statement: bytes) -> None:
     processes.require_hivemind()
-    from trainkit.swarm import access
-    from trainkit.swarm.access import REVOKED
+    from trainkit.swarm.access import REVOKED, identity
     from trainkit.swarm.dht import open_dht
 
-    key, addresses = owner_of(run.path).key, addresses_of(run)
     with (
-        access.identity(None, own_pass(key, "revoke"), Admission(key.public, open_run=True)) as identity,
-        open_dht(identity, peers=addresses) as dht,
+        identity(None, own_pass(key, "revoke"), Admission(key.public, open_run=True)) as own,
+        open_dht(own, peers=addresses_of(run)) as dht,
     ):
         dht.excluded.hear(REVOKED, statement)
         dht.publish_excluded(wait=True)

@@ -1,8 +1,9 @@
-"""Who was left out of averages, how often in a row, and who may not come back: one list for the whole owner's side.
+"""Bans of a run: who was left out of averages, how often in a row, and who may not come back.
 
-Ids are those of peers, and of the invitations by which they came: a banned guest does not come back with a new key.
-Whoever reduces keeps the list in its run folder and signs what it tells the others of it; of what is said about an id,
-what was said last counts. So a ban outlives whoever has pronounced it, and lifting it anywhere lifts it everywhere.
+The whole owner's side has one list. Its ids are those of peers, and of the invitations by which they came: a banned
+guest does not come back with a new key. Every reducer keeps the list in its run folder and signs what it tells the
+others of it; of what is said about an id, what was said last counts. So a ban outlives the peer that pronounced it, and
+lifting it anywhere lifts it everywhere.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
 from trainkit.errors import RefusedError, UserError
@@ -21,12 +24,12 @@ from trainkit.run.contributions import Counted
 from trainkit.run.events import Remark
 from trainkit.run.folder import RunDir
 from trainkit.swarm.access import BANNED, REVOKED
-from trainkit.swarm.admission import KEY_FILE, Admission, Member, owner_of
-from trainkit.swarm.invitations import GUESTS, RANKS, Pass, UntrustedError, credited, date
+from trainkit.swarm.admission import KEY_FILE, Admission, Member, entries, owner_of, remember
+from trainkit.swarm.invitations import GUESTS, RANKS, Pass, UntrustedError, credited, date, parsed
 from trainkit.swarm.messages import PeerProgress
 
 if TYPE_CHECKING:  # `swarm status` reads bans without torch
-    from trainkit.swarm.robust import Action, Round, Verdict
+    from trainkit.swarm.robust import Action, Findings, Round, Verdict
 
 # Rounds in a row in which a peer's contribution was dropped; one may be a fault on the way, or of a broken GPU.
 STRIKES = 3
@@ -41,17 +44,22 @@ _AHEAD_SECONDS = 60.0
 FILE = "bans.jsonl"
 
 
-@dataclass(frozen=True)
-class Ban:
+_Text = Annotated[str, Field(max_length=200)]
+
+
+class Ban(NamedTuple):
     """Somebody who may not take part any more; or, ``lifted``, may again."""
 
-    id: str
+    id: _Text
     """Of a peer, or of an invitation."""
-    name: str
-    why: str
-    time: float = 0.0
+    name: _Text
+    why: _Text
+    time: Annotated[float, Field(ge=0, le=fileio.LATEST)] = 0.0
     """When it was said, in seconds since 1970."""
     lifted: bool = False
+
+
+_LIST = TypeAdapter(list[Ban])
 
 
 class Bans:
@@ -87,13 +95,13 @@ class Bans:
     def add(self, ban: Ban) -> None:
         """From now on."""
         if ban.id not in self.read():
-            self._write_if_room(replace(ban, time=time.time()))
+            self._write_if_room(ban._replace(time=time.time()))
 
     def lift(self, name: str) -> list[Ban]:
         """Let those of that name (or id) take part again; who they were. Raises OSError."""
         found = [ban for ban in self.read().values() if name in (ban.name, ban.id)]
         for ban in found:
-            self._write(replace(ban, time=time.time(), lifted=True))
+            self._write(ban._replace(time=time.time(), lifted=True))
         return found
 
     def merge(self, others: Iterable[Ban]) -> None:
@@ -110,16 +118,13 @@ class Bans:
     def _write(self, ban: Ban) -> None:
         self._note(ban)
         if self._file is not None:
-            fileio.append_jsonl(self._file, {key: value for key, value in asdict(ban).items() if value is not False})
+            record = ban._asdict()
+            fileio.append_jsonl(self._file, {key: value for key, value in record.items() if value is not False})
 
     def _note(self, ban: Ban) -> None:
         known = self._said.get(ban.id)
-        if known is not None and known.time > ban.time:
-            return
-        self._said.pop(ban.id, None)
-        self._said[ban.id] = ban
-        if len(self._said) > _MOST_BANS:
-            del self._said[next(iter(self._said))]
+        if known is None or known.time <= ban.time:
+            remember(self._said, ban.id, ban, _MOST_BANS)
 
 
 def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
@@ -127,9 +132,8 @@ def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
     rows: list[bytes] = []
     room = _LONGEST_LIST
     for ban in reversed(list(bans)):
-        row = json.dumps(
-            [ban.id, ban.name[: terminal.LONGEST_NAME], ban.why[:200], ban.time, ban.lifted], ensure_ascii=False
-        ).encode()
+        short = ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:200])
+        row = json.dumps(short, ensure_ascii=False).encode()
         room -= len(row) + 1
         if room < 0:
             break
@@ -146,15 +150,7 @@ def read_bans(admission: Admission, statement: bytes, *, now: float | None = Non
     if found.grant.role == "volunteer":
         raise UntrustedError("a volunteer bans nobody")
     latest = (time.time() if now is None else now) + _AHEAD_SECONDS
-    try:
-        bans = [Ban(*row) for row in fileio.parse(found.content)]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UntrustedError("it is no list of bans") from error
-    for ban in bans:
-        texts = all(isinstance(text, str) and len(text) <= 200 for text in (ban.id, ban.name, ban.why))
-        if not (texts and type(ban.lifted) is bool and fileio.is_time(ban.time)):
-            raise UntrustedError("it is no list of bans")
-    return [ban for ban in bans if ban.time <= latest]
+    return [ban for ban in parsed(_LIST, found.content, "list of bans") if ban.time <= latest]
 
 
 def banned_with(member: Member | None, peer_id: str, own_id: str) -> str:
@@ -186,50 +182,38 @@ def unban(run: Path, name: str) -> list[Ban]:
     return lifted
 
 
-@dataclass
 class Strikes:
     """Rounds in a row in which each peer's contribution was dropped."""
 
-    counts: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
 
     def note(self, verdicts: Iterable[Verdict], took_part: Iterable[str]) -> dict[str, str]:
         """Take in a round. Peer id -> why, of those for whom it was one too many.
 
         Args:
-            took_part: ids of all who were in the round; who was not neither gains nor loses by it.
+            took_part: ids of all peers in the round; one that was not in it neither gains nor loses by it.
         """
-        judged = list(verdicts)
-        dropped = {verdict.peer: verdict.why for verdict in judged if verdict.action == "dropped"}
-        neither = {verdict.peer for verdict in judged if verdict.action == "left out"}
+        dropped = {verdict.peer: verdict.why for verdict in verdicts if verdict.action == "dropped"}
+        neither = {verdict.peer for verdict in verdicts if verdict.action == "left out"}
         for peer in set(took_part) - dropped.keys() - neither:
             self.counts.pop(peer, None)
-        out: dict[str, str] = {}
-        for peer, why in dropped.items():
-            self.counts[peer] = self.counts.pop(peer, 0) + 1
-            if self.counts[peer] >= STRIKES:
-                del self.counts[peer]
-                out[peer] = why
-        while len(self.counts) > _MOST_SUSPECTS:
-            del self.counts[next(iter(self.counts))]
+        for peer in dropped:
+            remember(self.counts, peer, self.counts.get(peer, 0) + 1, _MOST_SUSPECTS)
+        out = {peer: why for peer, why in dropped.items() if self.counts.get(peer, 0) >= STRIKES}
+        for peer in out:
+            del self.counts[peer]
         return out
 
 
 def _read(file: Path) -> Iterable[Ban]:
     for record in fileio.read_jsonl(file):
         if isinstance(record.get("id"), str):
+            name, why = (text if isinstance(text := record.get(key), str) else "" for key in ("name", "why"))
             said = record.get("time")
             yield Ban(
-                record["id"],
-                _text(record, "name"),
-                _text(record, "why"),
-                float(said) if fileio.is_time(said) else 0.0,
-                record.get("lifted") is True,
+                record["id"], name, why, float(said) if fileio.is_time(said) else 0.0, record.get("lifted") is True
             )
-
-
-def _text(record: Mapping[str, object], key: str) -> str:
-    value = record.get(key)
-    return value if isinstance(value, str) else ""
 
 
 # Who is out: invitations that the owner has revoked, and bans by its side; as this peer has heard, and passes on.
@@ -267,7 +251,7 @@ class Excluded:
 
     def take(self, key: str, found: Any) -> None:
         """Take over what the DHT has returned for one of the two lists."""
-        for entry in found.value.values() if found is not None and isinstance(found.value, dict) else ():
+        for entry in entries(found):
             with suppress(UntrustedError):
                 self.hear(key, entry.value)
 
@@ -315,27 +299,17 @@ _EVENTS: Mapping[Action, Remark] = {
 }
 
 
-class Screening(Protocol):
-    """The averager, as far as the sentry asks it (`trainkit.swarm.averager.GuardedAverager`)."""
-
-    def expect(self, possible: Mapping[str, float]) -> None: ...
-    def findings(self) -> Collection[Any]: ...
-
-
-def nobody(banned: Collection[str]) -> None:
-    """Enforces no ban."""
-
-
 @dataclass
 class Sentry:
     """Keeps watch over one reducer's rounds."""
 
-    averager: Screening
+    averager: Any
+    """Is told what its group can have trained on, and tells its findings (`trainkit.swarm.exchange`)."""
     bans: Bans
     remark: Callable[..., None] = lambda kind, **facts: None
     """Writes an event."""
     say: Callable[[str], None] = lambda line: None
-    enforce: Callable[[Collection[str]], None] = nobody
+    enforce: Callable[[Collection[str]], None] = lambda banned: None
     """Shuts the door on exactly these ids (`Admission.ban`)."""
     invitation_of: Callable[[str], str] = str
     """Peer id -> what is banned with it: its invitation, or itself; empty for whom nobody bans."""
@@ -404,10 +378,9 @@ class Sentry:
                 self.say(f"  {name} is banned by another peer of the owner's side: {why}")
         self._told.clear()
         self.enforce(banned)
-        self._enforced.clear()
-        self._enforced.update(banned)
+        self._enforced = set(banned)
 
-    def _credit(self, found: Any, peers: Mapping[str, PeerProgress]) -> None:
+    def _credit(self, found: Findings, peers: Mapping[str, PeerProgress]) -> None:
         """Who has just come may not have told its name yet: its first round is credited with the next one."""
         now: list[Counted] = []
         late, self._unnamed = self._unnamed, {}

@@ -15,11 +15,11 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
-from trainkit.swarm import address, dialback
+from trainkit.swarm import address
 from trainkit.swarm.access import REVOKED
 from trainkit.swarm.address import Memory, addresses_in, identity_in, known_of, saved_peer
 from trainkit.swarm.admission import Admission, keep_key, key_of, own_pass
-from trainkit.swarm.dht import SwarmDHT, Watch
+from trainkit.swarm.dht import SwarmDHT, Watch, reached
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.link import creators_share, fitted
 from trainkit.swarm.messages import Manifest, PeerProgress, RoundClock
@@ -51,7 +51,7 @@ def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
     places = elsewhere([*known, *(told.addresses if told is not None else ())], dht.addresses())
     if not places:
         return
-    there: list[str] = dht.in_dht(partial(dialback.reached, at=tuple(dict.fromkeys(places))), _DIAL_SECONDS, [])
+    there: list[str] = dht.in_dht(partial(reached, at=tuple(dict.fromkeys(places))), _DIAL_SECONDS, [])
     if there:
         raise UserError(
             "This run goes on already, on another machine.",

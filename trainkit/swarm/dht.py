@@ -1,4 +1,4 @@
-"""A peer's place in the swarm's DHT: start, publish, read, leave; every step bounded in time.
+"""A peer's place in the swarm's DHT: start, publish, read, be reached, leave; every step bounded in time.
 
 One DHT is one swarm. Records of ours in it: the creator's manifest, every peer's progress and credential, and the lists
 of those who are out.
@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import hivemind
+from google.protobuf.wrappers_pb2 import BytesValue, Int64Value, StringValue  # type: ignore[import-untyped]
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.auth import AuthRole, AuthRPCWrapper
+from hivemind.utils.multiaddr import Multiaddr
 
+from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.contributions import Contribution
-from trainkit.swarm import address, dialback, processes
-from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, Identity, bound_records, peer_key
-from trainkit.swarm.address import known_of
-from trainkit.swarm.admission import Admission, Member
+from trainkit.swarm import address, processes
+from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, Identity
+from trainkit.swarm.address import known_of, worth_dialling
+from trainkit.swarm.admission import Member, introduced, peer_key
 from trainkit.swarm.bans import Excluded
-from trainkit.swarm.dialback import Seen, Uploaded, redial
-from trainkit.swarm.invitations import NOBODY, UntrustedError
+from trainkit.swarm.exchange import DHT
+from trainkit.swarm.invitations import NOBODY
 from trainkit.swarm.messages import (
     Manifest,
     PeerProgress,
@@ -39,7 +45,225 @@ from trainkit.swarm.messages import (
     progress_in,
 )
 
-# Where libp2p's daemon listens, and what a user can do when a node does not start.
+# What runs inside the DHT's own process, as coroutines of its dht and node. First: how much this peer can send in a
+# second, by sending it to one of the swarm.
+#
+# What is sent is a few messages of zeros, of which the other one says how long they were. They go the way of
+# everything that peers send each other, libp2p's encryption included, so that the figure is what an exchange can
+# have.
+
+_UPLOAD_HANDLER = "trainkit.upload"
+# Of one message; the largest that libp2p's daemon takes at all is four times that.
+SIZES = (1 << 16, 1 << 18, 1 << 20)
+# A message that takes so long has told enough.
+_ENOUGH_SECONDS = 0.5
+# The slowest link that is measured: 64 KiB in this time.
+_SLOWEST_SECONDS = 10.0
+# What is taken within an hour of one peer, and of all: more would be a load, and no measurement.
+_OF_ONE, _OF_ALL = 16 << 20, 1 << 30
+
+
+@dataclass
+class Allowance:
+    """What peers have sent within the hour."""
+
+    began: float
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def takes(self, peer: str, size: int, now: float) -> bool:
+        """Whether so much more may come from ``peer``; it is then counted."""
+        if now - self.began > 3600.0:
+            self.began, self.sent = now, {}
+        own = self.sent.get(peer, 0) + size
+        if size > SIZES[-1] or own > _OF_ONE or sum(self.sent.values()) + size > _OF_ALL:
+            return False
+        self.sent[peer] = own
+        return True
+
+
+async def serve_upload(dht: Any, node: Any) -> None:
+    """From now on take what members send to measure their link."""
+    allowance = Allowance(time.monotonic())
+
+    async def answer(request: BytesValue, context: P2PContext) -> Int64Value:
+        peer, size = str(context.remote_id), len(request.value)
+        if node.protocol.authorizer.admission.admitted(peer) is None:
+            raise RuntimeError("not invited")
+        if not allowance.takes(peer, size, time.monotonic()):
+            raise RuntimeError("too much")
+        return Int64Value(value=size)
+
+    await node.p2p.add_protobuf_handler(_UPLOAD_HANDLER, answer, BytesValue)
+
+
+async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: float) -> float:
+    """Send to the first of the peers at these addresses that takes it.
+
+    Args:
+        enough: bytes per second; a link of which that much is known is not measured further.
+
+    Returns:
+        Bytes per second; of a fast link the least that it can be. 0: it could not be measured.
+    """
+    for name in dict.fromkeys(map(address.peer_of, to)):
+        peer, rate = PeerID.from_base58(name), 0.0
+
+        async def send(size: int, peer: PeerID = peer) -> float:
+            began = time.perf_counter()
+            call = node.p2p.call_protobuf_handler(peer, _UPLOAD_HANDLER, BytesValue(value=bytes(size)), Int64Value)
+            taken = await asyncio.wait_for(call, _SLOWEST_SECONDS)
+            return time.perf_counter() - began if taken.value == size else math.inf
+
+        with suppress(Exception):  # gone, or another version: the next one, or what is known by then
+            # A message of nothing takes as long as the way there and back; the first one also opens the connection.
+            there_and_back = min([await send(0), await send(0)])
+            for size in SIZES:
+                took = await send(size)
+                rate = size / max(took - there_and_back, 1e-3)  # a link gives the first bytes away: the largest counts
+                if took >= _ENOUGH_SECONDS or rate >= enough:
+                    break
+        if rate:
+            return rate
+    return 0.0
+
+
+# Can others reach this peer? Somebody who is in the swarm dials it.
+#
+# A peer that only believes that it can be reached spoils rounds: it is made a reducer, and nobody's part arrives. So it
+# begins as one that only calls out, and becomes a full member of the DHT once somebody has dialled it.
+
+_DIALBACK_HANDLER = "trainkit.dial_back"
+_LONGEST = 4000
+# libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
+_DIAL_SECONDS = 10.0
+_ASK_SECONDS = 50.0
+_AT_A_TIME, _MOST_WAITING = 2, 16
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What another peer has seen of this one."""
+
+    by: str
+    """Its id; empty if nobody has answered."""
+    ip: str = ""
+    """From where this peer's connection comes to it."""
+    reached: tuple[str, ...] = ()
+    """Addresses at which it has reached this peer."""
+    tried: tuple[str, ...] = ()
+    clock: float = 0.0
+    """How far its clock is ahead of this machine's, in seconds."""
+
+
+async def serve_dialback(dht: Any, node: Any) -> None:
+    """From now on dial back whoever asks, and do for others what else a peer does that can be reached."""
+    some_at_a_time = asyncio.Semaphore(_AT_A_TIME)
+    waiting: set[str] = set()
+
+    async def answer(request: StringValue, context: P2PContext) -> StringValue:
+        now, peer = time.time(), str(context.remote_id)
+        if node.protocol.authorizer.admission.admitted(peer) is None:
+            raise RuntimeError("not invited")
+        if peer in waiting or len(waiting) >= _MOST_WAITING:  # or strangers would have this machine do nothing else
+            raise RuntimeError("busy")
+        waiting.add(peer)
+        try:
+            ip = await _ip_of(node, context.remote_id)
+            tried = worth_dialling(_asked(request.value), ip)
+            async with some_at_a_time:
+                reached = [item for item in tried if await address.answers_at(f"{item}/p2p/{peer}", _DIAL_SECONDS)]
+        finally:
+            waiting.discard(peer)
+        return StringValue(value=json.dumps({"time": now, "ip": ip, "tried": tried, "reached": reached}))
+
+    await node.p2p.add_protobuf_handler(_DIALBACK_HANDLER, answer, StringValue)
+    await serve_upload(dht, node)
+    await address.serve_wall_clock(node)
+
+
+async def ask_for_dialback(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
+    """Have one of the peers at these addresses dial this one back; the first that answers."""
+    own = [str(item) for item in await node.p2p.get_visible_maddrs(latest=True)]
+    request = StringValue(value=json.dumps([item.rpartition("/p2p/")[0] for item in own][:8]))
+    for item in of:
+        peer, began = PeerID.from_base58(address.peer_of(item)), time.time()
+        with suppress(Exception):  # gone, or another version: the next one
+            answer = await asyncio.wait_for(
+                node.p2p.call_protobuf_handler(peer, _DIALBACK_HANDLER, request, StringValue), _ASK_SECONDS
+            )
+            said = fileio.parse(answer.value[:_LONGEST])
+            return Seen(
+                by=str(peer),
+                ip=str(said["ip"])[:64],
+                reached=known_of([f"{one}/p2p/{node.peer_id}" for one in said["reached"]]),
+                tried=known_of([f"{one}/p2p/{node.peer_id}" for one in said["tried"]]),
+                clock=float(said["time"]) - began,
+            )
+    return Seen(by="")
+
+
+async def reached(dht: Any, node: Any, *, at: Sequence[str]) -> list[str]:
+    """Those of the addresses, at most eight, at which the peer that they name answers."""
+    tried = at[:8]
+    answers = await asyncio.gather(*(address.answers_at(item, _DIAL_SECONDS) for item in tried))
+    return [item for item, answer in zip(tried, answers, strict=True) if answer]
+
+
+async def become_member(dht: Any, node: Any) -> None:
+    """Of a node that has only called out, make one that answers, as if it had been started so."""
+    protocol = node.protocol
+    protocol.client_mode = False
+    protocol.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
+    wrapper = AuthRPCWrapper(protocol, AuthRole.SERVICER, protocol.authorizer)
+    await protocol.add_p2p_handlers(protocol.p2p, wrapper)
+    await node.find_nearest_nodes([node.node_id])  # whoever is asked learns of it
+    await serve_dialback(dht, node)
+
+
+def _asked(text: str) -> list[str]:
+    try:
+        found = fileio.parse(text[:_LONGEST])
+    except ValueError:
+        return []
+    return [str(item)[:200] for item in found[:8]] if isinstance(found, list) else []
+
+
+async def _ip_of(node: Any, peer: PeerID) -> str:
+    for info in await node.p2p.list_peers():
+        if info.peer_id == peer:
+            for item in map(str, info.addrs):
+                parts = item.split("/")
+                if len(parts) > 2 and parts[1] in ("ip4", "ip6"):
+                    return parts[2]
+    return ""
+
+
+# Peers that this node has lost are found again.
+#
+# hivemind forgets a peer that does not answer, and a node that has forgotten everybody stays alone for ever. libp2p
+# dials an address again when it is asked to, sooner or later: after each failure it waits longer, 6 s at first, 5
+# minutes at most. So it is only asked to where somebody listens by now; else a peer that comes back would not be seen
+# for minutes.
+
+_REDIAL_SECONDS = 6.0
+
+
+async def redial(dht: Any, node: Any, *, addresses: Sequence[str]) -> int:
+    """Connect to each of the peers and take those that answer into the routing table; how many do."""
+    answers = await asyncio.gather(*(_answers(node, item) for item in addresses))
+    if any(answers):
+        await node.find_nearest_nodes([node.node_id])  # and by them everybody else
+    return sum(answers)
+
+
+async def _answers(node: Any, item: str) -> bool:
+    peer = PeerID.from_base58(address.peer_of(item))
+    if peer == node.peer_id or not await address.listens(item):
+        return False
+    machine = Multiaddr(item.rpartition("/p2p/")[0])
+    with suppress(Exception):  # refused, unreachable, or too early to ask again: the ping says what matters
+        await asyncio.wait_for(node.p2p._client.connect(peer, [machine]), _REDIAL_SECONDS)
+    return await node.protocol.call_ping(peer) is not None
 
 
 def check_listening(host: str, port: int) -> None:
@@ -58,12 +282,6 @@ def check_listening(host: str, port: int) -> None:
             why=f"{getattr(error, 'strerror', None) or error}.",
             fix="Choose another --port, or a --host that is an IP address of this machine.",
         ) from None
-
-
-def listen_on(host: str | None, port: int) -> str:
-    if host is None:
-        return "/ip4/127.0.0.1/tcp/0"  # libp2p insists on listening; nobody is told of it
-    return f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}"
 
 
 def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> TrainkitError:
@@ -88,35 +306,12 @@ def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> Trainki
 
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
-# For what the node's process knows itself; it answers in milliseconds.
-_ANSWER_SECONDS = 30.0
 _PROVE_SECONDS = 60.0
 _UPLOAD_SECONDS = 30.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
 # Until it has trained its first round.
 INTRODUCED_SECONDS = 600.0
-
-
-class _DHT(hivemind.DHT):  # type: ignore[misc]
-    def run_coroutine(self, coro: Any, return_future: bool = False) -> Any:
-        """As hivemind's, which waits for ever for the answer of a process that has died.
-
-        Raises RunFailedError.
-        """
-        future = super().run_coroutine(coro, return_future=True)
-        if return_future:
-            return future
-        try:
-            return future.result(_ANSWER_SECONDS)
-        except (FutureTimeoutError, OSError):
-            raise processes.helper_has_died() from None
-
-    def run(self) -> None:
-        processes.become_helper(self._parent_pid)
-        processes.subprocesses_die_with_us()
-        bound_records(PROGRESS)
-        super().run()
 
 
 class SwarmDHT:
@@ -204,17 +399,15 @@ class SwarmDHT:
 
         ``as_member``: if it is reached, it is a member from then on.
         """
-        seen: Seen = self.in_dht(partial(dialback.ask, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
+        seen: Seen = self.in_dht(partial(ask_for_dialback, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
         if seen.reached and as_member:
-            self.in_dht(dialback.become_member, _PROVE_SECONDS, None)
+            self.in_dht(become_member, _PROVE_SECONDS, None)
             self.client_mode = False
         return seen
 
-    def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> Uploaded:
-        """How much this peer can send in a second to somebody at ``peers``, see `dialback.measure`."""
-        work = partial(dialback.measure, to=tuple(peers), enough=enough)
-        found: Uploaded = self.in_dht(work, _UPLOAD_SECONDS, Uploaded(0.0))
-        return found
+    def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> float:
+        """Bytes that this peer can send in a second to somebody at ``peers``, see `measure_upload`."""
+        return float(self.in_dht(partial(measure_upload, to=tuple(peers), enough=enough), _UPLOAD_SECONDS, 0.0))
 
     def in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
         """What the coroutine ``work(dht, node)`` returns, in the node's process; ``otherwise`` if it takes too long."""
@@ -251,17 +444,6 @@ async def _read_together(dht: Any, node: Any, *, keys: Sequence[str]) -> Any:
     return await node.get_many(keys, sufficient_expiration_time=float("inf"))
 
 
-def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
-    """Who a peer is, by what the DHT returned for `peer_key`; None if it does not take part."""
-    if found is None or not isinstance(found.value, dict):
-        return None
-    for entry in found.value.values():
-        with suppress(UntrustedError, AttributeError, TypeError):
-            if (member := admission.introduce(entry.value)).peer_id == peer_id:
-                return member
-    return None
-
-
 @contextmanager
 def open_dht(
     identity: Identity,
@@ -289,12 +471,15 @@ def open_dht(
         address.check(item)
     if host is not None:
         check_listening(host, port)
-    node = _DHT(
+    # libp2p insists on listening; without a host nobody is told of it.
+    machine = "/ip4/127.0.0.1/tcp/0" if host is None else f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}"
+    client_mode = host is None or not proven
+    node = DHT(
         initial_peers=list(peers) or None,
         start=False,
-        client_mode=host is None or not proven,
+        client_mode=client_mode,
         dht_mode="client" if host is None else "server",
-        host_maddrs=[listen_on(host, port)],
+        host_maddrs=[machine],
         identity_path=str(identity.path),
         check_if_identity_free=identity.kept,
         record_validators=identity.validators(),
@@ -315,9 +500,9 @@ def open_dht(
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
             raise explain(error, peers, invited=identity.own.grant.owner != NOBODY) from None
-        dht = SwarmDHT(node, identity, mine, client_mode=host is None or not proven)
-        if host is not None and proven:
-            dht.in_dht(dialback.serve_dialback, _READ_SECONDS, None)
+        dht = SwarmDHT(node, identity, mine, client_mode=client_mode)
+        if not client_mode:
+            dht.in_dht(serve_dialback, _READ_SECONDS, None)
         dht.introduce_myself(INTRODUCED_SECONDS, wait=bool(peers))
         yield dht
     finally:

@@ -1,7 +1,8 @@
-"""What keeps this machine from joining a swarm: each thing that joining needs, by itself; nothing is joined."""
+"""Check one by one what this machine needs to join a swarm, without joining it."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import socket
 import time
@@ -13,10 +14,10 @@ from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import TrainkitError
 from trainkit.run.folder import runs_root
 from trainkit.swarm import processes
-from trainkit.swarm.address import MOST_APART
+from trainkit.swarm.address import MEGABIT, MOST_APART
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.invitations import date
-from trainkit.swarm.link import MEGABIT, encoded_bytes, enough, in_words, load_for
+from trainkit.swarm.link import encoded_bytes, enough, in_words, load_for
 
 _TCP_SECONDS = 5.0
 # Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
@@ -45,22 +46,18 @@ class Finding:
 def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """Look at one thing after the other; what needs one that has failed is left out."""
     yield _device()
-    disk = _disk(env, 0)
-    if disk.exit_code:
+    if (disk := _disk(env, 0)).exit_code:
         yield disk
     if entry.invited:
         grant = entry.own.grant
         yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
     found = {item: list(_name_and_port(item)) for item in entry.addresses}
-    reached = [item for item, findings in found.items() if all(finding.exit_code == 0 for finding in findings)]
-    for finding in (finding for findings in found.values() for finding in findings):
+    reached = [item for item, findings in found.items() if not any(finding.exit_code for finding in findings)]
+    for finding in itertools.chain(*found.values()):
         # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
-        spared = reached and finding.exit_code
-        yield (
-            replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
-            if spared
-            else finding
-        )
+        if reached and finding.exit_code:
+            finding = replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
+        yield finding
     if reached:
         yield from _swarm(replace(entry, addresses=tuple(reached)), env)
 
@@ -75,20 +72,20 @@ def _name_and_port(item: str) -> Iterator[Finding]:
         return
     if kind.startswith("dns"):
         yield Finding("name", f"{host} is {found[0][4][0]}")
-    began = time.monotonic()
+    place, began = f"{host} port {port}", time.monotonic()
     try:
         socket.create_connection((host, int(port)), timeout=_TCP_SECONDS).close()
     except TimeoutError:
         fix = "A firewall drops it: let this machine call out to that port, or the other one be called; or try another "
-        yield Finding("tcp", f"{host} port {port} does not answer within {_TCP_SECONDS:.0f} s", f"{fix}address.", 1)
+        yield Finding("tcp", f"{place} does not answer within {_TCP_SECONDS:.0f} s", f"{fix}address.", 1)
     except ConnectionRefusedError:
         fix = "Nothing listens there: the run is over or restarting. Ask its creator, or try another address."
-        yield Finding("tcp", f"{host} port {port} refuses", fix, 1)
+        yield Finding("tcp", f"{place} refuses", fix, 1)
     except OSError as error:
         fix = "Look at this machine's network: `ip route get` that address."
-        yield Finding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 2)
+        yield Finding("tcp", f"{place}: {error.strerror or error}", fix, 2)
     else:
-        yield Finding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
+        yield Finding("tcp", f"{place} answers in {1000 * (time.monotonic() - began):.0f} ms")
 
 
 def _device() -> Finding:
@@ -114,8 +111,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
     try:
         processes.require_hivemind()
-        from trainkit.swarm import access
-        from trainkit.swarm.agreement import in_words, installed, parameters_in
+        from trainkit.swarm import access, agreement
         from trainkit.swarm.dht import open_dht, read_manifest
         from trainkit.swarm.spec import adapted
 
@@ -127,30 +123,29 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             if seen.by:
                 yield _clock(seen.clock)
             manifest = read_manifest(dht, entry.addresses)
-            config = adapted(manifest.config, (), allow_code=True)
-            rounds, over = config.collaborative, manifest.stopped
-            uploaded = dht.upload(entry.addresses).rate
+            rounds = adapted(manifest.config, (), allow_code=True).collaborative
+            uploaded = dht.upload(entry.addresses)
     except TrainkitError as error:
         name = "clock" if "clock" in error.what else "manifest" if "No run" in error.what else "swarm"
         yield Finding(name, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or name == "clock" else 1)
         return
     end = (manifest.first_round + rounds.rounds) * rounds.round_seconds
     by_time = rounds.sync == "diloco"
-    if over or (by_time and time.time() >= end):
+    if manifest.stopped or (by_time and time.time() >= end):
         yield Finding("manifest", f"{manifest.name} is over", "Join another run.", 1)
         return
     left = f"{(end - time.time()) / 60:.0f} minutes to go" if by_time else f"a run of {rounds.rounds} updates"
     yield Finding("manifest", f"{manifest.name}, {left}")
-    ours = installed()
-    theirs = {name: manifest.facts[name] for name in ours if name in manifest.facts}
-    differ = {name: theirs[name] for name in theirs if ours[name] != theirs[name]}
-    if differ:
-        wanted = " ".join(f"'{name}=={version}.*'" for name, version in differ.items())
-        yield Finding("versions", f"the creator has {in_words(differ)}", f"pip install {wanted}", 2)
+    ours = agreement.installed()
+    theirs = {name: version for name, version in manifest.facts.items() if name in ours and ours[name] != version}
+    if theirs:
+        wanted = " ".join(f"'{name}=={version}.*'" for name, version in theirs.items())
+        yield Finding("versions", f"the creator has {agreement.in_words(theirs)}", f"pip install {wanted}", 2)
     else:
         yield Finding("versions", "those of the creator")
-    yield _disk(env, parameters_in(manifest.facts))
-    yield _upload(uploaded, parameters_in(manifest.facts), rounds)
+    parameters = agreement.parameters_in(manifest.facts)
+    yield _disk(env, parameters)
+    yield _upload(uploaded, parameters, rounds)
 
 
 def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:

@@ -1,142 +1,98 @@
-"""One exchange of a group, in the averager's process: send, reduce, take the averages; who is late is left out.
+"""All that this kit overrides in hivemind's processes: how a group exchanges, and who may join, ask and lead.
 
-hivemind's butterfly all-reduce (`AllReduceRunner`), with these differences:
-
-- What goes back is the average itself, written once, and everybody uses what was written, the reducer too. So all
-  peers get the very same bits (hivemind sends every peer its own difference from the average, rounded).
-- A sender may leave parts out (weight 0, no bytes) and gets their averages all the same.
-- A sender for whose parts the others have waited ``patience`` seconds in all is left out of the rest. It too gets every
-  average, and is told which of its parts are in them.
-- Everything is counted.
+hivemind asks nobody who they are: any process that reaches an averager may join its groups, reduce for others and
+download its state. libp2p proves the id of a peer that asks; what that id may do is `Admission`'s answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import multiprocessing
 import struct
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Any, AsyncIterator, NamedTuple  # noqa: UP035 - by this very type hivemind tells streams from messages
 
-import msgpack
-import numpy as np
+import hivemind.averaging.averager
 import torch
-from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.averaging.partition import AllreduceException, BannedException, TensorPartReducer
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter, azip, enter_asynchronously
 from torch import Tensor
-from torch.nn.functional import pad
 
-from trainkit.swarm.link import BLOCK, CODECS, Codec, Sending, cuts, encoded_bytes
-from trainkit.swarm.robust import Limits, Screen
-
-# What an exchange came to, for one peer of the group.
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What an exchange came to, for one peer of the group. One entry a part, in the order of the vector."""
-
-    received: tuple[int, ...]
-    """Contributions in the average that has arrived here; 0: none has, and the vector holds this peer's own part."""
-    expected: tuple[int, ...]
-    """Contributions that peers had announced."""
-    counted: tuple[bool, ...]
-    """This peer's own part is in the average."""
-    reducers: tuple[str, ...]
-    """Id of the peer that has averaged it."""
-    late: tuple[str, ...]
-    """Ids of the peers that were left out here, with what they had not sent in time."""
-    bytes_up: int
-    bytes_down: int
-    """Of the parts, sent and received, as a sender and as a reducer. Not counted: what TCP and libp2p add, the search
-    for a group, the DHT, and the state for newcomers."""
-    timed_bytes: int
-    """Bytes of this peer's own parts that were counted, without the first that a reducer got."""
-    timed_seconds: float
-    """How long a reducer waited for those; of several the longest."""
-
-    def arrived_from(self) -> tuple[str, ...]:
-        """Who has averaged each part; empty where no average has arrived."""
-        return tuple(peer if count else "" for peer, count in zip(self.reducers, self.received, strict=True))
-
-    def refusing(self, peers: Collection[str], average: Tensor, own: Tensor) -> Outcome:
-        """As if the averages of these peers had not arrived: there ``average`` becomes this peer's ``own`` again."""
-        for part, peer in zip(cuts(average.numel()), self.reducers, strict=True):
-            if peer in peers:
-                average[part] = own[part]
-        out = [peer in peers for peer in self.reducers]
-        received = tuple(0 if gone else count for gone, count in zip(out, self.received, strict=True))
-        counted = tuple(is_in and not gone for gone, is_in in zip(out, self.counted, strict=True))
-        return replace(self, received=received, counted=counted)
-
-    def in_short(self) -> dict[str, Any]:
-        """What a round's record says of it."""
-        return {
-            "parts": sum(self.received),
-            "expected": sum(self.expected),
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
-            "late": self.late,
-        }
+from trainkit.swarm import processes
+from trainkit.swarm.access import bound_calls, bound_node
+from trainkit.swarm.admission import Guard, remember
+from trainkit.swarm.invitations import Pass
+from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
+from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, read_gathered
+from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, voices_of
+from trainkit.swarm.state import State, digest_of, has_drifted, in_order, read_state, reference_among, sign_digest
+from trainkit.swarm.sync_diloco import CommonState
 
 
-# How a part of a vector is written for the way to another peer: none, fp16, or 8 bit.
-#
-# hivemind's 8 bit codecs have one codebook for half a million values, in which layers of different scale spoil each
-# other (an error of 11 to 39 % of the vector's length; here 1.2 %, in a third of the time), and which numpy 2.4
-# cannot read back. Here every 512 values have a scale of their own, as in block-wise quantization (Dettmers et al.,
-# arXiv 2110.02861), which costs 0.8 % more bytes. What comes from others is never larger than the part that is
-# expected, and its bytes are only ever taken for numbers.
+class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
+    """Keeps the senders' values of a part until all are there, and averages what passes the screen."""
 
-_LARGEST_HALF = float(torch.finfo(torch.float16).max)
+    def __init__(self, own_parts: Sequence[Tensor], num_senders: int, screen: Screen) -> None:
+        """
+        Args:
+            own_parts: this peer's own, as views of the whole vector.
+        """
+        self._own, self._screen = own_parts, screen
+        self._arrived: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
+        super().__init__(tuple(part.shape for part in own_parts), num_senders)
 
+    async def accumulate_part(
+        self, sender_index: int, part_index: int, tensor_part: Tensor, weight: float = 1.0
+    ) -> Tensor:
+        """Take a part, wait for the others' of it, return the average."""
+        self.num_parts_received[sender_index] += 1
+        while part_index > self.current_part_index:
+            finished = asyncio.ensure_future(self.finished.wait())
+            await asyncio.wait({self.current_part_future, finished}, return_when=asyncio.FIRST_COMPLETED)
+            finished.cancel()
+            if self.finished.is_set():
+                raise AllreduceException("the averaging is over")
+        if self.sender_failed_after[sender_index] != float("inf"):
+            raise BannedException(f"sender {sender_index} has failed before")
+        future = self.current_part_future
+        # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies. Without
+        # weight the sender has left it out, see `exchange`: there is nothing to judge.
+        if weight != 0.0:
+            self._arrived[sender_index], self._weights[sender_index] = tensor_part, weight
+        self.current_part_accumulated_from += 1
+        self.check_current_part_finished()
+        average: Tensor = await future
+        return average
 
-def encode(part: Tensor, codec: Codec) -> bytes:
-    """``part``, a flat float32 vector on the CPU. Equal parts give equal bytes."""
-    if codec == "8bit":
-        blocks = pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-        scales = blocks.abs().amax(dim=1, keepdim=True) / 127.0
-        # A block of zeros has scale 0: divided by the smallest number there is, it stays zero.
-        levels = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        return bytes(scales.numpy().tobytes() + levels.view(-1)[: part.numel()].numpy().tobytes())
-    exact = part.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() if codec == "fp16" else part
-    return bytes(exact.numpy().tobytes())
-
-
-def decode(data: bytes, codec: str, values: int) -> Tensor:
-    """The ``values`` numbers in ``data``, as float32.
-
-    Raises ValueError when there is no such codec, or there is another number of them.
-    """
-    if codec not in CODECS:
-        raise ValueError("unknown codec")
-    if len(data) != encoded_bytes(values, codec):
-        raise ValueError(f"{len(data)} bytes instead of {encoded_bytes(values, codec)}")
-    if codec == "8bit":
-        blocks = -(-values // BLOCK)
-        scales = _numbers(data[: 4 * blocks], np.float32)
-        levels = pad(_numbers(data[4 * blocks :], np.int8).float(), (0, -values % BLOCK)).view(-1, BLOCK)
-        return (levels * scales[:, None]).view(-1)[:values].clone()
-    return _numbers(data, np.float16 if codec == "fp16" else np.float32).float()
-
-
-def _numbers(data: bytes, kind: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=kind).copy())
+    def check_current_part_finished(self) -> None:
+        """Average as soon as nobody is missing."""
+        if self.current_part_accumulated_from == self.num_current_senders:
+            own = self._own[self.current_part_index]
+            average = torch.zeros_like(own)
+            if self._arrived:
+                average = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
+            self._arrived, self._weights = {}, {}
+            self.current_part_future.set_result(average)
+            self.reset_accumulators()
 
 
 # In an answer: how many contributions are in the average, and how many were announced.
 _COUNTS = struct.Struct("<HH")
 
 
-@dataclass(frozen=True)
-class _Average:
+class _Average(NamedTuple):
     """A part as it goes back to everybody."""
 
     message: Any
@@ -145,12 +101,26 @@ class _Average:
 
 
 class Exchange(AllReduceRunner):  # type: ignore[misc]
-    """One run of the protocol; see the module."""
+    """One exchange of a group: send, reduce, take the averages; whoever is late is left out.
 
-    def __init__(self, *, sending: Sending, **runner: Any) -> None:
+    hivemind's butterfly all-reduce, with these differences:
+
+    - The average itself goes back, written once, and everybody uses what was written, the reducer too. So all peers
+      get the very same bits (hivemind sends every peer its own difference from the average, rounded).
+    - A sender may leave parts out (weight 0, no bytes) and gets their averages all the same.
+    - A sender for whose parts the others have waited ``sender_timeout`` seconds in total is left out of the rest. It
+      too gets every average, and is told which of its parts are in them.
+    - Everything is counted.
+    """
+
+    def __init__(self, *, sending: Sending, limits: Limits, **runner: Any) -> None:
         super().__init__(**runner)
         self.tensor_part_container.return_deltas = False
         self._sending = sending
+        self.screen = Screen([str(peer) for peer in self.sender_peer_ids], limits, sending.delicate)
+        self.tensor_part_reducer = ScreeningReducer(
+            self.parts_for_local_averaging, len(self.sender_peer_ids), self.screen
+        )
         by_peer = self.tensor_part_container.num_parts_by_peer
         self._first = [sum(by_peer[:index]) for index in range(len(by_peer))]
         self._own_first = self._first[self.ordered_peer_ids.index(self.peer_id)]
@@ -171,7 +141,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         """As a reducer: sender's id -> bytes of its parts that have arrived here."""
 
     def outcome(self) -> Outcome:
-        """What it came to, once it is over."""
+        """What the exchange came to, once it is over."""
         return Outcome(
             received=tuple(received for received, _ in self._counts),
             expected=tuple(expected for _, expected in self._counts),
@@ -206,7 +176,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                 if answer.code != averaging_pb2.AVERAGED_PART:
                     raise AllreduceException(f"{peer_id} sent {averaging_pb2.MessageCode.Name(answer.code)}")
                 counts = _COUNTS.unpack(answer.group_id)
-                values = _read(answer.tensor_part, part.numel()) if counts[0] else part
+                values = read_part(answer.tensor_part, part.numel()) if counts[0] else part
                 self._down += len(answer.tensor_part.buffer)
                 counted = answer.weight > 0
                 if counted:
@@ -231,7 +201,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                 message.code, message.group_id = averaging_pb2.PART_FOR_AVERAGING, self.group_id
             if weight > 0:
                 codec = self._sending.codec_of(first + index, self._sending.codec)
-                message.tensor_part.CopyFrom(_written(part, codec))
+                message.tensor_part.CopyFrom(written_part(part, codec))
                 self._bytes[first + index] = len(message.tensor_part.buffer)
                 self._up += self._bytes[first + index]
             yield message
@@ -294,9 +264,13 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                     self._down += len(message.tensor_part.buffer)
                     self.received[str(sender)] = self.received.get(str(sender), 0) + len(message.tensor_part.buffer)
                     weight = message.weight if 0.0 < message.weight < math.inf else 0.0
-                    part = _read_if_possible(message.tensor_part, own.numel()) if weight else torch.zeros_like(own)
+                    part = torch.zeros_like(own)
                     if weight:
                         arrived[index] = waited
+                        try:
+                            part = read_part(message.tensor_part, own.numel())
+                        except ValueError:  # nothing: the screen drops the sender, and says so
+                            part = torch.zeros(0)
                     await self._reduce(sender_index, index, part, weight)
                     taken += 1
             if taken < len(self.parts_for_local_averaging):
@@ -333,9 +307,9 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             return _Average(runtime_pb2.Tensor(), torch.zeros_like(averaged), counts)
         sending = self._sending
         others = len(self.active_senders - {self.peer_id})
-        message = _written(averaged, sending.codec_of(self._own_first + index, sending.codec_back))
+        message = written_part(averaged, sending.codec_of(self._own_first + index, sending.codec_back))
         self._up += len(message.buffer) * others  # they fetch it while this peer goes on
-        return _Average(message, _read(message, averaged.numel()), counts)
+        return _Average(message, read_part(message, averaged.numel()), counts)
 
     async def _ban_sender(self, peer_id: PeerID) -> None:
         await super()._ban_sender(peer_id)
@@ -352,218 +326,266 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             future.cancel()
 
 
-def _written(part: Tensor, codec: Codec) -> Any:
+def written_part(part: Tensor, codec: Codec) -> Any:
+    """A part as a message."""
     return runtime_pb2.Tensor(dtype=codec, buffer=encode(part, codec))
 
 
-def _read(message: Any, values: int) -> Tensor:
+def read_part(message: Any, values: int) -> Tensor:
+    """The ``values`` numbers of a part. Raises ValueError for anything else."""
     return decode(message.buffer, message.dtype, values)
 
 
-def _read_if_possible(message: Any, values: int) -> Tensor:
-    """Of what is not as agreed nothing: the screen drops whoever has sent it, and says so."""
-    try:
-        return _read(message, values)
-    except ValueError:
-        return torch.zeros(0)
+# Peers that average together; beyond that a reducer would do nothing else.
+_LARGEST_GROUP = 256
+# The others wait for a late peer in every round. A peer that is late too often in a row, where a round in which nothing
+# at all has come counts double, is not let into a group for so long; then for twice as long.
+_MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
+_MOST_REMEMBERED = 1000
+# After a peer was given the state it gets none for as long as that has taken, and at least so long.
+_FETCH_SECONDS = 0.5
+# Refusals that are told of a round; a stranger can cause as many as it likes.
+_MOST_REFUSALS = 32
+# For what the DHT's process knows itself; it answers in milliseconds.
+_ANSWER_SECONDS = 30.0
 
 
-# hivemind's all-reduce with a reducer that screens what it is sent before it averages.
+class _Matchmaking(Matchmaking):  # type: ignore[misc]
+    """Follows only those who may lead: a leader divides the work."""
+
+    def __init__(self, *args: Any, guard: Guard, **options: Any) -> None:
+        self._guard = guard
+        super().__init__(*args, **options)
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        return await super()._request_join_group(leader) if await self._guard.trusts(str(leader)) else None
 
 
-class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
-    """Keeps what the senders have sent of a part until all of it is there, and averages what passes the screen."""
+class _Averager(DecentralizedAverager):  # type: ignore[misc]
+    """hivemind's averager, for members only. Its class name is part of the protocol between peers.
 
-    def __init__(self, own_parts: Sequence[Tensor], num_senders: int, screen: Screen) -> None:
-        """
-        Args:
-            own_parts: this peer's own, as views of the whole vector.
-        """
-        self._own, self._screen = own_parts, screen
-        self._arrived: dict[int, Tensor] = {}
-        self._weights: dict[int, float] = {}
-        super().__init__(tuple(part.shape for part in own_parts), num_senders)
+    It lives in a process of its own; `expect`, `findings` and `get_current_state` are for the peer's own process.
+    """
 
-    async def accumulate_part(
-        self, sender_index: int, part_index: int, tensor_part: Tensor, weight: float = 1.0
-    ) -> Tensor:
-        """Take a part, wait for the others' of it, return the average."""
-        # hivemind says so by assertions, which would take a sender's mistake for ours.
-        if not (0 <= sender_index < self.num_senders and 0 <= part_index < self.num_parts):
-            raise BannedException(f"sender {sender_index} has sent a part {part_index} that does not exist")
-        self.num_parts_received[sender_index] += 1
-        while part_index > self.current_part_index:
-            finished = asyncio.ensure_future(self.finished.wait())
-            await asyncio.wait({self.current_part_future, finished}, return_when=asyncio.FIRST_COMPLETED)
-            finished.cancel()
-            if self.finished.is_set():
-                raise AllreduceException("the averaging is over")
-        if self.sender_failed_after[sender_index] != float("inf"):
-            raise BannedException(f"sender {sender_index} has failed before")
-        future = self.current_part_future
-        # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies. Without
-        # weight the sender has left it out, see `exchange`: there is nothing to judge.
-        if weight != 0.0:
-            self._arrived[sender_index], self._weights[sender_index] = tensor_part, weight
-        self.current_part_accumulated_from += 1
-        self.check_current_part_finished()
-        average: Tensor = await future
-        return average
+    def __init__(self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, **options: Any) -> None:
+        self.common, self.guard, self.own, self.run_id, self.codec = common, guard, own, run_id, codec
+        values = common.theta.numel()
+        self.plan = torch.zeros(1 + num_parts(values), dtype=torch.float64).share_memory_()
+        """The codec of this peer's parts, then each part's weight."""
+        self._found, self._tell = multiprocessing.Pipe(duplex=False)
+        self._possible: Mapping[str, float] = {}
+        self._refused: dict[str, Verdict] = {}
+        self._late: dict[str, tuple[int, float]] = {}
+        """Peer -> how often in a row it was late, and when it may come again."""
+        self._fetching: set[str] = set()
+        self._may_fetch: dict[str, float] = {}
+        """Peer -> when it may fetch the state again."""
+        super().__init__([torch.zeros(values)], guard.dht, **options)
 
-    def check_current_part_finished(self) -> None:
-        """Average as soon as nobody is missing."""
-        if self.current_part_accumulated_from == self.num_current_senders:
-            own = self._own[self.current_part_index]
-            average = torch.zeros_like(own)
-            if self._arrived:
-                average = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
-            self._arrived, self._weights = {}, {}
-            self.current_part_future.set_result(average)
-            self.reset_accumulators()
+    # In the peer's own process.
 
+    def expect(self, possible: Mapping[str, float]) -> None:
+        """What peers can have trained on in this round, see `Limits`."""
+        self._outer_pipe.send(("_expect", [], {"possible": dict(possible)}))
 
-def install_screen(runner: AllReduceRunner, limits: Limits, num_parameters: int) -> Screen:
-    """Let this peer's part of the vector in an all-reduce, that has not begun, be averaged by a `ScreeningReducer`."""
-    screen = Screen([str(peer) for peer in runner.sender_peer_ids], limits, num_parameters)
-    runner.tensor_part_reducer = ScreeningReducer(runner.parts_for_local_averaging, len(runner.sender_peer_ids), screen)
-    return screen
-
-
-# What a peer tells its group before they average, read as from a stranger.
-#
-# hivemind takes it as it comes: one peer that sends garbage ends the round for all, in every round.
-
-# What is known today takes 1.2 kB.
-_LONGEST = 4096
-Mode = Literal[0, 1, 2]
-NODE: Mode = 0
-CLIENT: Mode = 1
-AUX: Mode = 2
-"""hivemind's ``AveragingMode``: averages for others and trains; only trains; only averages for others."""
-
-Rate = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
-
-
-class About(BaseModel):
-    """What a peer says about itself; fields of later versions are passed over."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-    rate: Rate = 0.0
-    """Samples per second in this round."""
-    shares: bool = False
-    """Gives away its state."""
-    probe: Annotated[bytes, Field(max_length=1024)] = b""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What hivemind needs of a peer, and what the peer says."""
-
-    bandwidth: float | None
-    mode: Mode
-    about: About
-
-
-NOTHING = Gathered(None, CLIENT, About())
-"""Of who sends garbage: a peer of which nothing is wanted."""
-
-
-def read_gathered(data: bytes) -> Gathered | None:
-    """What ``data`` says; None if it is not what a peer of ours sends."""
-    if len(data) > _LONGEST:
-        return None
-    try:
-        bandwidth, mode, about = _unpacked(data)
-        if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0.0 <= bandwidth <= 1e12):
-            return None
-        if type(mode) is not int or mode not in (NODE, CLIENT, AUX):
-            return None
-        return Gathered(bandwidth, mode, About.model_validate(_unpacked(about)))
-    except (ValueError, TypeError, ValidationError, msgpack.UnpackException, RecursionError):
-        return None
-
-
-def _unpacked(data: bytes) -> Any:
-    """MessagePack's plain types only: hivemind's serializer also makes objects of its own from it."""
-    return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
-
-
-# How much the averager's process takes of a call: who may open how many, how long they may be silent, and say at
-# once.
-#
-# hivemind's streams wait for ever for the first word, for the rest of a message, and for somebody to read the
-# answers; and they make room for a message of whatever length its first eight bytes announce. All that before anybody
-# is asked who they are, so that it is open to whoever reaches the port.
-
-# Of one peer at once. An honest one looks for a group, sends its parts and fetches a state; and may do so anew while
-# what it has given up is still being closed.
-MOST_CALLS = 8
-# A part is 256 kB, the list of a full group 1 MB.
-LONGEST_MESSAGE = 1 << 21
-FIRST_SECONDS = 10.0
-# For the rest of a message that has begun, and for the other side to take an answer: 8 kB/s for the longest part.
-REST_SECONDS = 30.0
-
-
-def bound_calls() -> None:
-    """Call it in the averager's process before it listens."""
-    add = P2P.add_binary_stream_handler
-    calls: Counter[str] = Counter()
-
-    async def add_bounded(self: Any, name: str, handler: Any, balanced: bool = False) -> None:
-        async def bounded(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            peer = str(info.peer_id)
-            if calls[peer] >= MOST_CALLS:
-                writer.close()
-                return
-            calls[peer] += 1
-            try:
-                await handler(info, Reader(reader), Writer(writer))
-            finally:
-                calls[peer] -= 1
-                if not calls[peer]:
-                    del calls[peer]
-
-        await add(self, name, bounded, balanced=balanced)
-
-    P2P.add_binary_stream_handler = add_bounded
-
-
-class Reader:
-    """What hivemind uses of a stream's reader. To it whoever says too much or too little has hung up."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader, self._limit = reader, FIRST_SECONDS
-
-    async def readexactly(self, size: int) -> bytes:
-        """As asyncio's: a message's mark (one byte), its length (eight), or the message."""
-        if size > LONGEST_MESSAGE:
-            raise asyncio.IncompleteReadError(b"", size)
-        # Between messages there may be silence, as long as a search for a group lasts.
-        limit = None if size == 1 and self._limit == REST_SECONDS else self._limit
-        try:
-            found = await asyncio.wait_for(self._reader.readexactly(size), limit)
-        except asyncio.TimeoutError:
-            raise asyncio.IncompleteReadError(b"", size) from None
-        self._limit = REST_SECONDS
+    def findings(self) -> list[Findings]:
+        """Those of the rounds since the last call."""
+        found = []
+        while self._found.poll():
+            found.append(self._found.recv())
         return found
 
+    def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
+        """The state, and this peer's signature that it is the run's."""
+        round_index, *tensors = self.common.copy()
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, tuple(tensors), None
 
-class Writer:
-    """What hivemind uses of a stream's writer."""
+    # In the averager's process.
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+    def run(self) -> None:
+        processes.become_helper(self._parent_pid)
+        bound_calls()
+        # hivemind's averager makes it itself, and has no hook; this process has nothing else that makes one.
+        hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard)
+        super().run()
 
-    def write(self, data: bytes) -> None:
-        """As asyncio's."""
-        self._writer.write(data)
+    async def _expect(self, possible: dict[str, float]) -> None:
+        self._possible = possible
 
-    async def drain(self) -> None:
-        """Raises TimeoutError when nobody takes what was written."""
-        await asyncio.wait_for(self._writer.drain(), REST_SECONDS)
+    async def _step(self, **options: Any) -> None:
+        # What came of it is in its control; hivemind raises it once more, where nobody waits for it.
+        with suppress(Exception):
+            await super()._step(**options)
 
-    def close(self) -> None:
-        """As asyncio's."""
-        self._writer.close()
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """A peer wants to average with this one."""
+        if not await self._welcomes(request, context.remote_id):
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_join_group(request, context):
+            yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """A peer sends its part."""
+        if await self.guard.member(str(context.remote_id)) is None:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_aggregate_part(stream, context):
+            yield message
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """A peer wants to start from this one's state: it gets it once at a time, and not all of the time."""
+        peer, began = str(context.remote_id), time.monotonic()
+        if await self.guard.member(peer) is None or peer in self._fetching or self._may_fetch.get(peer, 0.0) > began:
+            return
+        self._fetching.add(peer)
+        try:
+            async for message in super().rpc_download_state(request, context):
+                yield message
+        finally:
+            self._fetching.discard(peer)
+            now = time.monotonic()
+            remember(self._may_fetch, peer, now + max(_FETCH_SECONDS, now - began), _MOST_REMEMBERED)
+
+    async def _welcomes(self, request: averaging_pb2.JoinRequest, remote_id: PeerID) -> bool:
+        peer = str(remote_id)
+        if await self.guard.member(peer) is None or len(self._matchmaking.current_followers) >= _LARGEST_GROUP:
+            return False
+        if self.is_benched(peer):
+            return False
+        gathered = read_gathered(request.gather)
+        if gathered is None:
+            why = "sent something unreadable about itself"
+        elif gathered.mode != CLIENT and not await self.guard.trusts(peer):
+            why = "wants to average for others, and is not of the owner's side"
+        else:
+            return True
+        if len(self._refused) < _MOST_REFUSALS:
+            self._refused[peer] = Verdict(peer, "dropped", why)
+        return False
+
+    def note_late(self, members: Iterable[str], late: Collection[str], arrived: Collection[str]) -> None:
+        """Note the members of a group, which of them were late, and of which anything has arrived."""
+        for peer in members:
+            times, _ = self._late.pop(peer, (0, 0.0))
+            if peer in late:
+                times += 1 if peer in arrived else 2
+                over = min(times - _MOST_LATE, 10)
+                pause = min(_BENCH_SECONDS * 2.0**over, _LONGEST_BENCH) if over >= 0 else 0.0
+                remember(self._late, peer, (times, time.monotonic() + pause), _MOST_REMEMBERED)
+
+    def is_benched(self, peer: str) -> bool:
+        """Whether the group goes on without that peer for a while."""
+        return self._late.get(peer, (0, 0.0))[1] > time.monotonic()
+
+    async def _load_state_from_peers(self, future: Any, timeout: float | None = None) -> None:
+        """The first state of a donor that the owner's side has signed, see `read_state`; None if nobody gives one."""
+        found = None
+        try:
+            found = await self._state_of_others()
+        finally:
+            with suppress(Exception):  # nobody waits for it any more
+                future.set_result(found)
+
+    async def _state_of_others(self) -> State | None:
+        key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
+        told, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
+        sizes = [self.common.theta.numel(), self.common.momentum.numel()]
+        for peer in await in_order(told, str(self.peer_id), self.guard.member):
+            with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
+                stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
+                stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
+                messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
+                return await read_state(messages, sizes, self.guard.admission, self.run_id)
+        return None
+
+    async def has_strayed(self, group: Mapping[PeerID, Gathered]) -> bool:
+        """Whether this peer's weights are others than those of the owner's side in the group."""
+        probes = {str(peer): told.about.probe for peer, told in group.items()}
+        own = probes[str(self.peer_id)]
+        known = [await self.guard.member(str(peer)) for peer, told in group.items() if told.about.shares]
+        trusted = [member for member in known if member is not None and member.trusted]
+        reference = reference_among(trusted, self.own.grant.role, str(self.peer_id))
+        if reference is None or not own:
+            return False
+        return has_drifted(probes[reference], torch.frombuffer(bytearray(own), dtype=torch.float32))
+
+    async def _aggregate_with_group(
+        self, group_info: GroupInfo, min_vector_size: int, **options: Any
+    ) -> tuple[dict[Any, Any], Outcome]:
+        """hivemind's, but for how the members' words are read, and for `Exchange` and the screen in it."""
+        # Garbage is read alike by all, and stops nobody.
+        told = zip(group_info.peer_ids, group_info.gathered, strict=True)
+        group = {peer: read_gathered(data) or NOTHING for peer, data in told}
+        modes = tuple(AveragingMode(member.mode) for member in group.values())
+        codec, *weights = self.plan.tolist()
+        if self.common.same_weights and await self.has_strayed(group):
+            weights = [0.0] * len(weights)
+        try:
+            reduces = [mode != AveragingMode.CLIENT for mode in modes]
+            async with enter_asynchronously(self.get_tensors()) as tensors:
+                runner = Exchange(
+                    p2p=self._p2p,
+                    servicer_type=type(self),
+                    prefix=self.prefix,
+                    tensors=tensors,
+                    group_id=group_info.group_id,
+                    ordered_peer_ids=group_info.peer_ids,
+                    peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
+                    modes=modes,
+                    sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
+                    limits=await self._limits(group),
+                    **options,
+                )
+                self._running_groups[group_info.group_id].set_result(runner)
+                async for tensor, average in azip(as_aiter(*tensors), runner):
+                    tensor.copy_(average)
+                self._report(runner)
+            return {peer: member.about.model_dump() for peer, member in group.items()}, runner.outcome()
+        except Exception as error:
+            raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
+
+    async def _limits(self, group: Iterable[PeerID]) -> Limits:
+        members = {str(peer): await self.guard.member(str(peer)) for peer in group}
+        known = {peer: member for peer, member in members.items() if member is not None}
+        trusted = {peer for peer, member in known.items() if member.trusted} | {str(self.peer_id)}
+        return Limits(frozenset(trusted), self._possible, voices_of(known))
+
+    def _report(self, runner: Exchange) -> None:
+        """Tell the peer's own process what came of a round."""
+        members = tuple(map(str, runner.ordered_peer_ids))
+        self.note_late(members, set(map(str, runner.banned_senders)), runner.received.keys())
+        verdicts = {verdict.peer: verdict for verdict in runner.screen.verdicts()}
+        found = (*verdicts.values(), *self._refused.values())
+        known = self.guard.admission.admitted
+        names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
+        self._tell.send(Findings(members, found, runner.screen.counted(), runner.received, names))
+        self._refused = {}
+
+
+class DHT(hivemind.DHT):  # type: ignore[misc]
+    """hivemind's node of the DHT, in a process of its own that is bounded and ends with its peer."""
+
+    def run_coroutine(self, coro: Any, return_future: bool = False) -> Any:
+        """As hivemind's, which waits for ever for the answer of a process that has died.
+
+        Raises RunFailedError.
+        """
+        future = super().run_coroutine(coro, return_future=True)
+        if return_future:
+            return future
+        try:
+            return future.result(_ANSWER_SECONDS)
+        except (FutureTimeoutError, OSError):
+            raise processes.helper_has_died() from None
+
+    def run(self) -> None:
+        processes.become_helper(self._parent_pid)
+        bound_node()
+        super().run()

@@ -144,7 +144,7 @@ class Guest(Session):
         needed = enough(values, agreed.compression, agreed.round_seconds)
         if not self.spec.trains or agreed.sync == "gradients":
             return None
-        measured = self.dht.upload(self.entry.addresses, enough=needed).rate
+        measured = self.dht.upload(self.entry.addresses, enough=needed)
         if not 0.0 < measured < needed:
             return None
         self.hooks.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))

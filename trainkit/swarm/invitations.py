@@ -20,15 +20,18 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, TypeVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trainkit import fileio
 from trainkit.errors import UserError
 from trainkit.swarm import address
 from trainkit.terminal import LONGEST_NAME
+
+T = TypeVar("T")
 
 # What is signed in a swarm, and how: Ed25519 (RFC 8032) over exact bytes, each signature for one purpose.
 #
@@ -101,6 +104,17 @@ def unpack(data: bytes, count: int) -> list[bytes]:
     return parts
 
 
+def parsed(kind: TypeAdapter[T], content: bytes, what: str) -> T:
+    """JSON that somebody has signed, if it has these types and bounds.
+
+    Raises UntrustedError, with ``what`` it is not, for anything else.
+    """
+    try:
+        return kind.validate_json(content, strict=True)
+    except ValidationError as error:
+        raise UntrustedError(f"it is no {what}") from error
+
+
 Role = Literal["owner", "reducer", "volunteer"]
 """Owner: holds the run's key. Reducer: trusted, averages for others and gives away the state. The owner's side is
 these two. Volunteer: everybody else; calls out only, neither averages for others nor gives away a state."""
@@ -117,7 +131,8 @@ _TOKEN = re.compile(r"(?<![\w/.-])trainkit\d+\.(?:(?!\s+python\b).)*", re.DOTALL
 _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
-_LATEST = 1 << 40  # seconds since 1970; JSON has no limit of its own
+# Of a grant: run, owner, key, name, role, and the second since 1970 at which it expires.
+_GRANT = TypeAdapter(tuple[str, str, str, str, Role, Annotated[int, Field(gt=0, lt=1 << 40)]])
 
 
 @dataclass(frozen=True)
@@ -147,17 +162,12 @@ class Grant:
     @classmethod
     def from_bytes(cls, data: bytes) -> Grant:
         """Raises UntrustedError unless every field has its type and size."""
-        try:
-            run, owner, key, name, role, expires = fileio.parse(data)
-            grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
-        except (ValueError, TypeError, RecursionError) as error:  # also JSON's and base64's own
-            raise UntrustedError("it is no invitation") from error
+        run, owner, key, name, role, expires = parsed(_GRANT, data, "invitation")
+        grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
         if not (_is_name(run, _LONGEST_RUN) and _is_name(name, LONGEST_NAME)):
             raise UntrustedError("its names are too long or cannot be printed")
-        if len(grant.owner) != KEY_SIZE or len(grant.key) != KEY_SIZE or role not in get_args(Role):
+        if len(grant.owner) != KEY_SIZE or len(grant.key) != KEY_SIZE:
             raise UntrustedError("it is no invitation")
-        if type(expires) is not int or not 0 < expires < _LATEST:
-            raise UntrustedError("it has no date of expiry")
         return grant
 
 
@@ -182,14 +192,6 @@ class Statement:
 
     grant: Grant
     content: bytes
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """A token, read: the pass, and where the swarm is."""
-
-    own: Pass
-    addresses: tuple[str, ...]
 
 
 def grant(owner: Key, run: str, name: str, role: Role, expires: float) -> Pass:
@@ -248,7 +250,7 @@ def write_token(own: Pass, addresses: Sequence[str]) -> str:
     where = json.dumps(list(addresses[:_MOST_ADDRESSES])).encode()
     body = pack([own.grant.to_bytes(), own.signature, own.key.seed, where])
     # Signed as a whole as well: a token that lost a letter on its way is told from one that leads nowhere.
-    return PREFIX + base64.urlsafe_b64encode(pack([body, own.key.sign("token", body)])).decode().rstrip("=")
+    return PREFIX + _text(pack([body, own.key.sign("token", body)]))
 
 
 def looks_like(text: str) -> bool:
@@ -256,8 +258,9 @@ def looks_like(text: str) -> bool:
     return _TOKEN.search(text) is not None
 
 
-def read_token(text: str, *, now: float | None = None) -> Invitation:
-    """The invitation in ``text``; quick, so that a mistyped one is refused before anything heavy is imported.
+def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str, ...]]:
+    """The invitation in ``text``, and the addresses of the swarm. Quick: a mistyped one is refused before anything
+    heavy is imported.
 
     Raises UserError, which does not repeat the token: it is a secret.
     """
@@ -292,7 +295,7 @@ def read_token(text: str, *, now: float | None = None) -> Invitation:
             why=f"It was good until {date(own.grant.expires)}.",
             fix="Ask whoever runs it for another.",
         )
-    return Invitation(own, found)
+    return own, found
 
 
 def credited(invited: str, said: str) -> str:
@@ -310,8 +313,8 @@ def as_name(text: str) -> str:
     return "".join(letter for letter in text if letter.isprintable())[:LONGEST_NAME] or "peer"
 
 
-def _is_name(text: object, longest: int) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= longest and text.isprintable()
+def _is_name(text: str, longest: int) -> bool:
+    return 0 < len(text) <= longest and text.isprintable()
 
 
 def date(seconds: float) -> str:

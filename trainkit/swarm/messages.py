@@ -1,4 +1,4 @@
-"""What peers of a swarm tell one another through its DHT: the creator's manifest, and every peer's progress."""
+"""What peers of a swarm tell one another: the creator's manifest, every peer's progress, and the clock of rounds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Annotated, Any
 
 import base58
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+import msgpack
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trainkit import terminal
 from trainkit.data.base import DataInfo, Splits
@@ -21,37 +22,47 @@ from trainkit.swarm import address
 
 PROTOCOL = 3
 
+Text = Annotated[str, Field(strict=True, max_length=128)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def _size(most: int) -> Any:
+    """A bound on what a model is built by: a plausible one is smaller, and a larger one would fill the memory."""
+    return Field(strict=True, ge=1, le=most)
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """What all peers of a run have in common."""
+    """What all peers of a run have in common. No node keeps one whose fields are not of these types and bounds."""
 
-    run_id: str
-    name: str
-    config: str
+    run_id: Text
+    name: Text
+    config: Annotated[str, Field(strict=True, max_length=100_000)]
     """The complete configuration as YAML."""
-    first_round: int
-    owner: str
+    first_round: Count
+    owner: Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
     """The owner's public key, in hex."""
-    num_classes: int
+    num_classes: Annotated[int, _size(1 << 20)]
     """Of the data; a peer that does not train builds its model by this and the next two."""
-    in_chans: int
-    image_size: int
-    open_run: bool = False
+    in_chans: Annotated[int, _size(1024)]
+    image_size: Annotated[int, _size(1 << 14)]
+    open_run: Flag = False
     """Whoever has an address may take part, as a volunteer."""
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True, max_length=500)]] = field(
+        default_factory=dict
+    )
     """What every peer must have alike, see `facts_of`."""
-    stopped: bool = False
+    stopped: Flag = False
     """The creator has ended the run before its last round."""
-    protocol: int = PROTOCOL
+    protocol: Count = PROTOCOL
 
 
 MOST_PEERS = 1000
-"""Of whom a node keeps records under one key, and of whom a reader takes note."""
+"""Peers of whom a node keeps records under one key, and of whom a reader takes note."""
 
-Name = Annotated[str, Field(strict=True, max_length=128), AfterValidator(lambda text: terminal.name(text) or "?")]
-Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[Text, AfterValidator(lambda text: terminal.name(text) or "?")]
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class PeerProgress:
     group: Annotated[Count, Field(le=100_000)]
     """Peers that averaged together, itself included; 0: it went on alone."""
     time: Annotated[Number, Field(ge=0.0, le=1e11)]
-    client: Annotated[bool, Field(strict=True)] = False
+    client: Flag = False
     """It only calls out, as behind a router, and so neither reduces nor gives its state away."""
     parts: Count = 0
     """Parts of the average that reached it, of ``expected``."""
@@ -84,8 +95,13 @@ class PeerProgress:
     """Where others reach the peer; empty if they cannot."""
 
 
+_MANIFEST, _PROGRESS = TypeAdapter(Manifest), TypeAdapter(PeerProgress)
+_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
+MOST_CREDITED = 200
+
+
 def manifests_in(found: Any) -> dict[str, Manifest]:
-    """Peer id -> manifest, of what the DHT returned for `MANIFEST`."""
+    """Peer id -> manifest, of what the DHT returned for `access.MANIFEST`."""
     return {peer: Manifest(**value) for peer, value in _records(found).items()}
 
 
@@ -95,19 +111,33 @@ def progress_in(found: Any) -> dict[str, PeerProgress]:
     return {peer: own for peer, own in read.items() if own is not None}
 
 
+def is_manifest(value: object) -> bool:
+    """Whether it is a manifest of this version, with every field and no other."""
+    with suppress(ValidationError):
+        _MANIFEST.validate_python(value)
+        return isinstance(value, dict) and value.keys() == {one.name for one in fields(Manifest)}
+    return False
+
+
 def progress_of(value: object) -> PeerProgress | None:
     """One record as somebody has written it; None if it is not one. Fields of later versions are passed over."""
-    try:
+    with suppress(ValidationError):
         return _PROGRESS.validate_python(value)
-    except ValidationError:
-        return None
+    return None
 
 
-_PROGRESS = TypeAdapter(PeerProgress)
+def is_credits(value: object) -> bool:
+    """Whether it is a `credit_record`; whoever reads one looks at the types in its rows."""
+    rows = value.get("rows") if isinstance(value, dict) and len(value) == 1 else None
+    return (
+        isinstance(rows, list)
+        and len(rows) <= MOST_CREDITED
+        and all(isinstance(row, list) and len(row) == len(_CREDIT) for row in rows)
+    )
 
 
 def credits_in(found: Any) -> dict[str, list[Contribution]]:
-    """Peer id -> who has contributed how much by its account, of what the DHT returned for `CREDITS`."""
+    """Peer id -> who has contributed how much by its account, of what the DHT returned for `access.CREDITS`."""
     return {
         peer: typed([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
         for peer, value in _records(found).items()
@@ -117,10 +147,6 @@ def credits_in(found: Any) -> dict[str, list[Contribution]]:
 def credit_record(contributions: Sequence[Contribution]) -> dict[str, Any]:
     """What `credits_in` reads; of many names the first ones."""
     return {"rows": [[getattr(item, key) for key in _CREDIT] for item in contributions[:MOST_CREDITED]]}
-
-
-MOST_CREDITED = 200
-_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
 
 
 def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
@@ -178,17 +204,53 @@ def _records(found: Any) -> dict[str, dict[str, Any]]:
     return records
 
 
-# A peer that does not train has no data set: what its model must know of the run's stands in the manifest.
+# What a peer tells its group before they average. hivemind takes it as it comes: one peer that sends garbage ends the
+# round for all, in every round.
+
+_LONGEST = 4096  # bytes; 1,200 are known today
+NODE, CLIENT, AUX = 0, 1, 2
+"""hivemind's ``AveragingMode``: averages for others and trains; only trains; only averages for others."""
 
 
-class _Nothing:
-    """No samples."""
+class About(BaseModel):
+    """What a peer says about itself; fields of later versions are passed over."""
 
-    def __len__(self) -> int:
-        return 0
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
-    def __getitem__(self, index: int, /) -> tuple[Any, int]:
-        raise IndexError(index)
+    rate: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    """Samples per second in this round."""
+    shares: bool = False
+    """Gives away its state."""
+    probe: Annotated[bytes, Field(max_length=1024)] = b""
+
+
+class Gathered(BaseModel):
+    """What hivemind needs of a peer, and what the peer says."""
+
+    model_config = About.model_config
+
+    bandwidth: Annotated[float, Field(ge=0.0, le=1e12)] | None = None
+    mode: Annotated[int, Field(ge=NODE, le=AUX)] = CLIENT
+    about: About = About()
+
+
+NOTHING = Gathered()
+"""Of a peer that sends garbage: nothing is wanted of it."""
+
+
+def read_gathered(data: bytes) -> Gathered | None:
+    """What ``data`` says; None if it is not what a peer of ours sends."""
+    if len(data) > _LONGEST:
+        return None
+    with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        bandwidth, mode, about = plain_msgpack(data)
+        return Gathered(bandwidth=bandwidth, mode=mode, about=About.model_validate(plain_msgpack(about)))
+    return None
+
+
+def plain_msgpack(data: bytes) -> Any:
+    """MessagePack's plain types only: hivemind's serializer also makes objects of its own from it."""
+    return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
 
 
 def _untouched(image: Any) -> Any:
@@ -196,7 +258,7 @@ def _untouched(image: Any) -> Any:
 
 
 def no_data(name: str, manifest: Manifest) -> Splits:
-    """The run's data set without a sample; ``name``: its name.
+    """The run's data set without a sample, for a peer that does not train; ``name``: its name.
 
     Its classes have numbers for names, and its channels no mean: no weights come of them, for an anchor takes its
     own over from the run. Where they decide about shapes nonetheless, the model is refused as another one.
@@ -210,7 +272,7 @@ def no_data(name: str, manifest: Manifest) -> Splits:
         mean=(0.0,) * manifest.in_chans,
         std=(1.0,) * manifest.in_chans,
     )
-    nothing = _Nothing()
+    nothing: list[tuple[Any, int]] = []
     return Splits(info, nothing, nothing, nothing, _untouched, _untouched, in_memory=True)
 
 

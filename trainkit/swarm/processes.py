@@ -7,7 +7,6 @@ parent dies, if asked to.
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import platform
@@ -15,7 +14,6 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import psutil
 
@@ -98,16 +96,6 @@ def become_helper(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def subprocesses_die_with_us() -> None:
-    """Every program that this process starts through asyncio from now on is killed when this process dies.
-
-    hivemind starts libp2p's daemon in this way and offers no hook for it. Called in the DHT's own process only.
-    """
-    asyncio.subprocess.create_subprocess_exec = partial(
-        asyncio.create_subprocess_exec, preexec_fn=_detach_from_terminal
-    )
-
-
 def family(pid: int | None) -> list[psutil.Process]:
     """A helper process and what it has started; empty if it is gone."""
     try:
@@ -143,8 +131,3 @@ def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=2.0)
-
-
-def _detach_from_terminal() -> None:
-    os.setpgid(0, 0)  # or Ctrl-C would end the daemon before the peer has said goodbye
-    end_with_parent()

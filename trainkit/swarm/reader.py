@@ -67,8 +67,7 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
 
     try:
         with access.identity(None, entry.own, entry.admission()) as identity:
-            processes.subprocesses_die_with_us()
-            access.bound_records()
+            access.bound_node()
             created = DHTNode.create(
                 initial_peers=list(entry.addresses),
                 client_mode=True,

@@ -22,6 +22,7 @@ invitation have one voice together where a majority decides, or one who was invi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +30,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainkit.swarm.admission import Member
+from trainkit.swarm.invitations import GUESTS
 from trainkit.swarm.messages import PeerProgress
 
 # A volunteer's weight counts at most so many times the group's median; the owner's side counts in full.
@@ -74,6 +77,32 @@ class Limits:
     missing."""
     voices: Mapping[str, float] = field(default_factory=dict)
     """How much a peer counts where a majority decides, if that is not 1."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a reducer has found out about its group in one round."""
+
+    members: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """Samples of each member that are in the average."""
+    received: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each member's parts that have arrived here."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """By which each member was invited."""
+
+
+def voices_of(members: Mapping[str, Member]) -> dict[str, float]:
+    """What each counts for where a majority decides: those of one invitation share a voice.
+
+    Not the owner's side; nor guests, who have one invitation for many: that may fall into any hands.
+    """
+    shared = {
+        peer: member.invitation for peer, member in members.items() if not (member.trusted or member.name == GUESTS)
+    }
+    many = Counter(shared.values())
+    return {peer: 1.0 / many[invitation] for peer, invitation in shared.items()}
 
 
 class Screen:

@@ -19,7 +19,7 @@ import torch
 from trainkit.data.base import Batch
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
-from trainkit.swarm.averager import finite, number
+from trainkit.swarm.average import finite, number
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.robust import FRESH_SECONDS, Tally, newest_round, tally

@@ -23,12 +23,11 @@ from trainkit.swarm.access import Identity
 from trainkit.swarm.address import Memory, SavedPeer, keep_identity
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.agreement import facts_of, meeting_place
-from trainkit.swarm.average import Averaging
-from trainkit.swarm.averager import open_averager, patience
+from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.bans import Sentry, banned_with
 from trainkit.swarm.dht import SwarmDHT, Watch, open_dht
 from trainkit.swarm.invitations import Pass
-from trainkit.swarm.link import Link
+from trainkit.swarm.link import Link, patience
 from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.spec import Hooks, PeerSpec
@@ -142,7 +141,7 @@ class Session:
         )
         self.averaging = Averaging(averager, dht, common, agreed, link)
         self.sentry = Sentry(
-            self.averaging.screening,
+            self.averaging.averager,
             dht.excluded.bans,
             say=self.hooks.say,
             enforce=self._shut_out,
