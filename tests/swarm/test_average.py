@@ -128,7 +128,7 @@ def settled(
         same_weights=same_weights,
         num_parameters=4,
         probe=lambda: WEIGHTS,
-        step=lambda *_, arrived, **__: stepped.append(arrived),
+        step=lambda average, *_, **__: stepped.append(average.arrived),
     )
     averager: Any = SimpleNamespace(
         peer_id="me",
