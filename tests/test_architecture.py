@@ -500,7 +500,7 @@ def changes_a_library(tree: ast.Module) -> bool:
 
 
 def overrides_hivemind(tree: ast.Module) -> bool:
-    """Whether a class is made from one of hivemind's: what may differ between its versions is then found in one place."""
+    """Whether a class is made from one of hivemind's, which another version may have changed."""
     imported = {"hivemind"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hivemind":

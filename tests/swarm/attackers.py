@@ -75,7 +75,7 @@ def random_state(*, ahead: int) -> None:
     import torch
 
     from trainkit.swarm import exchange
-    from trainkit.swarm.state import digest_of, sign_digest
+    from trainkit.swarm.digest import digest_of, sign_digest
 
     def state(self: Any) -> Any:
         print("GAVE AWAY random weights", flush=True)

@@ -28,10 +28,10 @@ from trainkit.errors import RunFailedError
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
 from trainkit.swarm.dht import SwarmDHT
+from trainkit.swarm.digest import has_drifted, reference_among
 from trainkit.swarm.exchange import _Averager
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, cuts, exchange_seconds, patience
 from trainkit.swarm.robust import Action, Round, Verdict
-from trainkit.swarm.state import has_drifted, reference_among
 from trainkit.swarm.sync_diloco import Average, CommonState, Given
 
 

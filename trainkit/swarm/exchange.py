@@ -32,11 +32,11 @@ from torch import Tensor
 from trainkit.swarm import processes
 from trainkit.swarm.access import bound_calls, bound_node
 from trainkit.swarm.admission import Guard, remember
+from trainkit.swarm.digest import State, digest_of, has_drifted, in_order, read_state, reference_among, sign_digest
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, read_gathered
 from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, voices_of
-from trainkit.swarm.state import State, digest_of, has_drifted, in_order, read_state, reference_among, sign_digest
 from trainkit.swarm.sync_diloco import CommonState
 
 
