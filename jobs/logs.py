@@ -11,7 +11,7 @@ from pathlib import Path
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
-from trainkit.diagnosis.evidence import last_lines, last_words
+from trainkit.diagnosis.evidence import last_words
 from trainkit.errors import UserError
 from trainkit.finish import full_name, watch
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
@@ -118,7 +118,7 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
         print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
     cause = cause_of(run, state, attempt)
     failure = cause.failure if cause is not None else None
-    words = last_words(run) if failure is None else failure.traceback or last_lines(run, failure)
+    words = last_words(run) if failure is None else failure.traceback or [text for _, text in failure.log(run).tail]
     if cause is None:
         print(f"--- {full_name(run)}: {_words(state)}")
         print(terminal.lines("\n".join(words)))

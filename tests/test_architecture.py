@@ -196,8 +196,6 @@ LONG = {
     "configs/schema.json": "generated",
     "trainkit/config/schema.py": "every setting, with its documentation: 380 lines of code",
     "trainkit/diagnosis/causes.yaml": "data: a row with the texts that prove it is one row of one table",
-    "trainkit/diagnosis/causes.py": "reads the table and fills in its sentences: 460 lines of code",
-    "trainkit/diagnosis/evidence.py": "reads what ranks and srun leave in their logs: 380 lines of code",
 }
 
 # `logbook` is where the recipes put what is handed in.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.diagnosis.evidence import Failure, Traceback, crash_of, failure_of, last_error, tail_of, traceback_of
+from trainkit.diagnosis.evidence import Failure, RankLog, Traceback, failure_of
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -110,7 +110,7 @@ NOISE = (
 
 
 def last_traceback(stderr: Path) -> Traceback:
-    found = traceback_of(stderr)
+    found = RankLog(stderr).traceback
     assert found is not None
     return found
 
@@ -146,7 +146,7 @@ def stderr(tmp_path: Path) -> Path:
 )
 def test_the_error_is_found(stderr: Path, text: str, error: str) -> None:
     stderr.write_text("some warning\n" + text)
-    assert last_error(stderr) == error
+    assert RankLog(stderr).error == error
 
 
 def test_what_others_say_while_the_process_ends_is_no_part_of_its_error(stderr: Path) -> None:
@@ -157,12 +157,12 @@ def test_what_others_say_while_the_process_ends_is_no_part_of_its_error(stderr: 
 
 def test_bytes_that_are_no_text_hide_nothing(stderr: Path) -> None:
     stderr.write_bytes(os.urandom(10_000) + b"\n" + RAISED.format("KeyError: 'x'").encode() + os.urandom(1000))
-    assert last_error(stderr) == "KeyError: 'x'"
+    assert RankLog(stderr).error == "KeyError: 'x'"
 
 
 def test_a_traceback_cut_off_is_none_and_an_older_one_ended_no_rank(stderr: Path) -> None:
     stderr.write_text(RAISED.format("KeyError: 'dealt with'") + RAISED[:70])
-    assert traceback_of(stderr) is None
+    assert RankLog(stderr).traceback is None
 
 
 @pytest.mark.parametrize(("words", "caused"), [(CAUSE, True), (HANDLED, False)], ids=["raised from", "being handled"])
@@ -179,7 +179,7 @@ def test_of_a_group_of_errors_the_first_is_the_error(stderr: Path) -> None:
     code = "try: 1 / 0\nexcept Exception as error: raise ExceptionGroup('two', [error, KeyError('x')]) from None"
     with stderr.open("w") as file:
         subprocess.run([sys.executable, "-c", code], stderr=file, check=False)
-    assert last_error(stderr) == "ZeroDivisionError: division by zero"
+    assert RankLog(stderr).error == "ZeroDivisionError: division by zero"
 
 
 def test_a_crash_in_compiled_code_is_known_from_faulthandler(stderr: Path) -> None:
@@ -189,15 +189,15 @@ def test_a_crash_in_compiled_code_is_known_from_faulthandler(stderr: Path) -> No
             stderr=file,
             check=False,
         )
-    assert crash_of(stderr)[0] == "Segmentation fault"
-    assert 'File "<string>", line 1' in "\n".join(crash_of(stderr))
+    assert RankLog(stderr).crash[0] == "Segmentation fault"
+    assert 'File "<string>", line 1' in "\n".join(RankLog(stderr).crash)
 
 
 def test_what_cpp_says_when_it_aborts_is_an_error(stderr: Path) -> None:
     stderr.write_text(
         "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: bad\nframe #0"
     )
-    assert last_error(stderr) == "CUDA error: bad"
+    assert RankLog(stderr).error == "CUDA error: bad"
 
 
 def test_of_an_endless_log_only_the_end_is_read(stderr: Path) -> None:
@@ -205,5 +205,5 @@ def test_of_an_endless_log_only_the_end_is_read(stderr: Path) -> None:
         file.truncate(1 << 36)  # takes no room on the disk
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + RAISED.format("KeyError: 'x'").encode())
-    assert last_error(stderr) == "KeyError: 'x'"
-    assert tail_of(stderr)[-1] == (0, "KeyError: 'x'")
+    assert RankLog(stderr).error == "KeyError: 'x'"
+    assert RankLog(stderr).tail[-1] == (0, "KeyError: 'x'")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
@@ -22,12 +22,12 @@ from trainkit.diagnosis.evidence import (
     STEPD,
     Failure,
     Quote,
+    RankLog,
     Source,
     facts_of,
     failure_of,
     is_lost_connection,
     lagging_ranks,
-    last_error,
     of_logs_elsewhere,
     of_the_batch,
     of_the_code,
@@ -35,8 +35,6 @@ from trainkit.diagnosis.evidence import (
     of_the_job,
     of_the_rank,
     places_of,
-    tail_of,
-    traceback_of,
     until_ended,
     words_of_state,
 )
@@ -85,6 +83,7 @@ _GIVEN = re.compile(rf"{_KEY}=(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)")
 _LEAVE_OUT = re.compile(rf"[Ll]eave (?:out )?{_KEY}")
 _NAMED = re.compile(rf"{_KEY}\b(?!\.py\b)")
 _EXAMPLE = re.compile(r"\b(?:[Ff]or example|such as|e\.g\.)")
+_NUMBERS = re.compile(r"^\s+(global_batch_size|micro_batch_size|lr): (\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)$", re.MULTILINE)
 TO_FILL_IN = "..."
 """Stands for a value that only the user knows; every setting that can be meant refuses it."""
 
@@ -282,7 +281,7 @@ def _on_every_node(row: Row, run: RunDir, attempt: int, failure: Failure | None,
         rank = path.stem.removeprefix("rank-")
         host = _host_of_task(run, hosts, int(rank)) if rank.isascii() and rank.isdecimal() else ""
         if host and host not in one_of_each:
-            one_of_each[host] = row.find(last_error(path)) is not None
+            one_of_each[host] = row.find(RankLog(path).error) is not None
     return all(one_of_each.get(node, False) for node in nodes)
 
 
@@ -311,32 +310,35 @@ def _otherwise(
         said = f": {told[0].strip()}" if told is not None else "."
         what = f"The job ended ({words_of_state(state)}) before a rank of it said anything{said}"
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
-    err = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
+
+    def answer(name: str, what: str, fix: str, command: str) -> Cause:
+        return _where_it_started(run, Cause(name, what, quotes, fix, command.format_map(found), failure))
+
+    log, error = failure.log(run), failure.error.rstrip(".")
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
-        what, why = failure.traceback[0], failure.traceback[1][7:]
-        changes = settings_of(what, fix)
-        command = RESUME.format_map(found)
-        if changes or "submit again" in fix:
-            command = " ".join([AGAIN.format_map(found), *map(shlex.quote, changes)])
-        return _where_it_started(run, Cause("said-by-the-kit", what, quotes, fix, command, failure, why))
+        what, changes = failure.traceback[0], settings_of(failure.traceback[0], fix)
+        command = AGAIN if changes or "submit again" in fix else RESUME
+        with_changes = " ".join([command.format_map(found), *map(shlex.quote, changes)])
+        why = failure.traceback[1][7:]
+        return _where_it_started(run, Cause("said-by-the-kit", what, quotes, fix, with_changes, failure, why))
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
-        return _where_it_started(run, Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure))
+        return answer("lost-connection", what, "", RESUME)
     if failure.traceback:
         at = f", at {found['at']}" if found["at"] else ""
-        traceback = traceback_of(err)
+        traceback = log.traceback
         first = traceback.first if traceback is not None else failure.error
         after = f" It began with {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
-        what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
-        return _where_it_started(run, Cause("exception", what, quotes, found["mend"], AGAIN.format_map(found), failure))
-    tail = [text for _, text in tail_of(err) if text.strip()]
+        return answer("exception", f"{found['who']} raised {error}{at}.{after}", found["mend"], AGAIN)
+    tail = [text for _, text in log.tail if text.strip()]
     words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
     mute = failure.error.lower().startswith(("exited", "exit code"))
     last = f"; its last words: {words[0].strip()}" if words and mute else ""
-    what = f"{found['who']} failed: {failure.error.rstrip('.')}{last.rstrip('.')}."
-    fix = "Its last words:" if err.exists() else f"Its log is not here, but where it ran ({found['on_node']}); there:"
-    return _where_it_started(run, Cause("failed", what, quotes, fix, LOG.format_map(found), failure))
+    fix = "Its last words:"
+    if not log.path.exists():
+        fix = f"Its log is not here, but where it ran ({found['on_node']}); there:"
+    return answer("failed", f"{found['who']} failed: {error}{last.rstrip('.')}.", fix, LOG)
 
 
 def _once(quotes: list[Quote]) -> tuple[Quote, ...]:
@@ -359,10 +361,9 @@ def _around(run: RunDir, failure: Failure | None, sources: list[Source]) -> list
             found += [] if source.aside else [source.quote(source.text.rindex(failure.error))]
     found += [Quote(source.where, source.text.strip()) for source in sources if source.place == "job"]
     if failure is not None and not failure.traceback:  # its last words, whatever they are worth
-        err = f"rank-{failure.rank}.err"
-        tail = [line for line in tail_of(run.attempt_logs(failure.attempt) / err) if line[1].strip()]
-        numbered = f"logs/{failure.attempt}/{err}" + (f":{tail[-1][0]}" if tail and tail[-1][0] else "")
-        found += [Quote(numbered, text.strip()) for _, text in tail[-1:]]
+        for number, text in [line for line in failure.log(run).tail if line[1].strip()][-1:]:
+            where = f"logs/{failure.attempt}/rank-{failure.rank}.err" + (f":{number}" if number else "")
+            found.append(Quote(where, text.strip()))
     return found
 
 
@@ -380,16 +381,19 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     hosts = _hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
     host = ""
     if failure is not None:
-        told = (item.host for item in life.failures if (item.attempt, item.rank) == (attempt, failure.rank))
-        host = failure.host or next(filter(None, told), "") or _host_of_task(run, hosts, failure.rank)
+        told = [item.host for item in life.failures if (item.attempt, item.rank) == (attempt, failure.rank)]
+        host = next(filter(None, [failure.host, *told]), "") or _host_of_task(run, hosts, failure.rank)
     host = host or hosts.partition(",")[0]
     rank = f"Rank {failure.rank}" if failure is not None else "A rank"
     seconds = plan.get("time_limit_seconds")
     ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
     share = max(int(config.get("global_batch_size") or 64) // ranks, 1)
     micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
+    lr = config.get("lr") or 11.0  # the default in place of one that no optimizer trains with
     memory = _more_memory(plan) if built_in(state.executor).batch else ""
     behind = lagging_ranks(run, attempt)
+    lagging = f"{', '.join(map(str, behind[:8]))}" + (f" and {len(behind) - 8} more" if len(behind) > 8 else "")
+    hours, minutes = divmod(max(2 * seconds // 60, 1), 60) if fileio.is_whole(seconds) else (2, 0)
     places, own = places_of(failure.traceback if failure is not None else ())
     at, own_at = [f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else "" for found in (own or places, own)]
     mend = f"Mend {own_at}:" if own[-1:] == places[-1:] else f"Look at {own_at}, which called this:"
@@ -422,14 +426,14 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "crashed_at": f", at {at}" if at else "",
             "there": built_in(state.executor).at_node(host),
             "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
-            "behind": _ranks(behind) if behind else "another rank",
+            "behind": f"rank{'s' * (len(behind) > 1)} {lagging}" if behind else "another rank",
             "lagging": str(behind[0]) if behind else "0",
             "more_memory": memory,
             "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
             "unless_memory": _unless_memory(state),
-            "twice_the_time": _clock(2 * seconds) if fileio.is_whole(seconds) else "2:00:00",
+            "twice_the_time": f"{hours}:{minutes:02d}:00",
             "half_the_batch": str(smaller(micro, share)),
-            "half_the_lr": _smaller_lr(config.get("lr")),
+            "half_the_lr": f"{lr / 2 if lr <= 10 else SECTIONS['optim'].model_fields['lr'].default:g}",
         }
     )
 
@@ -458,20 +462,10 @@ def _unless_memory(state: JobState) -> str:
 
 def _settings(run: RunDir) -> dict[str, float]:
     """The numbers of the configuration that a fix may halve."""
-    try:
+    text = ""
+    with suppress(OSError):
         text = fileio.read_text(run.config)
-    except OSError:
-        return {}
-    found = re.findall(r"^\s+(global_batch_size|micro_batch_size|lr): ([0-9.e+-]+)$", text, re.MULTILINE)
-    values: dict[str, float] = {}
-    for key, value in found:
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        if math.isfinite(number):
-            values.setdefault(key, number)
-    return values
+    return {key: float(value) for key, value in reversed(_NUMBERS.findall(text))}
 
 
 def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
@@ -522,22 +516,6 @@ def _full(place: str) -> str:
     if room.f_files and room.f_favail == 0 and room.f_bavail:
         return "out of inodes: it has room for bytes, and for no further file"
     return "full" if room.f_bavail == 0 else "full, of bytes or of files"
-
-
-def _smaller_lr(lr: float | None) -> str:
-    """Half of it; the default in place of one that no optimizer trains with."""
-    return f"{lr / 2 if lr and lr <= 10 else SECTIONS['optim'].model_fields['lr'].default:g}"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = [str(number) for number in numbers[:8]]
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(shown)}{more}"
-
-
-def _clock(seconds: int) -> str:
-    minutes = max(seconds // 60, 1)
-    return f"{minutes // 60}:{minutes % 60:02d}:00"
 
 
 def on_every_machine(run: RunDir, command: str) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -61,49 +62,61 @@ class Traceback:
     """The text from the first error on that this one was raised ``from``; what was only being handled is none."""
 
 
-def text_of(path: Path) -> str:
-    """The end of a rank's stderr as it wrote it; empty if it cannot be read."""
-    try:
-        return fileio.read_end(path, _LONGEST)
-    except OSError:
-        return ""
+class RankLog:
+    """The end of what a rank wrote to its stderr; empty if it cannot be read."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, ""
+        with contextlib.suppress(OSError):
+            self.text = fileio.read_end(path, _LONGEST)
 
-def last_error(stderr: Path) -> str:
-    """What a rank said last: its exception's own line, the first of our three lines, or how it crashed; or empty."""
-    text = text_of(stderr)
-    if found := _traceback(text):
-        return found.error
-    return (_three(text) or _crash(text) or ("",))[0]
+    @cached_property
+    def traceback(self) -> Traceback | None:
+        """The last complete traceback, with its chain."""
+        text, until = self.text, len(self.text)
+        while (last := text.rfind("Traceback (most recent call last)", 0, until)) >= 0:
+            begin = text.rfind("\n", 0, max(last - _CHAIN, 0)) + 1
+            lines = [_plain(line) for line in text[begin : last + _CHAIN].split("\n")]
+            at = text.count("\n", begin, last)
+            if _START.match(lines[at]) or "| Traceback" in lines[at]:
+                return _read(lines, at)  # None where it was cut off: an older one is not what ended the rank
+            until = last  # it is a word in another line
+        return None
 
+    @property
+    def three_lines(self) -> tuple[str, ...]:
+        """Those of our own last error."""
+        at = self.text.rfind("\n  why: ")
+        begin = self.text.rfind("\n", 0, at) + 1
+        return tuple(_plain(line) for line in self.text[begin:].split("\n", 3)[:3]) if at >= 0 else ()
 
-def words_of(stderr: Path) -> tuple[str, ...]:
-    """A rank's last traceback, the three lines of our last error, or those of a crash; empty if none is there."""
-    text = text_of(stderr)
-    found = _traceback(text)
-    return found.lines if found is not None else _three(text) or _crash(text)
+    @property
+    def crash(self) -> tuple[str, ...]:
+        """What faulthandler or C++ said of a crash in compiled code, the reason first."""
+        lines = [_plain(line) for line in self.text.rsplit("\n", 200)[-200:]]
+        for index, line in enumerate(lines):
+            if match := _CRASH.match(line):
+                return (match[1].strip(), *lines[index:])[:60]
+        return ()
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The last traceback, the three lines of our last error, or those of a crash."""
+        return self.traceback.lines if self.traceback is not None else self.three_lines or self.crash
 
-def crash_of(stderr: Path) -> tuple[str, ...]:
-    """What faulthandler or C++ said of a crash in compiled code, the reason first; empty if they said nothing."""
-    return _crash(text_of(stderr))
+    @property
+    def error(self) -> str:
+        """What it said last: its exception's own line, the first of our three lines, or how it crashed."""
+        return self.traceback.error if self.traceback is not None else (*self.words, "")[0]
 
-
-def traceback_of(stderr: Path) -> Traceback | None:
-    """The last complete traceback."""
-    return _traceback(text_of(stderr))
-
-
-def tail_of(stderr: Path) -> list[tuple[int, str]]:
-    """The last lines of a rank's stderr with their numbers from 1; 0 where a log is too long to count."""
-    text = text_of(stderr)
-    last = text.rstrip().rsplit("\n", _TAIL)[-_TAIL:]
-    try:
-        whole = stderr.stat().st_size <= _LONGEST
-    except OSError:
-        whole = False
-    first = text.rstrip().count("\n") - len(last) + 2
-    return [(first + index if whole else 0, _plain(line)) for index, line in enumerate(last)] if text.strip() else []
+    @property
+    def tail(self) -> list[tuple[int, str]]:
+        """The last lines with their numbers from 1; 0 where a log is too long to count."""
+        if not self.text.strip():
+            return []
+        last = self.text.rstrip().rsplit("\n", _TAIL)[-_TAIL:]
+        first = self.text.rstrip().count("\n") - len(last) + 2 if os.path.getsize(self.path) <= _LONGEST else 0
+        return [(first + index if first else 0, _plain(line)) for index, line in enumerate(last)]
 
 
 def _plain(line: str) -> str:
@@ -112,19 +125,6 @@ def _plain(line: str) -> str:
     if not (line.isascii() and line.isprintable()):
         line = terminal.lines(line)
     return _GLUED.sub("", _RANK_PREFIX.sub("", line))
-
-
-def _traceback(text: str) -> Traceback | None:
-    """The last complete traceback, with its chain."""
-    until = len(text)
-    while (last := text.rfind("Traceback (most recent call last)", 0, until)) >= 0:
-        begin = text.rfind("\n", 0, max(last - _CHAIN, 0)) + 1
-        lines = [_plain(line) for line in text[begin : last + _CHAIN].split("\n")]
-        at = text.count("\n", begin, last)
-        if _START.match(lines[at]) or "| Traceback" in lines[at]:
-            return _read(lines, at)  # None where it was cut off: an older one is not what ended the rank
-        until = last  # it is a word in another line
-    return None
 
 
 def _read(lines: list[str], at: int) -> Traceback | None:
@@ -200,24 +200,6 @@ def _said(lines: list[str], end: int) -> tuple[str, str]:
     return error, "\n".join(own if error == own[0].rstrip() else [error, *own])
 
 
-def _three(text: str) -> tuple[str, ...]:
-    at = text.rfind("\n  why: ")
-    if at < 0:
-        return ()
-    begin = text.rfind("\n", 0, at) + 1
-    return tuple(_plain(line) for line in text[begin:].split("\n", 3)[:3])
-
-
-def _crash(text: str) -> tuple[str, ...]:
-    """How it crashed in compiled code, and below it what faulthandler shows."""
-    lines = [_plain(line) for line in text.rsplit("\n", 200)[-200:]]
-    found = next(((index, match) for index, line in enumerate(lines) if (match := _CRASH.match(line))), None)
-    if found is None:
-        return ()
-    index, match = found
-    return (match[1].strip(), *lines[index:])[:60]
-
-
 def places_of(lines: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """File and line of each frame of a traceback, outermost first; and those of them in code of the user's own."""
     places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
@@ -271,6 +253,10 @@ class Failure:
     traceback: tuple[str, ...]
     host: str = ""
 
+    def log(self, run: RunDir) -> RankLog:
+        """What the rank wrote."""
+        return RankLog(run.attempt_logs(self.attempt) / f"rank-{self.rank}.err")
+
 
 def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     """The first failure of an attempt (the newest one if None); None if there is no sign of one.
@@ -286,7 +272,7 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     logs = run.attempt_logs(attempt)
     hard, exited, late = _from_srun(run, attempt)
     said = [
-        Failure(attempt, item.rank, item.error, words_of(logs / f"rank-{item.rank}.err"), item.host)
+        Failure(attempt, item.rank, item.error, RankLog(logs / f"rank-{item.rank}.err").words, item.host)
         for item in history_of(run).failures
         if item.attempt in (attempt, None) and item.rank is not None
     ]
@@ -294,7 +280,7 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     ranks = {path: path.stem.removeprefix("rank-") for path in logs.glob("rank-*.err") if path.is_file()}
     ranks = {path: name for path, name in ranks.items() if name.isascii() and name.isdecimal()}
     for _, path in sorted((path.stat().st_mtime, path) for path in ranks):
-        if traceback := traceback_of(path):
+        if traceback := RankLog(path).traceback:
             written.append(Failure(attempt, int(ranks[path]), traceback.error, traceback.lines))
     found = [*hard, *said, *exited, *written]
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
@@ -311,7 +297,7 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
     late: list[Failure] = []
     for match in _SRUN.finditer(text):
         host, rank, words = match[1], int(match[2]), match[3].strip()
-        own = run.attempt_logs(attempt) / f"rank-{rank}.err"
+        own = RankLog(run.attempt_logs(attempt) / f"rank-{rank}.err")
         error = f"{words} (on {host})"
         if _HARD.match(words):
             with_the_step = ended is not None and match.start() > ended.start()
@@ -319,9 +305,9 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
         elif ended is not None and match.start() > ended.start():
             continue
         elif _CRASHED.match(words):
-            exited.append(Failure(attempt, rank, error, crash_of(own), host))
+            exited.append(Failure(attempt, rank, error, own.crash, host))
         else:
-            exited.append(Failure(attempt, rank, last_error(own) or error, words_of(own), host))
+            exited.append(Failure(attempt, rank, own.error or error, own.words, host))
     return hard, exited, late
 
 
@@ -344,26 +330,16 @@ def _batch_log(run: RunDir) -> str:
     """``logs/batch.out``; of a template's job, which sbatch writes beside the folder of the runs, that file."""
     submission = history_of(run).submission
     beside = run.path.parent.parent / f"slurm-{submission.job_id}.out" if submission is not None else None
-    for path in (batch_log(run), beside):
+    for path in (run.logs / "batch.out", beside):
         if path is not None:
             with contextlib.suppress(OSError):
                 return fileio.read_end(path, _LONGEST)
     return ""
 
 
-def batch_log(run: RunDir) -> Path:
-    """Where the batch script of a submitted run writes."""
-    return run.logs / "batch.out"
-
-
 def last_words(run: RunDir) -> list[str]:
     """The end of what the batch script or the local controller said: why no rank started, or who killed them."""
     return _batch_log(run).splitlines()[-20:]
-
-
-def last_lines(run: RunDir, failure: Failure) -> tuple[str, ...]:
-    """The end of the stderr of a rank that left no traceback."""
-    return tuple(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
 
 
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+)")
@@ -382,7 +358,7 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
         int(name) for path in run.attempt_logs(attempt).glob("rank-*.out") if (name := path.stem[5:]).isdecimal()
     )
     for rank in ranks:
-        text = text_of(run.attempt_logs(attempt) / f"rank-{rank}.err")
+        text = RankLog(run.attempt_logs(attempt) / f"rank-{rank}.err").text
         if _WAITED.search(text):
             waited.add(rank)
         if counts := _ENQUEUED.findall(text):
@@ -518,15 +494,14 @@ def of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
     if failure is None:
         return []
     where = f"logs/{failure.attempt}/rank-{failure.rank}.err"
-    stderr = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
-    tail = tail_of(stderr)
+    log = failure.log(run)
+    tail, traceback = log.tail, log.traceback if failure.traceback else None
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
     told = failure.error in (item.error for item in history_of(run).failures if item.attempt == failure.attempt)
     of_code = bool(_OF_CODE.match(failure.error)) and raised_in_own_code(failure.traceback)
     found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
     if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
         tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
-    traceback = traceback_of(stderr) if failure.traceback else None
     if traceback is not None:
         first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
         same = failure.error in traceback.message or traceback.error in failure.error

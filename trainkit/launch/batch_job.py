@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import terminal
-from trainkit.diagnosis.evidence import words_of
+from trainkit.diagnosis.evidence import RankLog
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.launch.restarts import (
     budget_spent,
@@ -100,7 +100,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     job = _Job(attempt, *around(env, attempt.run))
     job_id = job.place.job_id
     if not attempt.run.config.is_file():  # refused before there was a run that another command would know
-        print("\n".join(words_of(attempt.logs / "rank-0.err")), file=sys.stderr, flush=True)
+        print("\n".join(RankLog(attempt.logs / "rank-0.err").words), file=sys.stderr, flush=True)
         return code
     newer = attempt.successor()
     if newer is not None:  # SLURM took this node for dead, and has started the job again elsewhere

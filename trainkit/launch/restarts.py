@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit import fileio
-from trainkit.diagnosis.evidence import batch_text, is_lost_connection, last_error
+from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
 from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of, read_events
@@ -99,7 +99,7 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     for mendable in ([*filter(is_hang, errors)], [error for error in errors if error.startswith(_FAILED_PREFLIGHT)]):
         if mendable:
             return mendable[0]
-    errors += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
+    errors += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := RankLog(log).error)]
     if any(not is_lost_connection(error) and not is_killed(error) for error in errors):
         return ""
     trained = any(event.get("attempt") == attempt.number for event in read_events(attempt.run, "started"))

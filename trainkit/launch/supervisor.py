@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from trainkit.diagnosis.evidence import is_lost_connection, last_error
+from trainkit.diagnosis.evidence import RankLog, is_lost_connection
 from trainkit.fileio import append
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
 from trainkit.run.events import Attempt, history_of
@@ -328,7 +328,7 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
     whys = {}
     for death in group.deaths:
         rank = first_rank + death.index
-        own_words = recorded.get(rank) or last_error(attempt.logs / f"rank-{rank}.err") if death.code > 0 else ""
+        own_words = recorded.get(rank) or RankLog(attempt.logs / f"rank-{rank}.err").error if death.code > 0 else ""
         whys[death.index] = own_words or str(death)
     index = next((index for index, why in whys.items() if not is_lost_connection(why)), group.deaths[0].index)
     if recorded.get(first_rank + index) != whys[index]:
