@@ -13,7 +13,6 @@ from trainkit.bench.base import CONTROL, BenchDir, Request, Results
 from trainkit.bench.results import lines, read_results
 from trainkit.bench.run import run as run_bench
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import RunFailedError
 from trainkit.ranks.env import NO_SECRET, RankEnv
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, history_of, writing
@@ -119,13 +118,3 @@ def test_who_is_told_to_stop_ends_with_what_is_measured(tmp_path: Path) -> None:
     assert results.notes[-1] == "It was told to stop after 1 of 3 rounds."
     assert results.rows[1].ratio is None
     assert history_of(run).finished  # nothing is left to go on with
-
-
-def test_a_bench_none_of_whose_arms_can_run_has_failed_and_says_why(tmp_path: Path) -> None:
-    run = folder(tmp_path, "amp", "fp32", "bf16", model__most=1)
-    with pytest.raises(RunFailedError, match="No arm of bench amp could run") as failed:
-        measured(run)
-    assert "can't allocate memory" in failed.value.why
-    results, _ = read_results(run)
-    assert [bool(row.failed) for row in results.rows] == [True, True]
-    assert results.ended

@@ -106,7 +106,7 @@ def test_a_run_reads_the_rows_without_the_texts_that_prove_them() -> None:
     assert [{key: getattr(row, key) for key in kept} for row, kept in zip(rows(), read, strict=True)] == read
 
 
-def test_9_in_10_failures_from_public_threads_are_explained_and_none_wrongly() -> None:
+def test_9_in_10_public_failures_are_explained_and_none_wrongly() -> None:
     verdicts = Counter(answer.verdict for answer in answers())
     assert sum(verdicts.values()) == 117
     assert verdicts["right"] >= 106, verdicts
@@ -121,9 +121,7 @@ def test_what_an_error_says_already_is_not_said_twice(run: RunDir) -> None:
 
 
 def test_a_killed_rank_goes_before_those_that_missed_it(run: RunDir) -> None:
-    append_event(
-        run, "failed", attempt=0, rank=0, host="n1", error="RuntimeError: words of a missed rank, nobody knows them"
-    )
+    append_event(run, "failed", attempt=0, rank=0, host="n1", error="RuntimeError: of a missed rank, unknown")
     cause = diagnose(run, batch="srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1")
     assert cause.what.startswith("Rank 1 on n2 was killed")
     assert "srun: error: n2: task 1: Killed" in [quote.text for quote in cause.evidence]
@@ -235,27 +233,12 @@ LR = "optim:\n  lr: {}\n"
         (LR.format("1.0e+9"), "FloatingPointError: the loss is nan", " optim.lr=0.002 "),  # which nothing trains with
         (LR.format("0.4"), "FloatingPointError: the loss is nan", " optim.lr=0.2 "),
         ("train:\n  global_batch_size: 50\n", "torch.OutOfMemoryError: CUDA out of memory.", "micro_batch_size=5"),
-        (
-            "",
-            "FileNotFoundError: [Errno 2] No such file or directory: '/data/x; touch y'",
-            " ls -ld '/data/x; touch y'",
-        ),
-        (
-            "",
-            "OSError: licence7: Could not resolve hostname licence7: Name or service not known",
-            " getent hosts licence7",
-        ),
+        ("", "FileNotFoundError: [Errno 2] No such file or directory: '/x; touch y'", " ls -ld '/x; touch y'"),
+        ("", "OSError: x: Could not resolve hostname lic7: Name or service not known", " getent hosts lic7"),
     ],
-    ids=[
-        "half the rate",
-        "not of an absurd one",
-        "of a high one",
-        "half of a rank's 25",
-        "one word of a shell",
-        "its name",
-    ],
+    ids=["half the rate", "not of an absurd one", "of a high one", "half of a rank's 25", "one word", "its name"],
 )
-def test_the_command_has_the_runs_own_numbers_and_the_names_of_the_message(
+def test_the_command_has_the_runs_numbers_and_the_messages_names(
     run: RunDir, config: str, error: str, command: str
 ) -> None:
     run.config.write_text(config)
@@ -283,13 +266,10 @@ def test_a_failed_job_without_any_log_did_not_see_the_folder(run: RunDir) -> Non
 def test_a_rank_that_exited_without_a_log_did_not_see_the_folder(run: RunDir) -> None:
     """SLURM since 23.02 makes the folder there; 22.05 says "launch failed"."""
     (run.attempt_logs(0) / "rank-1.out").unlink()
-    cause = diagnose(run, batch="srun: error: n2: task 1: Exited with exit code 1")
+    cause = diagnose(run, batch=EXITED.format(1))
     assert (cause.name, cause.command) == ("launch-failure", f"srun -N1 -n1 -w n2 ls -ld {run.logs}")
-    other = diagnose(
-        run,
-        batch="slurmstepd-n2: error: execve(): bash: No such file or directory\n"
-        "srun: error: n2: task 1: Exited with exit code 2",
-    )
+    said = "slurmstepd-n2: error: execve(): bash: No such file or directory"
+    other = diagnose(run, batch=f"{said}\n{EXITED.format(2)}")
     assert other.name == "no-environment", "what SLURM says goes before what is not there"
 
 
@@ -415,17 +395,6 @@ def test_the_fix_looks_where_the_message_points(run: RunDir, error: str, place: 
     assert re.search(rf"{re.escape(place.format(**known))}(/f\.json)?($|;| )", cause.command), cause.command
 
 
-def test_the_second_error_of_other_ranks_is_not_the_cause(run: RunDir) -> None:
-    """Rank 1 runs out of memory; rank 0 only learns of it, says so first, and louder."""
-    lost = (
-        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited or there was a network error"
-    )
-    (run.attempt_logs(0) / "rank-0.err").write_text(TRACEBACK.format(lost) + "ncclRemoteError: NCCL WARN NET/IB\n" * 30)
-    batch = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Exited with exit code 1"
-    cause = diagnose(run, batch=batch, rank=TRACEBACK.format("torch.OutOfMemoryError: CUDA out of memory."))
-    assert (cause.name, cause.what) == ("gpu-out-of-memory", "Rank 1 on n2 ran out of GPU memory.")
-
-
 def test_a_log_of_200_mb_in_colour_is_read_from_its_end(run: RunDir) -> None:
     log = run.attempt_logs(0) / "rank-1.err"
     with log.open("w") as file:
@@ -434,7 +403,7 @@ def test_a_log_of_200_mb_in_colour_is_read_from_its_end(run: RunDir) -> None:
         file.seek(0, os.SEEK_END)
         file.write("\n\x1b[1;31m" + TRACEBACK.format("\x1b[1;31msqlite3.OperationalError\x1b[0m: database is locked"))
     began = time.monotonic()
-    cause = diagnose(run, batch="srun: error: n2: task 1: Exited with exit code 1")
+    cause = diagnose(run, batch=EXITED.format(1))
     assert cause.name == "locked-database"
     assert time.monotonic() - began < 5
 
@@ -475,28 +444,15 @@ def launched(folder: Path, *, executor: str = "launch", nodes: int = 2) -> RunDi
     return run
 
 
-def test_it_goes_on_with_the_run_of_each_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", "HF_HUB_OFFLINE=1 ", "env -u CUDA_VISIBLE_DEVICES ", "A=1 B='x y' "])
+def test_each_machine_goes_on_or_starts_anew_with_what_was_typed(tmp_path: Path, before: str) -> None:
     run = launched(tmp_path)
-    assert on_every_machine(run, f"python -m jobs.resume '{run.path}' --exclude n1") == (
-        f"python -m jobs.launch '{run.path}' --nodes 2 --node-rank 1 --master-addr 10.0.0.7 --secret-file run.secret"
-    )
-
-
-def test_it_starts_anew_with_what_was_typed_and_what_is_mended(tmp_path: Path) -> None:
-    run = launched(tmp_path)
-    assert on_every_machine(run, f"python -m jobs.submit '{run.path}' train.micro_batch_size=4") == (
-        "python -m jobs.launch ddp train.epochs=2 optim.lr=0.1"
-        " --nodes 2 --node-rank 1 --master-addr 10.0.0.7 --secret-file run.secret train.micro_batch_size=4"
-    )
-
-
-@pytest.mark.parametrize("before", ["HF_HUB_OFFLINE=1", "env -u CUDA_VISIBLE_DEVICES", "A=1 B='x y'"])
-@pytest.mark.parametrize("verb", ["resume", "submit"])
-def test_variables_stay_before_the_command(tmp_path: Path, before: str, verb: str) -> None:
-    run = launched(tmp_path)
-    command = on_every_machine(run, f"{before} python -m jobs.{verb} '{run.path}'")
-    assert command.startswith(f"{before} python -m jobs.launch ")
-    assert command.count("=1") == before.count("=1")  # a variable is no setting
+    flags = "--nodes 2 --node-rank 1 --master-addr 10.0.0.7 --secret-file run.secret"
+    resumed = on_every_machine(run, f"{before}python -m jobs.resume '{run.path}' --exclude n1")
+    assert resumed == f"{before}python -m jobs.launch '{run.path}' {flags}"
+    anew = on_every_machine(run, f"{before}python -m jobs.submit '{run.path}' train.micro_batch_size=4")
+    typed = "ddp train.epochs=2 optim.lr=0.1"
+    assert anew == f"{before}python -m jobs.launch {typed} {flags} train.micro_batch_size=4"
 
 
 @pytest.mark.parametrize(("executor", "nodes"), [("launch", 1), ("local", 2), ("slurm", 2)])
@@ -535,7 +491,7 @@ def test_a_damaged_manifest_is_no_error(tmp_path: Path, manifest: str) -> None:
         ("The ranks differ.", "Give data.name=NAME on every node.", [f"data.name={TO_FILL_IN}"]),
     ],
 )  # fmt: skip
-def test_the_change_that_an_error_tells_of_is_read_from_its_own_words(what: str, fix: str, changes: list[str]) -> None:
+def test_the_change_that_an_error_asks_for_is_read_from_its_words(what: str, fix: str, changes: list[str]) -> None:
     assert settings_of(what, fix) == changes
 
 

@@ -16,6 +16,16 @@ import pytest
 from tests.jobs.conftest import PROJECT, Done
 from trainkit.bench.base import CONTROL, Request
 
+MODEL = """
+import torch.distributed as c10d
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, images):
+{}
+        return super().forward(images.flatten(1))
+def build(info):
+    return Model(info.in_chans * info.image_size**2, info.num_classes)
+"""
 QUICK = ("--rounds", "3", "--updates", "2", "monitor.loggers=[jsonl]")
 
 
@@ -64,17 +74,8 @@ def test_amp_measures_each_format_in_turns_and_the_first_one_twice(tmp_path: Pat
 @pytest.mark.long
 def test_ranks_fail_alone_or_together_and_the_other_arms_go_on(tmp_path: Path) -> None:
     """Two ranks, of which the second raises whenever it trains with the first: what is left is one rank alone."""
-    (tmp_path / "half_broken.py").write_text(
-        "import torch.distributed as c10d\n"
-        "from torch import nn\n"
-        "class Model(nn.Linear):\n"
-        "    def forward(self, images):\n"
-        "        if self.training and c10d.get_rank() == 1:\n"
-        "            raise ValueError('the second rank cannot')\n"
-        "        return super().forward(images.flatten(1))\n"
-        "def build(info):\n"
-        "    return Model(info.in_chans * info.image_size**2, info.num_classes)\n"
-    )
+    broken = "        if self.training and c10d.get_rank() == 1: raise ValueError('the second rank cannot')"
+    (tmp_path / "half_broken.py").write_text(MODEL.format(broken))
     words = ("ddp", "--ntasks-per-node", "2", "model.name=half_broken:build", *QUICK)
     done = bench(tmp_path, "strategy", "--arms", "single,ddp,zero", *words)
     told = results(tmp_path)
@@ -85,16 +86,7 @@ def test_ranks_fail_alone_or_together_and_the_other_arms_go_on(tmp_path: Path) -
 
 
 def test_why_nothing_could_run_stands_in_the_table_and_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "greedy.py").write_text(
-        "from torch import nn\n"
-        "class Model(nn.Linear):\n"
-        "    def forward(self, images):\n"
-        "        if self.training:\n"
-        "            raise MemoryError('9 bytes')\n"
-        "        return super().forward(images.flatten(1))\n"
-        "def build(info):\n"
-        "    return Model(info.in_chans * info.image_size**2, info.num_classes)\n"
-    )
+    (tmp_path / "greedy.py").write_text(MODEL.format("        if self.training: raise MemoryError('9 bytes')"))
     words = ("single", "--executor", "debug", "model.name=greedy:build", *QUICK)
     done = bench(tmp_path, "batch-size", "--arms", "8,16", *words, check=False)
     assert done.returncode == 1

@@ -54,7 +54,7 @@ def test_logs_and_status_say_the_same(command: Command, failed: RunDir) -> None:
     assert f"fix     Mend my_model.py:7: `python -m jobs.submit {failed.path}`" in status
 
 
-def test_of_a_rank_that_left_no_traceback_logs_show_the_end_of_its_stderr(command: Command, failed: RunDir) -> None:
+def test_of_a_rank_without_a_traceback_logs_show_its_last_words(command: Command, failed: RunDir) -> None:
     (failed.attempt_logs(0) / "rank-1.err").write_text("a warning\nthe last words\n")
     append_event(failed, "submitted", executor="local", job_id="2")
     failed.attempt_logs(1).mkdir()
@@ -67,7 +67,7 @@ def test_of_a_rank_that_left_no_traceback_logs_show_the_end_of_its_stderr(comman
     assert logs[1] == "the last words"
 
 
-def test_an_attempt_can_be_asked_for_and_one_that_is_not_there_is_answered(command: Command, failed: RunDir) -> None:
+def test_an_attempt_can_be_asked_for_and_a_missing_one_is_an_error(command: Command, failed: RunDir) -> None:
     assert "raised ValueError: bad" in command("why", "ddp-0001", "--attempt", "0").out
     done = command("why", "ddp-0001", "--attempt", "7")
     assert (done.code, "There are: 0." in done.err) == (2, True)
@@ -122,17 +122,25 @@ def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
     assert "smells  metrics.jsonl  nothing for 11 min" in command("status", "ddp-0001").out
 
 
-def test_of_a_sweep_each_cause_is_said_once(command: Command, failed: RunDir) -> None:
-    sweep = failed.path.parent / "lrs"
-    sweep.mkdir()
-    (sweep / "sweep.json").write_text("{}")
-    for name, ended in (("0", "FAILED"), ("1", "COMPLETED"), ("2", "FAILED")):
-        run = RunDir.create(sweep / name, to_yaml(load("ddp").config))
-        append_event(run, "submitted", executor="local", job_id=name)
+def sweep(folder: Path, *ends: tuple[str, int, int, str] | None) -> None:
+    """A sweep whose runs failed as (node, rank, line of the user's code, error) say; None: one that completed."""
+    folder.mkdir()
+    (folder / "sweep.json").write_text("{}")
+    for index, end in enumerate(ends):
+        run = RunDir.create(folder / str(index), to_yaml(load("ddp").config))
+        append_event(run, "submitted", executor="local", job_id=str(index))
         run.attempt_logs(0).mkdir()
-        if ended == "FAILED":
-            append_event(run, "failed", attempt=0, rank=0, host="n1", error="killed by SIGKILL")
-        append_event(run, "ended", attempt=0, state=ended)
+        if end is not None:
+            host, rank, line, error = end
+            words = TRACEBACK.replace("line 7", f"line {line}").replace("ValueError: bad", error)
+            (run.attempt_logs(0) / f"rank-{rank}.err").write_text(words if line else "")
+            append_event(run, "failed", attempt=0, rank=rank, host=host, error=error)
+        append_event(run, "ended", attempt=0, state="FAILED" if end else "COMPLETED")
+
+
+def test_of_a_sweep_each_cause_is_said_once(command: Command, failed: RunDir) -> None:
+    killed = ("n1", 0, 0, "killed by SIGKILL")
+    sweep(failed.path.parent / "lrs", killed, None, killed)
     said = command("why", "lrs").out.splitlines()
     assert said[0] == "3 runs: 2 FAILED, 1 COMPLETED."
     assert said[1].startswith("0: FAILED (job 0). Rank 0 on n1 was killed (SIGKILL)")
@@ -141,36 +149,24 @@ def test_of_a_sweep_each_cause_is_said_once(command: Command, failed: RunDir) ->
 
 
 def test_different_errors_of_a_sweep_are_not_the_same(command: Command, failed: RunDir) -> None:
-    sweep = failed.path.parent / "odd"
-    sweep.mkdir()
-    (sweep / "sweep.json").write_text("{}")
-    raised = [
+    sweep(
+        failed.path.parent / "odd",
         ("n1", 0, 7, "ValueError: bad"),
         ("n2", 1, 7, "ValueError: bad"),  # the same on another rank and node
         ("n1", 0, 9, "ValueError: bad"),
         ("n1", 0, 7, "ValueError: worse"),
         ("n1", 0, 7, "ModuleNotFoundError: No module named 'one'"),
         ("n1", 0, 7, "ModuleNotFoundError: No module named 'two'"),
-    ]
-    for index, (host, rank, line, error) in enumerate(raised):
-        run = RunDir.create(sweep / str(index), to_yaml(load("ddp").config))
-        append_event(run, "submitted", executor="local", job_id=str(index))
-        run.attempt_logs(0).mkdir()
-        words = TRACEBACK.replace("line 7", f"line {line}").replace("ValueError: bad", error)
-        (run.attempt_logs(0) / f"rank-{rank}.err").write_text(words)
-        append_event(run, "failed", attempt=0, rank=rank, host=host, error=error)
-        append_event(run, "ended", attempt=0, state="FAILED")
+    )
     said = command("why", "odd").out.splitlines()
     assert [line[0] for line in said if ": FAILED (job " in line] == ["0", "2", "3", "4", "5"]
     assert [line for line in said if "The same" in line] == ["The same: 1."]
 
 
-def test_runs_of_a_sweep_of_which_nothing_is_known_say_that_once(command: Command, failed: RunDir) -> None:
-    sweep = failed.path.parent / "new"
-    sweep.mkdir()
-    (sweep / "sweep.json").write_text("{}")
+def test_runs_of_a_sweep_that_were_never_queued_are_said_once(command: Command, failed: RunDir) -> None:
+    sweep(failed.path.parent / "new")
     for name in "01":
-        RunDir.create(sweep / name, to_yaml(load("ddp").config))
+        RunDir.create(failed.path.parent / "new" / name, to_yaml(load("ddp").config))
     said = command("why", "new").out.splitlines()
     assert said[0] == "2 runs: 2 NOT SUBMITTED."
     assert said[1].startswith("0: NOT SUBMITTED. It has never been queued: `python -m jobs.resume ")
@@ -210,9 +206,3 @@ def test_a_disk_without_inodes_is_not_said_to_be_out_of_bytes(
     said = why_with_mounts(failed, no_slurm, f"mount -t tmpfs -o size=1m,nr_inodes=1 tmpfs {disk} && ")
     assert "The disk is out of inodes: it has room for bytes, and for no further file" in said
     assert f"df -i {disk}" in said
-
-
-def test_a_run_that_was_never_queued_says_so_and_how_to(command: Command, failed: RunDir) -> None:
-    run = RunDir.create(failed.path.parent / "ddp-0002", to_yaml(load("ddp").config))
-    said = command("why", "ddp-0002").out
-    assert said == f"ddp-0002: NOT SUBMITTED. It has never been queued: `python -m jobs.resume {run.path}` queues it.\n"
