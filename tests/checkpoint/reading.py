@@ -1,15 +1,30 @@
-"""What is in a checkpoint, however many files it has, for tests."""
+"""Checkpoints for tests: written by one process, and read however many files they have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from trainkit.checkpoint import format
-from trainkit.checkpoint.tensors import read_tensors
+from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint.format import Record
+from trainkit.checkpoint.tensors import Entry, read_tensors
 
 
 def tensors(folder: Path, stem: str = "model", which: str = "latest") -> dict[str, Tensor]:
     """Of ``latest``, ``best`` or a step in a folder of checkpoints."""
     return read_tensors(folder, format.verified(folder, format.resolve(folder, which)), stem)
+
+
+def write(folder: Path, step: int, stems: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of ``step``, and point ``latest`` at it."""
+    partial, facts = format.begin(folder, step), {}
+    for stem, named in stems.items():
+        held = {Entry.of(name, value): checkpoint_tensors.as_bytes(value) for name, value in named.items()}
+        with format.new_file(partial, f"{stem}.safetensors") as out:
+            facts[f"{stem}.safetensors"] = checkpoint_tensors.write(out, [*held], held.__getitem__)
+    format.commit(folder, Record(step, state, facts))
+    return format.path_of(folder, step)

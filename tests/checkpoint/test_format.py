@@ -6,10 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,61 +14,48 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint import reading
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, Record, _checksum
+from trainkit.checkpoint.format import LONGEST, _checksum
 from trainkit.checkpoint.save import Checkpoints, Restored
-from trainkit.checkpoint.tensors import read_tensors
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 
 
 def write(folder: Path, step: int, value: float = 0.0) -> Path:
-    return format.write(folder, step, {"model": {"w": torch.full((100,), value)}}, {"note": "hello"})
+    return reading.write(folder, step, {"model": {"w": torch.full((100,), value)}}, {"note": "hello"})
 
 
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path, 6)
     write(tmp_path, 7, 3.0)
+    assert format.pointed(tmp_path, "latest") == 7
     assert format.verified(tmp_path, 7).state["note"] == "hello"
-    assert torch.equal(read_tensors(tmp_path, format.described(tmp_path, 7), "model")["w"], torch.full((100,), 3.0))
+    assert torch.equal(reading.tensors(tmp_path)["w"], torch.full((100,), 3.0))
 
 
-def test_latest_names_the_newest(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    write(tmp_path, 2)
-    assert format.pointed(tmp_path, "latest") == 2
-
-
-def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("best", "latest", "keep", "left"),
+    [(2, 6, 3, [2, 4, 5, 6]), (None, 1, 2, [1, 5, 6])],  # after a fall back, later ones are newer by number only
+)
+def test_pruning_keeps_the_newest_and_what_best_and_latest_name(
+    tmp_path: Path, best: int | None, latest: int, keep: int, left: list[int]
+) -> None:
     for step in range(1, 7):
         write(tmp_path, step)
-    format.point(tmp_path, "best", 2)
-    format.prune(tmp_path, keep=3)
-    assert format.steps(tmp_path) == [2, 4, 5, 6]
+    format.point(tmp_path, "latest", latest)
+    if best is not None:
+        format.point(tmp_path, "best", best)
+    format.prune(tmp_path, keep)
+    assert format.steps(tmp_path) == left
 
 
-def test_pruning_keeps_what_latest_names_though_it_is_an_old_one(tmp_path: Path) -> None:
-    """After a fall back to an older checkpoint, those after it are newer by number only."""
-    for step in range(1, 6):
-        write(tmp_path, step)
-    format.point(tmp_path, "latest", 1)
-    format.prune(tmp_path, keep=2)
-    assert format.steps(tmp_path) == [1, 4, 5]
-
-
-def test_pruning_removes_what_a_killed_deletion_left(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    left = tmp_path / ".step-00000009.deleted"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    format.prune(tmp_path, keep=1)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()] == ["step-00000001"]
-
-
-def test_a_checkpoint_is_deleted_though_an_earlier_deletion_of_it_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deleted", [1, 9])
+def test_pruning_removes_what_a_killed_deletion_left(tmp_path: Path, deleted: int) -> None:
     for step in (1, 2):
         write(tmp_path, step)
-    left = tmp_path / ".step-00000001.deleted"
+    left = tmp_path / f".step-{deleted:08d}.deleted"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     format.prune(tmp_path, keep=1)
@@ -98,29 +81,6 @@ def test_a_name_that_stands_for_none_is_the_newest_and_that_is_said(
     assert capsys.readouterr().err.endswith(words)
 
 
-def test_a_truncated_file_is_noticed(tmp_path: Path) -> None:
-    weights = write(tmp_path, 1) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(BrokenCheckpointError, match="bytes instead of"):
-        format.verified(tmp_path, 1)
-
-
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    weights = write(tmp_path, 1) / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(BrokenCheckpointError, match="has changed"):
-        format.verified(tmp_path, 1)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_an_unreadable_record_is_a_broken_checkpoint(tmp_path: Path, content: str) -> None:
-    (write(tmp_path, 1) / "state.json").write_text(content)
-    with pytest.raises(BrokenCheckpointError):
-        format.verified(tmp_path, 1)
-
-
 @pytest.mark.parametrize("step", [1, 7])  # a time limit saves at a step that the next attempt may pass by
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, step: int) -> None:
     left = tmp_path / f".step-{step:08d}.partial"
@@ -134,22 +94,18 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, step: in
 def test_a_second_save_of_a_step_renews_what_is_said_of_it(tmp_path: Path) -> None:
     weights = write(tmp_path, 1) / "model.safetensors"
     before = weights.stat()
-    format.write(tmp_path, 1, {"model": {"w": torch.zeros(100)}}, {"note": "again"})
+    reading.write(tmp_path, 1, {"model": {"w": torch.zeros(100)}}, {"note": "again"})
     assert format.verified(tmp_path, 1).state["note"] == "again"
     assert weights.stat().st_ino == before.st_ino  # never taken away
 
 
-def test_a_second_save_of_a_step_with_other_weights_replaces_them(tmp_path: Path) -> None:
-    write(tmp_path, 1, 1.0)
+@pytest.mark.parametrize("broken", [False, True])
+def test_other_weights_of_a_step_and_a_broken_checkpoint_are_replaced(tmp_path: Path, broken: bool) -> None:
+    weights = write(tmp_path, 1, 1.0) / "model.safetensors"
+    if broken:
+        weights.unlink()
     write(tmp_path, 1, 2.0)
-    format.verified(tmp_path, 1)
-    assert read_tensors(tmp_path, format.described(tmp_path, 1), "model")["w"][0] == 2
-
-
-def test_a_broken_checkpoint_is_written_again(tmp_path: Path) -> None:
-    (write(tmp_path, 1) / "model.safetensors").unlink()
-    write(tmp_path, 1)
-    assert set(format.verified(tmp_path, 1).files) == {"model.safetensors"}
+    assert reading.tensors(tmp_path)["w"][0] == 2
 
 
 def test_asking_for_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -157,41 +113,6 @@ def test_asking_for_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path
     with pytest.raises(UserError) as error:
         format.resolve(tmp_path, "9")
     assert "5" in error.value.why
-
-
-WRITER = """
-import sys, torch
-from pathlib import Path
-from trainkit.checkpoint import format as files
-from trainkit.checkpoint.format import BrokenCheckpointError
-folder = Path(sys.argv[1])
-print("ready", flush=True)
-for step in range(1, 100000):
-    files.write(folder, step, {"model": {"w": torch.full((20000,), float(step))}}, {})
-    files.prune(folder, 2)
-"""
-
-
-def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    for attempt in range(4):
-        folder = tmp_path / str(attempt)
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        with writer, writer.stdout:
-            writer.stdout.readline()
-            deadline = time.monotonic() + 60
-            while len(format.steps(folder)) < 2 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            time.sleep(0.013 * attempt)
-            os.kill(writer.pid, signal.SIGKILL)
-        assert format.steps(folder)
-        for step in format.steps(folder):
-            format.verified(folder, step)
-            assert read_tensors(folder, format.described(folder, step), "model")["w"][0] == step
-        latest = format.pointed(folder, "latest")
-        assert latest is not None
-        assert latest >= format.steps(folder)[-1] - 1
-        assert format.path_of(folder, latest).is_dir()
 
 
 DIST = Distributed(RankEnv.single(), torch.device("cpu"))
@@ -275,11 +196,6 @@ def as_file(checkpoint: Path) -> None:
     checkpoint.write_text("a file")
 
 
-def emptied(checkpoint: Path) -> None:
-    for file in checkpoint.iterdir():
-        file.unlink()
-
-
 def record_is_a_folder(checkpoint: Path) -> None:
     (checkpoint / "state.json").unlink()
     (checkpoint / "state.json").mkdir()
@@ -310,20 +226,19 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit flipped in the moments": (lambda c: flip(c / "optimizer.safetensors"), "content of optimizer.safetensors"),
     "weights cut short": (lambda c: os.truncate(c / "model.safetensors", 50), "has 50 bytes instead of"),
     "weights missing": (lambda c: (c / "model.safetensors").unlink(), "No such file"),
-    "weights are a link": (linked, "symbolic links"),
-    "weights are a pipe": (as_pipe, "no plain file"),
+    "weights are a link": (linked, "It is a link"),
+    "weights are a pipe": (as_pipe, "no regular file"),
     "weights are no safetensors": (not_safetensors, "not readable"),
-    "the folder is empty": (emptied, "No such file"),
     "the folder is a link": (folder_linked, "no folder"),
     "the folder is a file": (as_file, "no folder"),
     "state.json is missing": (lambda c: (c / "state.json").unlink(), "No such file"),
-    "state.json is a folder": (record_is_a_folder, "plain file"),
+    "state.json is a folder": (record_is_a_folder, "no regular file"),
     "state.json is empty": (text(""), "not readable"),
     "state.json is cut short": (lambda c: os.truncate(c / "state.json", 40), "not readable"),
     "state.json is a list": (text("[]"), "no checksum"),
     "state.json is deep": (text("[" * 100_000), "not readable"),
     "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),
-    "state.json has no end": (text(" " * (LONGEST + 1)), "not readable"),
+    "state.json has no end": (text(" " * (LONGEST + 1)), "a file of its kind at most"),
     "state.json is not UTF-8": (lambda c: (c / "state.json").write_bytes(b"\xff\xfe\xfd"), "not readable"),
     "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "NaN is not JSON"),
     "state.json has no checksum": (without_its_checksum, "no checksum"),
@@ -343,13 +258,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_said_and_the_checkpoint_before_it_restored(
+def test_a_fault_is_said_the_checkpoint_before_restored_and_the_next_whole(
     two: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     damage, reason = FAULTS[fault]
     damage(format.path_of(two, NEW))
     model, optimizer = make_model()
-    restored = Checkpoints(two, keep=5, dist=DIST).restore(model, optimizer)
+    checkpoints = Checkpoints(two, keep=5, dist=DIST)
+    restored = checkpoints.restore(model, optimizer)
     said = capsys.readouterr().err
     assert restored is not None
     assert (restored.step, restored.state) == (OLD, {"note": OLD})
@@ -357,12 +273,7 @@ def test_a_fault_is_said_and_the_checkpoint_before_it_restored(
     assert "step-00000002 is broken" in said
     assert reason in said
     assert len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_after_a_fault_the_next_save_of_that_step_is_whole(two: Path, fault: str) -> None:
-    FAULTS[fault][0](format.path_of(two, NEW))
-    Checkpoints(two, keep=5, dist=DIST).save(*make_model(NEW), step=NEW, state={}, best_step=NEW)
+    checkpoints.save(*make_model(NEW), step=NEW, state={}, best_step=NEW)
     format.verified(two, NEW)
     assert (format.pointed(two, "latest"), format.pointed(two, "best")) == (NEW, NEW)
 
@@ -385,24 +296,19 @@ def test_one_that_is_whole_but_of_no_use_is_passed_over_too(two: Path, capsys: p
     assert "it is not finite" in capsys.readouterr().err
 
 
-# best and latest
-
-
-def test_a_flipped_bit_in_the_best_is_said_and_the_newest_whole_one_taken(
-    two: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(OLD, "step-00000001 is broken: the content of model.safetensors has changed"),
+     (77, "step-00000077 is broken: No such file")],
+)  # fmt: skip
+def test_a_best_that_is_broken_or_gone_is_said_and_the_newest_whole_taken(
+    two: Path, capsys: pytest.CaptureFixture[str], step: int, says: str
 ) -> None:
     flip(format.path_of(two, OLD) / "model.safetensors")
     model, _ = make_model()
-    assert Checkpoints(two, keep=5, dist=DIST).load_weights(model, OLD, or_newest=True) == NEW
+    assert Checkpoints(two, keep=5, dist=DIST).load_weights(model, step, or_newest=True) == NEW
     assert torch.equal(model.weight, make_model(NEW)[0].weight)
-    assert "step-00000001 is broken: the content of model.safetensors has changed" in capsys.readouterr().err
-
-
-def test_a_best_that_is_gone_is_said_and_the_newest_whole_one_taken(
-    two: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert Checkpoints(two, keep=5, dist=DIST).load_weights(make_model()[0], 77, or_newest=True) == NEW
-    assert "step-00000077 is broken: No such file" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_a_step_that_was_asked_for_by_its_number_is_never_replaced_by_another(two: Path) -> None:
@@ -468,21 +374,7 @@ def test_what_else_lies_in_the_folder_is_no_checkpoint(two: Path, name: str) -> 
     assert format.steps(two) == [OLD, NEW]
 
 
-# The record itself
-
-
 def test_a_number_that_is_not_finite_comes_back_as_none(tmp_path: Path) -> None:
-    format.write(tmp_path, 1, {}, {"val": {"loss": float("nan"), "acc1": [1.5, float("inf")]}})
+    reading.write(tmp_path, 1, {}, {"val": {"loss": float("nan"), "acc1": [1.5, float("inf")]}})
     assert format.verified(tmp_path, 1).state == {"val": {"loss": None, "acc1": [1.5, None]}}
     json.loads((tmp_path / "step-00000001/state.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_what_a_record_says_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        Record(1, {}, {}).step = 2  # type: ignore[misc]
-
-
-def test_a_checkpoint_of_before_there_were_checksums_says_so(two: Path) -> None:
-    without_its_checksum(format.path_of(two, NEW))
-    with pytest.raises(BrokenCheckpointError, match="no checksum of its own"):
-        format.verified(two, NEW)

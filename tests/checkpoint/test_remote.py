@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.checkpoint.bucket import Trouble
+from tests.checkpoint.reading import write
 from trainkit.checkpoint import format, remote, transfer
 from trainkit.checkpoint.remote import Pointers, Store, StoreError
 from trainkit.checkpoint.transfer import Uploads, bring_back, fetch_run, send_rest
@@ -38,7 +39,7 @@ def run_in(folder: Path, *, code: str = "print('hello')\n") -> Writer:
 
 def save(writer: Writer, step: int, *, best: int | None = None, size: int = 1000) -> None:
     weights = {"weight": torch.full((size,), float(step))}
-    format.write(writer.run.checkpoints, step, {"model": weights, "optimizer": weights}, {"progress": {"step": step}})
+    write(writer.run.checkpoints, step, {"model": weights, "optimizer": weights}, {"progress": {"step": step}})
     if best is not None:
         format.point(writer.run.checkpoints, "best", best)
 
@@ -197,7 +198,7 @@ def test_other_weights_of_the_same_step_replace_the_first(uploads: Any, tmp_path
     thread, writer, store = uploads
     for content in (1, 2):
         weights = {"weight": torch.full((10,), float(content))}
-        format.write(writer.run.checkpoints, 7, {"model": weights}, {})
+        write(writer.run.checkpoints, 7, {"model": weights}, {})
         thread.look()
         assert thread.wait(SOON)
     run = fetch_run(store.url, tmp_path / "elsewhere")

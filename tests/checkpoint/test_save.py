@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.reading import tensors
+from tests.checkpoint.reading import tensors, write
 from tests.rank_functions import QUICK, StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
@@ -32,21 +32,13 @@ from trainkit.checkpoint.save import Checkpoints, Snapshot
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.errors import RefusedError, RunFailedError
 from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.recorder import Progress
-
-
-def save(folder: Path, model: nn.Module, step: int = 1) -> None:
-    with distributed(RankEnv.single(), use_gpu=False) as dist:
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=step, state={}, best_step=None)
 
 
 def test_every_strategy_and_world_size_writes_the_same_names_and_shapes(tmp_path: Path) -> None:
@@ -59,6 +51,9 @@ def test_every_strategy_and_world_size_writes_the_same_names_and_shapes(tmp_path
             layouts[preset, stem] = {name: tuple(tensor.shape) for name, tensor in found.items()}
     for stem in ("model", "optimizer"):
         assert layouts["single", stem] == layouts["ddp", stem] == layouts["fsdp", stem]
+    config = load("fsdp").config
+    model = build_model(config.model, build_data(config.data).info, 0)
+    model.load_state_dict(tensors(tmp_path / "fsdp/checkpoints"))
 
 
 def test_data_parallel_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
@@ -73,41 +68,6 @@ def test_data_parallel_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
         other = nn.DataParallel(nn.Linear(4, 2))
         assert checkpoints.restore(other, torch.optim.AdamW(other.parameters())) is not None
         assert torch.equal(other.module.weight, wrapped.module.weight)
-
-
-def test_the_weights_load_into_the_plain_model(tmp_path: Path) -> None:
-    run_ranks(2, train_run, tmp_path / "run", "fsdp", ("train.max_steps=1",))
-    config = load("fsdp").config
-    model = build_model(config.model, build_data(config.data).info, 0)
-    weights = tensors(tmp_path / "run/checkpoints")
-    model.load_state_dict(weights)
-    assert torch.equal(dict(model.named_parameters())["0.weight"], weights["0.weight"])
-
-
-def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, nn.Linear(4, 2))
-    with distributed(RankEnv.single(), use_gpu=False) as dist:
-        other = nn.Linear(4, 3)
-        with pytest.raises(UserError, match="does not fit"):
-            Checkpoints(tmp_path, keep=3, dist=dist).restore(other, torch.optim.AdamW(other.parameters()))
-
-
-def _save_where_there_is_no_room(env: RankEnv, folder: Path) -> str:
-    with distributed(env, use_gpu=False) as dist:
-        model = nn.Linear(4, 2)
-        try:
-            Checkpoints(folder, keep=3, dist=dist).save(
-                model, torch.optim.AdamW(model.parameters()), step=1, state={}, best_step=None
-            )
-        except RunFailedError as error:
-            return error.what
-    return "saved"
-
-
-def test_a_save_that_fails_is_raised_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    told = run_ranks(2, _save_where_there_is_no_room, tmp_path / "checkpoints")
-    assert told == ["The checkpoint of step 1 could not be written."] * 2
 
 
 def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
@@ -131,12 +91,6 @@ def test_a_full_disk_is_said_so_and_leaves_the_checkpoint_before_it(tmp_path: Pa
     assert "/model" in said.split("why: ")[1].split("\n")[0], "the file is named"
     assert left == ["latest", "step-00000001"]
     format.verified(tmp_path, 1)
-
-
-def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:
-    dist = Distributed(RankEnv.single(), torch.device("cpu"))
-    model = nn.Linear(4, 2)
-    assert Checkpoints(tmp_path, keep=3, dist=dist).restore(model, torch.optim.AdamW(model.parameters())) is None
 
 
 # Nothing is learned, so the first validation (19 updates, one epoch) stays the best.
@@ -167,9 +121,7 @@ def flip(checkpoint: Path) -> None:
     [(flip, "the content of model.safetensors has changed"), (shutil.rmtree, "No such file or directory")],
     ids=["flipped", "gone"],
 )
-def test_a_run_whose_best_weights_are_lost_ends_all_the_same_and_says_so(
-    tmp_path: Path, damage: object, why: str
-) -> None:
+def test_a_run_whose_best_weights_are_lost_ends_and_says_so(tmp_path: Path, damage: object, why: str) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", SETTINGS, 22 + 5)
     assert format.pointed(folder / "checkpoints", "best") == BEST
@@ -219,17 +171,6 @@ def begun(folder: Path, **more: Any) -> tuple[Checkpoints, nn.Linear]:
     return checkpoints, model
 
 
-def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
-    checkpoints, model = begun(tmp_path)
-    assert gate.reached.wait(60)
-    with torch.no_grad():
-        model.weight.fill_(2.0)  # training goes on
-    assert format.steps(tmp_path) == []
-    gate.opened.set()
-    checkpoints.settle()
-    assert torch.equal(tensors(tmp_path)["weight"], torch.ones(2, 3))
-
-
 def test_nothing_names_it_and_nobody_hears_of_it_before_it_is_on_the_disk(tmp_path: Path, gate: Gate) -> None:
     heard: list[int] = []
     checkpoints, model = begun(tmp_path)
@@ -273,7 +214,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     assert format.steps(tmp_path) == [1, 2], "the first is the best"
 
 
-def test_an_age_is_that_of_what_was_copied_and_nothing_is_due_while_one_is_written(tmp_path: Path, gate: Gate) -> None:
+def test_an_age_is_that_of_the_copy_and_zero_while_one_is_written(tmp_path: Path, gate: Gate) -> None:
     checkpoints, _ = begun(tmp_path)
     time.sleep(0.05)
     assert checkpoints.seconds_since_save() == 0.0
@@ -282,16 +223,8 @@ def test_an_age_is_that_of_what_was_copied_and_nothing_is_due_while_one_is_writt
     assert checkpoints.seconds_since_save() >= 0.05
 
 
-def test_who_has_lost_the_run_meanwhile_leaves_everything_as_it_was_and_hears_of_it(tmp_path: Path, gate: Gate) -> None:
-    lost: list[bool] = []
-
-    def may_write() -> None:
-        if lost:
-            raise RefusedError("Another process writes this run now.", why="It has taken it over.", fix="See it.")
-
-    checkpoints, _ = begun(tmp_path, may_write=may_write)
-    lost.append(True)
-    gate.opened.set()
+def test_a_lease_lost_while_it_is_written_leaves_all_as_it_was(tmp_path: Path) -> None:
+    checkpoints, _ = begun(tmp_path, may_write=held_for(1))
     with pytest.raises(RefusedError, match="Another process"):
         checkpoints.settle()
     assert [*tmp_path.iterdir()] == []
@@ -299,41 +232,44 @@ def test_who_has_lost_the_run_meanwhile_leaves_everything_as_it_was_and_hears_of
 
 def test_the_memory_of_a_copy_is_used_again(tmp_path: Path) -> None:
     checkpoints, model = begun(tmp_path)
-    buffers = checkpoints._writer._snapshot._buffers
+    buffers = checkpoints._snapshot._buffers
     before = {key: value.data_ptr() for key, value in buffers.items()}
     checkpoints.save(model, None, step=2, state={}, best_step=None)
     checkpoints.settle()
-    assert {key: value.data_ptr() for key, value in checkpoints._writer._snapshot._buffers.items()} == before != {}
+    assert {key: value.data_ptr() for key, value in checkpoints._snapshot._buffers.items()} == before != {}
 
 
 def test_memory_that_was_got_ahead_is_what_the_first_save_copies_to(tmp_path: Path) -> None:
     checkpoints, model = Checkpoints(tmp_path, keep=1, dist=DIST, asynchronous=True), nn.Linear(3, 2)
-    snapshot = checkpoints._writer._snapshot
+    snapshot = checkpoints._snapshot
     checkpoints.warm(model, None)
-    snapshot._warming[0].join()
+    assert snapshot._warming is not None
+    snapshot._warming.join()
     before = {key: value.data_ptr() for key, value in snapshot._buffers.items()}
     checkpoints.save(model, None, step=1, state={}, best_step=None)
     checkpoints.settle()
     assert {key: value.data_ptr() for key, value in snapshot._buffers.items()} == before != {}
 
 
-def test_getting_memory_again_leaves_what_is_being_written_alone(tmp_path: Path, gate: Gate) -> None:
-    torch.manual_seed(0)
+def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
     checkpoints, model = begun(tmp_path)
-    checkpoints.warm(model, None)
-    for thread in checkpoints._writer._snapshot._warming:
-        thread.join()
+    assert gate.reached.wait(60)
+    checkpoints.warm(model, None)  # leaves the memory of what is being written alone
+    assert checkpoints._snapshot._warming is None
+    with torch.no_grad():
+        model.weight.fill_(2.0)  # training goes on
+    assert format.steps(tmp_path) == []
     gate.opened.set()
     checkpoints.settle()
-    assert torch.equal(load_file(format.path_of(tmp_path, 1) / "model.safetensors")["bias"], model.bias)
+    assert torch.equal(tensors(tmp_path)["weight"], torch.ones(2, 3))
 
 
 def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
     checkpoints.warm(nn.Linear(3, 2), None)
-    assert checkpoints._writer._snapshot._warming == []
+    assert checkpoints._snapshot._warming is None
     checkpoints.save(nn.Linear(3, 2), None, step=1, state={}, best_step=None)
-    assert (checkpoints._writer._snapshot._buffers, format.steps(tmp_path)) == ({}, [1])
+    assert (checkpoints._snapshot._buffers, format.steps(tmp_path)) == ({}, [1])
 
 
 # In the loop
@@ -343,8 +279,8 @@ def test_the_first_copy_of_a_run_finds_memory_for_all_of_it(tmp_path: Path, monk
     missing: list[set[Any]] = []
 
     def take(self: Snapshot, tensors: Any) -> Any:
-        for thread in self._warming:
-            thread.join()
+        assert self._warming is not None
+        self._warming.join()
         missing.append({*tensors} - {*self._buffers})
         return _take(self, tensors)
 
@@ -382,7 +318,7 @@ def test_training_ends_with_the_next_update_when_the_disk_is_full(
     assert [*keeper.writer.run.checkpoints.glob("*")] == []
 
 
-def test_a_run_ends_with_its_last_checkpoint_on_the_disk_and_says_so_before_its_end(tmp_path: Path) -> None:
+def test_a_run_ends_with_its_last_checkpoint_on_the_disk(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(2, train_run, folder, "fsdp", ("train.max_steps=4", "checkpoint.every_steps=2"))
     run = RunDir(folder)
@@ -446,6 +382,13 @@ def test_rank_0_writes_for_those_that_do_not_see_the_folder(tmp_path: Path, sees
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_heard_of_by_all(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    told = run_ranks(2, _save_own, tmp_path / "checkpoints", [True, True], False)
+    assert told[0] == told[1]
+    assert told[0].startswith("The checkpoint of step 1 could not be written.")
+
+
 def test_a_rank_that_cannot_write_is_heard_by_all_and_nothing_is_left(tmp_path: Path) -> None:
     told = run_ranks(2, _save_own, tmp_path, [True, True], True)
     assert told == ["The checkpoint of step 1 could not be written. No space left on device: a shard."] * 2
@@ -477,10 +420,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells descriptors by /proc")
-def test_everything_is_flushed_before_the_checkpoint_has_its_name_and_the_name_after(
-    tmp_path: Path, calls: list[str]
-) -> None:
-    format.write(tmp_path / "checkpoints", 1, TENSORS, {})
+def test_all_is_flushed_before_the_checkpoint_has_its_name_and_after(tmp_path: Path, calls: list[str]) -> None:
+    write(tmp_path / "checkpoints", 1, TENSORS, {})
     assert calls == [
         "fsync model.safetensors",
         "fsync optimizer.safetensors",
@@ -495,27 +436,24 @@ def test_everything_is_flushed_before_the_checkpoint_has_its_name_and_the_name_a
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells descriptors by /proc")
-def test_what_is_said_anew_of_a_checkpoint_is_flushed_before_it_takes_its_place(
-    tmp_path: Path, calls: list[str]
-) -> None:
-    format.write(tmp_path, 1, TENSORS, {})
+def test_a_new_state_is_flushed_before_it_takes_its_place(tmp_path: Path, calls: list[str]) -> None:
+    write(tmp_path, 1, TENSORS, {})
     calls.clear()
-    format.write(tmp_path, 1, TENSORS, {"note": "again"})
+    write(tmp_path, 1, TENSORS, {"note": "again"})
     renamed = calls.index("rename to state.json")
     assert calls[:renamed][-2:] == ["fsync state.json", "fsync .step-00000001.partial"]
     assert calls[renamed + 1] == "fsync step-00000001"
 
 
-class Lease:
-    """Held for so many questions."""
+def held_for(questions: int) -> Any:
+    """A lease that is lost after so many questions."""
+    asked = iter(range(questions))
 
-    def __init__(self, questions: int) -> None:
-        self.left = questions
-
-    def check(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+    def may_write() -> None:
+        if next(asked, None) is None:
             raise RefusedError("Another process writes this run now.", why="It has taken it over.", fix="See it.")
+
+    return may_write
 
 
 def contents(folder: Path) -> list[str]:
@@ -524,18 +462,18 @@ def contents(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("questions", [0, 1], ids=["before it begins", "while it writes"])
 def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questions: int) -> None:
-    dist, model = Distributed(RankEnv.single(), torch.device("cpu")), nn.Linear(2, 1)
+    dist, model = DIST, nn.Linear(2, 1)
     Checkpoints(tmp_path, keep=1, dist=dist).save(model, None, step=1, state={}, best_step=1)
     before = contents(tmp_path)
-    lease = Lease(questions)
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=dist, may_write=held_for(questions))
     with pytest.raises(RefusedError, match="Another process"):
-        Checkpoints(tmp_path, keep=1, dist=dist, may_write=lease.check).save(model, None, step=2, state={}, best_step=2)
+        checkpoints.save(model, None, step=2, state={}, best_step=2)
     assert contents(tmp_path) == before
     assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
 
 
 def test_extra_tensors_come_back_with_their_checkpoint(tmp_path: Path) -> None:
-    dist, model = Distributed(RankEnv.single(), torch.device("cpu")), nn.Linear(2, 1)
+    dist, model = DIST, nn.Linear(2, 1)
     checkpoints = Checkpoints(tmp_path, keep=1, dist=dist)
     extra = {"common": {"theta": torch.arange(3.0), "momentum": torch.ones(3)}}
     checkpoints.save(model, None, step=1, state={"round": 4}, best_step=None, extra=extra)

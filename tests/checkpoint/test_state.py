@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.checkpoint.reading import tensors
+from tests.checkpoint.reading import tensors, write
 from tests.rank_functions import run_ranks
 from trainkit.checkpoint import format
 from trainkit.checkpoint import tensors as checkpoint_tensors
@@ -283,7 +283,7 @@ def test_safetensors_own_library_reads_what_is_written(tmp_path: Path) -> None:
         "mask": torch.tensor([[True], [False]]),
         "turned": torch.arange(6.0).view(2, 3).t(),
     }
-    format.write(tmp_path, 1, {"model": tensors}, {})
+    write(tmp_path, 1, {"model": tensors}, {})
     found = load_file(format.path_of(tmp_path, 1) / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.bucket import Trouble
+from tests.checkpoint.reading import write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from trainkit.checkpoint import format
 from trainkit.checkpoint.transfer import fetch_run, send_rest
@@ -87,7 +88,7 @@ def test_what_a_finished_run_could_not_send_goes_later(bucket: tuple[str, Troubl
     run = RunDir.create(tmp_path / "single-0001", to_yaml(load("single").config))
     run.attempt_logs(0).mkdir(parents=True)
     weights = {"weight": torch.ones(3)}
-    format.write(run.checkpoints, 7, {"model": weights, "optimizer": weights}, {"progress": {"step": 7}})
+    write(run.checkpoints, 7, {"model": weights, "optimizer": weights}, {"progress": {"step": 7}})
     bucket[1].refuse = True
     with pytest.raises(UserError, match="cannot be used"):
         send_rest(run, bucket[0])

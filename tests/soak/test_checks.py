@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint import reading
 from tests.soak import checks
 from tests.soak.cluster import Cluster
 from tests.soak.strikes import KINDS, MOMENTS, SCHEDULERS, bag
-from trainkit.checkpoint import format
 from trainkit.run.folder import RunDir
 
 STEPS = 20
@@ -25,7 +25,7 @@ STEPS = 20
 def write(run: RunDir, step: int, *, weight: float = 1.0, images: int = 0) -> None:
     tensors = {"model": {"weight": torch.tensor([weight, step])}, "optimizer": {"moment": torch.tensor([step])}}
     progress = {"step": step, "images": images or 64 * step, "train_seconds": random.random()}
-    format.write(run.checkpoints, step, tensors, {"progress": progress})
+    reading.write(run.checkpoints, step, tensors, {"progress": progress})
 
 
 def train_line(step: int, loss: float = 0.5) -> str:

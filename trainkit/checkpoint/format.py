@@ -21,27 +21,20 @@ import math
 import os
 import re
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from trainkit import fileio
 from trainkit.errors import UserError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-# ``state.json``: what a checkpoint says of itself. Parsed into a type of ours, since anybody may have edited it.
-
 LONGEST = 1 << 22
-"""Bytes of a ``state.json`` that is read at all."""
+"""Bytes of a ``state.json``."""
 
 _FORMATS = (1, 2)
-"""The second one has stems in several files; what holds none is still written as the first."""
+"""The second has stems in several files; a checkpoint without such stems is still written as the first."""
 _DEEPEST = 16
 _INT64 = range(-(2**63), 2**63)
 _FILE = re.compile(r"[a-z][a-z0-9_-]{0,63}\.safetensors")
@@ -50,7 +43,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class BrokenCheckpointError(Exception):
-    """A checkpoint that is not what was written."""
+    """A checkpoint is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +60,15 @@ class Record:
 
     step: int
     state: Mapping[str, Any]
-    """Plain values of whoever trains; bounded, but else as they were given."""
+    """Plain values of the training; bounded, but else as they were given. Anybody may have edited them."""
     files: Mapping[str, FileFacts]
 
     @property
     def stems(self) -> set[str]:
-        """What it holds."""
         return {stem_of(name) for name in self.files}
 
     def files_of(self, stem: str) -> list[str]:
-        """Names of the files that hold a stem's tensors: ``model.safetensors``, or one of each rank that wrote some.
+        """Names of a stem's files: ``model.safetensors``, or one of each rank that wrote some.
 
         Raises BrokenCheckpointError when there are none.
         """
@@ -87,19 +79,19 @@ class Record:
 
     def to_json(self) -> str:
         """The text of the file. A number that is not finite becomes null: JSON has no word for it."""
-        files = {name: {"bytes": facts.bytes, "sha256": facts.sha256} for name, facts in self.files.items()}
+        files = {name: asdict(facts) for name, facts in self.files.items()}
         sharded = any(stem_of(name) != name.removesuffix(".safetensors") for name in self.files)
         body = {"format": _FORMATS[sharded], "step": self.step, "state": _finite(self.state), "files": files}
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1, allow_nan=False) + "\n"
 
 
 def file_name(stem: str, index: int, count: int) -> str:
-    """Name of a stem's file, or of its ``index``-th of ``count``."""
+    """Name of the ``index``-th of ``count`` files of a stem."""
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def stem_of(name: str) -> str:
-    """What a file of this name holds."""
+    """The stem whose tensors a file of this name holds."""
     stem = name.removesuffix(".safetensors")
     return stem[: part.start()] if (part := _PART.search(stem)) and part.end() == len(stem) else stem
 
@@ -187,46 +179,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(step for entry in folder.iterdir() if (step := step_of(entry.name)) is not None)
 
 
-def write(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, Any],
-    may_write: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write the checkpoint of ``step``, in this process alone, and point ``latest`` at it.
-
-    Args:
-        tensors: file stem -> name -> tensor.
-        state: plain values for ``state.json``.
-        may_write: raises when this process no longer writes this run; asked before the first byte and the last move.
-
-    Raises:
-        OSError: it could not be written; the checkpoints before it are as they were.
-    """
-    from trainkit.checkpoint import tensors as checkpoint_tensors
-
-    partial = begin(folder, step, may_write)
-    facts = {}
-    try:
-        for stem, named in tensors.items():
-            entries = [checkpoint_tensors.Entry.of(name, value) for name, value in named.items()]
-            name = file_name(stem, 0, 1)
-            with new_file(partial, name) as out:
-                facts[name] = checkpoint_tensors.write(
-                    out,
-                    entries,
-                    lambda it, of=named: checkpoint_tensors.as_bytes(of[it.name]),  # type: ignore[misc]
-                )
-    except BaseException:
-        abandon(folder, step)
-        raise
-    commit(folder, Record(step, state, facts), may_write)
-    return path_of(folder, step)
-
-
 def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None) -> Path:
-    """Make the folder in which the files of ``step`` are written; what killed processes have left of such goes."""
+    """Make the folder in which the files of ``step`` are written, and remove what killed processes have left."""
     may_write()
     fileio.make_folder(folder, folder.parent)  # and it is no link, which the removal below would follow
     for left in folder.glob(".step-*.partial"):  # this step's or another's
@@ -237,7 +191,7 @@ def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None)
 
 
 def new_file(partial: Path, name: str) -> BinaryIO:
-    """A file of the checkpoint that is being written; unbuffered. Raises OSError."""
+    """Create a file of the checkpoint that is being written, unbuffered. Raises OSError."""
     return fileio.create(partial / name, partial.parents[1], buffering=0)
 
 
@@ -254,9 +208,9 @@ def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda:
             os.fsync(out.fileno())
         _flush(partial)
         may_write()
-        if _is_same(folder, record):
-            # A second save of a step, after a validation that a stop request had cut short. Only what is said of it is
-            # new, and a whole checkpoint is never taken away to be put back.
+        if _has_same_files(folder, record):
+            # A second save of a step, after a validation that a stop request had cut short. Only its state is new, and
+            # a whole checkpoint is never taken away to be put back.
             os.replace(partial / "state.json", final / "state.json")
             _flush(final)
             _remove(partial)
@@ -281,7 +235,7 @@ def partial_of(folder: Path, step: int) -> Path:
     return folder / f".{path_of(folder, step).name}.partial"
 
 
-def _is_same(folder: Path, record: Record) -> bool:
+def _has_same_files(folder: Path, record: Record) -> bool:
     try:
         return verified(folder, record.step).files == record.files
     except BrokenCheckpointError:
@@ -316,7 +270,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def verified(folder: Path, step: int) -> Record:
-    """What a checkpoint says of itself, once its files are found to be as they were written.
+    """The record of a checkpoint whose files are as they were written.
 
     Raises BrokenCheckpointError and says what is wrong with it.
     """
@@ -326,30 +280,42 @@ def verified(folder: Path, step: int) -> Record:
 
 
 def described(folder: Path, step: int) -> Record:
-    """What a checkpoint says of itself; its files have not been looked at.
-
-    Raises BrokenCheckpointError when it says nothing.
-    """
+    """The record of a checkpoint; its files are not looked at. Raises BrokenCheckpointError when it has none."""
     checkpoint = path_of(folder, step)
     try:
-        if not stat.S_ISDIR(checkpoint.lstat().st_mode):
+        checkpoint.lstat()
+        if checkpoint.is_symlink() or not checkpoint.is_dir():
             raise BrokenCheckpointError("it is no folder")
-        with _open(checkpoint / "state.json") as file:
-            return parse(file.read(LONGEST + 1)[: LONGEST + 1], step)
+        return parse(fileio.read_bytes(checkpoint / "state.json", LONGEST), step)
     except OSError as error:
-        raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
+        raise _unreadable(error) from None
 
 
 def compare(folder: Path, record: Record, names: Iterable[str]) -> None:
-    """Look at files of a checkpoint.
-
-    Raises BrokenCheckpointError when one is not as it was written.
-    """
+    """Compare files of a checkpoint with its record. Raises BrokenCheckpointError when one is not as written."""
     try:
         for name in names:
-            _compare(path_of(folder, record.step) / name, record.files[name])
+            expected = record.files[name]
+            with fileio.open_regular(path_of(folder, record.step) / name) as data:
+                size = os.fstat(data.fileno()).st_size
+                digest = hashlib.sha256()
+                while size == expected.bytes and (block := data.read(1 << 20)):  # file_digest is Python 3.11's
+                    digest.update(block)
+            require_same(name, expected, size, digest.hexdigest())
     except OSError as error:
-        raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
+        raise _unreadable(error) from None
+
+
+def require_same(name: str, expected: FileFacts, size: int, sha256: str) -> None:
+    """Raise BrokenCheckpointError for a file that is not as it was written."""
+    if size != expected.bytes:
+        raise BrokenCheckpointError(f"{name} has {size} bytes instead of {expected.bytes}")
+    if sha256 != expected.sha256:
+        raise BrokenCheckpointError(f"the content of {name} has changed")
+
+
+def _unreadable(error: OSError) -> BrokenCheckpointError:
+    return BrokenCheckpointError(f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}")
 
 
 def resolve(folder: Path, which: str) -> int:
@@ -378,26 +344,8 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _compare(file: Path, expected: FileFacts) -> None:
-    with _open(file) as data:
-        size = os.fstat(data.fileno()).st_size
-        if size != expected.bytes:
-            raise BrokenCheckpointError(f"{file.name} has {size} bytes instead of {expected.bytes}")
-        if _sha256(data) != expected.sha256:
-            raise BrokenCheckpointError(f"the content of {file.name} has changed")
-
-
-def _open(file: Path) -> Any:
-    """Open a plain file: no link that leads elsewhere, and no pipe that never answers."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise BrokenCheckpointError(f"{file.name} is no plain file")
-    return open(descriptor, "rb")
-
-
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint that loses its name first, so that half of one is never taken for a whole."""
+    """Rename a checkpoint, then delete it, so that half of one is never taken for a whole."""
     if checkpoint.is_dir() and not checkpoint.is_symlink():
         doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
         _remove(doomed)
@@ -419,11 +367,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(data: BinaryIO) -> str:
-    # hashlib.file_digest would be this, from Python 3.11 on.
-    digest = hashlib.sha256()
-    while block := data.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A run's copy elsewhere (`checkpoint.remote`): what it consists of, and in what order it comes and goes.
+"""A run's copy in a bucket or another folder (`checkpoint.remote`): its files, and a client for the place.
 
     s3://bucket/prefix/RUN/remote.json                  whose it is: a number that the run's folder has, too
                            config.yaml manifest.json plan.json code.tar.gz
@@ -27,12 +27,9 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, Record, parse
+from trainkit.checkpoint.format import LONGEST, Record, parse
 from trainkit.errors import UserError
-from trainkit.fileio import write
 from trainkit.run.folder import RunDir
-
-# A place for files that is named by a URL: a bucket of S3 or of Google's, or a folder (``file://``).
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _SECONDS = 20.0
@@ -43,7 +40,7 @@ _LONGEST = 400
 
 
 class StoreError(Exception):
-    """The place does not answer, or refuses. It may be another in a minute."""
+    """The place does not answer, or refuses. It may be back in a minute."""
 
 
 class AbsentError(StoreError):
@@ -51,20 +48,23 @@ class AbsentError(StoreError):
 
 
 class Store:
-    """Files below a URL, by their names relative to it. Credentials are those of the environment.
+    """Files below a URL, by their names relative to it: of S3, of Google's, or of a folder (``file://``).
 
-    Every method raises StoreError, whatever the library of the place raises.
+    Credentials are those of the environment. Every method raises StoreError, whatever the library of the place raises.
 
     Args:
         seconds: to connect, and between a request and its answer.
         slowest_part: seconds without any part of a file going through, after which it is given up.
+        tries: of each request, with pauses of 0.5, 1, 2, ... seconds; for a file that is absent there is one.
 
     Raises:
         UserError: the package for this kind of place is not installed.
     """
 
-    def __init__(self, url: str, *, seconds: float = _SECONDS, slowest_part: float = _SLOWEST_PART) -> None:
-        self.url = url.rstrip("/")
+    def __init__(
+        self, url: str, *, seconds: float = _SECONDS, slowest_part: float = _SLOWEST_PART, tries: int = 1
+    ) -> None:
+        self.url, self._tries = url.rstrip("/"), tries
         scheme, _, self._root = self.url.partition("://")
         package = _PACKAGES.get(scheme, "fsspec")
         if importlib.util.find_spec(package) is None:
@@ -78,7 +78,7 @@ class Store:
 
         options: dict[str, Any] = {"skip_instance_cache": True}
         if scheme == "s3":
-            # Few parts at a time: each is in memory. Tries are counted by whoever uploads, who knows about the others.
+            # Few parts at a time: each is in memory. Tries are counted here and by the uploads, and not by botocore.
             limits = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 0}}
             options |= {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
         elif scheme == "gs":
@@ -93,14 +93,14 @@ class Store:
 
     def put(self, file: Path, name: str) -> None:
         """Send a file, which replaces one of that name."""
-        # That it is not here is no matter of the place. What is open is sent, and no link that took its name meanwhile.
+        # An error of opening it is not one of the place. The open file is sent, not a link that took its name since.
         with fileio.open_regular(file) as content:
             opened = f"/dev/fd/{content.fileno()}"
-            self._sent("put_file", name, opened, self._path(name), limit=self._slowest_part, **self._put_options)
+            self._call("put_file", name, opened, self._path(name), limit=self._slowest_part, **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""
-        self._sent("pipe_file", name, self._path(name), content, limit=self._seconds + len(content) / 100_000)
+        self._call("pipe_file", name, self._path(name), content, limit=self._seconds + len(content) / 100_000)
 
     def read(self, name: str, *, limit: int) -> bytes:
         """A small file. Raises AbsentError where there is none."""
@@ -147,13 +147,19 @@ class Store:
         limit = self._slowest_part if end - start > _PART // 2 else self._seconds
         return bytes(self._call("cat_file", name, self._path(name), limit=limit, start=start, end=end))
 
-    def _sent(self, method: str, name: str, *values: Any, limit: float, **options: Any) -> None:
-        try:
-            self._call(method, name, *values, limit=limit, **options)
-        except AbsentError as error:  # no such bucket
-            raise StoreError(str(error)) from None
-
     def _call(self, method: str, name: str, *values: Any, limit: float, **options: Any) -> Any:
+        for tried in range(self._tries):
+            try:
+                return self._once(method, name, *values, limit=limit, **options)
+            except AbsentError:
+                raise
+            except StoreError:
+                if tried + 1 == self._tries:
+                    raise
+                time.sleep(2**tried / 2)
+        raise AssertionError("there is a first try")
+
+    def _once(self, method: str, name: str, *values: Any, limit: float, **options: Any) -> Any:
         """One request, or several of a file in parts; given up when nothing has gone through for ``limit`` seconds."""
         try:
             if not self._fs.async_impl:
@@ -162,13 +168,15 @@ class Store:
         except StoreError:
             raise
         except FileNotFoundError as error:
-            raise AbsentError(f"{self.url}/{name}: {_words(error) or 'there is no such file'}") from None
+            is_sent = method in ("put_file", "pipe_file")  # then the bucket is absent
+            kind = StoreError if is_sent else AbsentError
+            raise kind(f"{self.url}/{name}: {_words(error) or 'there is no such file'}") from None
         # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common.
         except Exception as error:
             raise StoreError(f"{type(error).__name__}: {_words(error)}".removesuffix(": ")) from error
 
     def _awaited(self, method: str, *values: Any, limit: float, **options: Any) -> Any:
-        # The libraries' own limits do not hold everywhere: who sends waits for "100 Continue" for ever.
+        # The libraries' own limits do not hold everywhere: a sender waits for "100 Continue" for ever.
         from fsspec.callbacks import Callback
 
         moved = time.monotonic()
@@ -206,7 +214,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Pointers:
-    """Steps that ``latest`` and ``best`` name there."""
+    """Steps that ``latest`` and ``best`` name in a run's copy."""
 
     latest: int | None = None
     best: int | None = None
@@ -218,7 +226,7 @@ class Pointers:
 
     @classmethod
     def read(cls, store: Store) -> Pointers:
-        """None where there are none yet, or they are not readable. Raises StoreError."""
+        """What is there; None for what is absent or unreadable. Raises StoreError."""
         told = small_object(store, POINTERS)
         found = {name: told.get(name) for name in ("latest", "best")}
         return cls(**{name: step for name, step in found.items() if type(step) is int and 0 <= step < 10**15})
@@ -229,12 +237,12 @@ class Pointers:
 
 
 def folder_of(step: int) -> str:
-    """Where a checkpoint is there."""
+    """Name of a checkpoint's folder in the copy."""
     return f"checkpoints/{format.path_of(Path(), step).name}"
 
 
 def record_of(store: Store, step: int) -> Record:
-    """What the checkpoint of ``step`` says of itself there.
+    """The record of the copy's checkpoint of ``step``.
 
     Raises:
         StoreError: there is none, or the place does not answer.
@@ -244,7 +252,7 @@ def record_of(store: Store, step: int) -> Record:
 
 
 def remove_step(store: Store, step: int) -> None:
-    """Remove a checkpoint, which is none from the first moment on. Raises StoreError."""
+    """Remove a checkpoint, which is incomplete from the first moment on. Raises StoreError."""
     folder = folder_of(step)
     store.remove(f"{folder}/state.json")
     for name in store.names(folder):
@@ -253,15 +261,16 @@ def remove_step(store: Store, step: int) -> None:
 
 
 def claim(remote: str, run: RunDir) -> Store:
-    """The place of a run below ``remote``, once it is found to be this run's, writable and readable.
+    """The place of a run below ``remote``, which is found to be this run's, writable and readable.
 
     Raises:
         UserError: it cannot be reached, written or read; or another run is there.
     """
-    own = own_place(run)
-    url = (
-        own["url"] if own and own["url"].startswith(f"{remote.rstrip('/')}/") else f"{remote.rstrip('/')}/{_label(run)}"
-    )
+    own, remote = own_place(run), remote.rstrip("/")
+    in_sweep = (run.path.parent / "sweep.json").is_file()
+    url = f"{remote}/{run.path.parent.name}/{run.path.name}" if in_sweep else f"{remote}/{run.path.name}"
+    if own and own["url"].startswith(f"{remote}/"):
+        url = own["url"]
     number = own["id"] if own else uuid.uuid4().hex
     content = json.dumps({"id": number, "url": url}).encode()
     store = Store(url)
@@ -280,7 +289,7 @@ def claim(remote: str, run: RunDir) -> Store:
     except StoreError as error:
         raise unreachable(url, error) from None
     if own is None or own["url"] != url:
-        write(run.path / PLACE, content, run.path)
+        fileio.write(run.path / PLACE, content, run.path)
     return store
 
 
@@ -295,34 +304,18 @@ def unreachable(url: str, error: StoreError) -> UserError:
     )
 
 
-def _label(run: RunDir) -> str:
-    in_sweep = (run.path.parent / "sweep.json").is_file()
-    return f"{run.path.parent.name}/{run.path.name}" if in_sweep else run.path.name
-
-
 def own_place(run: RunDir) -> dict[str, str] | None:
+    """Number and URL of the run's copy, as its folder says; None without such a copy."""
     try:
-        told = fileio.parse(fileio.read_bytes(run.path / PLACE, _SMALL))
-    except (OSError, ValueError):
+        told = fileio.parse_object(fileio.read_bytes(run.path / PLACE, _SMALL)) or {}
+    except OSError:
         return None
-    fits = isinstance(told, dict) and isinstance(told.get("url"), str) and _ID.fullmatch(str(told.get("id")))
-    return told if fits else None
+    return told if isinstance(told.get("url"), str) and _ID.fullmatch(str(told.get("id"))) else None
 
 
 def small_object(store: Store, name: str) -> Mapping[str, Any]:
     """A small JSON object; empty where there is none."""
     try:
-        told = fileio.parse(store.read(name, limit=_SMALL))
+        return fileio.parse_object(store.read(name, limit=_SMALL)) or {}
     except AbsentError:
         return {}
-    except (ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def is_there(store: Store, record: Record) -> bool:
-    """Whether the checkpoint is there whole, as ``record`` describes it. Raises StoreError."""
-    try:
-        return record_of(store, record.step) == record
-    except (AbsentError, BrokenCheckpointError):
-        return False

@@ -1,6 +1,6 @@
-"""What of a model and an optimizer is in a checkpoint, by names that neither a strategy nor a world size shows in.
+"""The tensors of a model and an optimizer, by names that depend neither on the strategy nor on the world size.
 
-A tensor stays where it is, sharded or not: who saves takes of it what is a rank's own, who loads gives it that.
+A tensor stays where it is, sharded or not: a save takes of it what is a rank's own, and a load fills that.
 """
 
 from __future__ import annotations
@@ -9,41 +9,35 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 
 from trainkit.checkpoint.format import file_name
-from trainkit.checkpoint.tensors import Entry, Stored
+from trainkit.checkpoint.tensors import Entry, Stored, place_of
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import UserError
 
-# Who writes what: each rank its own shards, and of what several ranks have, the lowest.
-
-
-@dataclass(frozen=True)
-class Share:
-    """What this rank writes of a checkpoint, and who else writes."""
-
-    files: Mapping[str, Mapping[Entry, Tensor]]
-    """File name -> entry -> what this rank holds of it, where it lies."""
-    writers: tuple[int, ...]
-    """Ranks that write anything; rank 0 alone if nothing is spread over the ranks."""
-
 
 class Shares:
-    """Every rank calls it with the same stems; what they tell each other is remembered while it does not change."""
+    """Who writes what: each rank its own shards, and of a tensor that several ranks have, the lowest one.
+
+    Every rank calls it with the same stems. The ranks' answers are remembered while they do not change.
+    """
 
     def __init__(self, dist: Distributed) -> None:
         self._dist = dist
         self._digests: list[str] = []
         self._told: list[dict[str, Any]] = []
 
-    def of(self, stems: Mapping[str, Mapping[str, Tensor]]) -> Share:
-        """This rank's share of stem -> name -> tensor, sharded (a DTensor) or not, on every rank or some."""
+    def of(self, stems: Mapping[str, Mapping[str, Tensor]]) -> tuple[dict[str, dict[Entry, Tensor]], tuple[int, ...]]:
+        """This rank's share of stem -> name -> tensor, sharded (a DTensor) or not, on every rank or some.
+
+        Returns file name -> entry -> this rank's part, where it lies; and the ranks that write anything, which is rank
+        0 alone if nothing is spread over the ranks.
+        """
         rank = self._dist.rank
         split = {stem: _split(named) for stem, named in stems.items()}
         own = {stem: {"whole": sorted(whole), "parts": bool(parts)} for stem, (whole, parts) in split.items()}
@@ -64,22 +58,7 @@ class Shares:
                 name = file_name(stem, sorted(of_stem).index(rank), len(of_stem))
                 mine = {Entry.of(key, value): value for key, value in whole.items() if owner[key] == rank}
                 files[name] = {**mine, **parts}
-        return Share(files, tuple(sorted(writers)))
-
-
-def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of this rank's part of a tensor, cut along each dimension of its mesh in turn."""
-    offset, shape = [0] * value.ndim, list(value.shape)
-    mesh = getattr(value, "device_mesh", None)
-    if mesh is not None:
-        for axis, placement in enumerate(value.placements):  # type: ignore[attr-defined]
-            if not placement.is_replicate():
-                dim, mine = placement.dim, mesh.get_local_rank(axis)
-                size = -(-shape[dim] // mesh.size(axis))
-                first = min(mine * size, shape[dim])
-                offset[dim] += first
-                shape[dim] = min(size, shape[dim] - first)
-    return tuple(offset), tuple(shape)
+        return files, tuple(sorted(writers))
 
 
 def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, Tensor]]:
@@ -105,44 +84,8 @@ def _is_first_copy(value: Any) -> bool:
     )
 
 
-# Where a rank gets a checkpoint's tensors from: the files, if it sees them, else rank 0.
-
 Facts = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a whole tensor."""
-
-
-class Source(Protocol):
-    """Every rank takes every tensor, in the order of ``facts``: one may have to send."""
-
-    @property
-    def facts(self) -> Mapping[str, Facts]: ...
-
-    def take(self, name: str, like: Tensor | None) -> Tensor:
-        """This rank's part of a tensor, as ``like`` is sharded; it has the same shape. None: nothing is wanted."""
-        ...
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Files that this rank reads itself: just what it needs."""
-
-    stored: Stored
-
-    @property
-    def facts(self) -> Mapping[str, Facts]:
-        return self.stored.facts
-
-    def take(self, name: str, like: Tensor | None) -> Tensor:
-        return torch.empty(0) if like is None else self.stored.read(name, *place_of(like))
-
-
-class Readable(Protocol):
-    """What rank 0 has."""
-
-    @property
-    def facts(self) -> Mapping[str, Facts]: ...
-
-    def read(self, name: str, /) -> Tensor: ...
 
 
 class Held:
@@ -155,15 +98,23 @@ class Held:
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        """This rank's part of a tensor, as ``like`` is sharded; None: nothing is wanted."""
+        value = self._tensors[name]
+        if like is not None:
+            for dim, (first, length) in enumerate(zip(*place_of(like), strict=True)):
+                value = value.narrow(dim, first, length)
+        return value
+
 
 class Sent:
-    """What rank 0 has, one tensor at a time. Names and shapes travel as JSON: nothing is unpickled.
+    """Tensors that rank 0 sends to the others, one at a time. Names and shapes travel as JSON: nothing is unpickled.
 
     Args:
         held: looked at on rank 0 only.
     """
 
-    def __init__(self, held: Readable, dist: Distributed) -> None:
+    def __init__(self, held: Stored | Held, dist: Distributed) -> None:
         self._held, self._dist = held, dist
         mine = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in held.facts.items()]
         told: Any = dist.broadcast_json(mine if dist.is_main else [])
@@ -172,18 +123,15 @@ class Sent:
         }
 
     def take(self, name: str, like: Tensor | None) -> Tensor:
+        """As `Held.take`. Every rank takes every tensor, in the order of ``facts``."""
         dtype, shape = self.facts[name]
         # As bytes, which every backend carries, so that it stays the same; over this rank's own device.
         value = torch.empty(shape, dtype=dtype) if not self._dist.is_main else self._held.read(name)
         value = value.to(self._dist.device).contiguous()
         if self._dist.world_size > 1 and value.numel():
             c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
-        if like is None:
-            return value
-        offset, size = place_of(like)
-        for dim, (first, length) in enumerate(zip(offset, size, strict=True)):
-            value = value.narrow(dim, first, length)
-        return value if like.device.type != "meta" else value.cpu()
+        value = Held({name: value}).take(name, like)
+        return value.cpu() if like is not None and like.device.type == "meta" else value
 
 
 def _dtype(name: Any) -> torch.dtype:
@@ -192,10 +140,13 @@ def _dtype(name: Any) -> torch.dtype:
     return dtype
 
 
-_NUMBER = ":number"
-"""Behind the name of what is no tensor to its optimizer."""
+Source = Stored | Held | Sent
+"""Of a checkpoint's tensors: its files, for a rank that sees them; memory; or rank 0."""
 
-# What wrappers put into the names of parameters, beside the `module.` of DDP and DataParallel.
+_NUMBER = ":number"
+"""Ends the name of a value that is no tensor to its optimizer."""
+
+# Parts of the names of parameters that wrappers add, beside the `module.` of DDP and DataParallel.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -329,7 +280,7 @@ def _fill(into: Mapping[str, Tensor], source: Source) -> None:
 
 
 def master_of(parameter: Tensor) -> nn.Parameter:
-    """What learns and what is saved: the fp32 weights of a parameter that computes in fp16; else it does so itself."""
+    """The fp32 weights of a parameter that computes in fp16, which are trained and saved; else the parameter itself."""
     return cast(nn.Parameter, getattr(parameter, "master", parameter))
 
 

@@ -23,7 +23,6 @@ from trainkit import fileio
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record, path_of
 from trainkit.errors import UserError
-from trainkit.fileio import replacing
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -74,15 +73,12 @@ def write(
     bytes_of: Callable[[Entry], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileFacts:
-    """Fill an open file and flush it to the disk; its size and hash.
+    """Fill an open file and flush it to the disk; its size and hash. Raises OSError.
 
     Args:
         entries: in any order.
         bytes_of: asked once for each entry that is not empty, `in_order`: its bytes, as a flat uint8 tensor on the CPU.
         metadata: goes into the header.
-
-    Raises:
-        OSError: it could not be written.
     """
     digest, size = hashlib.sha256(), 0
 
@@ -126,15 +122,13 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str] | None) -> byt
     return len(text).to_bytes(8, "little") + text
 
 
-# Reading a checkpoint's tensors: whole ones or parts, out of one file or of one for each rank that wrote it.
-
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Stored:
-    """The tensors of one stem of a checkpoint that is `format.verified`; read when they are asked for.
+    """The tensors of one stem of a checkpoint that is `format.verified`: in one file, or one for each rank that wrote.
 
-    Raises BrokenCheckpointError when its files do not hold whole tensors between them.
+    They are read when they are asked for. Raises BrokenCheckpointError when the files do not hold whole tensors.
     """
 
     def __init__(self, folder: Path, record: Record, stem: str) -> None:
@@ -154,7 +148,7 @@ class Stored:
         """Name -> dtype and shape of the whole."""
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
-        """A tensor, or the part of ``shape`` from ``offset`` on, on the CPU, with memory of its own.
+        """Read a tensor, or its part of ``shape`` from ``offset`` on, to the CPU.
 
         Raises BrokenCheckpointError when the disk no longer gives it.
         """
@@ -174,6 +168,25 @@ class Stored:
         except (SafetensorError, OSError) as error:
             raise BrokenCheckpointError(f"{self._stem}.safetensors is not readable ({error})") from None
         return found
+
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        """This rank's part of a tensor, as ``like`` is sharded; None: nothing is wanted."""
+        return torch.empty(0) if like is None else self.read(name, *place_of(like))
+
+
+def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of this rank's part of a tensor, cut along each dimension of its mesh in turn."""
+    offset, shape = [0] * value.ndim, list(value.shape)
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is not None:
+        for axis, placement in enumerate(value.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate():
+                dim, mine = placement.dim, mesh.get_local_rank(axis)
+                size = -(-shape[dim] // mesh.size(axis))
+                first = min(mine * size, shape[dim])
+                offset[dim] += first
+                shape[dim] = min(size, shape[dim] - first)
+    return tuple(offset), tuple(shape)
 
 
 def read_tensors(folder: Path, record: Record, stem: str) -> dict[str, Tensor]:
@@ -213,13 +226,11 @@ def _tile(parts: Sequence[Entry]) -> bool:
     return alike and apart and sum(math.prod(part.shape) for part in parts) == math.prod(first.whole)
 
 
-# The weights of a checkpoint as one file that other libraries load, however many files the checkpoint has.
-
-
 def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: Mapping[str, str]) -> tuple[int, str]:
-    """Write the weights of a checkpoint (``best``, ``latest`` or a step) to ``file``; its step, and the stem taken.
+    """Write the weights of a checkpoint (``best``, ``latest`` or a step) to one ``file`` that other libraries load.
 
-    The file is complete or absent, and replaces one that is there. One tensor at a time is in memory.
+    Returns its step, and the stem taken. The file is complete or absent, and replaces one that is there. One tensor at
+    a time is in memory.
 
     Args:
         stems: the first of these that the checkpoint has.
@@ -234,7 +245,10 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
         stem = next((stem for stem in stems if stem in record.stems), stems[-1])
         format.compare(folder, record, record.files_of(stem))
         stored = Stored(folder, record, stem)
-        _write(file, stored, {"format": "pt", "step": str(step), **notes})
+        entries = [Entry(name, dtype, shape, shape, (0,) * len(shape)) for name, (dtype, shape) in stored.facts.items()]
+        with fileio.replacing(file) as out:
+            header = {"format": "pt", "step": str(step), **notes}
+            write(out, entries, lambda entry: as_bytes(stored.read(entry.name)), header)
     except BrokenCheckpointError as fault:
         others = ", ".join(str(other) for other in format.steps(folder) if other != step)
         raise UserError(
@@ -247,9 +261,3 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
             f"{file} cannot be written.", why=f"{problem.strerror}.", fix="Give another place, or make room."
         ) from None
     return step, stem
-
-
-def _write(file: Path, stored: Stored, notes: Mapping[str, str]) -> None:
-    entries = [Entry(name, dtype, shape, shape, (0,) * len(shape)) for name, (dtype, shape) in stored.facts.items()]
-    with replacing(file) as out:
-        write(out, entries, lambda entry: as_bytes(stored.read(entry.name)), notes)

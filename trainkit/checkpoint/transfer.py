@@ -1,4 +1,7 @@
-"""Sends `latest` and `best` away behind the training: a thread, one upload at a time, the newest first."""
+"""Keeps a run's copy elsewhere: sends `latest` and `best` behind the training, and brings runs and checkpoints back.
+
+What comes back is verified and bounded, and nothing of it is run.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from trainkit import fileio, terminal
 from trainkit.checkpoint import format, remote
-from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, FileFacts, Record, parse
+from trainkit.checkpoint.format import BrokenCheckpointError, Record
 from trainkit.checkpoint.remote import AbsentError, Pointers, Store, StoreError
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.fileio import make_folder, replacing, write
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import Holder, lease_on
 from trainkit.run.messages import CLAIM
 from trainkit.run.snapshot import are_of_code, read_code
 
-# Brings a run, or its checkpoints, back from elsewhere: verified, bounded, and nothing of it is run.
-
-T = TypeVar("T")
-
 _TRIES = 6
+_LONGEST_PAUSE = 60.0
 _LONGEST_CODE = 256 << 20
 _MOST_FILES = 20_000
-_FETCH_STAGE = ".fetching"
+_FETCH_STAGE, _SEND_STAGE = ".fetching", ".sending"
 
 
 def fetch_run(url: str, root: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> RunDir:
@@ -48,9 +46,9 @@ def fetch_run(url: str, root: Path, *, wanted: Callable[[str], bool] = lambda na
     Raises:
         UserError: there is no run, none of its checkpoints is whole, or another run has its name here.
     """
-    store = Store(url)
+    store = Store(url, tries=_TRIES)
     try:
-        place = _patiently(lambda: remote.small_object(store, remote.PLACE))
+        place = remote.small_object(store, remote.PLACE)
         if "id" not in place:
             raise UserError(
                 f"There is no run in {url}.",
@@ -82,7 +80,7 @@ def bring_back(store: Store, run: RunDir, *, wanted: Callable[[str], bool] = lam
     """
     folder = run.checkpoints
     here = format.pointed(folder, "latest")
-    there = _patiently(lambda: Pointers.read(store))
+    there = Pointers.read(store)
     if there.latest is None or (here is not None and here >= there.latest):
         return []
     fetched, why = [], ""
@@ -111,20 +109,18 @@ def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
     try:
         for name in (*remote.RUN_FILES, *remote.RECORDS, remote.PLACE):
             try:
-                content = _patiently(lambda name=name: store.read(name, limit=remote.LONGEST_TEXT))  # type: ignore[misc]
+                fileio.write(partial / name, store.read(name, limit=remote.LONGEST_TEXT), partial)
             except AbsentError:
                 if name == "config.yaml":
                     raise
-                continue
-            write(partial / name, content, partial)
         with suppress(AbsentError):  # a run that was started without a snapshot
-            _unpack(_patiently(lambda: store.read(remote.CODE, limit=_LONGEST_CODE)), partial)
+            _unpack(store.read(remote.CODE, limit=_LONGEST_CODE), partial)
         run = RunDir(partial)
-        make_folder(run.logs, partial)
+        fileio.make_folder(run.logs, partial)
         for event in read_events(run, "started"):  # their numbers are taken
             if type(event.get("attempt")) is int:
-                make_folder(run.attempt_logs(event["attempt"]), partial)
-                write(CLAIM.at(run.attempt_logs(event["attempt"]), 0), "", partial)
+                fileio.make_folder(run.attempt_logs(event["attempt"]), partial)
+                fileio.write(CLAIM.at(run.attempt_logs(event["attempt"]), 0), "", partial)
         bring_back(store, run, wanted=wanted)
         partial.rename(path)
     except BaseException:
@@ -134,46 +130,25 @@ def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
 
 
 def _fetch_step(store: Store, folder: Path, step: int, wanted: Callable[[str], bool]) -> None:
-    record = _patiently(lambda: remote.record_of(store, step))
+    record = remote.record_of(store, step)
     stage = folder / _FETCH_STAGE
-    make_folder(folder, folder.parent)
+    fileio.make_folder(folder, folder.parent)
     shutil.rmtree(stage, ignore_errors=True)
-    make_folder(stage, folder.parent)
+    fileio.make_folder(stage, folder.parent)
     try:
         for name, facts in record.files.items():
-            if wanted(name):
-                _patiently(lambda name=name, facts=facts: _fetch_file(store, record, name, facts, stage / name))  # type: ignore[misc]
-        write(stage / "state.json", record.to_json(), folder.parent)
+            if not wanted(name):
+                continue
+            digest, size = hashlib.sha256(), 0
+            with fileio.replacing(stage / name, folder.parent) as out:
+                for block in store.blocks(f"{remote.folder_of(step)}/{name}", facts.bytes):
+                    size += out.write(block)
+                    digest.update(block)
+            format.require_same(name, facts, size, digest.hexdigest())
+        fileio.write(stage / "state.json", record.to_json(), folder.parent)
         stage.rename(format.path_of(folder, step))
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def _fetch_file(store: Store, record: Record, name: str, facts: FileFacts, into: Path) -> None:
-    digest, size = hashlib.sha256(), 0
-    with replacing(into, into.parents[2]) as out:
-        for block in store.blocks(f"{remote.folder_of(record.step)}/{name}", facts.bytes):
-            size += len(block)
-            digest.update(block)
-            out.write(block)
-    if size != facts.bytes:
-        raise BrokenCheckpointError(f"{name} has {size} bytes instead of {facts.bytes}")
-    if digest.hexdigest() != facts.sha256:
-        raise BrokenCheckpointError(f"the content of {name} has changed")
-
-
-def _patiently(call: Callable[[], T]) -> T:
-    """Try again what fails for other reasons than that it is not there."""
-    for tried in range(_TRIES):
-        try:
-            return call()
-        except AbsentError:
-            raise
-        except StoreError:
-            if tried + 1 == _TRIES:
-                raise
-            time.sleep(2**tried / 2)
-    raise AssertionError
 
 
 def _unpack(packed: bytes, into: Path) -> None:
@@ -183,8 +158,8 @@ def _unpack(packed: bytes, into: Path) -> None:
     except fileio.BROKEN_TAR as error:
         raise StoreError(f"{remote.CODE} is not what a run has written ({terminal.one_line(error)})") from None
     for name, content in code.items():
-        make_folder((into / name).parent, into)
-        write(into / name, content, into)
+        fileio.make_folder((into / name).parent, into)
+        fileio.write(into / name, content, into)
 
 
 def _code_in(packed: bytes) -> dict[str, bytes]:
@@ -207,12 +182,8 @@ def _code_in(packed: bytes) -> dict[str, bytes]:
     return found
 
 
-_LONGEST_PAUSE = 60.0
-_SEND_STAGE = ".sending"
-
-
 class Uploads:
-    """The thread of one run, on rank 0.
+    """The thread of one run, on rank 0, that sends one file at a time, the newest checkpoint first.
 
     What cannot be sent is tried again, with pauses of 1, 2, 4, ... 60 seconds, as long as the run goes on; events say
     when that begins and when it ends. Training never waits for it.
@@ -329,25 +300,22 @@ class Uploads:
         if step is None:
             return there
         try:
-            state = fileio.read_bytes(format.path_of(self._folder, step) / "state.json", LONGEST)
-            record = parse(state, step)
-        except (OSError, BrokenCheckpointError):  # deleted meanwhile: there is a newer one
+            record = format.described(self._folder, step)
+        except BrokenCheckpointError:  # deleted meanwhile: there is a newer one
             return there
         if self._sent.get(step) != record:
             self._send(step, record)
         return step
 
     def _send(self, step: int, record: Record) -> None:
-        began = time.monotonic()
-        if remote.is_there(self._store, record):  # sent by the attempt before this one
+        began, folder, known = time.monotonic(), remote.folder_of(step), None
+        with suppress(AbsentError, BrokenCheckpointError):
+            known = remote.record_of(self._store, step)
+        if known == record:  # sent by the attempt before this one
             self._sent[step] = record
             return
-        folder = remote.folder_of(step)
         with self._held(step, record) as held:
-            same = False
-            with suppress(AbsentError, BrokenCheckpointError):
-                same = remote.record_of(self._store, step).files == record.files
-            if not same:
+            if known is None or known.files != record.files:
                 self._store.remove(f"{folder}/state.json")  # that of other weights of this step, before a rollback
                 for name in record.files:
                     if self._over.is_set():
@@ -365,7 +333,7 @@ class Uploads:
         here, stage = format.path_of(self._folder, step), self._folder / _SEND_STAGE
         shutil.rmtree(stage, ignore_errors=True)  # left by a process that was killed
         try:
-            make_folder(stage, self._writer.run.path)
+            fileio.make_folder(stage, self._writer.run.path)
             for name in record.files:
                 os.link(here / name, stage / name)
         except OSError:  # a file system without links: it will be tried again, should they go away
@@ -459,7 +427,7 @@ def kept_elsewhere(url: str | None, writer: Writer, dist: Distributed) -> Upload
     if dist.is_main and url is not None:
         try:
             store = remote.claim(url, writer.run)
-            if steps := bring_back(store, writer.run):
+            if steps := bring_back(Store(store.url, tries=_TRIES), writer.run):
                 print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
             uploads = Uploads(store, writer)
             uploads.look()  # what the attempt before this one had no time for

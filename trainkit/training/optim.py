@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit import plugins
 from trainkit.checkpoint.state import Held, load_moments, master_of, moments_of
@@ -75,13 +75,6 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
     return optimizer
 
 
-class _InMemory(Held):
-    """What a checkpoint would hold."""
-
-    def take(self, name: str, like: Tensor | None) -> Tensor:
-        return self.read(name)
-
-
 def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
     """Refuse an optimizer of the user's own that needs more than gradients, or cannot go on from a checkpoint.
 
@@ -112,7 +105,7 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             update(model, optimizer, 2)
             other, resumed = made()
             other.load_state_dict(model.state_dict())
-            saved = _InMemory({name: value.clone() for name, value in moments_of(model, optimizer).items()})
+            saved = Held({name: value.clone() for name, value in moments_of(model, optimizer).items()})
             load_moments(other, resumed, saved, dist)
             update(model, optimizer, 3)
             update(other, resumed, 3)
