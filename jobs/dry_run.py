@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,66 +25,60 @@ from trainkit.schedulers.base import Start, named
 from trainkit.site.profile import Site
 from trainkit.start import by_names
 
-
-def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> None:
-    """On stdout what would be submitted, on stderr every value with its source and reason. Writes nothing."""
-    sys.stdout.write(script if script is not None else named(plan.executor).preview(plan, folder))
-    sys.stdout.flush()
-    # What follows from it all comes last, where the prompt is.
-    rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
-    if sys.stderr.isatty():
-        told = [
-            (setting, value, f"{source}: {reason}" if reason else source) for setting, value, source, reason in rows
-        ]
-        print("\n".join(terminal.listing(told, shutil.get_terminal_size().columns)), file=sys.stderr)
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
-    for row in rows:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip(), file=sys.stderr)
-
-
 DERIVED = "derived"
 LOOKED_AT = 50
-"""So many of the newest runs are looked at for one that tells what memory this one will need."""
+"""Of so many of the newest runs one may tell what memory this one will need."""
 # What decides how much memory a rank needs, besides its micro batch and the number of ranks.
 _MODEL = ("model", "data.name", "data.image_size", "data.in_chans")
 _REST = (
-    *("strategy", "optim.name", "train.channels_last", "train.activation_checkpointing", "train.compile"),
-    *("train.ema_decay", "augment", "data.device"),
+    *("train.precision", "strategy", "optim.name", "train.channels_last", "train.activation_checkpointing"),
+    *("train.compile", "train.ema_decay", "augment", "data.device"),
 )
 _BYTES_OF_A_PARAMETER = 16
 """fp32 weights and gradients, and the two moments of Adam."""
 
 
+def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> None:
+    """Print on stdout what would be submitted, on stderr every value with its source and reason. Write nothing."""
+    sys.stdout.write(script if script is not None else named(plan.executor).preview(plan, folder))
+    sys.stdout.flush()
+    # What follows from it all comes last, where the prompt is.
+    rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
+    if sys.stderr.isatty():
+        listed = [(name, value, f"{source}: {reason}" if reason else source) for name, value, source, reason in rows]
+        print("\n".join(terminal.listing(listed, shutil.get_terminal_size().columns)), file=sys.stderr)
+        return
+    first, second, third = (max(len(row[column]) for row in rows) for column in range(3))
+    for name, value, source, reason in rows:
+        print(f"{name:{first}}  {value:{second}}  {source:{third}}  {reason}".rstrip(), file=sys.stderr)
+
+
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
-    """Setting, value, source, reason: what follows from the settings; what cannot be known says who will know it."""
+    """Setting, value, source, reason of what follows from the settings; of the rest, who will know it."""
+    precision, memory = _precision(plan, config), _memory(plan, config)
     if strategy_traits(config.strategy.name).loop == "collaborative":
-        return [_precision(plan, config), _memory(plan, config)]
-    return [_steps(config), _precision(plan, config), *_batches(plan, config), _memory(plan, config)]
+        return [precision, memory]
+    return [_steps(config), precision, *_batches(plan, config), memory]
 
 
 def _steps(config: Config) -> Row:
     train, images = config.train, train_size(config.data)
     early = ", fewer if it stops early" if train.early_stopping_patience is not None else ""
     if images is None:
-        total = "?" if train.max_steps is None else str(train.max_steps)
-        return "total_steps", total, DERIVED, f"the images are counted when the run starts{early}"
+        return "total_steps", str(train.max_steps or "?"), DERIVED, f"the images are counted when the run starts{early}"
     per_epoch = steps_per_epoch(images, train.global_batch_size)
-    how = f"{per_epoch} an epoch: {images:,} images in batches of {train.global_batch_size}"
-    if train.max_steps is not None:
-        return "total_steps", str(train.max_steps), DERIVED, f"train.max_steps; {how}{early}"
-    return "total_steps", str(train.epochs * per_epoch), DERIVED, f"{train.epochs} epochs, {how}{early}"
+    by = "train.max_steps; " if train.max_steps is not None else f"{train.epochs} epochs, "
+    why = f"{by}{per_epoch} an epoch: {images:,} images in batches of {train.global_batch_size}{early}"
+    return "total_steps", str(train.max_steps or train.epochs * per_epoch), DERIVED, why
 
 
 def _precision(plan: Plan, config: Config) -> Row:
-    asked = config.train.precision
-    if asked != "auto":
-        return "precision", asked, DERIVED, "train.precision"
-    if plan.gpus_per_node:
-        return "precision", "auto", DERIVED, ON_GPUS
-    if named(plan.executor).batch:
-        return "precision", "auto", DERIVED, ON_CPUS
-    return "precision", auto_precision(None), DERIVED, f"this machine's; auto is {ON_CPUS}"
+    value, why = config.train.precision, "train.precision"
+    if value == "auto" and (plan.gpus_per_node or named(plan.executor).batch):
+        why = ON_GPUS if plan.gpus_per_node else ON_CPUS
+    elif value == "auto":
+        return "precision", auto_precision(None), DERIVED, f"this machine's; auto is {ON_CPUS}"
+    return "precision", value, DERIVED, why
 
 
 def _batches(plan: Plan, config: Config) -> list[Row]:
@@ -106,25 +100,26 @@ def _micro(plan: Plan, config: Config) -> int | None:
 
 
 def _memory(plan: Plan, config: Config) -> Row:
-    """Of a rank: as a run of the same kind took it; else what its parameters alone take, where a run has counted them.
+    """Memory of a rank: as a run of the same kind took it; else that of its parameters, where a run has counted them.
 
     Nothing is guessed: activations are most of it, and only the model knows them.
     """
     settings, micro, counted = config.model_dump(mode="json"), _micro(plan, config), ""
     for run in map(RunDir, reversed(folder.known()[-LOOKED_AT:])):
         summary = fileio.read_object(run.summary)
-        if not summary:
+        try:
+            other = yaml.read(run.config, follow=False)[0] if summary else None
+        except TrainkitError:
             continue
-        other, name = _settings(run), full_name(run)
-        if other is None or any(_at(settings, key) != _at(other, key) for key in _MODEL):
+        if other is None or not _alike(settings, other, _MODEL):
             continue
-        took, device = _most(summary), str(summary.get("device"))
+        name, device = full_name(run), str(summary.get("device"))
+        ranks = summary.get("max_memory_mb_of_ranks")
+        took = [value for value in ranks if fileio.is_number(value)] if isinstance(ranks, list) else []
         same = (summary.get("micro_batch_size"), summary.get("world_size")) == (micro, plan.world_size)
-        alike = _at(settings, "train.precision") == _at(other, "train.precision")
-        alike = alike and all(_at(settings, key) == _at(other, key) for key in _REST)
-        if same and alike and took is not None and (device == "cpu") == (plan.gpus_per_node == 0):
+        if same and took and _alike(settings, other, _REST) and (device == "cpu") == (plan.gpus_per_node == 0):
             why = f"as {name} took on {device}: the same model, batch, precision and strategy"
-            return "memory of a rank", f"{took:,.0f} MB", "earlier run", why
+            return "memory of a rank", f"{max(took):,.0f} MB", "earlier run", why
         if not counted and fileio.is_whole(params := summary.get("params")):
             least = params * _BYTES_OF_A_PARAMETER / 2**20
             counted = f"{params:,} parameters (counted by {name}), their gradients and moments take {least:,.0f} MB"
@@ -132,24 +127,15 @@ def _memory(plan: Plan, config: Config) -> Row:
     return "memory of a rank", "?", "not known", f"{known}. train.micro_batch_size=auto finds what fits"
 
 
-def _settings(run: RunDir) -> Mapping[str, Any] | None:
-    try:
-        return yaml.read(run.config, follow=False)[0]
-    except TrainkitError:
-        return None
+def _alike(settings: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Whether two configurations say the same of sections or settings."""
 
+    def at(tree: Mapping[str, Any], key: str) -> Any:
+        section, _, name = key.partition(".")
+        found = tree.get(section)
+        return found.get(name) if name and isinstance(found, dict) else found
 
-def _at(settings: Mapping[str, Any], key: str) -> Any:
-    """A section, or a setting; None where it is not there."""
-    section, _, name = key.partition(".")
-    found = settings.get(section)
-    return found.get(name) if name and isinstance(found, dict) else found
-
-
-def _most(summary: Mapping[str, Any]) -> float | None:
-    ranks = summary.get("max_memory_mb_of_ranks")
-    found = [value for value in ranks if fileio.is_number(value)] if isinstance(ranks, list) else []
-    return max(found, default=None)
+    return all(at(settings, key) == at(other, key) for key in keys)
 
 
 MOST = 4
@@ -188,7 +174,9 @@ def estimate(
             why="sinfo and scontrol name none that is up.",
             fix="Ask for one with --partition NAME, or try again when one is up.",
         )
-    print("\n".join(_lines(starts, datetime.now())))
+    now, width = datetime.now(), max(map(len, starts))
+    for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
+        print(f"{name:{width}}  {_words(start, now)}")
     if not any(start.when for start in starts.values()):
         name, first = next(iter(starts.items()))
         raise RefusedError(
@@ -211,12 +199,6 @@ def _partitions(loaded: Loaded, site: Site) -> list[str]:
     if named is not None and loaded.source("launch.partition").kind in ("flag", "override", "environment"):
         return named.split(",")
     return [partition.name for partition in site.partitions if partition.up]
-
-
-def _lines(starts: Mapping[str, Start], now: datetime) -> list[str]:
-    width = max(map(len, starts), default=0)
-    soonest = sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now))
-    return [f"{name:{width}}  {_words(start, now)}" for name, start in soonest]
 
 
 def _words(start: Start, now: datetime) -> str:

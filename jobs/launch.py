@@ -14,7 +14,7 @@ from jobs import cli
 from trainkit import fileio
 from trainkit.bench.base import refuse_bench
 from trainkit.checking import check
-from trainkit.config import loading
+from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.launch import containers
 from trainkit.launch.controller import Node, run_node
@@ -25,7 +25,7 @@ from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import restore_code
-from trainkit.start import preset_or_run
+from trainkit.start import launch_settings, preset_or_run
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
@@ -53,14 +53,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why=f"Given: {' '.join(args.overrides)}.",
             fix="Leave them out.",
         )
-    flags: dict[str, tuple[object, str]] = {
-        "launch.executor": ("local", "launch"),
-        "launch.nodes": (args.nodes, "--nodes"),
-    }
-    for key in ("gpus_per_node", "ntasks_per_node", "container_image"):
-        if (value := getattr(args, key)) is not None:
-            flags[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
-    loaded = loading.load(args.preset, args.overrides, flags=flags)
+    flags = launch_settings(vars(args)) | {"launch.executor": ("local", "launch")}
+    loaded = load(args.preset, args.overrides, flags=flags)
     found = require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
@@ -68,13 +62,17 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     node = Node(args.node_rank, plan, _master_addr(args), args.master_port, _secret(args, env))
     # Read back by the very function that the ranks use: a mistake here would be theirs.
     RankEnv.from_mapping(node.rank_variables(0))
+    new = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
     if args.dry_run:
-        path = existing.path if existing is not None else _new_path(loaded, args, env)
-        print("\n".join(_commands(path, node, env)))
+        print("\n".join(_commands(existing.path if existing is not None else new, node, env)))
         return 0
     if existing is not None:
-        restore_code(existing, found.content if node.node_rank == 0 else None)  # the other nodes start beside it
-    run = existing or _new_run(loaded, args, plan, argv, env)
+        run = existing
+        restore_code(run, found.content if node.node_rank == 0 else None)  # the other nodes start beside it
+    else:
+        from trainkit.launch.submission import stored_config, write_run
+
+        run = write_run(new, stored_config(loaded, Path.cwd()), plan, None, ["python", "-m", "jobs.launch", *argv])
     if plan.container is not None:
         return _in_container(run, node, env)
     last = node.first_rank + plan.ntasks_per_node - 1
@@ -170,7 +168,7 @@ def parser() -> cli.Parser:
     return parser
 
 
-def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
+def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     """The plan of all nodes, checked against the GPUs of this one."""
     from dataclasses import replace
 
@@ -185,12 +183,11 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, st
     here = discover(env)
     asked = loaded.config.launch.gpus_per_node
     if isinstance(asked, int) and asked > here.gpus:
+        on_cpu = "" if here.gpus else ", with --ntasks-per-node for ranks on the CPU"
         raise RefusedError(
             f"{asked} GPUs per node are asked for, and this node shows {here.gpus}.",
             why="Every rank needs a GPU of its own.",
-            fix=f"Use --gpus-per-node {here.gpus}"
-            + ("" if here.gpus else ", with --ntasks-per-node for ranks on the CPU")
-            + ".",
+            fix=f"Use --gpus-per-node {here.gpus}{on_cpu}.",
         )
     # Every node brings its own GPUs, so that there are so many times as many as here.
     return make_plan(loaded, replace(here, scheduler="", gpus=here.gpus * args.nodes), Path("run"))
@@ -243,21 +240,6 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     if args.nodes > 1:
         print(f"The other nodes join with: export {VARIABLE}={made_up}", flush=True)
     return made_up
-
-
-def _new_path(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Path:
-    folder: Path = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
-    return folder
-
-
-def _new_run(
-    loaded: loading.Loaded, args: argparse.Namespace, plan: Plan, argv: Sequence[str], env: Mapping[str, str]
-) -> RunDir:
-    from trainkit.launch import submission
-
-    path = _new_path(loaded, args, env)
-    command = ["python", "-m", "jobs.launch", *argv]
-    return submission.write_run(path, submission.stored_config(loaded, Path.cwd()), plan, None, command)
 
 
 if __name__ == "__main__":

@@ -127,11 +127,14 @@ def check_module(module: str, file: Path, *, key: str | None, installed: bool = 
     waiting = [(module, file)]
     while waiting:
         name, path = waiting.pop()
-        for line, wanted, names in _imports(parse(path, key).body, _package_of(name, path)):
+        for line, wanted, names in _imports(
+            parse(path, key).body, name if path.name == "__init__.py" else name.rpartition(".")[0]
+        ):
             refuse_namesake(wanted, f"{path}:{line} imports '{wanted}'", key)
             found = _found(wanted)
             if found is None:
-                if (installed and b"sys.path" not in fileio.read_bytes(path, follow=True)) or _is_own_package(wanted):
+                changes_path = b"sys.path" in fileio.read_bytes(path, follow=True)
+                if (installed and not changes_path) or Path(wanted.partition(".")[0]).is_dir():
                     raise UserError(
                         f"{path}:{line} imports '{wanted}', which is not there.",
                         why="No such module is installed in this environment or lies in the current folder.",
@@ -142,11 +145,8 @@ def check_module(module: str, file: Path, *, key: str | None, installed: bool = 
             if not _is_own(found):
                 continue
             for item in names:
-                if (
-                    item not in (bound := names_of(found, key))
-                    and "*" not in bound
-                    and _found(f"{wanted}.{item}") is None
-                ):
+                bound = names_of(found, key)
+                if not {item, "*"} & bound and _found(f"{wanted}.{item}") is None:
                     raise UserError(
                         f"{path}:{line} imports '{item}' from '{wanted}', which does not have it.",
                         why=f"{found} defines no such name.",
@@ -246,10 +246,6 @@ def _at_top(body: list[ast.stmt]) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def _package_of(module: str, file: Path) -> str:
-    return module if file.name == "__init__.py" else module.rpartition(".")[0]
-
-
 def _found(module: str) -> Path | None:
     """Where a module is; of a package that is not the user's own only the package is looked for."""
     first = module.partition(".")[0]
@@ -263,21 +259,12 @@ def _found(module: str) -> Path | None:
     except (ImportError, ValueError, AttributeError):
         return None
     places = [Path(folder) for folder in spec.submodule_search_locations or []]
-    if not _is_own_place(spec.origin, places):
+    if any(map(_is_installed, [*places, *([Path(spec.origin)] if spec.origin else [])])):
         return Path(spec.origin or (places[0] if places else first), "installed")
     if own is not None:
         return own
     inside = [folder.joinpath(*module.split(".")[1:]) for folder in places]
     return next((item for item in inside if item.is_dir() or any(item.parent.glob(f"{item.name}.*"))), None)
-
-
-def _is_own_package(module: str) -> bool:
-    first = module.partition(".")[0]
-    return first in {path.name for path in Path.cwd().iterdir() if path.is_dir()}
-
-
-def _is_own_place(origin: str | None, places: list[Path]) -> bool:
-    return all(not _is_installed(path) for path in [*places, *([Path(origin)] if origin else [])])
 
 
 def _is_own(file: Path) -> bool:
@@ -290,23 +277,16 @@ def _is_installed(file: Path) -> bool:
     return bool({"site-packages", "dist-packages"} & set(file.parts))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a package's plugins are called in messages, and the setting that names one."""
-
-    word: str
-    key: str | None
-
-
-_KINDS = {
-    "strategies": _Kind("strategy", "strategy.name"),
-    "datasets": _Kind("data set", "data.name"),
-    "models": _Kind("model", "model.name"),
-    "tasks": _Kind("task", "task.name"),
-    "monitor": _Kind("logger", "monitor.loggers"),
-    "schedulers": _Kind("scheduler", "launch.executor"),
-    "optim": _Kind("optimizer", "optim.name"),
-    "schedule": _Kind("schedule", "schedule.name"),
+# Package -> what its plugins are called in messages, and the setting that names one.
+_KINDS: dict[str, tuple[str, str | None]] = {
+    "strategies": ("strategy", "strategy.name"),
+    "datasets": ("data set", "data.name"),
+    "models": ("model", "model.name"),
+    "tasks": ("task", "task.name"),
+    "monitor": ("logger", "monitor.loggers"),
+    "schedulers": ("scheduler", "launch.executor"),
+    "optim": ("optimizer", "optim.name"),
+    "schedule": ("schedule", "schedule.name"),
 }
 
 
@@ -330,7 +310,7 @@ def available(package: str) -> list[str]:
 
 def package_of(key: str) -> str:
     """The package whose plugins a setting names."""
-    name = next(name for name, kind in _KINDS.items() if kind.key == key)
+    name = next(name for name, (_, setting) in _KINDS.items() if setting == key)
     return "trainkit.data.datasets" if name == "datasets" else f"trainkit.{name}"
 
 
@@ -344,14 +324,14 @@ def load(package: str, name: str) -> Callable[..., Any]:
     try:
         found: Any = getattr(importlib.import_module(module_name), function, None)
     except (ImportError, SyntaxError) as error:
-        raise import_error(error, module_name, _kind(package).key) from error
+        raise import_error(error, module_name, _kind(package)[1]) from error
     # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
     if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
         raise UserError(
             f"'{name}' names no function.",
             why=f"Module '{module_name}' has no function '{function}' written in Python.",
             fix=f"Define '{function}' in {module_name}.py, or correct the name.",
-            key=_kind(package).key,
+            key=_kind(package)[1],
         )
     return found  # type: ignore[no-any-return]
 
@@ -442,7 +422,7 @@ def check_importable(package: str, name: str, *, installed: bool) -> None:
     module, colon, function = name.partition(":")
     if not colon:
         return
-    file, key = _file_of(package, name), _kind(package).key
+    file, key = _file_of(package, name), _kind(package)[1]
     check_module(module, file, key=key, installed=installed)
     if not {function, "*"} & names_of(file, key):
         own = Path.cwd() / f"{module.replace('.', '/')}.py"
@@ -459,12 +439,12 @@ def require(package: str, name: str) -> None:
     """Refuse a name that no file of ``package`` has."""
     names = available(package)
     if name not in names:
-        kind = _kind(package)
+        word, key = _kind(package)
         raise UserError(
-            f"Unknown {kind.word} '{name}'.",
+            f"Unknown {word} '{name}'.",
             why=f"There are: {', '.join(names)}; or package.module:function of your own.",
             fix=did_you_mean(name, names, otherwise="Use one of them."),
-            key=kind.key,
+            key=key,
         )
 
 
@@ -490,38 +470,35 @@ def _package_folder(package: str) -> Path:
     return Path(__file__).parent.joinpath(*package.split(".")[1:])
 
 
-def _kind(package: str) -> _Kind:
-    return _KINDS.get(package.rpartition(".")[2], _Kind("plugin", None))
+def _kind(package: str) -> tuple[str, str | None]:
+    return _KINDS.get(package.rpartition(".")[2], ("plugin", None))
 
 
 def _file_of(package: str, name: str) -> Path:
     """The source of a plugin. Raises UserError where there is none."""
-    if ":" not in name:
+    module, colon, _ = name.partition(":")
+    key = _kind(package)[1]
+    if not colon:
         require(package, name)
         return _package_folder(package) / f"{name}.py"
-    return _source_of_user_module(name, _kind(package).key)
-
-
-def _source_of_user_module(name: str, key: str | None) -> Path:
-    module_name = name.partition(":")[0]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        origin = find_module(module_name)
+        origin = find_module(module)
     except (ImportError, ValueError):
         origin = None
     if origin is None:
-        refuse_namesake(module_name, f"'{name}' is to be imported", key)
+        refuse_namesake(module, f"'{name}' is to be imported", key)
         raise UserError(
-            f"No module '{module_name}' for '{name}'.",
+            f"No module '{module}' for '{name}'.",
             why="It is neither installed nor in the current folder.",
-            fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
+            fix=f"Start from the folder that holds {module.replace('.', '/')}.py, or install its package.",
             key=key,
         )
     if origin.suffix != ".py" or is_of_python_itself(origin):
         raise UserError(
             f"'{name}' is no plugin.",
-            why=f"Module '{module_name}' is part of Python, or not written in it ({origin}).",
+            why=f"Module '{module}' is part of Python, or not written in it ({origin}).",
             fix="Name a function in a Python file of your own, or in an installed package.",
             key=key,
         )

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="dockerd needs root"),
 ]
 IMAGE = "trainkit-test:1"
-SLOW = ("model.name=slow_model:build", "model.seconds=1", "monitor.loggers=[jsonl]", "data.workers=1")
+SLOW = ("model.name=own_models:slow", "model.seconds=1", "monitor.loggers=[jsonl]", "data.workers=1")
 EIGHT_STEPS = ("train.epochs=2", "data.name=synthetic", "data.train_size=256", "data.val_size=16")
 SECONDS = 300
 
@@ -60,7 +60,7 @@ def test_two_nodes_in_containers_save_when_told_and_leave_nothing(
         started = []
         for rank, run in enumerate(runs):
             run.path.parent.mkdir(exist_ok=True)
-            shutil.copy(Path(__file__).parents[1] / "slurm" / "slow_model.py", run.path.parent)
+            shutil.copy(Path(__file__).parents[1] / "slurm" / "own_models.py", run.path.parent)
             words = [sys.executable, "-m", "jobs.launch", *(of_run or [str(run.path)])]
             words += ["--node-rank", str(rank), *nodes]
             words += ["--run-dir", str(run.path)] if of_run else []

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,6 +26,21 @@ PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
 NODES = 4
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+class Submitted(NamedTuple):
+    """A run that `jobs.submit` has queued."""
+
+    job_id: str
+    run: Path
+    said: str
+
+
+def job_in(said: str) -> str:
+    """The job that a command says that it has submitted."""
+    match = re.search(r"Submitted job (\d+)", said)
+    assert match, said
+    return match[1]
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,16 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """One of the project's own commands."""
         return self.run(sys.executable, "-m", f"jobs.{verb}", *arguments, check=check, env=env)
+
+    def submit(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Submitted:
+        """`jobs.submit ddp` into the run folder ``name``."""
+        said = self.job("submit", "ddp", *arguments, "--run-dir", f"runs/{name}", env=env).stdout
+        return Submitted(job_in(said), self.home / "runs" / name, said)
+
+    def wait_for_start(self, run: Path, attempts: int = 1, timeout: float = 200) -> None:
+        """Wait until so many attempts train; while the ranks start, they cannot yet be told to save."""
+        started = f"the start of {run.name}"
+        self.wait_for(started, lambda: len(self.events(run, "started")) >= attempts, timeout)
 
     def sbatch(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
         """Submit with plain sbatch; the job id."""
@@ -151,7 +177,7 @@ def login(env: Mapping[str, str], home: Path) -> Cluster:
     """A user's view of a cluster, with the project in the folder ``home``."""
     for name in ("jobs", "trainkit", "configs"):
         (home / name).symlink_to(PROJECT / name)
-    for model in ("slow_model.py", "failing_model.py", "light_model.py"):
+    for model in ("own_models.py", "light_model.py"):
         shutil.copy(Path(__file__).with_name(model), home)
     return Cluster(home, {**env, "XDG_STATE_HOME": str(home / "state")})
 
@@ -205,19 +231,8 @@ def _ports_are_free(third: int) -> bool:
 
 def _clean_environment() -> dict[str, str]:
     """A user's environment: no outer job's variables, no keys, this interpreter's virtual environment active."""
-    gone: Sequence[str] = (
-        "SLURM",
-        "SBATCH_",
-        "SRUN_",
-        "PMI",
-        "TRAINKIT_",
-        "WANDB_",
-        "AWS_",
-        "PYTEST_",
-        "PYTHONPATH",
-        "COV_",
-    )
-    env = {name: value for name, value in os.environ.items() if not name.startswith(tuple(gone))}
+    gone = ("SLURM", "SBATCH_", "SRUN_", "PMI", "TRAINKIT_", "WANDB_", "AWS_", "PYTEST_", "PYTHONPATH", "COV_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
     prefix = Path(sys.prefix)
     own_slurm = [f"{Path(own).resolve()}/bin"] if (own := os.environ.get("DEVCLUSTER_SLURM")) else []
     path = ":".join([f"{prefix / 'bin'}", *own_slurm, env["PATH"]])

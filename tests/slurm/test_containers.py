@@ -78,7 +78,7 @@ def _is_requeued_from_outside(
     own = f"{devcluster.env['DEVCLUSTER_DIR']}/etc"
     mounts = containers.mounts().removesuffix("]") + f",{own}:{own}:ro]" if to_the_end else ""
     inside = ["--container-image", str(image), f"launch.container_python={sys.executable}", *filter(None, [mounts])]
-    slow = ("model.name=slow_model:build", "model.seconds=2", "monitor.loggers=[jsonl]")
+    slow = ("model.name=own_models:slow", "model.seconds=2", "monitor.loggers=[jsonl]")
     arguments = (
         "ddp",
         "--again",

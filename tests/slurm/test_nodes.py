@@ -1,34 +1,22 @@
-"""Nodes that end attempts: the run does without them from then on, as long as enough others are left."""
+"""Nodes and ranks that end attempts: the run goes on, and does without bad nodes as long as enough others are left."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.conftest import DEVCLUSTER
+from tests.slurm.conftest import DEVCLUSTER, Cluster, job_in
+from tests.slurm.test_check import mounted
 
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
-
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = pytest.mark.slurm
 
 TWO_NODES = (
-    *("train.epochs=3", "train.precision=fp32", "monitor.loggers=[jsonl]", "checkpoint.every_steps=3", "--again"),
+    *("train.epochs=3", "train.precision=fp32", "monitor.loggers=[jsonl]", "checkpoint.every_steps=3"),
     *("--nodes", "2", "--ntasks-per-node", "1", "--gpus-per-node", "0", "--time", "20"),
 )
-
-
-def submit(cluster: Cluster, name: str, *arguments: str) -> tuple[Path, str]:
-    """Its folder and its job."""
-    said = cluster.job("submit", "ddp", *TWO_NODES, "--run-dir", f"runs/{name}", *arguments).stdout
-    match = re.search(r"Submitted job (\d+)", said)
-    assert match, said
-    return cluster.home / "runs" / name, match[1]
 
 
 def excluded(cluster: Cluster, run: Path) -> list[tuple[str, str]]:
@@ -40,16 +28,11 @@ def nodes(cluster: Cluster, run: Path) -> list[list[str]]:
     return [event["hosts"] for event in cluster.events(run, "started")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models(devcluster: Cluster) -> None:
-    for name in ("troubled_model.py", "paced_model.py"):
-        shutil.copy(Path(__file__).with_name(name), devcluster.home)
-
-
+@pytest.mark.long
 def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster: Cluster) -> None:
-    hanging = ("model.name=troubled_model:build", "model.troubles=hang,hang", "launch.hang_seconds=6")
-    enough, job = submit(devcluster, "enough", *hanging, "--exclude", "n4")
-    few, few_job = submit(devcluster, "few", *hanging, "--exclude", "n3,n4")
+    hanging = ("model.name=own_models:troubled", "model.troubles=hang,hang", "launch.hang_seconds=6")
+    job, enough, _ = devcluster.submit("enough", *TWO_NODES, *hanging, "--exclude", "n4")
+    few_job, few, _ = devcluster.submit("few", *TWO_NODES, *hanging, "--exclude", "n3,n4")
     assert devcluster.wait(job, timeout=400) == "COMPLETED", devcluster.logs()
     assert devcluster.wait(few_job, timeout=400) == "COMPLETED", devcluster.logs()
     assert nodes(devcluster, enough) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
@@ -60,9 +43,10 @@ def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster
     assert "n2 should be left out, but too few nodes would be left: the run goes on with them." in said
 
 
+@pytest.mark.long
 def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cluster) -> None:
     """Of the attempt there nobody can say a word: SLURM itself requeues the job when the first node is gone."""
-    run, job = submit(devcluster, "crashed", "model.name=paced_model:build", "--exclude", "n4")
+    job, run, _ = devcluster.submit("crashed", *TWO_NODES, "model.name=own_models:paced", "--exclude", "n4")
     (run / "pace").write_text("0.5")
     devcluster.wait_for("its first checkpoint", lambda: bool(devcluster.events(run, "saved")), timeout=200)
     assert nodes(devcluster, run) == [["n1", "n2"]]
@@ -89,3 +73,46 @@ def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cl
     again = devcluster.events(run, "submitted")[-1]["job_id"]
     assert devcluster.wait(again, timeout=200) == "COMPLETED", devcluster.logs()
     assert nodes(devcluster, run)[-1] == ["n1", "n2"]
+
+
+TROUBLED = ("model.name=own_models:troubled", "model.troubles=hang,kill", "launch.hang_seconds=5")
+
+
+@pytest.fixture(scope="module")
+def troubled(devcluster: Cluster) -> Path:
+    """A run that hangs, goes on, is killed, goes on, and has ended."""
+    job, run, _ = devcluster.submit("troubled", *TWO_NODES, *TROUBLED, "-w", "n1,n2")
+    assert devcluster.wait(job, timeout=240) == "COMPLETED", devcluster.logs()
+    return run
+
+
+@pytest.mark.long
+def test_a_run_that_hangs_and_is_killed_is_started_again_each_time(devcluster: Cluster, troubled: Path) -> None:
+    assert [event["attempt"] for event in devcluster.events(troubled, "requeued")] == [0, 1]
+    assert [event["attempt"] for event in devcluster.events(troubled, "started")] == [0, 1, 2]
+
+
+@pytest.mark.long
+def test_a_hang_names_the_rank_that_is_behind_and_keeps_all_stacks(devcluster: Cluster, troubled: Path) -> None:
+    hang = devcluster.events(troubled, "failed")[0]
+    assert (hang["attempt"], hang["rank"], hang["host"]) == (0, 1, "n2")
+    assert "own_models.py" in hang["error"]
+    assert "in fall_into_it" in (troubled / "logs/0/rank-1.err").read_text()
+    assert "has made no progress" in (troubled / "logs/0/rank-0.err").read_text()
+
+
+def test_a_job_goes_on_without_the_node_that_fails_its_preflight(devcluster: Cluster, light: dict[str, str]) -> None:
+    full = devcluster.home / "full"
+    full.mkdir()
+    arguments = ("single", "--preflight", "--cluster", "devcluster", "--exclude", "n3,n4", "--run-dir", "preflight")
+    # The first of those that are idle is taken: it must be n1.
+    devcluster.wait_for(
+        "n1", lambda: devcluster.run("sinfo", "-h", "-N", "-n", "n1", "-o", "%T").stdout.split()[:1] == ["idle"]
+    )
+    with mounted(devcluster, "n1", full, "-t tmpfs -o size=2m tmpfs"):
+        submitted = devcluster.job("submit", *arguments, "train.max_steps=1", env={**light, "TMPDIR": str(full)}).stdout
+        assert devcluster.wait(job_in(submitted)) == "COMPLETED"
+    run = devcluster.home / "preflight"
+    words = f"failed preflight: disk: {full}: 2 MB free"
+    assert [(event["node"], event["why"]) for event in devcluster.events(run, "excluded")] == [("n1", words)]
+    assert [event["hosts"] for event in devcluster.events(run, "started")] == [["n2"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -46,17 +45,10 @@ class Runs:
         self.jobs: dict[str, str] = {}
 
     def submit(self, name: str, env: dict[str, str], *more: str) -> None:
-        said = self.cluster.job("submit", "ddp", *SLOW, *more, "--again", "--run-dir", f"runs/{name}", env=env).stdout
-        match = re.search(r"Submitted job (\d+)", said)
-        assert match, said
-        self.jobs[name] = match[1]
+        self.jobs[name] = self.cluster.submit(name, *SLOW, *more, env=env).job_id
 
     def path(self, name: str) -> Path:
         return self.cluster.home / "runs" / name
-
-    def wait_for_start(self, name: str) -> None:
-        path = self.path(name)
-        self.cluster.wait_for(f"the start of {name}", lambda: bool(self.cluster.events(path, "started")), timeout=150)
 
     def wait(self, name: str) -> str:
         """The state in which the run's newest job has ended."""
@@ -83,7 +75,7 @@ def runs(devcluster: Cluster, light: dict[str, str]) -> Runs:
     after = ("--wrap", "date +%s > after-silent", "-o", "/dev/null", "-d", f"afterok:{all_runs.jobs['silent']}")
     devcluster.sbatch(*after)
     for name in ("silent", "forbidden"):
-        all_runs.wait_for_start(name)
+        devcluster.wait_for_start(all_runs.path(name))
         devcluster.run("scancel", "--signal=USR2", all_runs.jobs[name])
     return all_runs
 
@@ -120,7 +112,7 @@ def test_where_requeueing_is_forbidden_a_template_goes_on_by_a_chain(devcluster:
     words = (edited(devcluster, "train.sbatch"), "ddp", "model.name=light_model:build", "model.seconds=0.5")
     job = devcluster.sbatch(*flags, *words, env={**runs.env, "FORBIDDEN": "yes"})
     run = run_of(devcluster, job)
-    devcluster.wait_for("its start", lambda: bool(devcluster.events(run, "started")), timeout=150)
+    devcluster.wait_for_start(run)
     devcluster.run("scancel", "--signal=USR2", job)
     devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2, timeout=90)
     second = devcluster.events(run, "submitted")[1]["job_id"]
@@ -148,7 +140,7 @@ def test_without_scontrol_the_shell_of_the_batch_script_requeues(
     python.write_text(WITHOUT_SCONTROL.format(python=shlex.quote(sys.executable)))
     python.chmod(0o755)
     runs.submit("contained", light, "launch.environment=venv:contained")
-    runs.wait_for_start("contained")
+    devcluster.wait_for_start(runs.path("contained"))
     devcluster.run("scancel", "--signal=USR2", runs.jobs["contained"])
     assert runs.wait("contained") == "COMPLETED", devcluster.logs()
     assert (runs.path("contained") / "logs" / "0" / "requeue").read_text().strip() == runs.jobs["contained"]

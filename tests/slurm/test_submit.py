@@ -6,47 +6,25 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.light_experiment import STATE, trained
+from tests.slurm.conftest import Cluster, Submitted, job_in
 from trainkit.config.slurm_options import long_name
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
 
-TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=slow_model:build")
+TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=own_models:slow")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 TWO_NODES = ("--nodes", "2", "--gpus-per-node", "1")  # test_train_sbatch.py interrupts four ranks
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
 LIGHT = ("model.name=light_model:build",)
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A run that `jobs.submit` has queued."""
-
-    job_id: str
-    run: Path
-    said: str
-
-
 def submit(cluster: Cluster, name: str, *arguments: str, env: dict[str, str] | None = None) -> Submitted:
-    """`jobs.submit ddp` into the run folder ``name``."""
-    said = cluster.job("submit", "ddp", *TINY, "--run-dir", f"runs/{name}", *arguments, env=env).stdout
-    match = re.search(r"Submitted job (\d+)", said)
-    assert match, said
-    return Submitted(match[1], cluster.home / "runs" / name, said)
-
-
-def wait_for_start(cluster: Cluster, job: Submitted) -> None:
-    cluster.wait_for(f"the start of {job.run.name}", lambda: bool(cluster.events(job.run, "started")), timeout=120)
+    return cluster.submit(name, *TINY, *arguments, env=env)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +71,7 @@ def test_the_submitted_script_is_the_one_in_the_run_folder(devcluster: Cluster, 
 def test_one_of_four_ranks_that_raises_fails_the_job_within_15_s(
     devcluster: Cluster,
 ) -> None:
-    job = submit(devcluster, "failing", *TWO_BY_TWO, "model.name=failing_model:build")
+    job = submit(devcluster, "failing", *TWO_BY_TWO, "model.name=own_models:failing")
     assert devcluster.wait(job.job_id) == "FAILED", devcluster.logs()
     (started,) = devcluster.events(job.run, "started")
     assert (started["world_size"], len(started["hosts"])) == (4, 2)
@@ -102,7 +80,7 @@ def test_one_of_four_ranks_that_raises_fails_the_job_within_15_s(
     assert datetime.fromisoformat(end).timestamp() - raised < 15
     shown = devcluster.job("logs", "failing").stdout
     assert "rank 3" in shown
-    assert 'raise RuntimeError(f"rank {rank} fails")' in shown
+    assert 'raise RuntimeError(f"rank {rank()} fails")' in shown
     assert "RuntimeError: rank 3 fails" in shown
 
 
@@ -114,7 +92,7 @@ def test_a_preempted_run_goes_on_where_it_was_and_makes_each_update_once(
     job = submit(
         devcluster, "preempted", *TWO_NODES, *LIGHT, "--partition", "low", *nodes, "model.seconds=1.5", env=light
     )
-    wait_for_start(devcluster, job)
+    devcluster.wait_for_start(job.run)
     urgent = ("-p", "high", "--nodes=2", *nodes, "--exclusive", "--output=/dev/null", "--wrap=true")
     devcluster.sbatch(*urgent)
     assert devcluster.wait(job.job_id, timeout=150) == "COMPLETED", devcluster.logs()
@@ -128,7 +106,7 @@ def test_status_and_cancel_reach_a_run_on_slurm_from_any_folder(
     devcluster: Cluster, light: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     job = submit(devcluster, "cancelled", *ONE_RANK, *LIGHT, "model.seconds=3", env=light)
-    wait_for_start(devcluster, job)
+    devcluster.wait_for_start(job.run)
     elsewhere = {"PYTHONPATH": str(devcluster.home)}
     folder = shlex.quote(str(tmp_path_factory.mktemp("elsewhere")))
     python = f"cd {folder} && {shlex.quote(sys.executable)} -m"
@@ -144,9 +122,7 @@ def test_a_run_can_be_submitted_from_inside_a_job(devcluster: Cluster, light: di
     # Inside a task, which has a rank's variables, of a job with other resources than the new one's.
     outer = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=3", "--mem=100", *words]
     said = devcluster.run(*outer, timeout=120, env=light).stdout
-    match = re.search(r"Submitted job (\d+)", said)
-    assert match, said
-    assert devcluster.wait(match[1]) == "COMPLETED", devcluster.logs()
+    assert devcluster.wait(job_in(said)) == "COMPLETED", devcluster.logs()
     (started,) = devcluster.events(devcluster.home / "runs" / "nested", "started")
     assert started["world_size"] == 1
 

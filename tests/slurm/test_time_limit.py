@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ SECONDS = 3.0
 """Of a step: all of them together take longer than three of the attempts, which have a minute each at most."""
 SETTINGS = (
     *("train.epochs=3", "train.precision=fp32", "monitor.loggers=[jsonl]", "monitor.log_every=1"),
-    *("model.name=paced_model:build", "--nodes", "1", "--gpus-per-node", "0", "--again"),
+    *("model.name=own_models:paced", "--nodes", "1", "--gpus-per-node", "0"),
 )
 
 
@@ -45,15 +43,11 @@ class Limited:
 @pytest.fixture(scope="module")
 def limited(devcluster: Cluster) -> dict[str, Limited]:
     """Two of the same training, by requeue and by a chain of jobs, side by side and finished."""
-    shutil.copy(Path(__file__).with_name("paced_model.py"), devcluster.home)
     jobs: dict[str, str] = {}
     for name, how in (("requeued", "true"), ("chained", "chain")):
-        more = ("--run-dir", f"runs/{name}", "--time", "2", "launch.signal_seconds=60", f"launch.requeue={how}")
-        said = devcluster.job("submit", "ddp", *SETTINGS, *more).stdout
-        (devcluster.home / "runs" / name / "pace").write_text(str(SECONDS))
-        match = re.search(r"Submitted job (\d+)", said)
-        assert match, said
-        jobs[name] = match[1]
+        more = ("--time", "2", "launch.signal_seconds=60", f"launch.requeue={how}")
+        jobs[name], run, _ = devcluster.submit(name, *SETTINGS, *more)
+        (run / "pace").write_text(str(SECONDS))
     found: dict[str, Limited] = {}
     for name, job_id in jobs.items():
         run = devcluster.home / "runs" / name
@@ -129,12 +123,9 @@ def test_the_report_counts_the_attempts(devcluster: Cluster, limited: dict[str, 
 
 
 def test_a_chain_that_is_cancelled_between_its_jobs_ends(devcluster: Cluster, limited: dict[str, Limited]) -> None:
-    more = ("--run-dir", "runs/broken", "--time", "20", "launch.requeue=chain")
-    devcluster.job("submit", "ddp", *SETTINGS, *more)
-    run = devcluster.home / "runs" / "broken"
+    first, run, _ = devcluster.submit("broken", *SETTINGS, "--time", "20", "launch.requeue=chain")
     (run / "pace").write_text(str(SECONDS))
-    devcluster.wait_for("its start", lambda: bool(devcluster.events(run, "started")), timeout=200)
-    first = devcluster.events(run, "submitted")[0]["job_id"]
+    devcluster.wait_for_start(run)
     devcluster.run("scancel", "--signal=USR2", first)
     devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2, timeout=90)
     devcluster.job("cancel", "broken")

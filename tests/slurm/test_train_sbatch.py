@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slurm
 
-TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=slow_model:build")
+TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=own_models:slow")
 TEMPLATES = ("train.sbatch", "train_torchrun.sbatch")
 
 
@@ -32,12 +32,6 @@ def run_of(cluster: Cluster, job_id: str) -> Path:
     return cluster.home / "runs" / f"ddp-job{job_id}"
 
 
-def wait_for_start(cluster: Cluster, job: str) -> None:
-    """Wait until the ranks train; while they start, they cannot yet be told to save."""
-    run = run_of(cluster, job)
-    cluster.wait_for("the start of training", lambda: bool(cluster.events(run, "started")), timeout=120)
-
-
 @pytest.fixture(scope="module")
 def trained(devcluster: Cluster) -> dict[str, Path]:
     """The run folder of a finished run by each template; the one under torchrun was preempted on its way."""
@@ -45,7 +39,7 @@ def trained(devcluster: Cluster) -> dict[str, Path]:
     plain = devcluster.sbatch("--nodelist=n1,n2", edited(devcluster, "train.sbatch"), "ddp", *TINY)
     low = edited(devcluster, "train_torchrun.sbatch", "low")
     preempted = devcluster.sbatch(*nodes, low, "ddp", *TINY, "model.seconds=0.5")
-    wait_for_start(devcluster, preempted)
+    devcluster.wait_for_start(run_of(devcluster, preempted))
     urgent = ("-p", "high", "--nodes=2", *nodes, "--exclusive", "--output=/dev/null", "--wrap=true")
     devcluster.sbatch(*urgent)
     for job in (plain, preempted):
@@ -97,7 +91,7 @@ def test_a_cancelled_job_does_not_come_back(devcluster: Cluster, light: dict[str
     small = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1")
     slow = ("model.name=light_model:build", "model.seconds=3")
     job = devcluster.sbatch(*small, edited(devcluster, "train.sbatch"), "ddp", *TINY, *slow, env=light)
-    wait_for_start(devcluster, job)
+    devcluster.wait_for_start(run_of(devcluster, job))
     devcluster.run("scancel", job)
     assert devcluster.wait(job) == "CANCELLED"
     assert devcluster.states(job) == ["CANCELLED"], "it saved on SIGTERM, and must not go back into the queue"

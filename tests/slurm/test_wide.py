@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 NODES = [f"n{number:02}" for number in range(1, 33)]
-ALL = ("ddp", "--nodes", "32", "--gpus-per-node", "2", "train.global_batch_size=64", "monitor.loggers=[jsonl]")
+ALL = ("--nodes", "32", "--gpus-per-node", "2", "train.global_batch_size=64", "monitor.loggers=[jsonl]")
 LIGHT = ("model.name=light_model:build", "model.seconds=2")
 
 
@@ -29,21 +29,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_up("--nodes", "32", "--gpus-per-node", "2") as env:
         cluster = login(env, tmp_path_factory.mktemp("wide"))
         light = {"PYTHONPATH": light_experiment.hook(cluster.home / "light")}
-        whole = _submit(cluster, "whole", light)
-        run = cluster.home / "runs" / "whole"
-        cluster.wait_for("the start", lambda: bool(cluster.events(run, "started")), timeout=180)
-        failed = _submit(cluster, "failed", light, "launch.requeue=false", "model.bad_rank=37")
+        whole, run, said = cluster.submit("whole", *ALL, *LIGHT, env=light)
+        assert f"Submitted job {whole}: 32 nodes x 2 ranks" in said
+        cluster.wait_for_start(run)
+        more = ("launch.requeue=false", "model.bad_rank=37")
+        failed, _, _ = cluster.submit("failed", *ALL, *LIGHT, *more, env=light)
         cluster.run("scancel", "--signal=USR2", whole)
         assert cluster.wait(whole, timeout=240) == "COMPLETED", cluster.logs()
         assert cluster.wait(failed, timeout=240) == "FAILED", cluster.logs()
         yield cluster
-
-
-def _submit(cluster: Cluster, name: str, light: dict[str, str], *arguments: str) -> str:
-    words = (*ALL, *LIGHT, *arguments, "--again", "--run-dir", f"runs/{name}")
-    match = re.search(r"Submitted job (\d+): 32 nodes x 2 ranks", cluster.job("submit", *words, env=light).stdout)
-    assert match
-    return match[1]
 
 
 def _run(cluster: Cluster) -> Path:

@@ -30,7 +30,7 @@ class Soak:
         self._striker = Striker(cluster, rng)
         self.cluster = self._striker.cluster
         self._bag, self._next = bag(rng, kinds), list[Strike]()
-        shutil.copy(PROJECT / "tests/slurm/paced_model.py", cluster.home)
+        shutil.copy(PROJECT / "tests/slurm/own_models.py", cluster.home)
         self.run, self.whole = (RunDir(cluster.home / "runs" / name) for name in ("soak", "whole"))
         self.done: list[Strike] = []
         self.resumed: list[str] = []
@@ -88,7 +88,7 @@ class Soak:
         self.cluster.call(
             sys.executable, "-m", "jobs.submit", "ddp", "--again", "--run-dir", f"runs/{name}",
             "--nodes", str(self._nodes), "--gpus-per-node", "0", "--time", str(LIMIT_MINUTES),
-            "model.name=paced_model:build", f"train.max_steps={steps}",
+            "model.name=own_models:paced", f"train.max_steps={steps}",
             "train.precision=fp32", f"checkpoint.every_steps={checks.EVERY_STEPS}", "monitor.loggers=[jsonl]",
             "monitor.log_every=1", "launch.hang_seconds=20", check=True,
         )  # fmt: skip

@@ -135,15 +135,14 @@ def _popen(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    try:
-        process.wait(timeout=_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # srun ends its ranks and gives the nodes back
+    """End a process that may hang. srun that is told to end ends its ranks and gives the nodes back."""
+    for stop in (process.terminate, process.kill):
         try:
             process.wait(timeout=_END_SECONDS)
+            break
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            stop()
+    process.wait()
     if process.stdout is not None:
         process.stdout.close()
 

@@ -120,7 +120,9 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if unless or _may_be_queued(folder):
+        runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
+        # Queued for sure, where what failed came after that: a closed terminal.
+        if unless or any(life.cut_short or life.submission for life in map(history_of, runs)):
             raise
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -130,12 +132,6 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
                 fix="Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
             ) from None
         raise
-
-
-def _may_be_queued(folder: Path) -> bool:
-    runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
-    lives = [history_of(run) for run in runs]  # queued for sure, where what failed came after that: a closed terminal
-    return any(life.cut_short is not None or life.submission is not None for life in lives)
 
 
 def require_executor(plan: Plan, site: Site) -> None:

@@ -139,17 +139,7 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
 
 
 # What sbatch says of a job that it does not take -> the options that it may mean.
-_SIZE = (
-    "gpus-per-node",
-    "gres",
-    "constraint",
-    "nodes",
-    "ntasks-per-node",
-    "cpus-per-task",
-    "mem",
-    "nodelist",
-    "exclude",
-)
+_SIZE = ("gpus-per-node", "gres", "constraint", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "nodelist")
 _REFUSALS = {
     r"account/partition|invalid account": ("account", "partition"),
     r"accounting/qos policy|association|\w*(qos|assoc)(grp|max|min)\w*": ("qos", "account", "time", "nodes"),
@@ -167,7 +157,7 @@ _REFUSALS = {
     r"mail": ("mail-type", "mail-user"),
     r"node count": ("nodes",),
     r"node name|nodelist": ("nodelist", "exclude"),
-    r"node configuration|nodes": _SIZE,
+    r"node configuration|nodes": (*_SIZE, "exclude"),
     r"partition": ("partition",),
 }
 _TOO_MANY = re.compile(r"submit ?job|job submit limit|jobs? limit|too many|max(jobs|submit)", re.IGNORECASE)
