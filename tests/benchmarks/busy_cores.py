@@ -12,8 +12,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 from tests.benchmarks.measuring import CONTROL, Figure, against
 
@@ -71,25 +71,26 @@ def _of(name: str, rounds: int) -> Iterator[Figure]:
     arms = {**WAYS, CONTROL: WAYS[OPENMP]}
     free: dict[str, list[float]] = {arm: [] for arm in arms}
     busy: dict[str, list[float]] = {arm: [] for arm in arms}
+
+    def shown(seconds: float) -> str:
+        return f"{MODELS[name][0] / seconds:,.0f} images/s"
+
     for _ in range(rounds):
         with ExitStack() as held:
-            processes = {arm: held.enter_context(_arm(name, way)) for arm, way in arms.items()}
+            words = [name, *map(str, MODELS[name])]
+            processes = {arm: held.enter_context(_process(ARM, way, *words)) for arm, way in arms.items()}
             losses = {arm: process.stdout.readline() for arm, process in processes.items() if process.stdout}
             assert len(set(losses.values())) == 1, losses  # bit for bit
             _measure(processes, free, TURNS, TURN)
             for _ in range(LOAD * len(os.sched_getaffinity(0))):
                 held.enter_context(_process("while True: pass"))
             _measure(processes, busy, BUSY_TURNS, BUSY_TURN)
-    shown = _speed(MODELS[name][0])
-    yield against(
-        free, OURS, at_least=0.97, faster=True, shown=shown,
-        what=f"{name}, all cores free: images/s where threads may sleep, to OpenMP's own",
-    )  # fmt: skip
-    yield against(
-        busy, OURS, at_least=3.0, faster=True, shown=shown, tolerance=0.5,
-        what=f"{name}, beside {LOAD} busy programs a core: images/s where threads sleep, to OpenMP's own",
-        headline=f"{name} on the CPU beside {LOAD} busy programs a core, to OpenMP's own way of waiting",
-    )  # fmt: skip
+    beside = f"beside {LOAD} busy programs a core"
+    what = f"{name}, all cores free: images/s where threads may sleep, to OpenMP's own"
+    yield against(free, OURS, at_least=0.97, faster=True, shown=shown, what=what)
+    what = f"{name}, {beside}: images/s where threads sleep, to OpenMP's own"
+    headline = f"{name} on the CPU {beside}, to OpenMP's own way of waiting"
+    yield against(busy, OURS, at_least=3.0, faster=True, shown=shown, tolerance=0.5, what=what, headline=headline)
 
 
 def _measure(
@@ -99,36 +100,22 @@ def _measure(
     took: dict[str, list[float]] = {arm: [] for arm in measured}
     for number in range(turns):
         for arm in list(measured)[:: 1 if number % 2 == 0 else -1]:
-            took[arm].append(_turn(processes[arm], seconds))
+            ask, answer = processes[arm].stdin, processes[arm].stdout
+            assert ask is not None
+            assert answer is not None
+            print(seconds, file=ask, flush=True)
+            took[arm].append(float(answer.readline()))
     for arm, values in took.items():
         measured[arm].append(statistics.median(values))
 
 
 @contextmanager
 def _process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    env = {key: value for key, value in os.environ.items() if key not in OWN}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    env, pipes = {key: value for key, value in os.environ.items() if key not in OWN}, subprocess.PIPE
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, env=env, stdin=pipes, stdout=pipes, text=True)
     try:
         yield process
     finally:
         process.kill()
         process.communicate()
-
-
-def _arm(name: str, way: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    return _process(ARM, way, name, *map(str, MODELS[name]))
-
-
-def _turn(arm: subprocess.Popen[str], seconds: float) -> float:
-    """Seconds that an update takes."""
-    assert arm.stdin is not None
-    assert arm.stdout is not None
-    print(seconds, file=arm.stdin, flush=True)
-    return float(arm.stdout.readline())
-
-
-def _speed(images: int) -> Callable[[float], str]:
-    return lambda seconds: f"{images / seconds:,.0f} images/s"

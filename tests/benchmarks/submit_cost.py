@@ -1,7 +1,7 @@
 """From the command to the first update, on 2 nodes with 2 ranks each.
 
-One arm is `jobs.submit`; the other is what a user would write by hand, an sbatch script with srun and a bare DDP loop
-over the same digits with a network of the same size. On the development cluster (root, Debian). Wall time is measured.
+One arm is `jobs.submit`; the other is what a user would write by hand, an sbatch script with srun and the bare DDP loop
+of `arms/bare.py`. On the development cluster (root, Debian). Wall time is measured.
 """
 
 from __future__ import annotations
@@ -19,47 +19,15 @@ from tests.benchmarks.measuring import Figure, against, take_turns
 from tests.benchmarks.processes import PROJECT, environment
 
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
+BARE = Path(__file__).parent / "arms" / "bare.py"
 ROUNDS = 5
 WHAT = "command to the first update on 2 nodes with 2 ranks each, to an sbatch script with srun and a bare loop"
 PATIENCE_SECONDS = 180.0
 
-LOOP = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-dist.init_process_group("gloo", rank=rank, world_size=world_size)
-digits = load_digits()
-data = TensorDataset(torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target))
-loader = DataLoader(data, batch_size=64 // world_size, sampler=DistributedSampler(data))
-nn = torch.nn
-model = DistributedDataParallel(nn.Sequential(
-    nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.GELU(), nn.AvgPool2d(2),
-    nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.GELU(), nn.AvgPool2d(2),
-    nn.Flatten(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 10),
-))
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-for images, labels in loader:
-    loss = cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    loss.item()
-    break
-if rank == 0:
-    with open(sys.argv[1], "w") as file:
-        print(time.time(), file=file)
-dist.destroy_process_group()
-"""
-
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --time=5 --output=/dev/null
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=12321
-srun --kill-on-bad-exit=1 {python} {folder}/loop.py {folder}/first
+srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS {python} {bare} 1 {out}'
 """
 
 
@@ -91,34 +59,25 @@ def by_submit(folder: Path, env: dict[str, str]) -> float:
     command = [sys.executable, "-m", "jobs.submit", "ddp", "--again", "--run-dir", str(run), *resources, "--time", "5"]
     command += settings
     subprocess.run(command, env=env, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    lines = wait_for(run / "metrics.jsonl")
     wait_for_queue(env)
-    return float(json.loads(lines[0])["time"]) - began
+    first = (run / "metrics.jsonl").read_text().splitlines()[0]
+    return float(json.loads(first)["time"]) - began
 
 
 def by_hand(folder: Path, env: dict[str, str]) -> float:
     """Seconds until the first update of the script; waits for the end of the job."""
-    first = folder / "first"
-    first.unlink(missing_ok=True)
-    (folder / "loop.py").write_text(LOOP)
-    (folder / "job.sbatch").write_text(SCRIPT.format(python=sys.executable, folder=folder))
+    told = folder / "told.json"
+    told.unlink(missing_ok=True)
+    (folder / "job.sbatch").write_text(SCRIPT.format(python=sys.executable, bare=BARE, out=told))
     began = time.time()
     subprocess.run(["sbatch", f"{folder}/job.sbatch"], env=env, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    lines = wait_for(first)
     wait_for_queue(env)
-    return float(lines[0]) - began
-
-
-def wait_for(file: Path) -> list[str]:
-    """The file's lines, once it has a whole one."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (file.exists() and file.read_text().endswith("\n")):
-        assert time.monotonic() < deadline, f"no {file}"
-        time.sleep(0.05)
-    return file.read_text().splitlines()
+    return float(json.loads(told.read_text())["last"]) - began
 
 
 def wait_for_queue(env: dict[str, str]) -> None:
     """Until no job is left."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while subprocess.run(["squeue", "-h"], env=env, capture_output=True, text=True, check=True).stdout:
+        assert time.monotonic() < deadline, "a job is still there"
         time.sleep(0.2)

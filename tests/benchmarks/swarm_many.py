@@ -15,7 +15,6 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,71 +41,33 @@ HEAD = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Some rounds of a swarm, as its creator saw them."""
-
-    peers: int
-    churn: int
-    """Peers that died in each round, and as many that came."""
-    groups: tuple[int, ...]
-    parts: float
-    """Of those announced, the share that arrived."""
-    sync: tuple[float, ...]
-    """Seconds from the end of a round until the average was there."""
-    bytes_peer: float
-    """Sent and received, in a round."""
-    bytes_creator: float
-    requests: float
-    """To the creator's DHT node, a second."""
-    cpu: float
-    """Cores of the creator and its helpers."""
-    status: tuple[tuple[float, float], ...]
-    """Seconds of the command, by the clock and of CPU."""
-    gigabytes: float
-    """Of all peers."""
-
-    @property
-    def status_seconds(self) -> float:
-        """By the clock."""
-        return statistics.median(wall for wall, _ in self.status)
-
-    def row(self) -> list[str]:
-        """Of the table."""
-        used = statistics.median(cpu for _, cpu in self.status)
-        return [
-            f"{self.peers}{f', {self.churn} new ones a round' if self.churn else ''}", str(len(self.groups)),
-            f"{statistics.median(self.groups):.0f} ({min(self.groups)} to {max(self.groups)})",
-            f"{100 * self.parts:.0f} %", f"{statistics.median(self.sync):.2f} s (up to {max(self.sync):.2f})",
-            f"{self.bytes_peer / 1e3:,.0f} kB", f"{self.bytes_creator / 1e6:.1f} MB", f"{self.requests:.0f}/s",
-            f"{self.cpu:.2f} cores", f"{self.status_seconds:.2f} s, {used:.2f} s of CPU", f"{self.gigabytes:.1f} GB",
-        ]  # fmt: skip
-
-
 def measure(rounds: int = ROUNDS) -> Sequence[Figure | Table]:
     """The table."""
     if why := absent():
         return [Figure("many peers in a swarm", "", note=f"not measured: {why}")]
-    found = list[Watched]()
+    found = list[tuple[list[str], float]]()
     for size in SIZES * rounds:
         found += watch(size)
-    slowest = found[-1].status_seconds
+    slowest = found[-1][1]
     goal = Figure(
         f"`swarm status` with {SIZES[-1]} peers", f"{slowest:.2f} s", goal=f"under {STATUS_SECONDS:.0f} s",
         met=slowest < STATUS_SECONDS,
     )  # fmt: skip
-    return [Table(HEAD, [one.row() for one in found], [goal])]
+    return [Table(HEAD, [row for row, _ in found], [goal])]
 
 
-def watch(size: int) -> list[Watched]:
-    """A swarm of that size, first left in peace and then with an eighth of it, at least one, dying in each round."""
+def watch(size: int) -> list[tuple[list[str], float]]:
+    """A swarm of that size, first left in peace and then with an eighth of it, at least one, dying in each round.
+
+    The rows of the table, with the seconds of `swarm status`.
+    """
     with TemporaryDirectory() as folder, machines(2, Path(folder)) as net:
         swarm = _Swarm(net)
         swarm.start(size - 1)
-        found = list[Watched]()
+        found = []
         for churn in (0, max(1, size // 8)):
             found.append(swarm.watched(size, churn))
-            print(found[-1].row(), flush=True)  # the larger ones take long
+            print(found[-1][0], flush=True)  # the larger ones take long
         return found
 
 
@@ -151,8 +112,9 @@ class _Swarm:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []  # before the first round: none
         return [record for line in lines if (record := json.loads(line))["split"] == "train"]
 
-    def watched(self, size: int, churn: int) -> Watched:
-        """Some rounds, with so many peers killed and others started in each of them."""
+    def watched(self, size: int, churn: int) -> tuple[list[str], float]:
+        """Some rounds, with so many peers killed and others started in each of them: a row of the table, and the
+        seconds of `swarm status`."""
         self._next_round()
         first, before, began = len(self.records()), self._counters(), time.monotonic()
         status: list[tuple[float, float]] = []
@@ -165,12 +127,18 @@ class _Swarm:
         records, after, seconds = self.records()[first:], self._counters(), time.monotonic() - began
         to_creator, from_creator, requests, cpu = (new - old for old, new in zip(before, after, strict=True))
         moved = (to_creator + from_creator) / seconds * ROUND_SECONDS
-        return Watched(
-            size, churn, tuple(record["peers"] for record in records),
-            sum(record["parts"] for record in records) / max(1, sum(record["parts_expected"] for record in records)),
-            tuple(record["exchange_seconds"] for record in records),
-            moved / (size - 1), moved, requests / seconds, cpu / seconds, tuple(status), _gigabytes(),
-        )  # fmt: skip
+        groups = [record["peers"] for record in records]
+        waited = [record["exchange_seconds"] for record in records]
+        expected = max(1, sum(record["parts_expected"] for record in records))
+        asked, used = (statistics.median(times) for times in zip(*status, strict=True))
+        return [
+            f"{size}{f', {churn} new ones a round' if churn else ''}", str(len(groups)),
+            f"{statistics.median(groups):.0f} ({min(groups)} to {max(groups)})",
+            f"{100 * sum(record['parts'] for record in records) / expected:.0f} %",
+            f"{statistics.median(waited):.2f} s (up to {max(waited):.2f})",
+            f"{moved / (size - 1) / 1e3:,.0f} kB", f"{moved / 1e6:.1f} MB", f"{requests / seconds:.0f}/s",
+            f"{cpu / seconds:.2f} cores", f"{asked:.2f} s, {used:.2f} s of CPU", f"{_gigabytes():.1f} GB",
+        ], asked  # fmt: skip
 
     def _next_round(self) -> None:
         there = len(self.records())

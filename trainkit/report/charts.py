@@ -17,7 +17,7 @@ import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from trainkit import fileio
@@ -236,8 +236,8 @@ def line_chart(
     body += [tag("path", d=f"M{x(at):.1f} {_TOP}V{foot}", class_=f"restart c{colour:g}") for at, colour in marks]
     body += [_curve(item, x, y) for item in series]
     body += _end_labels(labels, x, y)
-    if axes.lost and (lost := [(item, place) for item in series for place in item.lost]):
-        at_foot = sorted({(item.colour, round(x(place))) for item, place in lost})
+    if axes.lost and (lost := [(item.colour, place) for item in series for place in item.lost]):
+        at_foot = sorted({(colour, round(x(place))) for colour, place in lost})
         body += [tag("path", d=f"M{at} {foot}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
         first = shown(min(place for _, place in lost))
         goes_on = any(item.points[-1][0] > item.lost[0] for item in series if item.lost)
@@ -280,9 +280,8 @@ def _vertical(axes: Axes, values: Sequence[float]) -> Scale:
 def _grid(axes: Axes, x: Scale, y: Scale) -> list[Html]:
     found, foot = [], HEIGHT - _BOTTOM
     for value in y.ticks():
-        at = f"{y(value):.1f}"
-        found.append(tag("path", d=f"M{_LEFT} {at}H{x.end:.1f}", class_="grid"))
-        found.append(tag("text", shown(value, 6), x=_LEFT - 6, y=at, dy="0.35em", class_="tick end"))
+        found.append(tag("path", d=f"M{_LEFT} {y(value):.1f}H{x.end:.1f}", class_="grid"))
+        found.append(tag("text", shown(value, 6), x=_LEFT - 6, y=f"{y(value):.1f}", dy="0.35em", class_="tick end"))
     found.append(tag("path", d=f"M{_LEFT} {foot}H{x.end:.1f}", class_="axis c7"))
     last_end = -1e9
     for value in axes.x_ticks or x.ticks(6):
@@ -330,28 +329,24 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     """The points themselves, or of a long curve the lowest and the highest in each column, and its ends."""
     if len(points) <= 2 * _COLUMNS:
         return list(points)
-    kept = {0, len(points) - 1}
-    for places in _in_columns(points, _COLUMNS):
-        kept |= {min(places, key=lambda at: points[at][1]), max(places, key=lambda at: points[at][1])}
-    return [points[at] for at in sorted(kept)]
+    ends = [ends for group in _in_columns(points, _COLUMNS) for ends in (min(group, key=_y), max(group, key=_y))]
+    return sorted({points[0], points[-1], *ends})
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
     """The median in each of 60 columns."""
-    return [
-        (points[places[len(places) // 2]][0], statistics.median(points[at][1] for at in places))
-        for places in _in_columns(points, 60)
-    ]
+    groups = _in_columns(points, 60)
+    return [(group[len(group) // 2][0], statistics.median(map(_y, group))) for group in groups]
 
 
-def _in_columns(points: Sequence[Point], columns: int) -> list[list[int]]:
-    """Places of the points, in order of x, in so many columns of equal width; without those that have none."""
-    low, high = points[0][0], points[-1][0]
-    width = (high - low) / columns or 1.0
-    found: dict[int, list[int]] = {}
-    for at, (x, _) in enumerate(points):
-        found.setdefault(min(int((x - low) / width), columns - 1), []).append(at)
-    return [found[column] for column in sorted(found)]
+def _in_columns(points: Sequence[Point], columns: int) -> list[list[Point]]:
+    """The points, which are in order of x, by columns of equal width; without columns that have none."""
+    low, width = points[0][0], (points[-1][0] - points[0][0]) / columns or 1.0
+    return [list(group) for _, group in groupby(points, lambda point: min(int((point[0] - low) / width), columns - 1))]
+
+
+def _y(point: Point) -> float:
+    return point[1]
 
 
 def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Html]:
@@ -387,8 +382,7 @@ def _in_words(axes: Axes, series: Sequence[Series]) -> str:
 def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None = None) -> Picture | None:
     """Bars from the left, one below the other, from 0 to ``high`` or to the longest."""
     bars = [bar for bar in bars if _is_drawable((bar.value, bar.mark or 0.0))]
-    ends = [value for bar in bars for value in (bar.value, bar.mark or 0.0, *(bar.spread or ()))]
-    most = high or max(ends, default=0.0)
+    most = high or max((end for bar in bars for end in (bar.value, bar.mark or 0.0, *(bar.spread or ()))), default=0.0)
     if not bars or not most > 0:
         return None
     longest = max(len(bar.name) for bar in bars)
@@ -396,29 +390,23 @@ def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None 
     begins = 0 if above else min(34, 6 + 2 * longest)  # percent of the width
     room, step = 72 - begins, 22 + 16 * above
 
-    def x(value: float) -> str:
-        return f"{begins + room * min(max(value / most, 0.0), 1.0):.2f}%"
+    def wide(value: float) -> float:
+        return room * min(max(value / most, 0.0), 1.0)
 
     body = []
     for at, bar in enumerate(bars):
-        y = step * at + 16 * above
-        width = f"{room * min(max(bar.value / most, 0.0), 1.0):.2f}%"
-        body += [
-            tag(
-                "text",
-                bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…",
-                x=0,
-                y=step * at + 14 - above,
-            ),
-            tag("rect", x=f"{begins}%", y=y + 4, width=f"{room}%", height=13, class_="track"),
-            tag("rect", x=f"{begins}%", y=y + 4, width=width, height=13, class_=f"part c{bar.colour % COLOURS}"),
-            tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"),
-        ]
-        if bar.spread is not None:
-            low, top = map(x, bar.spread)
-            body.append(tag("line", x1=low, x2=top, y1=y + 10.5, y2=y + 10.5, class_="whisker"))
-        if bar.mark is not None:
-            body.append(tag("line", x1=x(bar.mark), x2=x(bar.mark), y1=y + 1, y2=y + 20, class_="mark c1"))
+        y, top = step * at + 16 * above, step * at + 14 - above
+        name = bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…"
+        place, style = {"x": f"{begins}%", "y": y + 4}, f"part c{bar.colour % COLOURS}"
+        body.append(tag("text", name, x=0, y=top))
+        body.append(tag("rect", **place, width=f"{room}%", height=13, class_="track"))
+        body.append(tag("rect", **place, width=f"{wide(bar.value):.2f}%", height=13, class_=style))
+        body.append(tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"))
+        marks = [(bar.spread, y + 10.5, y + 10.5, "whisker")] if bar.spread is not None else []
+        marks += [((bar.mark, bar.mark), y + 1, y + 20, "mark c1")] if bar.mark is not None else []
+        for ends, y1, y2, style in marks:
+            x1, x2 = (f"{begins + wide(end):.2f}%" for end in ends)
+            body.append(tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=style))
     words = "; ".join(f"{bar.name} {bar.text or shown(bar.value)}" for bar in bars)
     return Picture(title, unit, join(body), f"{title}: {words}", step * len(bars) + 2)
 
@@ -440,10 +428,9 @@ def drawing(
     there = [picture for picture in pictures if picture is not None]
     if not there:
         return ""
-    columns = min(columns, len(there)) if all(item.width for item in there) else columns
-    edge, gap, width = 16, 28, WIDTH if columns > 1 else 2 * WIDTH
-    if columns == 1 and all(item.width for item in there):
-        width = WIDTH
+    narrow = all(item.width for item in there)
+    columns = min(columns, len(there)) if narrow else columns
+    edge, gap, width = 16, 28, WIDTH if narrow or columns > 1 else 2 * WIDTH
     whole = columns * (width + gap) - gap + 2 * edge
     letters = int((whole - 2 * edge) / _LETTER)
     body, y = [], float(edge)
@@ -471,13 +458,8 @@ def drawing(
     for line in textwrap.wrap(foot, letters):
         body.append(tag("text", line, x=edge, y=f"{y + 8:g}"))
         y += 18
-    size = {"width": whole, "height": f"{y + edge - 8:g}"}
-    words = "; ".join(picture.words for picture in there)
-    paper = tag("rect", width="100%", height="100%", class_="paper")
-    style = Html(f"<style>{STYLE}</style>")
-    box = f"0 0 {whole} {size['height']}"
-    whole_svg = tag(
-        "svg", style, paper, *body, xmlns="http://www.w3.org/2000/svg", viewBox=box, **size, role="img",
-        aria_label=words,
-    )  # fmt: skip
+    size, words = {"width": whole, "height": f"{y + edge - 8:g}"}, "; ".join(picture.words for picture in there)
+    paper, style = tag("rect", width="100%", height="100%", class_="paper"), Html(f"<style>{STYLE}</style>")
+    about = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {whole} {size['height']}", **size, "role": "img"}
+    whole_svg = tag("svg", style, paper, *body, **about, aria_label=words)
     return _NOT_OF_XML.sub("\N{REPLACEMENT CHARACTER}", whole_svg) + "\n"

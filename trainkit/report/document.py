@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit import fileio
 from trainkit.report.charts import Picture
@@ -55,8 +55,7 @@ class Charts:
         return any(self.pictures)
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """A paragraph; of its words those that are `Code` are shown as such."""
 
     words: Sequence[str]
@@ -72,31 +71,27 @@ class Items:
         return bool(self.lines)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Lines of code or output."""
 
     text: str
     caption: str = ""
 
 
-@dataclass(frozen=True)
-class Heading:
+class Heading(NamedTuple):
     """A line above parts that belong together."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Fold:
+class Fold(NamedTuple):
     """Parts that a page shows on request."""
 
     title: str
     parts: Sequence[Part]
 
 
-@dataclass(frozen=True)
-class Photo:
+class Photo(NamedTuple):
     """A small image with what it is and what the model took it for."""
 
     png: str
@@ -107,8 +102,7 @@ class Photo:
     is_large: bool = False
 
 
-@dataclass(frozen=True)
-class Gallery:
+class Gallery(NamedTuple):
     """Images side by side."""
 
     photos: Sequence[Photo]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -343,21 +344,19 @@ class Facts:
         """Seconds of rank 0 by activity, over all attempts; before the end, as far as recorded."""
         told = self.summary.get("seconds")
         if not isinstance(told, dict):
-            told = {}
-            for record in self.train:
-                for key, value in record.items():
-                    if key.startswith("seconds_") and fileio.is_number(value):
-                        name = key.removeprefix("seconds_")
-                        told[name] = told.get(name, 0.0) + value * self.metrics.every
+            told = defaultdict(float)
+            for key, value in (item for record in self.train for item in record.items()):
+                if key.startswith("seconds_") and fileio.is_number(value):
+                    told[key.removeprefix("seconds_")] += value * self.metrics.every
         return {name: float(value) for name, value in told.items() if fileio.is_number(value) and value > 0}
 
     @property
     def wall_seconds(self) -> float | None:
         """From the first start to the last record or event, with the waits between attempts."""
-        starts = [event["time"] for event in self.events if event.get("event") == "started" and "time" in event]
-        times = [event["time"] for event in self.events if "time" in event]
-        times += [record["time"] for record in self.train + self.val if fileio.is_number(record.get("time"))]
-        return max(times) - min(starts) if starts else None
+        timed = [event for event in self.events if "time" in event]
+        starts = [event["time"] for event in timed if event.get("event") == "started"]
+        times = [record["time"] for record in self.train + self.val if fileio.is_number(record.get("time"))]
+        return max([*times, *(event["time"] for event in timed)]) - min(starts) if starts else None
 
     @property
     def max_memory_mb(self) -> float | None:
@@ -378,9 +377,8 @@ class Facts:
     def restarts(self, by: str) -> list[float]:
         """The places, in "step" or "epoch", at which later attempts went on."""
         resumed = [event for event in self.events if event.get("event") == "started" and event.get("step")]
-        if by == "step":
-            return [float(event["step"]) for event in resumed]
-        return [event["step"] / event["steps_per_epoch"] for event in resumed if event.get("steps_per_epoch")]
+        each = [1 if by == "step" else event.get("steps_per_epoch") for event in resumed]
+        return [event["step"] / steps for event, steps in zip(resumed, each, strict=True) if steps]
 
     @property
     def processors(self) -> int | None:
