@@ -1,3 +1,5 @@
+"""Errors for users: three lines, an exit code, and settings that exist."""
+
 from __future__ import annotations
 
 import ast
@@ -12,40 +14,32 @@ from trainkit.config.schema import SECTIONS, PluginSection, field_of
 from trainkit.errors import RefusedError, RunFailedError, SchedulerError, TrainkitError, UserError, did_you_mean
 
 
-def test_an_error_is_three_lines_what_why_and_fix() -> None:
+def test_an_error_is_three_lines_what_why_and_fix_as_far_as_they_are_known() -> None:
     assert str(UserError("No x.", why="It is gone.", fix="Make one.")) == "No x.\n  why: It is gone.\n  fix: Make one."
-
-
-def test_what_is_not_known_is_no_line() -> None:
     assert str(UserError("No x.", fix="Make one.")) == "No x.\n  fix: Make one."
 
 
 @pytest.mark.parametrize(
     ("kind", "code"), [(UserError, 2), (RefusedError, 3), (SchedulerError, 4), (RunFailedError, 1), (TrainkitError, 1)]
 )
-def test_every_kind_has_its_exit_code(kind: type[TrainkitError], code: int) -> None:
-    assert kind("x").exit_code == code
-
-
-@pytest.mark.parametrize("kind", [UserError, RefusedError, SchedulerError, RunFailedError])
-def test_an_error_is_whole_when_it_comes_from_another_process(kind: type[TrainkitError]) -> None:
+def test_every_kind_has_its_exit_code_and_is_whole_in_another_process(kind: type[TrainkitError], code: int) -> None:
     there = pickle.loads(pickle.dumps(kind("what", why="why", fix="fix", key="optim.lr")))
-    assert (type(there), there.what, there.why, there.fix, there.key) == (kind, "what", "why", "fix", "optim.lr")
+    assert (type(there), there.exit_code) == (kind, code)
+    assert (there.what, there.why, there.fix, there.key) == ("what", "why", "fix", "optim.lr")
 
 
-def test_what_names_have_in_common_makes_none_of_them_near() -> None:
-    assert did_you_mean("--gpus", ["--gres", "--mem", "-h"], otherwise="none") == "none"
-    assert did_you_mean("--node", ["--nodes", "-N"]) == "Did you mean '--nodes'?"
-    assert did_you_mean("model.lr", ["model.norm", "model.name"], otherwise="none") == "none"
-    assert did_you_mean("model.nrm", ["model.norm", "model.depth"]) == "Did you mean 'model.norm'?"
-
-
-def test_the_nearest_name_is_suggested() -> None:
-    assert did_you_mean("optm", ["model", "optim"]) == "Did you mean 'optim'?"
-
-
-def test_nothing_is_suggested_where_nothing_is_near() -> None:
-    assert did_you_mean("zzz", ["model", "optim"], otherwise="Look it up.") == "Look it up."
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("optm", ["model", "optim"], "optim"), ("zzz", ["model", "optim"], ""),
+        # What all names have in common makes none of them near.
+        ("--gpus", ["--gres", "--mem", "-h"], ""), ("--node", ["--nodes", "-N"], "--nodes"),
+        ("model.lr", ["model.norm", "model.name"], ""), ("model.nrm", ["model.norm", "model.depth"], "model.norm"),
+    ],
+)  # fmt: skip
+def test_the_nearest_name_is_suggested_where_one_is_near(name: str, known: list[str], near: str) -> None:
+    expected = f"Did you mean '{near}'?" if near else "Look it up."
+    assert did_you_mean(name, known, otherwise="Look it up.") == expected
 
 
 FILES = [file for room in ("trainkit", "jobs") for file in Path(__file__).parents[1].joinpath(room).rglob("*.py")]

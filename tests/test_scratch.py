@@ -61,9 +61,7 @@ def test_nothing_is_left_of_a_session_that(end: str, session: Session, tmp_path:
     assert ("Left behind by the tests" in said) == end.startswith("leaves")
 
 
-def test_what_multiprocessing_starts_in_a_session_without_workers_ends_with_it(
-    session: Session, tmp_path: Path
-) -> None:
+def test_what_multiprocessing_starts_without_workers_ends_with_the_session(session: Session, tmp_path: Path) -> None:
     process = session("    from multiprocessing import resource_tracker; resource_tracker.ensure_running()\n")
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 0, said

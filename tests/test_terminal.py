@@ -1,4 +1,7 @@
-"""What others wrote is read in Markdown as they wrote it. A parser of CommonMark and GitHub's tables is the judge."""
+"""Text of others on a terminal, in a shell, in a table and in Markdown: shown as it was written, and obeyed by nothing.
+
+Of Markdown a parser of CommonMark and GitHub's tables is the judge.
+"""
 
 from __future__ import annotations
 
@@ -45,25 +48,11 @@ def test_a_remark_is_one_line_of_plain_text(text: str, shown: str) -> None:
     assert terminal.one_line(text) == shown
 
 
-def test_a_traceback_keeps_its_lines() -> None:
+def test_a_log_on_a_terminal_keeps_lines_colours_and_progress_only() -> None:
     assert terminal.lines("a\n  b\t\x1b[2Jc\r\nd") == "a\n  b\tc\nd"
-
-
-def test_a_log_on_a_terminal_keeps_colours_and_progress_and_nothing_else() -> None:
     log = "\x1b[1;31mred\x1b[0m\r 50%\n\x1b]0;t\x07\x1b[2J\x1b[H\x9b31mx\x07\tend\x1b[38;5;1mc"
-    assert terminal.log_text(log, Screen()) == "\x1b[1;31mred\x1b[0m\r 50%\n\x9b31mx\tend\x1b[38;5;1mc".replace(
-        "\x9b31m", ""
-    )
-
-
-def test_a_log_in_a_pipe_is_what_it_is() -> None:
-    log = "\x1b[2J\x07bytes"
-    assert terminal.log_text(log, io.StringIO()) == log
-
-
-def test_a_command_can_be_typed_as_it_is_shown() -> None:
-    assert terminal.command("logs", "/my runs/ddp-0001", "-f") == "python -m jobs.logs '/my runs/ddp-0001' -f"
-    assert terminal.command("status", "/runs/ddp-0001") == "python -m jobs.status /runs/ddp-0001"
+    assert terminal.log_text(log, Screen()) == "\x1b[1;31mred\x1b[0m\r 50%\nx\tend\x1b[38;5;1mc"
+    assert terminal.log_text(log, io.StringIO()) == log, "a pipe gets what it is"
 
 
 def test_a_command_says_control_characters_by_their_bytes() -> None:
@@ -77,58 +66,33 @@ def test_a_command_says_control_characters_by_their_bytes() -> None:
     assert terminal.path("/my runs/it's") == "/my runs/it's"
 
 
-HEADER = ("run", "state", "epoch")
-ROWS = (("ddp-0001", "RUNNING", "1.5"), ("a-longer-name", "FAILED", "-"))
-
-
-def shown_on(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
-    monkeypatch.setattr("sys.stdout", Screen())
-    monkeypatch.setenv("COLUMNS", str(columns))
-    return terminal.table(HEADER, ROWS, ["", "the disk is full"], dispensable=["epoch"])
-
-
-def test_a_table_in_a_pipe_has_everything_and_one_line_a_row() -> None:
-    assert terminal.table(HEADER, ROWS, ["", "the disk is full"], dispensable=["epoch"]) == [
-        "run            state    epoch",
-        "ddp-0001       RUNNING  1.5",
-        "a-longer-name  FAILED   -      the disk is full",
-    ]
-
-
-def test_a_note_that_does_not_fit_stands_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown_on(monkeypatch, 30) == [
-        "run            state    epoch",
-        "ddp-0001       RUNNING  1.5",
-        "a-longer-name  FAILED   -",
-        "    the disk is full",
-    ]
-
-
-def test_a_narrow_terminal_does_without_columns_and_never_cuts_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown_on(monkeypatch, 15) == [
-        "run            state",
-        "ddp-0001       RUNNING",
-        "a-longer-name  FAILED",
-        "    the disk is",
-        "    full",
-    ]
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        (None, ["run            state    epoch", "ddp-0001       RUNNING  1.5",
+                "a-longer-name  FAILED   -      the disk is full"]),
+        (30, ["run            state    epoch", "ddp-0001       RUNNING  1.5", "a-longer-name  FAILED   -",
+              "    the disk is full"]),
+        (15, ["run            state", "ddp-0001       RUNNING", "a-longer-name  FAILED", "    the disk is",
+              "    full"]),
+    ],
+    ids=["pipe", "narrow", "very narrow"],
+)  # fmt: skip
+def test_a_narrow_terminal_does_without_columns_and_never_cuts_a_name(
+    columns: int | None, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if columns is not None:
+        monkeypatch.setattr("sys.stdout", Screen())
+        monkeypatch.setenv("COLUMNS", str(columns))
+    rows = (("ddp-0001", "RUNNING", "1.5"), ("a-longer-name", "FAILED", "-"))
+    header, notes = ("run", "state", "epoch"), ["", "the disk is full"]
+    assert terminal.table(header, rows, notes, dispensable=["epoch"]) == lines
 
 
 def test_columns_stand_below_each_other_whatever_is_written_in_them() -> None:
     # A CJK character takes two columns, a combining accent none.
-    assert terminal.table(("name", "n"), [("日本", "1"), ("e\u0301t", "2"), ("abcd", "3")]) == [
-        "name  n",
-        "日本  1",
-        "e\u0301t    2",
-        "abcd  3",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(-1, "0 s"), (59, "59 s"), (60, "1 min"), (3 * 3600 + 5, "3 h"), (90000, "1 d")]
-)
-def test_ages_are_given_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
-    assert terminal.age(seconds) == text
+    found = terminal.table(("name", "n"), [("日本", "1"), ("e\u0301t", "2"), ("abcd", "3")])
+    assert found == ["name  n", "日本  1", "e\u0301t    2", "abcd  3"]
 
 
 def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None:
@@ -143,10 +107,16 @@ def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (4_510_000_000, "4.5 GB")]
-)
-def test_bytes_in_words(number: int, text: str) -> None:
-    assert terminal.size(number) == text
+    ("said", "text"),
+    [
+        *((terminal.age(seconds), text) for seconds, text in (
+            (-1, "0 s"), (59, "59 s"), (60, "1 min"), (3 * 3600 + 5, "3 h"), (90000, "1 d"))),
+        *((terminal.size(number), text) for number, text in (
+            (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (4_510_000_000, "4.5 GB"))),
+    ],
+)  # fmt: skip
+def test_ages_and_sizes_are_given_in_the_largest_unit_that_fits(said: str, text: str) -> None:
+    assert said == text
 
 
 def test_a_listing_cuts_no_name_and_no_value_on_any_terminal() -> None:
@@ -223,9 +193,6 @@ def test_a_cell_of_a_table_shows_what_was_written() -> None:
     text = terminal.markdown_table(("name", "value"), [(odd, "7") for odd in ODD], numbers_from=1)
     assert cells(text) == [["name", "value"], *([odd, "7"] for odd in ODD)]
     assert text.splitlines()[1] == "| --- | ---: |"
-
-
-def test_lines_become_one() -> None:
     assert cells(terminal.markdown_table(("a\nb",), [("c\r\nd",)])) == [["a b"], ["c d"]]
 
 

@@ -98,7 +98,7 @@ def test_switched_off_none_is_in_force() -> None:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_says_why_it_is_there_and_was_tried_with_what_is_installed(name: str) -> None:
+def test_an_entry_says_its_gain_and_was_tried_with_what_is_installed(name: str) -> None:
     """Try a new version with it, measure what it still gains, and extend the range; or delete the entry."""
     entry = ENTRIES[name]
     assert entry.upstream.startswith("https://")
@@ -124,8 +124,5 @@ def test_an_entry_is_left_out_for_versions_that_it_was_not_tried_with(
 
 
 def test_an_entry_that_raises_is_left_out() -> None:
-    def raises() -> None:
-        raise AttributeError("gone")
-
-    entry = Workaround(raises, library="pytest", tried=("0.1", "99.0"), gain="", upstream="")
+    entry = Workaround(lambda: [][0], library="pytest", tried=("0.1", "99.0"), gain="", upstream="")
     assert not entry()

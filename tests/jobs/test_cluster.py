@@ -37,18 +37,12 @@ def test_a_profile_is_renewed_only_with_force_and_keeps_its_settings(
     assert profile.read_text() == first
 
 
-def test_show_writes_nothing(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+def test_show_says_what_a_site_has_and_what_a_profile_sets(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     done = command("cluster", "show")
-    assert done.code == 0
-    assert "main*  2 x 8 CPUs, 4 GPUs  no time limit" in done.out
-    assert not (tmp_path / "configs").exists()
-
-
-def test_show_says_what_a_profile_sets(command: Command) -> None:
+    assert (done.code, "main*  2 x 8 CPUs, 4 GPUs  no time limit" in done.out) == (0, True)
     done = command("cluster", "show", "devcluster")
-    assert done.code == 0
-    assert "launch.partition = main" in done.out
-    assert "jobs.cluster discover" in done.out
+    assert (done.code, "launch.partition = main" in done.out, "jobs.cluster discover" in done.out) == (0, True, True)
+    assert not (tmp_path / "configs").exists()
 
 
 def test_without_slurm_there_is_nothing_to_discover(command: Command, no_slurm: dict[str, str]) -> None:

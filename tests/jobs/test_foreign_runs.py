@@ -41,14 +41,35 @@ def forget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], None
     return lambda: monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))
 
 
+Theirs = Callable[..., RunDir]
+
+
+@pytest.fixture
+def theirs(forget: Callable[[], None], tmp_path: Path) -> Theirs:
+    """Makes a run with these settings, by somebody else."""
+
+    def make(*overrides: str) -> RunDir:
+        run = made(tmp_path / "ddp-0001", *overrides)
+        forget()
+        return run
+
+    return make
+
+
+def asked(run: RunDir, *overrides: str, allow: bool = False, loads: bool = False) -> None:
+    """As a verb asks; one that only loads then searches what it may."""
+    found = require_own_code(run.path, load(str(run.path), overrides), allow_code=allow, only_loads=loads)
+    if loads:
+        plugins.search_snapshot(found.code, own=found.own)
+
+
 @pytest.mark.parametrize(
     "verb", ["evaluate", "train", "submit", "submit --dry-run", "launch", "resume", "swarm create"]
 )
 def test_no_verb_runs_code_that_a_strangers_run_names(
-    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path, verb: str
+    command: Command, theirs: Theirs, no_slurm: dict[str, str], tmp_path: Path, verb: str
 ) -> None:
-    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
-    forget()
+    run = theirs("data.name=strange:build")
     name, *flags = verb.split()
     done = command(name, *flags, str(run.path))
     assert done.code == 3, done.err
@@ -125,47 +146,37 @@ def test_the_folder_of_a_stranger_shadows_no_library_from_within(
 
 
 def test_a_strangers_module_is_not_found_by_a_library_that_can_do_without(
-    forget: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: Theirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Libraries try to import what may not be installed. No place of a stranger's run answers, not even from within."""
-    run = made(tmp_path / "ddp-0001")
-    forget()
+    run = theirs()
     monkeypatch.chdir(run.code)
     monkeypatch.setattr(sys, "path", [str(run.code), *sys.path])
-    found = require_own_code(run.path, load(str(run.path)), allow_code=False, only_loads=True)
-    plugins.search_snapshot(found.code, own=found.own)
+    asked(run, loads=True)
     with pytest.raises(ImportError):
         importlib.import_module("strange")
 
 
-def test_code_that_was_allowed_comes_behind_everything(
-    forget: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
-    forget()
+def test_code_that_was_allowed_comes_behind_everything(theirs: Theirs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = theirs("data.name=strange:build")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    found = require_own_code(run.path, load(str(run.path)), allow_code=True, only_loads=True)
-    plugins.search_snapshot(found.code, own=found.own)
+    asked(run, allow=True, loads=True)
     assert sys.path[-1] == str(run.code)
 
 
 @pytest.mark.parametrize("verb", ["resume", "launch"])
 def test_a_strangers_snapshot_is_not_started(
-    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path, verb: str
+    command: Command, theirs: Theirs, no_slurm: dict[str, str], verb: str
 ) -> None:
     """They start the program in code/, whatever the configuration names."""
-    run = made(tmp_path / "ddp-0001")
-    forget()
+    run = theirs()
     done = command(verb, str(run.path))
     assert (done.code, run.attempts()) == (3, [])
     assert str(run.code) in done.err
 
 
-def test_the_configuration_of_a_strangers_run_is_no_preset(
-    command: Command, forget: Callable[[], None], tmp_path: Path
-) -> None:
-    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
-    forget()
+def test_the_configuration_of_a_strangers_run_is_no_preset(command: Command, theirs: Theirs) -> None:
+    run = theirs("data.name=strange:build")
     assert command("submit", str(run.config), "--dry-run").code == 3
 
 
@@ -183,32 +194,28 @@ def test_everything_that_imports_starts_or_sends_something_counts(
     forget: Callable[[], None], tmp_path: Path, setting: str
 ) -> None:
     run = made(tmp_path / "ddp-0001", setting)
-    require_own_code(run.path, load(str(run.path)), allow_code=False)  # the user's own
+    asked(run)  # the user's own
     forget()
     with pytest.raises(RefusedError, match=".".join(setting.split("=")[0].split(".")[:2])):
-        require_own_code(run.path, load(str(run.path)), allow_code=False)
-    require_own_code(run.path, load(str(run.path)), allow_code=True)
+        asked(run)
+    asked(run, allow=True)
 
 
-def test_one_refusal_lists_all_that_is_asked_for(forget: Callable[[], None], tmp_path: Path) -> None:
-    settings = ("data.name=strange:build", "launch.setup=[touch it]", "checkpoint.remote=s3://eve/all")
-    run = made(tmp_path / "ddp-0001", *settings)
-    forget()
+def test_one_refusal_lists_all_that_is_asked_for(theirs: Theirs) -> None:
+    run = theirs("data.name=strange:build", "launch.setup=[touch it]", "checkpoint.remote=s3://eve/all")
     with pytest.raises(RefusedError) as caught:
-        require_own_code(run.path, load(str(run.path)), allow_code=False)
+        asked(run)
     assert "run code that is not yours: data.name=strange:build, launch.setup=['touch it']" in caught.value.what
-    assert "send to places, or let in others, that you have not named: checkpoint.remote=s3://eve/all" in str(
-        caught.value.what
-    )
+    told = "send to places, or let in others, that you have not named: checkpoint.remote=s3://eve/all"
+    assert told in caught.value.what
 
 
 @pytest.mark.parametrize("verb", ["submit", "submit --dry-run", "resume", "launch", "train", "bench amp"])
 def test_no_verb_sends_anything_where_a_strangers_run_says(
-    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path, verb: str
+    command: Command, theirs: Theirs, no_slurm: dict[str, str], tmp_path: Path, verb: str
 ) -> None:
     bucket = tmp_path / "bucket"
-    run = made(tmp_path / "ddp-0001", f"checkpoint.remote=file://{bucket}")
-    forget()
+    run = theirs(f"checkpoint.remote=file://{bucket}")
     name, *flags = verb.split()
     done = command(name, *flags, str(run.path))
     assert done.code == 3, done.err
@@ -236,29 +243,25 @@ def test_weights_that_were_started_from_count_unless_nothing_unpickles_them(
     overlay = "model.pretrained_cfg_overlay={{file: /w/{}}}".format
     runs = [made(tmp_path / name, "model.name=resnet18", overlay(name)) for name in ("w.safetensors", "w.bin")]
     forget()
-    require_own_code(runs[0].path, load(str(runs[0].path)), allow_code=False)
+    asked(runs[0])
     with pytest.raises(RefusedError, match=r"w\.bin"):
-        require_own_code(runs[1].path, load(str(runs[1].path)), allow_code=False)
+        asked(runs[1])
 
 
 def test_a_strangers_run_of_what_we_have_is_evaluated_and_repeated(
-    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path
+    command: Command, theirs: Theirs, no_slurm: dict[str, str]
 ) -> None:
-    run = made(tmp_path / "ddp-0001")
-    forget()
+    run = theirs()
     assert command("submit", str(run.path), "--dry-run").code == 0
 
 
-def test_what_the_user_puts_in_its_place_is_theirs(forget: Callable[[], None], tmp_path: Path) -> None:
-    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
-    forget()
-    require_own_code(run.path, load(str(run.path), ["data.name=digits"]), allow_code=False)
-    require_own_code(run.path, load(str(run.path), ["data.name=mine:build"]), allow_code=False)
+def test_what_the_user_puts_in_its_place_is_theirs(theirs: Theirs) -> None:
+    run = theirs("data.name=strange:build")
+    asked(run, "data.name=digits")
+    asked(run, "data.name=mine:build")
 
 
-def test_a_runs_own_module_is_found_in_its_snapshot_before_the_folder_one_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runs_own_module_is_found_in_its_snapshot_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     for folder, value in ((here, 1), (tmp_path / "code", 2)):
         folder.mkdir()

@@ -292,7 +292,7 @@ def test_every_job_and_every_attempt_of_it_derives_a_port_of_its_own() -> None:
     assert len({derived_port(str(job), 0) for job in range(100, 110)}) == 10
 
 
-def test_the_search_begins_at_the_given_port_outside_what_the_kernel_gives_away() -> None:
+def test_the_search_begins_at_the_given_port_outside_the_kernels_range() -> None:
     assert ephemeral_range("32768\t60999\n") == LINUX
     ports = list(candidates(29998, LINUX))
     assert (ports[:3], len(ports)) == ([29998, 29999, 20000], len(PORTS))
@@ -343,7 +343,7 @@ def test_a_loopback_head_node_is_refused_on_several_nodes(addr: str) -> None:
         check_head(addr, 2)
 
 
-def test_loopback_is_fine_on_one_node_and_an_address_of_the_network_on_several() -> None:
+def test_loopback_is_fine_on_one_node_and_a_real_address_on_several() -> None:
     check_head("127.0.0.1", 1)
     check_head("10.1.2.3", 2)
 

@@ -90,7 +90,7 @@ def test_each_event_says_what_it_is_of(run: RunDir) -> None:
     ]
 
 
-def test_the_claim_on_an_attempt_is_its_users_alone_in_a_folder_that_is_made_for_it(tmp_path: Path) -> None:
+def test_the_claim_on_an_attempt_is_its_users_alone(tmp_path: Path) -> None:
     attempt = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there"))
     assert (attempt.logs / "node-0").stat().st_mode & 0o777 == 0o600
 

@@ -115,7 +115,7 @@ def test_a_validation_whose_loss_was_not_finite_is_never_the_best_one() -> None:
     assert best_of([lost], 1) is None
 
 
-def test_the_newest_evaluation_of_the_best_weights_with_the_runs_own_settings_counts(run: RunDir) -> None:
+def test_the_newest_evaluation_of_the_best_weights_counts(run: RunDir) -> None:
     assert best_evaluation(run) is None
     own = {"split": "test", "step": 3, "checkpoint": "best", "settings": []}
     for acc1, other in (
@@ -128,7 +128,7 @@ def test_the_newest_evaluation_of_the_best_weights_with_the_runs_own_settings_co
 REGRESSION = TaskMetrics("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
 
 
-def test_a_run_describes_its_metrics_and_an_older_one_has_those_of_classification(run: RunDir) -> None:
+def test_a_run_describes_its_metrics_and_an_older_one_classifies(run: RunDir) -> None:
     found = described(run)
     assert (found.headline, list(found.metrics)) == ("acc1", ["loss", "acc1", "acc5"])
     assert found.metrics["acc5"] == Metric("%", True, "Top-5 accuracy")
@@ -192,9 +192,7 @@ def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
     assert progress_of(run).seconds_per_step is None, "nobody has asked for it"
 
 
-def test_for_the_pace_few_records_are_read_also_where_an_attempt_has_none_or_few(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_for_the_pace_few_records_are_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of a thousand runs that go on has the pace of each."""
     record(run, *({"time": 1000.0 + 2 * step, "step": step, "epoch": step / 10} for step in range(300)))
     parsed: list[str | bytes] = []

@@ -83,7 +83,7 @@ def test_a_home_folder_is_no_project(run: RunDir) -> None:
 TOKEN = "xoxb-" + "1234567890-abcdefGHIJ"
 
 
-def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_which_and_why(
+def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_why(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("notify.py").write_text(f'import os\nslack = "{TOKEN}"\n')
@@ -216,9 +216,7 @@ def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: R
     assert "+gr" in written
 
 
-def test_the_manifest_says_what_the_run_was_made_of_and_nothing_of_the_environment(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_says_what_was_run_and_not_the_environment(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_VARIABLE", "v4lue")
     written = manifest(run, "python", "-m", "jobs.submit", "ddp")
     assert written["command"] == ["python", "-m", "jobs.submit", "ddp"]
@@ -327,9 +325,7 @@ def test_shared_code_that_somebody_has_changed_is_not_given_to_a_new_run(run: Ru
 
 
 @pytest.mark.parametrize("what", ["moved", "the store is gone", "changed", "a link to elsewhere"])
-def test_a_run_has_its_code_from_its_own_archive_when_the_shared_one_is_not_its(
-    run: RunDir, tmp_path: Path, what: str
-) -> None:
+def test_a_run_has_its_code_from_its_own_archive_when_none_is_shared(run: RunDir, tmp_path: Path, what: str) -> None:
     code = tree(shared(run))
     if what == "moved":
         run = RunDir(run.path.rename(tmp_path / "elsewhere"))

@@ -100,7 +100,7 @@ def test_nodes_are_read_with_memory_for_jobs_gpu_types_and_features() -> None:
         *(("ALLOCATED+MAINT", False), ("UNKNOWN*", False), ("FUTURE", False)),
     ],
 )
-def test_a_node_that_is_powered_down_takes_jobs_and_one_that_is_down_does_not(state: str, up: bool) -> None:
+def test_a_node_that_is_powered_down_takes_jobs_and_a_broken_one_does_not(state: str, up: bool) -> None:
     (node,) = read_nodes(f"NodeName=n1 CPUTot=4 Gres=(null) State={state} ThreadsPerCore=1").values()
     assert node.up is up
 

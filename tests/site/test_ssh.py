@@ -219,7 +219,7 @@ def test_a_connection_is_shared_unless_the_users_configuration_says_how(
         assert ("ControlMaster=auto" in _options(tmp_path, said, XDG_STATE_HOME=short)) == shared
 
 
-def test_where_the_home_folders_path_is_too_long_for_a_socket_it_is_elsewhere(tmp_path: Path) -> None:
+def test_where_the_homes_path_is_too_long_for_a_socket_it_is_elsewhere(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as short:
         long = {"XDG_STATE_HOME": str(tmp_path / ("long" * 30)), "XDG_RUNTIME_DIR": short}
         assert f"ControlPath={short}/trainkit/%C" in _options(tmp_path, "echo controlmaster false", **long)
@@ -228,7 +228,5 @@ def test_where_the_home_folders_path_is_too_long_for_a_socket_it_is_elsewhere(tm
 
 
 @pytest.mark.parametrize(("said", "ours"), [("0", True), ("60", False)])
-def test_a_dead_connection_is_noticed_unless_the_users_configuration_says_when(
-    tmp_path: Path, said: str, ours: bool
-) -> None:
+def test_a_dead_connection_is_noticed_unless_the_user_says_when(tmp_path: Path, said: str, ours: bool) -> None:
     assert ("ServerAliveInterval" in _options(tmp_path, f"echo serveraliveinterval {said}")) == ours

@@ -94,7 +94,7 @@ def test_the_queue_tells_what_jobs_do_and_wait_for(said: dict[str, Any]) -> None
     assert "Invalid job id" in said["forgotten"]
 
 
-def test_the_accounts_tell_how_jobs_ended_and_of_a_requeued_one_that_it_waits(said: dict[str, Any]) -> None:
+def test_the_accounts_tell_how_jobs_ended_and_that_a_requeued_one_waits(said: dict[str, Any]) -> None:
     jobs = read_sacct(said["sacct"])
     assert (jobs["18"].state, jobs["18"].reason) == ("FAILED", "exit code 3:0")
     assert (jobs["20"].state, jobs["21"].state, jobs["19"].nodes) == ("CANCELLED", "PENDING", "")

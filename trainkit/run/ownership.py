@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import grp
 import hashlib
+import itertools
 import os
 import pwd
 import stat
@@ -134,12 +135,8 @@ def _strange_files(path: Path, loaded: Loaded) -> tuple[frozenset[str], str]:
         return frozenset(), ""
     owners = (os.geteuid(), 0)
     read = {source.where.rpartition(":")[0] for source in loaded.sources.values() if source.kind == "file"}
-    whys = {
-        file: why_others_may_write(Path(file), owners=owners)
-        for file in sorted(read)
-        if not Path(file).is_relative_to(PACKAGED)
-    }
-    strange = {file: why for file, why in whys.items() if why}
+    theirs = [file for file in sorted(read) if not Path(file).is_relative_to(PACKAGED)]
+    strange = {file: why for file in theirs if (why := why_others_may_write(Path(file), owners=owners))}
     return frozenset(strange), next(iter(strange.values()), "")
 
 
@@ -177,8 +174,8 @@ def _text(key: str, value: Any) -> str:
 def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
     runs = ", ".join(text for text, does in found.items() if does != "sends")
     sends = ", ".join(text for text, does in found.items() if does == "sends")
-    parts = [f"run code that is not yours: {runs}"] if runs else []
-    parts += [f"send to places, or let in others, that you have not named: {sends}"] if sends else []
+    parts = [f"run code that is not yours: {runs}"] * bool(runs)
+    parts += [f"send to places, or let in others, that you have not named: {sends}"] * bool(sends)
     return RefusedError(
         f"{path} would {'; and '.join(parts)}.",
         why=f"{why} Whoever wrote it decides what that does here, with your rights.",
@@ -192,18 +189,11 @@ def _why_foreign(run: RunDir) -> str:
     if not run_folder.has(run.path):
         return "No command of yours has made that run, as it is now."
     me = (os.geteuid(),)
-    for file in (run.config, run.code_archive):
-        if why := why_others_may_write(file, owners=me):
-            return why
-    for top in (run.code, run.submitit):
-        if why := why_others_may_write(Path(os.path.realpath(top)), owners=me):  # it may be a link
-            return why
-        for folder, folders, files in os.walk(os.path.realpath(top)):
-            for path in (Path(folder), *(Path(folder, name) for name in (*folders, *files))):
-                why = why_others_may_write(path, owners=me) if path.is_symlink() else _why_writable(path, me)
-                if why:
-                    return why
-    return ""
+    tops = [Path(os.path.realpath(top)) for top in (run.code, run.submitit)]  # they may be links
+    whole = [why_others_may_write(path, owners=me) for path in (run.config, run.code_archive, *tops)]
+    inside = (Path(folder, name) for top in tops for folder, *names in os.walk(top) for name in (*names[0], *names[1]))
+    each = (why_others_may_write(path, owners=me) if path.is_symlink() else _why_writable(path, me) for path in inside)
+    return next(filter(None, itertools.chain(whole, each)), "")
 
 
 def _why_writable(path: Path, owners: Sequence[int], *, above: bool = False) -> str:

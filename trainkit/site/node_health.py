@@ -87,10 +87,8 @@ def _of_one(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
     if facts["memory_free_mb"] < FREE_MEMORY_MB:
         yield "memory", f"{facts['memory_free_mb']} MB of {facts['memory_total_mb']} free", True
     for process in facts["busy"]:
-        words = (
-            f"{process['user']}'s {process['name']} (pid {process['pid']}) uses {process['cpu_percent']} % of a core"
-        )
-        yield "processes", words, False
+        who = f"{process['user']}'s {process['name']} (pid {process['pid']})"
+        yield "processes", f"{who} uses {process['cpu_percent']} % of a core", False
     for gpu in facts["gpus"]:
         for check, words, bad in _of_gpu(gpu):
             yield check, f"GPU {gpu['index']}: {words}", bad
@@ -115,14 +113,10 @@ def _of_gpu(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
 
 def _odd_ones(check: str, values: Mapping[str, str]) -> list[Finding]:
     """Nodes that have not what most have; where there is no majority, what the first one has counts."""
-    counts = Counter(values.values()).most_common()  # of equal counts the first seen comes first
-    if len(counts) < 2:
-        return []
-    usual = counts[0][0]
-    other = next(node for node, value in values.items() if value == usual)
-    return [
-        Finding(node, check, f"{value}, and {other} has {usual}") for node, value in values.items() if value != usual
-    ]
+    usual = max(values.values(), key=[*values.values()].count, default="")  # of equal counts the first seen
+    other = next((node for node, value in values.items() if value == usual), "")
+    odd = {node: value for node, value in values.items() if value != usual}
+    return [Finding(node, check, f"{value}, and {other} has {usual}") for node, value in odd.items()]
 
 
 def _clocks(report: Mapping[str, Any], here: float | None) -> list[Finding]:
@@ -131,20 +125,14 @@ def _clocks(report: Mapping[str, Any], here: float | None) -> list[Finding]:
         return []
     right = statistics.median_low([*clocks.values(), *([] if here is None else [here])])
     names = _names(report)
-    return [
-        Finding(names[rank], "clock", f"{offset - right:+.1f} s from the others'")
-        for rank, offset in clocks.items()
-        if abs(offset - right) > CLOCK_SECONDS
-    ]
+    off = {rank: offset - right for rank, offset in clocks.items() if abs(offset - right) > CLOCK_SECONDS}
+    return [Finding(names[rank], "clock", f"{offset:+.1f} s from the others'") for rank, offset in off.items()]
 
 
 def _products(report: Mapping[str, Any]) -> list[Finding]:
     names, answers = _names(report), report.get("found", {})
-    found = [
-        Finding(names[rank], "answer", "answered first and was gone then")
-        for rank in report["ranks"]
-        if rank not in answers
-    ]
+    gone = [rank for rank in report["ranks"] if rank not in answers]
+    found = [Finding(names[rank], "answer", "answered first and was gone then") for rank in gone]
     usual = Counter(item["checksum"] for item in answers.values()).most_common(1)
     for rank, item in answers.items():
         where = f"rank {rank} ({item['device']})"
@@ -204,11 +192,11 @@ def _one_of_two(pair: Mapping[str, Any], names: Mapping[str, str]) -> list[Findi
 
 
 def _speed(pair: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    first, second = (names[str(rank)] for rank in pair["ranks"])
+    words = " - ".join(names[str(rank)] for rank in pair["ranks"])
     if "error" in pair:
-        return f"{first} - {second}: {pair['error']}"
+        return f"{words}: {pair['error']}"
     ways = f" (there {pair['there']:.3f}, back {pair['back']:.3f})" if "there" in pair else ""
-    return f"{first} - {second}: {pair['gb_s']:.3f} GB/s{ways}"
+    return f"{words}: {pair['gb_s']:.3f} GB/s{ways}"
 
 
 def table(report: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
@@ -249,9 +237,8 @@ def _gpus(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
 
 
-# What one node says of itself: GPUs, driver, ECC, memory, disks, strangers' processes, versions. Without torch.
-#
-# Plain JSON values, so that nodes can send them to each other; what a node cannot tell is absent.
+# What one node says of itself, without torch: plain JSON values, so that nodes can send them to each other. What a node
+# cannot tell is absent.
 
 MB = 1024 * 1024
 _LOOK_SECONDS = 0.3
@@ -366,9 +353,8 @@ def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
                 continue
             if not mine and process.username() == getpass.getuser():
                 continue  # on a machine of one's own, what runs there is one's own business
-            found.append(
-                {"pid": pid, "name": process.name(), "user": process.username(), "cpu_percent": round(percent)}
-            )
+            said = {"pid": pid, "name": process.name(), "user": process.username(), "cpu_percent": round(percent)}
+            found.append(said)
     return sorted(found, key=lambda item: -int(item["cpu_percent"]))[:5]
 
 
