@@ -64,7 +64,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     from trainkit.swarm.peer import follow_rank_0, ranks_of_peer
 
-    with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
+    with ranks_of_peer(args.nproc, argv, env) as (ranks, secret):
         if entry is None or not ranks.is_main:
             from trainkit.training.build import wants_gpu
 

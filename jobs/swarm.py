@@ -27,7 +27,7 @@ from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.states import require_no_job
-from trainkit.swarm.admission import entry_of, is_setting, warned
+from trainkit.swarm.admission import created_run, entry_of, invite, is_setting, revoke, seconds_of, warned
 from trainkit.swarm.spec import PeerSpec
 
 WATCH_SECONDS = 2.0
@@ -98,8 +98,6 @@ def _invite_parser() -> cli.Parser:
 
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from trainkit.swarm.admission import created_run, invite, seconds_of
-
     seconds = seconds_of(args.expires)
     print("\n".join(invite(created_run(args.run, env), args.name, seconds, "reducer" if args.reduce else "volunteer")))
     return 0
@@ -111,8 +109,6 @@ def _revoke_parser() -> cli.Parser:
 
 
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from trainkit.swarm.admission import created_run, revoke
-
     print(revoke(created_run(args.run, env), args.name))
     return 0
 
@@ -156,10 +152,9 @@ def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="An object has an end.", fix="Use one.")
     from trainkit.swarm import view as swarm_view
-    from trainkit.swarm.view import looking
 
     lines = swarm_view.leaderboard_lines if args.leaderboard else swarm_view.status_lines
-    with looking(args.swarm, env) as look:
+    with swarm_view.looking(args.swarm, env) as look:
         if args.watch:
             terminal.watch(lambda: "\n".join(lines(look())), every=WATCH_SECONDS)
         view = look()

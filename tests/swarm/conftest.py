@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -28,17 +28,19 @@ with warnings.catch_warnings():  # of hivemind's own use of torch
     warnings.simplefilter("ignore")
     import hivemind  # noqa: F401
 
+T = TypeVar("T")
 PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
-    """Fail with ``what`` if ``condition`` is not true in time."""
+def wait_for(condition: Callable[[], T | None], seconds: float, what: str | Callable[[], str]) -> T:
+    """What ``condition`` returns, once it is true. Fail with ``what`` if it is not in time."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
         time.sleep(0.1)
+    return found
 
 
 @dataclass
@@ -64,18 +66,14 @@ class Command:
     def says(self, pattern: str, seconds: float = 90.0) -> re.Match[str]:
         """Wait for a line of its output."""
 
-        def found() -> bool:
+        def found() -> re.Match[str] | None:
             self.note_family()
-            text = self.output
-            if re.search(pattern, text, re.MULTILINE) is None:
-                over = self.process.poll() is not None and re.search(pattern, self.output, re.MULTILINE) is None
-                assert not over, f"ended with {self.process.returncode}: {text}"
-            return re.search(pattern, text, re.MULTILINE) is not None
+            is_over = self.process.poll() is not None  # asked first, for its last words count
+            match = re.search(pattern, self.output, re.MULTILINE)
+            assert match or not is_over, f"ended with {self.process.returncode}: {self.output}"
+            return match
 
-        wait_for(found, seconds, lambda: f"{pattern!r} in {self.output}")
-        match = re.search(pattern, self.output, re.MULTILINE)
-        assert match is not None
-        return match
+        return wait_for(found, seconds, lambda: f"{pattern!r} in {self.output}")
 
     def ends(self, seconds: float = 90.0) -> int:
         """Wait for its end; its exit code."""
@@ -239,3 +237,14 @@ def hivemind_here() -> Iterator[None]:
         processes.require_hivemind()
         yield
     multiprocessing.set_start_method(None, force=True)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """A small model is slower with two."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

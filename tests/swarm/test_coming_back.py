@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from tests.swarm.conftest import TOKEN, Command, Commands, started_in
 from tests.swarm.internet import internet
+from trainkit import fileio
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
@@ -103,8 +103,7 @@ def rounds_in(output: str) -> list[int]:
 
 
 def events(run: Path, kind: str) -> int:
-    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return sum(json.loads(line)["event"] == kind for line in lines)
+    return sum(event["event"] == kind for event in fileio.read_jsonl(run / "events.jsonl"))
 
 
 def test_the_creator_comes_back_under_its_address(story: Story) -> None:

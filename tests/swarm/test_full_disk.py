@@ -16,6 +16,7 @@ from typing import IO, Any
 import pytest
 
 from tests.swarm.conftest import Command, started_in
+from trainkit import fileio
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
@@ -74,12 +75,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         creator.process.send_signal(signal.SIGINT)
         creator.ends()
         run = commands.run("hivemind-0001")
-        metrics, events = (
-            [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-            for name in ("metrics.jsonl", "events.jsonl")
-        )
-        newest = json.loads((run / "checkpoints" / "latest" / "state.json").read_text(encoding="utf-8"))
-        yield Story(creator, metrics, events, newest)
+        metrics, events = (list(fileio.read_jsonl(run / name)) for name in ("metrics.jsonl", "events.jsonl"))
+        yield Story(creator, metrics, events, fileio.read_object(run / "checkpoints" / "latest" / "state.json"))
 
 
 def test_training_goes_on_and_says_once_why_nothing_is_written(story: Story) -> None:

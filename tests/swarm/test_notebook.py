@@ -63,8 +63,7 @@ def kernel_of(command: Command) -> psutil.Process:
         children = psutil.Process(command.process.pid).children(recursive=True)
         return [child for child in children if any("ipykernel" in word for word in child.cmdline())]
 
-    wait_for(found, 60, "the notebook's kernel")
-    return found()[0]
+    return wait_for(found, 60, "the notebook's kernel")[0]
 
 
 def ids_of_notebook(commands: Commands, address: str) -> set[str]:

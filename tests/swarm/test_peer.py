@@ -19,18 +19,18 @@ def launched(rank: int, size: int) -> dict[str, str]:
 
 
 def test_without_a_launcher_and_a_wish_a_peer_is_one_rank() -> None:
-    with ranks_of_peer(None, "join", [], {}) as (env, secret):
+    with ranks_of_peer(None, [], {}) as (env, secret):
         assert (env.world_size, bool(secret)) == (1, False)
 
 
 def test_the_ranks_that_torchrun_has_started_are_one_peer() -> None:
-    with ranks_of_peer(None, "join", [], launched(1, 2) | {"TRAINKIT_SECRET": "x" * 16}) as (env, secret):
+    with ranks_of_peer(None, [], launched(1, 2) | {"TRAINKIT_SECRET": "x" * 16}) as (env, secret):
         assert (env.rank, env.world_size, secret.text) == (1, 2, "x" * 16)
 
 
 @pytest.mark.parametrize(("number", "env"), [(0, {}), (-1, {}), (1000, {}), (3, launched(0, 2))])
 def test_a_number_of_ranks_that_cannot_be_is_refused(number: int, env: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="--nproc"), ranks_of_peer(number, "join", [], env):
+    with pytest.raises(UserError, match="--nproc"), ranks_of_peer(number, [], env):
         pass
 
 
@@ -39,8 +39,7 @@ def second_rank(command: Command) -> psutil.Process:
         children = psutil.Process(command.process.pid).children()
         return [child for child in children if child.environ().get("RANK") == "1" and "join" in child.cmdline()]
 
-    wait_for(found, 30, "rank 1")
-    return found()[0]
+    return wait_for(found, 30, "rank 1")[0]
 
 
 @pytest.mark.long

@@ -44,14 +44,6 @@ SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
 def splits() -> Splits:
     return build_data(CONFIG.data)
 

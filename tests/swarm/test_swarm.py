@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from tests import readme
 from tests.swarm.conftest import TOKEN, Command, Commands, started_in, wait_for
+from trainkit import fileio
 from trainkit.swarm.invitations import read_token
 
 pytestmark = pytest.mark.swarm
@@ -22,7 +22,7 @@ STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def summary(run: Path) -> dict[str, Any]:
-    return dict(json.loads((run / "summary.json").read_text(encoding="utf-8")))
+    return fileio.read_object(run / "summary.json")
 
 
 def kill_main_process(command: Command) -> None:
@@ -182,12 +182,11 @@ def test_a_submitted_peer_joins_with_its_token_and_ends_with_the_run(story: Stor
 
 def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
     run = story.commands.run("hivemind-0001")
-    splits = [json.loads(line)["split"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {"train", "val"} <= set(splits)
+    assert {"train", "val"} <= {record["split"] for record in fileio.read_jsonl(run / "metrics.jsonl")}
     assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
     assert (run / "manifest.json").is_file()
-    events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {"started", "saved", "peer_joined", "peer_left"} <= set(events)
+    events = {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
+    assert {"started", "saved", "peer_joined", "peer_left"} <= events
 
 
 @pytest.mark.parametrize(

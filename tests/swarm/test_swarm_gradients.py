@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.swarm.attacked import HARDER, swarm
 from tests.swarm.conftest import Command, Commands, started_in
+from trainkit import fileio
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
@@ -45,8 +45,7 @@ class Story:
     """The run of one process with the same global batch."""
 
     def records(self, run: Path, split: str) -> list[dict[str, Any]]:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [record for line in lines if (record := json.loads(line))["split"] == split]
+        return [record for record in fileio.read_jsonl(run / "metrics.jsonl") if record["split"] == split]
 
     @property
     def run(self) -> Path:
@@ -130,7 +129,7 @@ def test_status_shows_the_update_under_way_and_every_peer(story: Story) -> None:
 
 
 def test_who_has_gathered_how_much_is_credited(story: Story) -> None:
-    done = json.loads((story.run / "summary.json").read_text(encoding="utf-8"))
+    done = fileio.read_object(story.run / "summary.json")
     assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", ROUNDS, 3)
     assert sum(item["samples"] for item in done["contributions"]) > 0.5 * ROUNDS * 1024
 

@@ -170,13 +170,15 @@ def test_another_peers_state_is_taken_over_whole() -> None:
     assert torch.equal(flat(model), common(donor))
 
 
-@pytest.mark.parametrize("broken", ["shape", "nan"])
+@pytest.mark.parametrize("broken", ["weights instead of", "momentum: weights instead of", "not finite"])
 def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str) -> None:
+    """One of another model, of another optimizer, of a model that has diverged."""
     _, outer = state()
     before = outer.theta.clone()
-    theta = outer.theta[:-1] if broken == "shape" else torch.full_like(outer.theta, math.nan)
-    with pytest.raises(ValueError):
-        outer.load(theta, outer.momentum, 1)
+    theta = {"weights instead of": before[:-1], "not finite": before * math.nan}.get(broken, before)
+    momentum = outer.momentum[:-1] if "momentum" in broken else outer.momentum
+    with pytest.raises(ValueError, match=broken.removeprefix("momentum: ")):
+        outer.load(theta, momentum, 1)
     assert torch.equal(outer.theta, before)
 
 

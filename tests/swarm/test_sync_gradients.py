@@ -25,6 +25,8 @@ from trainkit.swarm.team import data_seed
 from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MICRO, PEERS, ROUNDS = 16, 2, 6
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))
 
@@ -37,15 +39,6 @@ def settings(*overrides: str) -> Config:
         f"train.global_batch_size={PEERS * 2 * MICRO}",
     ]
     return load("hivemind_gradients", [*quick, f"collaborative.rounds={ROUNDS}", *overrides]).config
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small a model is slower with two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass
@@ -180,15 +173,6 @@ def test_a_newcomer_goes_on_from_the_state_that_it_is_given_bit_for_bit(peers: l
         first, second = agree(peers)
         assert torch.equal(first, second)
     assert torch.equal(flat(newcomer.common.model), flat(veteran.common.model))
-
-
-def test_a_state_of_another_model_or_optimizer_is_refused(peers: list[Peer]) -> None:
-    common = peers[0].common
-    _, theta, momentum = common.copy()
-    with pytest.raises(ValueError, match="weights instead of"):
-        common.load(theta, momentum[:-1], 1)
-    with pytest.raises(ValueError, match="not finite"):
-        common.load(theta * float("nan"), momentum, 1)
 
 
 def test_gradients_that_are_not_finite_are_never_gathered(peers: list[Peer]) -> None:

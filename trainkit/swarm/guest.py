@@ -115,10 +115,9 @@ class Guest(Session):
         require_same_time(self.dht, self.entry.addresses)
         self.config = adapt(manifest)
         check_peer(self.config, self.spec)
-        agreed = self.config.collaborative
+        self.clock, agreed = self.clock_from(manifest.first_round), self.config.collaborative
         # By the time, where it says so; else a newcomer learns it from the state that it is given.
-        by_time = RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds)
-        if agreed.sync == "diloco" and by_time.is_over(time.time()):
+        if agreed.sync == "diloco" and self.clock.is_over(time.time()):
             raise UserError(
                 f"The run {manifest.name} is over.",
                 why=f"All of its {agreed.rounds} rounds are done.",
@@ -128,7 +127,6 @@ class Guest(Session):
     def require_same_run(self) -> None:
         """Refuse to train something else than the run does, once there is a model."""
         spec, theirs = self.spec, self.manifest.facts
-        self.clock = self.clock_from(self.manifest.first_round)
         if spec.max_upload is not None:
             self.hooks.say(volunteers_share(self.config.collaborative, self.common.theta.numel(), spec.max_upload))
         if not spec.trains:

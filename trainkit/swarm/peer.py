@@ -187,7 +187,7 @@ _LEAVE_SECONDS = 20.0
 
 @contextmanager
 def ranks_of_peer(
-    number: int | None, verb: str, arguments: Sequence[str], env: Mapping[str, str]
+    number: int | None, arguments: Sequence[str], env: Mapping[str, str]
 ) -> Iterator[tuple[RankEnv, Secret]]:
     """This process's place among the ranks of its peer, and what they know.
 
@@ -196,7 +196,7 @@ def ranks_of_peer(
 
     Args:
         number: of ranks, as the user has asked; None: as many as a launcher has started, else 1.
-        verb, arguments: ``python -m jobs.VERB ARGUMENTS``.
+        arguments: ``python -m jobs.join ARGUMENTS``.
 
     Raises UserError when user and launcher disagree.
     """
@@ -224,7 +224,7 @@ def ranks_of_peer(
     try:
         for own in variables[1:]:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "trainkit", verb, *arguments],
+                [sys.executable, "-u", "-m", "trainkit", "join", *arguments],
                 env={**env, **own},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is rank 0's

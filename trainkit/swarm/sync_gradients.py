@@ -129,13 +129,9 @@ class GradientState(CommonState):
     @property
     def samples(self) -> int:
         """Whose gradients are gathered here."""
-        return self.gathered.times * self._micro_batch_size
-
-    @property
-    def _micro_batch_size(self) -> int:
         size = self._config.train.given_micro_batch_size
         assert size is not None, "check_combinations"
-        return size
+        return self.gathered.times * size
 
     def give(self, samples: int) -> Given:
         """The mean of the gathered gradients, with ``samples`` as its weight. They stay until an average is used."""
