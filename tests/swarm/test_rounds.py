@@ -370,7 +370,7 @@ def caught_up(gives: list[int], seconds: float, monkeypatch: pytest.MonkeyPatch)
         return found[-1]
 
     loop: Any = rounds.TimedLoop.__new__(rounds.TimedLoop)
-    loop.p = SimpleNamespace(
+    loop.peer = SimpleNamespace(
         clock=SimpleNamespace(seconds=seconds),
         averaging=SimpleNamespace(adopt=adopt),
         common=SimpleNamespace(round=7),

@@ -1,9 +1,9 @@
 """A peer's training loop: train, agree with the others, go on.
 
-Updates and parts are those of `trainkit.training`. `train_by_time` averages weights: the clock ends a round, and so
-decides how many updates it has. `train_by_samples` averages gradients: a round ends when all peers together have
-gathered enough samples, see `tally`. Peers that only call out look for a group from the beginning of such a round on;
-those who lead one look for the others when its end is near.
+Updates are those of `trainkit.training`. `TimedLoop` averages weights: the clock ends a round, and so decides how many
+updates it has. `SampleLoop` averages gradients: a round ends when all peers together have gathered enough samples, see
+`tally`. Peers that only call out look for a group from the beginning of such a round on; those who lead one look for
+the others when its end is near.
 """
 
 from __future__ import annotations
@@ -55,125 +55,126 @@ _ADOPT_SECONDS = 10.0
 _LONGEST_PAUSE = 8.0
 
 
-def take_part(p: Session) -> Ending:
+def take_part(peer: Session) -> Ending:
     """Train with the others in the way of the run, until the last round is over, or until told to leave.
 
     Raises:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
         RefusedError: its invitation has ended, or it was banned.
     """
-    loop = SampleLoop if isinstance(p.common, GradientState) else TimedLoop
-    if not p.spec.trains:  # it need not have the data
-        return loop(p, iter(())).run()
-    with p.team.batches(p.data_seed, p.progress.position) as batches:
-        return loop(p, batches).run()
+    loop = SampleLoop if isinstance(peer.common, GradientState) else TimedLoop
+    if not peer.spec.trains:  # it need not have the data
+        return loop(peer, iter(())).run()
+    with peer.team.batches(peer.data_seed, peer.progress.position) as batches:
+        return loop(peer, batches).run()
 
 
 class _Loop:
     """What both ways to train have in common."""
 
-    def __init__(self, p: Session, batches: Iterator[Batch], parts: TrainState) -> None:
-        self.p, self.batches = p, batches
-        self.update = Updater(p.team.parts, beat=p.hooks.beat)
-        self.nonfinite = NonFinite(parts, p.remark, seed=p.data_seed)
+    def __init__(self, peer: Session, batches: Iterator[Batch], parts: TrainState) -> None:
+        self.peer, self.batches = peer, batches
+        self.update = Updater(peer.team.parts, beat=peer.hooks.beat)
+        self.nonfinite = NonFinite(parts, peer.remark, seed=peer.data_seed)
 
     def hear(self) -> None:
         """News of the others, and of who is out. Raises RefusedError if it is this peer."""
-        self.p.watch.poll()
-        self.p.sentry.look()
-        self.p.dht.excluded.require_welcome()
+        self.peer.watch.poll()
+        self.peer.sentry.look()
+        self.peer.dht.excluded.require_welcome()
 
     def ending(self) -> Ending | None:
         """Why it is time to leave, if it is."""
-        p = self.p
-        if p.hooks.stop_requested():
+        peer = self.peer
+        if peer.hooks.stop_requested():
             return "stopped"
-        if p.watch.stopped:
+        if peer.watch.stopped:
             return "ended"
-        if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
+        if peer.watch.first_round > peer.clock.first:  # clocks move on only, so that an old manifest moves nobody back
             return "moved"
-        if p.pace.rounds_alone >= LOST_AFTER:
-            p.pace.rounds_alone = 0  # also for whoever comes back
-            if not p.may_be_alone:
+        if peer.pace.rounds_alone >= LOST_AFTER:
+            peer.pace.rounds_alone = 0  # also for whoever comes back
+            if not peer.may_be_alone:
                 return "lost"
-            p.dht.look_for(p.memory.others)  # this does not wait
+            peer.dht.look_for(peer.memory.others)  # this does not wait
         return None
 
     def publish(self, done: PeerRound) -> None:
         """Tell the others about this round; they forget it when the next ones bring no news."""
-        p, result, val = self.p, done.result, self.p.progress.val
+        peer, result, val = self.peer, done.result, self.peer.progress.val
         told = PeerProgress(
-            name=p.spec.name,
+            name=peer.spec.name,
             round=done.index,
             samples=done.samples,
-            samples_per_sec=done.samples / done.seconds if done.seconds else 0.0,
+            samples_per_sec=done.samples_per_sec,
             loss=number(done.metrics.get("loss")),
             group=result.group,
             time=time.time(),
-            client=p.dht.client_mode,
+            client=peer.dht.client_mode,
             parts=result.parts,
             expected=result.expected,
             sent=result.bytes_up,
             received=result.bytes_down,
             val_loss=finite(val.get("loss")),
-            val_headline=finite(val.get(p.team.judge.metrics.headline)),
-            addresses=list(p.addresses),  # the records know no tuples
+            val_headline=finite(val.get(peer.team.judge.metrics.headline)),
+            addresses=list(peer.addresses),  # the records know no tuples
         )
-        p.dht.publish_progress(told, LOST_AFTER * p.clock.seconds + 5.0)
+        peer.dht.publish_progress(told, LOST_AFTER * peer.clock.seconds + 5.0)
 
     def note_update(self, made: Update, step: int, seconds: float, *, first: bool, what: str, fix: str) -> None:
         """Take note of an update: how long it took, and whether it was finite.
 
         Raises RunFailedError for a peer that is too slow for its rounds, or whose training has diverged.
         """
-        p = self.p
+        peer = self.peer
         if not first:  # the very first one also warms up kernels and caches
-            usual = p.pace.step_seconds  # a single slow one says little
-            p.pace.step_seconds = 0.8 * usual + 0.2 * seconds if usual else seconds
-        if p.pace.step_seconds > p.clock.seconds:
+            usual = peer.pace.step_seconds  # a single slow one says little
+            peer.pace.step_seconds = 0.8 * usual + 0.2 * seconds if usual else seconds
+        taken, limit = peer.pace.step_seconds, peer.clock.seconds
+        if taken > limit:
             raise RunFailedError(
-                f"One {what} takes {p.pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
+                f"One {what} takes {taken:.0f} s here, longer than a round of {limit:.0f} s.",
                 why="This peer would never have anything to contribute.",
                 fix=fix,
             )
         try:
-            self.nonfinite.add(p.progress.position - 1, step, made)
+            self.nonfinite.add(peer.progress.position - 1, step, made)
         except DivergedError as error:
             self.forget_or_end(error)
 
     def forget_or_end(self, error: DivergedError) -> None:
         """Go on from the common weights (the checkpoint of a peer is what the peers have in common), or end."""
-        p = self.p
-        if p.team.judge.config.train.on_nonfinite != "rollback" or p.progress.rollbacks == MOST_ROLLBACKS:
+        peer = self.peer
+        if peer.team.judge.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
             raise error.for_user() from None
-        p.progress.rollbacks += 1
+        peer.progress.rollbacks += 1
         self.nonfinite.in_a_row = 0
-        p.common.forget()
+        peer.common.forget()
 
 
 class TimedLoop(_Loop):
     """Rounds that the clock ends."""
 
-    def __init__(self, p: Session, batches: Iterator[Batch]) -> None:
-        super().__init__(p, batches, p.team.judge)
+    def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
+        super().__init__(peer, batches, peer.team.judge)
         self.done: PeerRound | None = None
         """The last round, until it is known what came of its exchange."""
 
     def run(self) -> Ending:
         """Round after round."""
-        p, ending = self.p, None
-        self.publish(PeerRound(p.common.round))
+        peer, ending = self.peer, None
+        self.publish(PeerRound(peer.common.round))
         # Who goes on with a run trains in its next round for a little longer, until the clock is there.
-        while (index := max(p.clock.index(time.time()), p.common.round)) < p.clock.count:
+        while (index := max(peer.clock.index(time.time()), peer.common.round)) < peer.clock.count:
             self.hear()
-            self.p.before_round()
+            peer.before_round()
             if ending := self.ending():
                 break
-            if index > p.common.round + p.averaging.pending:
+            if index > peer.common.round + peer.averaging.pending:
                 self.settle(math.inf)
                 # It has slept through a round, or was slow to judge the last one. The owner's weights are the run's.
-                if index > p.common.round and p.dht.own.grant.role != "owner":
-                    p.averaging.adopt(p.clock.seconds / 2)
+                if index > peer.common.round and peer.dht.own.grant.role != "owner":
+                    peer.averaging.adopt(peer.clock.seconds / 2)
             if ending := self.round(index):
                 break
         self.settle(math.inf)
@@ -181,63 +182,63 @@ class TimedLoop(_Loop):
 
     def round(self, index: int) -> Ending | None:
         """One round; why, if it is time to leave and the search for the others has not begun."""
-        p, pace, boundary = self.p, self.p.pace, self.p.clock.boundary(index)
-        search_at = boundary - p.team.judge.config.collaborative.matchmaking_seconds
+        peer, pace, boundary = self.peer, self.peer.pace, self.peer.clock.boundary(index)
+        search_at = boundary - peer.team.judge.config.collaborative.matchmaking_seconds
         began, samples, seconds, lr = time.time(), 0, 0.0, 0.0
         news_at = began
-        p.team.judge.model.train()
+        peer.team.judge.model.train()
         while True:
             now = time.time()
-            if not p.averaging.begun and (ending := self.ending()):
+            if not peer.averaging.begun and (ending := self.ending()):
                 return ending  # afterwards the others count on this peer; the rest of the round is short
             if now > news_at:
                 self.hear()
                 news_at = now + NEWS_SECONDS
             self.settle(0.0)
-            if not p.averaging.begun and now + pace.step_seconds >= search_at:
+            if not peer.averaging.begun and now + pace.step_seconds >= search_at:
                 self.settle(math.inf)
-                p.sentry.before_round(p.watch.peers, p.clock.seconds)
-                p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
+                peer.sentry.before_round(peer.watch.peers, peer.clock.seconds)
+                peer.averaging.begin(boundary, samples / seconds if seconds else 0.0)
             if now + pace.step_seconds >= boundary:
                 break
-            if not p.spec.trains:
+            if not peer.spec.trains:
                 time.sleep(min(NEWS_SECONDS, boundary - now) / 4)
                 continue
             lr, taken = self.step(now)
-            samples += p.team.judge.config.train.global_batch_size
+            samples += peer.team.judge.config.train.global_batch_size
             seconds += taken
         time.sleep(max(0.0, boundary - time.time()))
-        others = p.watch.others(time.time() - LOST_AFTER * p.clock.seconds)
-        metrics = p.team.read(self.update.meter)
-        p.averaging.exchange(
+        others = peer.watch.others(time.time() - LOST_AFTER * peer.clock.seconds)
+        metrics = peer.team.read(self.update.meter)
+        peer.averaging.exchange(
             samples=samples,
-            trained=min(1.0, (boundary - began) / p.clock.seconds),
+            trained=min(1.0, (boundary - began) / peer.clock.seconds),
             next_round=index + 1,
             alone=not others,
             loss=metrics["loss"] if samples else None,
         )
-        self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
-        worth_waiting = _WAITING_SHARE * p.clock.seconds
+        self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
+        worth_waiting = _WAITING_SHARE * peer.clock.seconds
         if pace.exchange_seconds <= worth_waiting:
             self.settle(worth_waiting)
         return None
 
     def step(self, now: float) -> tuple[float, float]:
         """One update; its learning rate, and how long it took."""
-        p, config, device = self.p, self.p.team.judge.config, self.p.team.judge.dist.device
-        step, per_epoch, total = p.clock.grid(now, config.train.epochs)
+        peer, config, device = self.peer, self.peer.team.judge.config, self.peer.team.judge.dist.device
+        step, per_epoch, total = peer.clock.grid(now, config.train.epochs)
         lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-        seed = derive_seed(p.data_seed, p.progress.position)
-        with together(p.team.size):
-            p.team.before_update(lr, seed)
+        seed = derive_seed(peer.data_seed, peer.progress.position)
+        with together(peer.team.size):
+            peer.team.before_update(lr, seed)
             made = self.update(self.batches, lr=lr, seed=seed)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
-        p.progress.position += 1
-        p.progress.step += made.stepped.skip is None
+        peer.progress.position += 1
+        peer.progress.step += made.stepped.skip is None
         taken = time.time() - now
         fix = "Use a faster machine, or a run with a smaller batch or longer rounds."
-        self.note_update(made, p.progress.step, taken, first=p.progress.step <= 1, what="update", fix=fix)
+        self.note_update(made, peer.progress.step, taken, first=peer.progress.step <= 1, what="update", fix=fix)
         return lr, taken
 
     def forget_or_end(self, error: DivergedError) -> None:
@@ -247,30 +248,32 @@ class TimedLoop(_Loop):
 
     def settle(self, seconds: float) -> None:
         """Wait so long for what came of the last round, if that is not known yet; then take note of it."""
-        p, done = self.p, self.done
+        peer, done = self.peer, self.done
         if done is None:
             return
-        result = p.averaging.settle(seconds, trained_on=p.progress.position > done.position, leads=p.may_be_alone)
+        result = peer.averaging.settle(
+            seconds, trained_on=peer.progress.position > done.position, leads=peer.may_be_alone
+        )
         if result is None:
             return
-        self.done, p.pace.exchange_seconds = None, result.seconds
-        p.sentry.after_round(done.index, p.watch.peers, result)
+        self.done, peer.pace.exchange_seconds = None, result.seconds
+        peer.sentry.after_round(done.index, peer.watch.peers, result)
         done = replace(done, result=result)
         self.publish(done)
-        p.after_round(done)
-        p.team.judge.model.train()
+        peer.after_round(done)
+        peer.team.judge.model.train()
         if result.drifted:
             self.catch_up()
-        p.pace.rounds_alone = p.pace.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
+        peer.pace.rounds_alone = peer.pace.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
 
     def catch_up(self) -> None:
         """Take over the right weights; if that fails, the next round says so again.
 
         Whoever gives them may not have made the step of this round yet: without it this peer would be behind once more.
         """
-        deadline = time.monotonic() + self.p.clock.seconds / 2
+        deadline = time.monotonic() + self.peer.clock.seconds / 2
         while (left := deadline - time.monotonic()) > 0.0:
-            if self.p.averaging.adopt(left, newer_than=self.p.common.round - 1):
+            if self.peer.averaging.adopt(left, newer_than=self.peer.common.round - 1):
                 return
             time.sleep(min(_ASK_AGAIN_SECONDS, left))
 
@@ -278,14 +281,14 @@ class TimedLoop(_Loop):
 class SampleLoop(_Loop):
     """Rounds that are over when the peers have gathered the samples of an update."""
 
-    def __init__(self, p: Session, batches: Iterator[Batch]) -> None:
-        super().__init__(p, batches, p.team.parts)
-        assert isinstance(p.common, GradientState)
-        self.common = p.common
-        self.last = PeerRound(self.common.round, position=p.progress.position)
-        self.target = p.team.judge.config.train.global_batch_size
-        self.matchmaking = p.team.judge.config.collaborative.matchmaking_seconds
-        self.volunteers = p.dht.own.grant.role == "volunteer"
+    def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
+        super().__init__(peer, batches, peer.team.parts)
+        assert isinstance(peer.common, GradientState)
+        self.common = peer.common
+        self.last = PeerRound(self.common.round, position=peer.progress.position)
+        self.target = peer.team.judge.config.train.global_batch_size
+        self.matchmaking = peer.team.judge.config.collaborative.matchmaking_seconds
+        self.volunteers = peer.dht.own.grant.role == "volunteer"
         self.rate = 0.0
         """Samples per second."""
         self.heard_at = time.time()
@@ -302,12 +305,12 @@ class SampleLoop(_Loop):
 
     def run(self) -> Ending:
         """Gather until all peers together have enough, agree, and update, again and again."""
-        p = self.p
-        p.team.judge.model.train()
+        peer = self.peer
+        peer.team.judge.model.train()
         try:
-            while self.common.round < p.clock.count:
+            while self.common.round < peer.clock.count:
                 self.news()
-                counted_on = p.averaging.found and self.others()
+                counted_on = peer.averaging.found and self.others()
                 if not counted_on and (ending := self.ending()):
                     return ending
                 if self.has_strayed():
@@ -317,18 +320,18 @@ class SampleLoop(_Loop):
                 else:
                     self.gather()
         finally:
-            p.averaging.withdraw()
+            peer.averaging.withdraw()
         self.news(at_once=True)
         self.see_off()
         return "finished"
 
     def see_off(self) -> None:
         """Stay for another round's time at most, while somebody is behind: the owner's side gives the last state."""
-        p, until = self.p, time.time() + self.p.clock.seconds
+        peer, until = self.peer, time.time() + self.peer.clock.seconds
         if self.volunteers:
             return
-        while any(told.round < p.clock.count for told in self.others().values()):
-            if time.time() > until or p.hooks.stop_requested():
+        while any(told.round < peer.clock.count for told in self.others().values()):
+            if time.time() > until or peer.hooks.stop_requested():
                 return
             self.news()
             time.sleep(_IDLE_SECONDS)
@@ -339,11 +342,11 @@ class SampleLoop(_Loop):
         if now < self.news_at and not at_once:
             return
         self.news_at = now + _NEWS_SECONDS
-        self.p.hooks.beat()
+        self.peer.hooks.beat()
         self.hear()
         if now > self.manifest_at:
             self.manifest_at = now + _MANIFEST_SECONDS
-            self.p.before_round()
+            self.peer.before_round()
         # Loss and link are the last round's.
         self.publish(replace(self.last, index=self.common.round, samples=self.common.samples, seconds=self.seconds))
 
@@ -352,23 +355,23 @@ class SampleLoop(_Loop):
         now = time.time()
         if self.others():
             self.heard_at = now
-        elif now - self.heard_at > LOST_AFTER * self.p.clock.seconds:
-            self.heard_at, self.p.pace.rounds_alone = now, LOST_AFTER
+        elif now - self.heard_at > LOST_AFTER * self.peer.clock.seconds:
+            self.heard_at, self.peer.pace.rounds_alone = now, LOST_AFTER
         return super().ending()
 
     def others(self) -> dict[str, PeerProgress]:
         """The peers that have been heard lately."""
-        return self.p.watch.others(time.time() - FRESH_SECONDS)
+        return self.peer.watch.others(time.time() - FRESH_SECONDS)
 
     def trusted(self, others: Mapping[str, PeerProgress]) -> set[str]:
         """Those of the owner's side; who is of it and calls out only is no help to anybody."""
-        member = self.p.dht.member
-        return {peer for peer, told in others.items() if not told.client and (one := member(peer)) and one.trusted}
+        member = self.peer.dht.member
+        return {key for key, told in others.items() if not told.client and (one := member(key)) and one.trusted}
 
     def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
         """What all peers together have gathered."""
         return tally(
-            Tally(self.common.samples, self.rate if self.p.spec.trains else 0.0),
+            Tally(self.common.samples, self.rate if self.peer.spec.trains else 0.0),
             others,
             round_index=self.common.round,
             trusted=self.trusted(others),
@@ -383,12 +386,12 @@ class SampleLoop(_Loop):
         trusted = self.trusted(others)
         if newest_round(others, trusted, now) > own:
             return True
-        late = {peer: told for peer, told in others.items() if told.time > self.began + _NEWS_DELAY}
+        late = {key: told for key, told in others.items() if told.time > self.began + _NEWS_DELAY}
         return self.volunteers and 0 <= newest_round(late, trusted, now) < own
 
     def come_back(self) -> None:
         """Take over the state of the owner's side; if nobody gives it, later and later again."""
-        self.p.averaging.withdraw()
+        self.peer.averaging.withdraw()
         if not self.adopt():
             time.sleep(self.pause)
             self.pause = min(2 * self.pause, _LONGEST_PAUSE)
@@ -396,9 +399,9 @@ class SampleLoop(_Loop):
     def adopt(self) -> bool:
         """Only a volunteer goes back to an earlier update: what the owner's side has made is not lost."""
         newer_than = -1 if self.volunteers else self.common.round - 1
-        if not self.p.averaging.adopt(_ADOPT_SECONDS, newer_than=newer_than):
+        if not self.peer.averaging.adopt(_ADOPT_SECONDS, newer_than=newer_than):
             return False
-        self.p.team.judge.model.train()
+        self.peer.team.judge.model.train()
         self.update.meter.read()
         self.begin_round()
         return True
@@ -406,69 +409,69 @@ class SampleLoop(_Loop):
     def is_over(self) -> bool:
         """Whether there is enough for the update, or the round has lasted too long; and somebody to make it with."""
         others = self.others()
-        if not (others or self.p.may_be_alone):
+        if not (others or self.peer.may_be_alone):
             return False
         gathered = self.tally(others).samples
-        return gathered >= self.target or (gathered > 0 and time.time() > self.began + self.p.clock.seconds)
+        return gathered >= self.target or (gathered > 0 and time.time() > self.began + self.peer.clock.seconds)
 
     def gather(self) -> None:
         """One micro batch, unless there is enough; and the search for a group, when it is time."""
-        p, others, now = self.p, self.others(), time.time()
+        peer, others, now = self.peer, self.others(), time.time()
         left = self.tally(others).seconds_left(self.target)
-        if others and not p.averaging.begun:
-            round_ends = self.began + p.clock.seconds
-            if p.dht.client_mode:
+        if others and not peer.averaging.begun:
+            round_ends = self.began + peer.clock.seconds
+            if peer.dht.client_mode:
                 self.search(max(now + 1.0, round_ends))
-            elif min(left, round_ends - now) <= self.matchmaking + p.pace.step_seconds:
-                self.search(now + min(left, p.clock.seconds))
-        if p.spec.trains and left > 0.0:
+            elif min(left, round_ends - now) <= self.matchmaking + peer.pace.step_seconds:
+                self.search(now + min(left, peer.clock.seconds))
+        if peer.spec.trains and left > 0.0:
             self.step()
         else:
             time.sleep(_IDLE_SECONDS)
 
     def search(self, boundary: float) -> None:
         """Look for a group until then."""
-        self.p.sentry.before_round(self.p.watch.peers, max(1.0, boundary - self.began))
-        self.p.averaging.begin(boundary, self.rate, grace=2 * self.matchmaking)
+        self.peer.sentry.before_round(self.peer.watch.peers, max(1.0, boundary - self.began))
+        self.peer.averaging.begin(boundary, self.rate, grace=2 * self.matchmaking)
 
     def step(self) -> None:
         """Gather the gradients of one micro batch."""
-        p, began = self.p, time.time()
-        made = self.update(self.batches, lr=0.0, seed=derive_seed(p.data_seed, p.progress.position))
+        peer, began = self.peer, time.time()
+        made = self.update(self.batches, lr=0.0, seed=derive_seed(peer.data_seed, peer.progress.position))
         taken = time.time() - began
-        p.progress.position += 1
+        peer.progress.position += 1
         self.seconds += taken
         fix = "Join with a smaller train.micro_batch_size, or use a faster machine."
-        first = p.progress.position <= 1
+        first = peer.progress.position <= 1
         self.note_update(made, self.common.round, taken, first=first, what="micro batch", fix=fix)
         if not first:
-            self.rate = p.team.parts.micro_batch_size / p.pace.step_seconds
+            self.rate = peer.team.parts.micro_batch_size / peer.pace.step_seconds
 
     def agree(self) -> None:
         """Average with the others, and make the update. Without an average everything stays for another try."""
-        p, common, others = self.p, self.common, self.others()
+        peer, common, others = self.peer, self.common, self.others()
         index, lr, samples, seconds = common.round, common.lr, common.samples, self.seconds
-        if others and not p.averaging.begun:
+        if others and not peer.averaging.begun:
             self.search(time.time() + self.matchmaking)
-        leads = p.may_be_alone and (not others or self.tries >= _TRIES)
-        p.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
-        while (result := p.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
+        leads = peer.may_be_alone and (not others or self.tries >= _TRIES)
+        peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
+        while (result := peer.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
             self.news()
-        p.pace.round_seconds = time.time() - self.began
-        p.sentry.after_round(index, p.watch.peers, result)
+        peer.pace.round_seconds = time.time() - self.began
+        peer.sentry.after_round(index, peer.watch.peers, result)
         if common.round == index:
             self.tries += 1
             why = result.why or "nothing has arrived"
-            p.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
+            peer.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
             if result.drifted:  # then this peer has sent nothing, nor would it the next time
                 self.adopt()
             return
-        metrics = p.team.read(self.update.meter)
-        self.last = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position, result)
+        metrics = peer.team.read(self.update.meter)
+        self.last = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position, result)
         self.begin_round()
-        p.progress.step = common.round
+        peer.progress.step = common.round
         if result.drifted:
             self.adopt()  # if it fails, the next round says so again
         self.news(at_once=bool(others))
-        p.after_round(self.last)
-        p.team.judge.model.train()
+        peer.after_round(self.last)
+        peer.team.judge.model.train()
