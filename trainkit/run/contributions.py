@@ -1,6 +1,6 @@
-"""``contributions.json``: who has contributed how much to a collaborative run.
+"""``contributions.json``: what was contributed to a collaborative run, by name.
 
-Whoever answers for the run counts what was really averaged, round by round; what peers say of themselves is not in it.
+The peer that answers for the run counts what was averaged, round by round; what peers say of themselves is not in it.
 It goes on over restarts.
 """
 
@@ -32,7 +32,7 @@ class Contribution:
     seconds: float = 0.0
     """Length of those rounds, for each of its peers."""
     bytes: int = 0
-    """What those who counted have received of it."""
+    """Bytes of it that the counting peer has received."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What every peer of a run must have alike, beyond the settings: without it their averages mean nothing.
 
-The creator publishes it with the run; whoever joins looks at what is here before it averages with anybody. Peers that
-differ do not even look for each other in the same place (see `meeting_place`).
+The creator publishes it with the run, and a peer that joins compares it with its own before it averages with anybody.
+Peers that differ do not even look for each other in the same place (see `meeting_place`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trainkit.errors import RefusedError
 from trainkit.plugins import find_module
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# So many samples, evenly spaced, tell one data set from another.
+# Samples, evenly spaced, that tell one data set from another.
 _SAMPLES = 16
-# Of these a third digit is a mended error, which does not change what is computed.
+# The third digit of their versions mends errors, and does not change what is computed.
 _LIBRARIES = ("torch", "hivemind")
 _MODEL_LIBRARIES = ("timm", "torchvision")
 _DATA = "data"
 _CODE = "code of "
-# What decides about an update, and about what becomes of it at the end of a round.
+# The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
 _ROUNDS = ("exchange", "link", "messages", "sync_diloco", "sync_gradients")
 # Of a module's syntax tree.
@@ -137,7 +137,7 @@ def _some(samples: Samples) -> Iterable[bytes]:
 
 
 def code_facts(package: Path, plugins: Iterable[str]) -> dict[str, str]:
-    """Of the code that decides what is computed: in the kit, and in modules of the user's own that the run names.
+    """Hashes of the code that decides what is computed: in the kit, and in a user's modules that the run names.
 
     The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
     """

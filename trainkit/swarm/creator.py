@@ -33,7 +33,7 @@ _DIAL_SECONDS = 30.0
 
 
 def elsewhere(addresses: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Those at which this peer would be another process: its own id, and not its own place."""
+    """The addresses with this peer's own id that are not its own: another process would answer there."""
     here = {item.rpartition("/p2p/")[0] for item in own}
     me = address.peer_of(own[0]) if own else ""
     return [item for item in addresses if address.peer_of(item) == me and item.rpartition("/p2p/")[0] not in here]
@@ -60,7 +60,7 @@ def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
         )
 
 
-# A creator that comes back asks for at most so many seconds for what the others have reached without it.
+# Seconds for which a creator that comes back asks what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
 
 
@@ -209,7 +209,7 @@ class Creator(Session):
             rounds.finish("finished")
             writer.attempt.ended("COMPLETED", step=self.progress.step)
         elif not self.spec.goes_on_later:
-            rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
+            rounds.finish("stopped", test=False)  # a user who presses Ctrl-C does not want to wait
         return ending
 
     def leave(self, ending: Ending) -> None:

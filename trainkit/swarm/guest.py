@@ -26,7 +26,7 @@ from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec, check_peer
 _SAY_EVERY = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
 _LOOK_SECONDS = 0.5
-# A newcomer asks for the state of the run for so many seconds, less and less often.
+# Seconds for which a newcomer asks for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
 
 
@@ -42,10 +42,10 @@ def wait_until_back(
 
     Args:
         look: looks for peers; how many answer.
-        goes_on: whether they go on with this peer; who has just come back may not be ready for that.
+        goes_on: whether they go on with this peer; a creator that has just come back may not be ready yet.
         patience: seconds.
 
-    Raises RunFailedError when nobody has answered for so long that nobody will.
+    Raises RunFailedError when nobody has answered for ``patience`` seconds.
     """
     began, said, pause, there = now(), now(), _FIRST_PAUSE, False
     hooks.say(f"Nobody of the swarm answers. Waiting for it for up to {_in_words(patience)}; Ctrl-C leaves for good.")
@@ -174,7 +174,7 @@ class Guest(Session):
         return ending
 
     def take_part(self) -> Ending:
-        """Train until the run is over, by the clock of whoever answers for it; wait for a swarm that is lost."""
+        """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
         say, name, rounds = self.hooks.say, self.manifest.name, self.rounds
         # Last of all: the state of a round is of use until that round ends.
         self._adopt(self.clock)
@@ -194,7 +194,7 @@ class Guest(Session):
         return f"round {self.clock.index(time.time()) + 1}/{self.clock.count}"
 
     def _comes_back(self, *, must_wait: bool) -> bool:
-        """Go on by the clock of those who answer; False when it is time to leave."""
+        """Go on by the clock of the peers that answer; False when it is time to leave."""
 
         def goes_on() -> bool:
             return self.finds_run() or self.watch.stopped
@@ -206,13 +206,13 @@ class Guest(Session):
         return (there or wait_until_back(look, goes_on, self.hooks, self.spec.patience)) and not self.watch.stopped
 
     def finds_run(self) -> bool:
-        """Take over the clock and the state of those who answer; False if they have none to give, yet.
+        """Take over the clock and the state of the peers that answer; False if they have none to give, yet.
 
         Raises UserError when another run answers, and RefusedError when this peer is out of it, or the run is not what
         it was when this peer has joined it.
         """
         self.dht.require_welcome()
-        # Meanwhile it has said nothing of itself, and whoever has come back gives nothing to strangers.
+        # It has been silent meanwhile, and a creator that has come back gives nothing to strangers.
         self.dht.introduce_myself(INTRODUCED_SECONDS, wait=True)
         self.watch.poll()
         manifest = self._present_manifest()
@@ -231,7 +231,7 @@ class Guest(Session):
         return True
 
     def _present_manifest(self) -> Manifest | None:
-        """The run's; None if whoever answers does not know it yet.
+        """The manifest of the run; None if the peers that answer do not know it yet.
 
         Raises UserError when it is another run's by now.
         """

@@ -310,7 +310,7 @@ def run_swarm_rank(
         follow_rank_0(rank_env, secret, use_gpu=config.launch.gpus_per_node != 0 and gpu_is_here(), beat=beat)
         ending = "stopped" if stop.requested else "finished"
     else:
-        # Back from the queue it is who it was before.
+        # Back from the queue it has the name and the key that it had before.
         name = f"{socket.gethostname()}/{writer.run.name}"[-terminal.LONGEST_NAME :]
         entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=name)
         spec = replace(spec, name=name, identity=writer.run.path / "identity", team=True)
@@ -332,7 +332,7 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
         spec,
         host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
         port=config.collaborative.port if env.is_main else 0,
-        # Without rank 0 there is nothing to wait for: whoever looks after the ranks starts them all again.
+        # Without rank 0 there is nothing to wait for: the launcher starts all ranks again.
         patience=0.0,
         secret=NO_SECRET,  # of the ranks of one peer; here each is one
     )

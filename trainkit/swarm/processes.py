@@ -25,8 +25,8 @@ from trainkit.process import end_with_parent, set_variables, sleep_while_waiting
 def private_sockets() -> Iterator[None]:
     """libp2p's daemon started in the block, and its clients, are controlled by this user alone.
 
-    hivemind puts their sockets into /tmp, and takes no other place: who may write to one may use it. Processes that are
-    forked in the block keep to this for all their life.
+    hivemind puts their sockets into /tmp, and takes no other place: any user who may write to one may use it. Processes
+    that are forked in the block keep to this for all their life.
     """
     before = os.umask(0o077)
     try:

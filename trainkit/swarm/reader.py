@@ -49,7 +49,7 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
     """Reach the swarm that ``entry`` leads to with a node that only asks, and leave nothing behind.
 
     Each call of what is yielded asks for everything at once. It raises UserError when nobody answers, or there is no
-    run; RefusedError for who is out by now.
+    run; RefusedError when this peer is out by now.
 
     Raises UserError when nobody answers there.
     """

@@ -58,7 +58,7 @@ class PeerRound:
 
     @property
     def outcome(self) -> str:
-        """With whom this peer has averaged, or why with nobody."""
+        """The peers of the average, or why there was none."""
         result = self.result
         if result.used == "average":
             return f"{result.group} peers averaged, {result.parts} of {result.expected} parts"
@@ -92,7 +92,7 @@ class PatientRecord:
         self._add(partial(self._attempt.remark, kind, time=round(time.time(), 3), **facts))
 
     def close(self) -> None:
-        """Whoever opened the metrics closes them."""
+        """The opener of the metrics closes them."""
 
     def attempt(self, action: Callable[[], None], *, proves: bool = False) -> bool:
         """Do something that writes; False if the disk is full. What else waits for room comes first.
@@ -323,7 +323,7 @@ def take_over(restored: Restored, common: CommonState) -> None:
 
 
 class Credits:
-    """Who has contributed how much, in the run's folder; counted by whoever answers for the run.
+    """Contributions by name, in the run's folder, as the peer that answers for the run counts them.
 
     It goes on over restarts, and counts what the averager of this peer has averaged.
 

@@ -78,7 +78,7 @@ class _Loop:
         self.nonfinite = NonFinite(parts, peer.remark, seed=peer.data_seed)
 
     def hear(self) -> None:
-        """News of the others, and of who is out. Raises RefusedError if it is this peer."""
+        """Take in news and bans. Raises RefusedError if this peer is banned."""
         self.peer.watch.poll()
         self.peer.sentry.look()
         self.peer.dht.excluded.require_welcome()
@@ -93,7 +93,7 @@ class _Loop:
         if peer.watch.first_round > peer.clock.first:  # clocks move on only, so that an old manifest moves nobody back
             return "moved"
         if peer.pace.rounds_alone >= LOST_AFTER:
-            peer.pace.rounds_alone = 0  # also for whoever comes back
+            peer.pace.rounds_alone = 0  # counted anew after the swarm has come back
             if not peer.may_be_alone:
                 return "lost"
             peer.dht.look_for(peer.memory.others)  # this does not wait
@@ -164,7 +164,7 @@ class TimedLoop(_Loop):
         """Round after round."""
         peer, ending = self.peer, None
         self.publish(PeerRound(peer.common.round))
-        # Who goes on with a run trains in its next round for a little longer, until the clock is there.
+        # After a resume the first round lasts a little longer, until the clock has reached it.
         while (index := max(peer.clock.index(time.time()), peer.common.round)) < peer.clock.count:
             self.hear()
             peer.before_round()
@@ -247,7 +247,7 @@ class TimedLoop(_Loop):
         super().forget_or_end(error)
 
     def settle(self, seconds: float) -> None:
-        """Wait so long for what came of the last round, if that is not known yet; then take note of it."""
+        """Wait for the result of the last round, if it is not known yet, and take note of it."""
         peer, done = self.peer, self.done
         if done is None:
             return
@@ -269,7 +269,7 @@ class TimedLoop(_Loop):
     def catch_up(self) -> None:
         """Take over the right weights; if that fails, the next round says so again.
 
-        Whoever gives them may not have made the step of this round yet: without it this peer would be behind once more.
+        The giver may not have made the step of this round yet: without it this peer would be behind once more.
         """
         deadline = time.monotonic() + self.peer.clock.seconds / 2
         while (left := deadline - time.monotonic()) > 0.0:
@@ -364,7 +364,7 @@ class SampleLoop(_Loop):
         return self.peer.watch.others(time.time() - FRESH_SECONDS)
 
     def trusted(self, others: Mapping[str, PeerProgress]) -> set[str]:
-        """Those of the owner's side; who is of it and calls out only is no help to anybody."""
+        """The peers of the owner's side, without those that only call out: they give no state to anybody."""
         member = self.peer.dht.member
         return {key for key, told in others.items() if not told.client and (one := member(key)) and one.trusted}
 

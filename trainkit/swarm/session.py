@@ -37,7 +37,7 @@ from trainkit.swarm.team import PATIENCE, Team, data_seed, spread
 from trainkit.training.build import wants_gpu
 from trainkit.training.recorder import Progress, Recorder
 
-# The swarm is lost after so many rounds without an average and without news of anybody.
+# Rounds without an average and without news of anybody after which the swarm is lost.
 LOST_AFTER = 3
 
 
@@ -202,7 +202,7 @@ class Session:
             self.rounds.remark(kind, **facts)
 
     def before_round(self) -> None:
-        """Remember who can be reached."""
+        """Remember the peers that can be reached."""
         self.memory.note(self.watch.reachable())
 
     def after_round(self, done: PeerRound) -> None:

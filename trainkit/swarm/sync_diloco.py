@@ -114,8 +114,8 @@ class CommonState(ABC):
         return Given(vector, weights, torch.zeros(self.num_parameters), False, collapsed)
 
     def probe(self) -> Tensor:
-        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that who gives
-        somebody other weights cannot know for long which differences stay unseen."""
+        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
+        peer that gives away other weights cannot know for long which differences stay unseen."""
         rows, generator = self.theta.numel() // PROBE_SIZE, torch.Generator().manual_seed(self.round)
         signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
         sums = self.theta[: rows * PROBE_SIZE].view(PROBE_SIZE, rows) @ signs
@@ -181,7 +181,7 @@ def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor
     return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))
 
 
-# A contribution weighs as much as so many rounds at most: reducers do not believe everything.
+# Rounds that a contribution weighs at most: reducers do not believe everything.
 _MOST_ROUNDS = 4
 
 

@@ -97,7 +97,7 @@ class Team:
 
     def dismiss(self) -> None:
         """Let the others go."""
-        with suppress(RuntimeError):  # whoever has died does not hear it
+        with suppress(RuntimeError):  # a rank that has died does not hear it
             self._order(_Do.LEAVE)
 
 

@@ -1,4 +1,4 @@
-"""A swarm seen from outside: its run, its peers, what they have reached, and who has contributed how much."""
+"""A swarm seen from outside: its run, its peers, their progress and their contributions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PeerRow:
     round: int
     group: int
     parts: int
-    """Parts of the average that reached it, of so many ``expected``; 0 of 0: not said."""
+    """Parts of the average that reached it, of those ``expected``; 0 of 0: not said."""
     expected: int
     samples: int
     samples_per_sec: float
@@ -114,7 +114,7 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
                 fix="`python -m jobs.status` shows it.",
             )
         entry = by_address(addresses_of(run_dir), name="status")
-        if (run_dir.path / KEY_FILE).exists():  # whoever has the run's key needs no token
+        if (run_dir.path / KEY_FILE).exists():  # its owner needs no token
             entry = replace(entry, own=own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
         try:
             read = held.enter_context(reader.open_reader(entry))
@@ -226,7 +226,7 @@ _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", 
 LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
 _DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
 _MOST_SHOWN = 100
-# Of a name, on a terminal: whoever calls itself something long would leave no room for what the others do.
+# Characters of a name on a terminal: a long one would leave no room for the other columns.
 _LONGEST_NAME = 24
 
 
@@ -257,7 +257,7 @@ def status_lines(view: View) -> list[str]:
 
 
 def leaderboard_lines(view: View) -> list[str]:
-    """The text of ``status --leaderboard``: who has contributed how much."""
+    """The text of ``status --leaderboard``: contributions by name."""
     if not view.contributions:
         return [f"{view.name}: no contributions yet, or its creator has not said."]
     whole = sum(item.samples for item in view.contributions)
