@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
-from jobs import cli
 from jobs.__main__ import verbs
 from tests import readme
 from trainkit.config.loading import load, presets_named
@@ -18,13 +17,6 @@ from trainkit.config.loading import load, presets_named
 PROJECT = readme.README.parent
 OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo", "[", "ruff", "mypy", "pytest"}
 """Programs whose flags are not ours to know."""
-
-
-class Parsed(Exception):
-    """Carries what a command has understood out of it, before it does anything."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
 
 
 def inline(page: Path) -> Iterator[str]:
@@ -51,8 +43,6 @@ def understood(line: str) -> argparse.Namespace | None:
     if words[0] == "slurm/devcluster":
         assert re.search(rf"^ +{words[1]}\b", (PROJECT / words[0]).read_text("utf-8"), re.MULTILINE), line
         return None
-    if words[0] == "trainkit":
-        words = ["python", "-m", f"jobs.{words[1]}", *words[2:]]
     if words[0] in OTHERS:
         return None
     assert words[0] == "python", line
@@ -67,26 +57,11 @@ def understood(line: str) -> argparse.Namespace | None:
 
 
 def _parse(verb: str, words: list[str]) -> argparse.Namespace:
-    def stopping(name: str) -> object:
-        method = getattr(argparse.ArgumentParser, name)
-
-        def parsed(self: cli.Parser, *args: object, **more: object) -> argparse.Namespace:
-            found: argparse.Namespace = method(self, *args, **more)
-            if hasattr(found, "rest"):  # the verb of a verb has a parser of its own
-                return found
-            raise Parsed(found)
-
-        return parsed
-
-    with (
-        mock.patch.object(cli.Parser, "parse_args", stopping("parse_args")),
-        mock.patch.object(cli.Parser, "parse_intermixed_args", stopping("parse_intermixed_args")),
-    ):
-        try:
-            importlib.import_module(f"jobs.{verb}").main(words, {})
-        except Parsed as found:
-            return found.arguments
-    raise AssertionError(f"jobs.{verb} {words} did not parse")
+    module = importlib.import_module(f"jobs.{verb}")
+    of_a_word = {name: found.parser for name, found in getattr(module, "VERBS", {}).items()}
+    parser = of_a_word[words.pop(0)]() if words and words[0] in of_a_word else module.parser()
+    found: argparse.Namespace = parser.parse_intermixed_args(words)
+    return found
 
 
 def load_settings(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests import readme
 from tests.docs import commands
 from tests.docs.reference import GENERATED
+from tests.rank_functions import run_command
 from tests.runs import last_event
 from trainkit.ranks.env import free_port
 from trainkit.run.folder import RunDir
@@ -137,15 +138,9 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
         (home / "run.secret").chmod(0o600)
         # Both machines are this one, so the name stands for it and the default port may be taken.
         here = f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1")
+        words, own = shlex.split(here), {**env, "TRAINKIT_RUNS": str(home / "runs")}
         nodes.append(
-            subprocess.Popen(
-                shlex.split(here),
-                cwd=home,
-                env={**env, "TRAINKIT_RUNS": str(home / "runs")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            subprocess.Popen(words, cwd=home, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     said = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
@@ -156,10 +151,13 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
 
 
 def test_the_code_of_a_page_trains(tmp_path: Path) -> None:
+    """By the command that names it, in one process."""
     text = page("own").read_text("utf-8")
-    blocks = re.findall(r"```python\n(# (\w+\.py), used by: ([^\n]*)\n.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```python\n(# (\w+\.py), used by: trainkit submit ([^\n]*)\n.*?)```", text, re.DOTALL)
     assert [file for _, file, _ in blocks] == ["my_data.py", "my_models.py", "my_task.py", "my_optim.py"]
-    for code, file, command in blocks:
+    for code, file, words in blocks:
         (tmp_path / file).write_text(code)
-        done = type_in(f"{command} monitor.loggers=[jsonl]", tmp_path)
+        quick = ("monitor.loggers=[jsonl]", "launch.gpus_per_node=0", "--executor", "debug")
+        done = run_command("submit", *shlex.split(words), *quick, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        assert "val " in done.stdout
