@@ -4,8 +4,8 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-# Who has forgotten to activate the environment runs the system's Python, which may be any Python 3: no word of ours
-# that is newer may come before this.
+# Without the environment activated, this is the system's Python, which may be any Python 3. Keep this part readable to
+# an old one.
 _home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _found = PathFinder.find_spec("trainkit")
 # A folder without an __init__.py has no origin.
@@ -20,8 +20,8 @@ if _place and os.path.realpath(_place).replace("__init__.py", "").rstrip(os.sep)
     )
     raise SystemExit(2)
 
-if sys.version_info >= (3, 10):  # noqa: UP036  an older one is told so below
-    import trainkit  # noqa: F401  from here on libraries come before what lies in the current folder
+if sys.version_info >= (3, 10):  # noqa: UP036  an older one gets the message below
+    import trainkit  # noqa: F401  puts libraries before files of the current folder
 
 import importlib.util  # noqa: E402
 import shlex  # noqa: E402

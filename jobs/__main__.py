@@ -1,4 +1,4 @@
-"""``trainkit``, or ``python -m jobs``: the verbs, one line each, and where presets, schema and templates lie."""
+"""``trainkit``, or ``python -m jobs``: list the verbs, presets, schema and templates, or run a verb."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def verbs(folder: Path) -> dict[str, str]:
-    """What every verb says of itself in its file's first line, without the command that it begins with.
+    """Verb -> the first line of its file's docstring, without the command. Nothing is imported.
 
-    Read without importing. A verb is a file with a function ``main``.
+    A verb is a file with a function ``main``.
     """
     found = {}
     for file in sorted(folder.glob("[a-z]*.py")):

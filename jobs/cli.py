@@ -1,4 +1,4 @@
-"""What the commands share: resource flags in sbatch's spelling, and errors as three lines with the right exit code."""
+"""What the verbs share: flags in sbatch's spelling, and errors as three lines with the right exit code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from trainkit.config.schema import Config
     from trainkit.run.folder import RunDir
 
-# sbatch's flag -> its short form, what it takes, what it stands for. Their configuration keys are
-# launch.<flag with underscores>.
+# sbatch's flag -> short form, metavar, help. It sets the configuration key launch.<flag with underscores>.
 RESOURCES: dict[str, tuple[str | None, str, str]] = {
     "nodes": ("N", "N", "number of nodes"),
     "gpus-per-node": (None, "N", "GPUs on each node; 0 trains on CPU"),
@@ -48,17 +47,17 @@ RESOURCES: dict[str, tuple[str | None, str, str]] = {
 
 
 def new_folder(text: str) -> Path:
-    """The type of a flag that names a folder to make."""
-    from trainkit import start  # by no `--help`
+    """The argparse type of a flag that names a new folder."""
+    from trainkit import start  # too slow for `--help`
 
     return start.new_folder(text)
 
 
 @contextmanager
 def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
-    """The run of a folder or name; of a URL, a copy without the optimizer's state, for as long as it takes.
+    """The run of a folder or name; for a URL, a temporary copy without the optimizer's state.
 
-    Raises UserError too where the block meets a part of somebody else's run that this user may not read.
+    Raises UserError also if the block meets a part of another user's run that is closed to this user.
     """
     from trainkit.run.folder import closed, find_run, is_url
 
@@ -77,9 +76,9 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
 
 
 def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:
-    """The settings of such a run with ``args.overrides``; from now on its own code is found, from any folder.
+    """The settings of such a run with ``args.overrides``. Makes the run's own code importable from any folder.
 
-    Raises RefusedError where that is somebody else's, unless ``args.allow_code``.
+    Raises RefusedError if another user could have written that code, unless ``args.allow_code``.
     """
     from trainkit import plugins
     from trainkit.config.loading import load
@@ -87,7 +86,7 @@ def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:
 
     loaded = load(str(run.config), args.overrides)
     found = require_own_code(run.path, loaded, allow_code=args.allow_code, only_loads=True)
-    plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained
+    plugins.search_snapshot(found.code, own=found.own)  # the code as it was in training
     return loaded.config
 
 
@@ -117,7 +116,7 @@ class Parser(argparse.ArgumentParser):
             meant = _meant(flag, value or " ".join(more[:1]), known, settings=takes_settings)
             fix = meant or did_you_mean(flag, known, otherwise=fix)
         elif kind == "the following arguments are required":
-            # argparse names the overrides as well, which nobody must give.
+            # argparse also names the overrides, which are optional.
             names = [item for item in rest.split(", ") if item not in ("section.key=value", "...")]
             what, why = f"{', '.join(names)} missing", f"`{self.prog}` needs it."
             if "|" in names[0] and names[0].islower():
@@ -138,13 +137,13 @@ class Parser(argparse.ArgumentParser):
 
 
 _MARGIN = 79
-"""Columns of a page of help, as argparse has them on a terminal of 80."""
+"""Columns of a help page, as argparse has them on a terminal of 80."""
 _ROW = re.compile(r" *\S.*?  +(?=\S)")
 """The first column of a line in a list."""
 
 
 def _wrapped(text: str) -> str:
-    """A description as a page: prose is joined and broken anew; lines set in, and rows of lists, stay on their own."""
+    """Rewrap a description: join and break prose; keep indented lines and rows of lists apart."""
     lines: list[str] = []
     for line in text.strip().split("\n"):
         if lines and all(part[:1].strip() and not _ROW.match(part) for part in (line, lines[-1])):
@@ -160,14 +159,14 @@ def _wrapped(text: str) -> str:
 
 
 class Verb(NamedTuple):
-    """A word after a command, as in `swarm create`: its flags, and what it does."""
+    """A word after a command, as in `swarm create`: its parser and its function."""
 
     parser: Callable[[], Parser]
     run: Callable[[argparse.Namespace, Mapping[str, str]], int]
 
 
 def verb_parser(command: str, description: str, verbs: Mapping[str, Verb]) -> Parser:
-    """The parser of a command that is followed by a verb."""
+    """The parser of a command that takes a verb."""
     parser = Parser(command, description)
     parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
     parser.add_argument(
@@ -177,13 +176,13 @@ def verb_parser(command: str, description: str, verbs: Mapping[str, Verb]) -> Pa
 
 
 def run_verb(parser: Parser, verbs: Mapping[str, Verb], argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse the flags of the verb that was named, and call it."""
+    """Parse the flags of the given verb and call it."""
     words = parser.parse_args(argv)
     verb = verbs[words.verb]
     return verb.run(verb.parser().parse_intermixed_args(words.rest), env)
 
 
-# Flags of other programs, and what to write instead where a command has the flags that this names, or else --executor.
+# Flags of other programs -> our answer. It is given where the command has the flags that it names, or --executor.
 _INSTEAD = {
     "name run-name experiment exp-name": ("--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
     "output output-dir out out-dir log-dir logdir save-dir chdir": (
@@ -202,7 +201,7 @@ _INSTEAD = {
 
 
 def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
-    """What to write for a flag that there is not: one of other programs, or a setting as if it were a flag."""
+    """Suggest a replacement for an unknown flag: one of other programs, or a setting written as a flag."""
     from trainkit.config.refusals import meant_by, setting_named  # needed for this mistake alone
     from trainkit.config.schema import SECTIONS
 
@@ -219,7 +218,7 @@ def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> st
 
 
 def add_run_to_read(parser: argparse.ArgumentParser) -> None:
-    """``RUN`` and ``--checkpoint``, of the verbs that read weights of a run (`run_to_read`)."""
+    """``RUN`` and ``--checkpoint``, for verbs that read the weights of a run (`run_to_read`)."""
     parser.add_argument(
         "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
     )
@@ -229,7 +228,7 @@ def add_run_to_read(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
-    """``--weights``, of those that take one kind of them."""
+    """``--weights``, for verbs that take one kind of weights."""
     parser.add_argument(
         "--weights",
         choices=("raw", "ema"),
@@ -238,14 +237,14 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
-    """``--allow-code``, of every verb that goes from a run to a process (`trainkit.run.ownership`)."""
+    """``--allow-code``, for verbs that start code of a run (`trainkit.run.ownership`)."""
     parser.add_argument(
         "--allow-code", action="store_true", help="run, and send to, what somebody else's run or settings name"
     )
 
 
 def add_force_flag(parser: argparse.ArgumentParser) -> None:
-    """``--force``, of the commands that start a job on a run that may have one."""
+    """``--force``, for commands that start a job on a run that may have one."""
     parser.add_argument("--force", action="store_true", help="also if nobody can tell whether its job has ended")
 
 
@@ -277,14 +276,14 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """Configuration key -> (value, flag) of the flags of a launch that were given."""
+    """Configuration key -> (value, flag) of the given launch flags."""
     from trainkit.start import launch_settings
 
     return launch_settings(vars(args))
 
 
 def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> int:
-    """Follow runs that were started, if asked; local ones unless asked not to. The exit code."""
+    """Follow started runs if asked to; local runs unless asked not to. Returns the exit code."""
     from trainkit.finish import end_of, follow_to_end, wait_for
     from trainkit.schedulers.base import named
     from trainkit.schedulers.states import job_state
@@ -309,14 +308,14 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
 
 
 def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
-    """Run a command as this process's whole work, and exit with its code."""
+    """Run a command and exit with its code."""
     leave(call(main))
 
 
 def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
-    """Run a command on this process's arguments and environment; its exit code. What went wrong has been said.
+    """Run a command on this process's arguments and environment. Prints errors for users; returns the exit code.
 
-    The environment is read here, once, and handed down.
+    This is the only place that reads the environment; it is handed down.
     """
     try:
         code = main(sys.argv[1:], dict(os.environ))
@@ -340,7 +339,7 @@ _PLAIN = str.maketrans(_DASHES, "-" * len(_DASHES), _QUOTES)
 
 
 def _as_typed_in(arguments: Sequence[str], complaint: str) -> str:
-    """What to write for a word of the complaint whose dash, quotes or spaces a text processor has made pretty."""
+    """Suggest the plain form of a mistyped word whose dashes, quotes or spaces a text processor has replaced."""
     for word in arguments:
         plain = unicodedata.normalize("NFKC", word.translate(_PLAIN)).strip()
         if word and word[0] in _DASHES and word[1:2].isalpha():

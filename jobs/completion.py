@@ -44,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """The parser of ``trainkit`` with all of its verbs, each argument with what completes it."""
+    """The parser of ``trainkit`` with all its verbs; each argument knows what completes it."""
     from jobs.__main__ import verbs
 
     parsers, said = {}, verbs(Path(__file__).parent)
@@ -59,7 +59,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def _with_verbs(prog: str, parsers: Mapping[str, argparse.ArgumentParser]) -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog=prog)
-    # argparse makes the parser of a verb by calling this; ours are there already.
+    # argparse calls this to make the parser of a verb; ours exist already.
     verbs = whole.add_subparsers(parser_class=lambda prog, **_: parsers[prog.rpartition(" ")[2]])  # type: ignore[call-overload]
     by_metavar = _completions()
     for verb, each in parsers.items():
@@ -71,7 +71,7 @@ def _with_verbs(prog: str, parsers: Mapping[str, argparse.ArgumentParser]) -> ar
 
 
 def _completions() -> dict[str, Any]:
-    """What completes the arguments that are called so in the help."""
+    """Metavar -> what completes such an argument."""
     import shtab
 
     from trainkit.config.json_schema import settings

@@ -74,13 +74,13 @@ def _record(run: RunDir, of: dict[str, Any], done: Evaluation) -> None:
     record = {"time": round(time.time(), 3), **of, "step": done.step, **done.found.metrics}
     try:
         append_jsonl(run.evaluations, record)
-    except (OSError, UserError) as error:  # a stranger's run, or an archive: the result is what was asked for
+    except (OSError, UserError) as error:  # another user's run, or an archive: the result is still printed
         why = error.what if isinstance(error, UserError) else f"{error.strerror}."
         print(terminal.one_line(f"Not recorded in {run.evaluations}: {why}", 5000), file=sys.stderr)
 
 
 def _worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], whose: str) -> list[str]:
-    """A table of the classes that were told right least often, the worst first, and what they were taken for."""
+    """Table of the classes with the lowest accuracy, worst first, and what they were most often taken for."""
     told: dict[int, Counter[int]] = defaultdict(Counter)
     for (label, other), count in pairs.items():
         told[label][other] = count

@@ -61,7 +61,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _show_failure(run, attempt, state)
     missing = [str(rank) for rank in asked or () if rank not in ranks]
     if missing or not logs:
-        # The folder is there just before the ranks start.
+        # The folder exists a moment before the ranks start.
         if ranks and not (asked in (None, (0,)) and state.alive != "no"):
             raise UserError(
                 f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}.",
@@ -78,7 +78,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _ranks(text: str | None) -> tuple[int, ...] | None:
-    """Of ``0,4-7``; None for all."""
+    """Parse ``0,4-7``; None means all."""
     if text == "all":
         return None
     found: list[int] = []
@@ -134,13 +134,13 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
 
 
 def _follow(run: RunDir, wanted: Callable[[int], list[RankLog]], attempt: int | None, first: str) -> None:
-    """Print what is written until the job ends; a new attempt's log follows that of the one before."""
+    """Print new lines until the job ends, attempt after attempt."""
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
     shown: dict[Path, RankLog] = {}
     waiting = ""
     with watch(run) as watched:
         while True:
-            alive = watched.is_alive()  # before the look at the logs: what was written before the end is still shown
+            alive = watched.is_alive()  # asked before reading, so that the last lines are shown too
             state = watched.poller.state()
             if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
                 waiting = words
@@ -170,7 +170,7 @@ def _print(log: RankLog, *, to_the_end: bool) -> None:
             sys.stdout.write(terminal.log_text(text))
         sys.stdout.flush()
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # which is no fault of the file
+        if isinstance(error, BrokenPipeError):  # the reader's doing, not the file's
             raise
         if to_the_end:
             raise fileio.unreadable(log.path, error) from None

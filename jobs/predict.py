@@ -88,7 +88,7 @@ def _predict(args: argparse.Namespace, run: RunDir, sizes: Sequence[int]) -> int
 
 @contextmanager
 def _opened(file: str | None) -> Iterator[TextIO]:
-    """A file that is complete or absent; None: standard output."""
+    """A file that appears only when it is complete; None: standard output."""
     if file is None:
         yield sys.stdout
         return
@@ -104,9 +104,9 @@ def _opened(file: str | None) -> Iterator[TextIO]:
 def _write(
     out: TextIO, predictor: Predictor, images: Sequence[Path], folder: Path, args: argparse.Namespace
 ) -> dict[Path, str]:
-    """Write a row for each image: its most probable classes, or the outputs of a model that tells none.
+    """Write a row for each image: its most probable classes, or the raw outputs of a model without classes.
 
-    Returns the images without, and why.
+    Returns the images without a prediction, with the reason.
     """
     names, broken = [cell(name) for name in predictor.class_names], {}
     top = min(args.top, len(names))

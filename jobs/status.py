@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
 DISPENSABLE = ("epoch", "age", "attempts", "job", "val", "ends in")
-"""What a narrow terminal does without, in this order."""
+"""Columns that a narrow terminal drops, in this order."""
 LISTED = 20
 ASK_SECONDS = 20.0
-"""While watching, how often the scheduler is asked: at most twice with each, that is six commands a minute."""
+"""Seconds between questions to the scheduler while watching: two commands each, six a minute."""
 LOOK_SECONDS = 2.0
-"""While watching, how often the runs' own records are read."""
+"""Seconds between looks at the runs' own records while watching."""
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 MOST_BARS = 6
 _TAIL_BYTES = 16384
@@ -60,7 +60,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Shown:
-    """All that is to be said of one run."""
+    """Everything to show of one run."""
 
     run: RunDir
     name: str
@@ -69,20 +69,20 @@ class Shown:
     standing: RunProgress = RunProgress()  # noqa: RUF009
     problems: tuple[str, ...] = ()
     forecast: Forecast | None = None
-    """Until the training's end, further attempts included; None where that is not known."""
+    """Time to the end of training, further attempts included; None if unknown."""
     diverged: str = ""
-    """How it has, if it has."""
+    """How the loss diverged; empty if it did not."""
 
     @property
     def cause(self) -> Cause | None:
         try:
             return cause_of(self.run, self.state)
-        except TrainkitError:  # which its row says
+        except TrainkitError:  # shown in its row
             return None
 
     @property
     def notes(self) -> list[str]:
-        """Whatever a person should know besides."""
+        """Remarks for the last column."""
         notes = [self.state.reason, *self.problems]
         notes += [f"to start about {self.state.start.replace('T', ' ')[:16]}"] if self.state.start else []
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in self.state.also]
@@ -93,7 +93,7 @@ class Shown:
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             last = max((item.attempt or 0 for item in self.life.failures), default=0)
             errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
-            if not errors and (cause := self.cause):  # who is refused before the ranks have met writes no event
+            if not errors and (cause := self.cause):  # ranks that fail before they meet write no event
                 errors = [cause.what]
             notes += [*errors[:1], fileio.full(self.run.path)]
         return list(dict.fromkeys(note for note in notes if note))
@@ -122,7 +122,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return 0
     if args.watch:
-        _watch(lambda: _chosen(args.runs, root, args.all, env)[0], root)  # those too that are started meanwhile
+        _watch(lambda: _chosen(args.runs, root, args.all, env)[0], root)  # chosen anew: runs may start meanwhile
     ages: list[float] = []
     shown = look(runs, root, aged=ages.append)
     if args.json:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _chosen(
     references: Sequence[str], root: Path, everything: bool, env: Mapping[str, str]
 ) -> tuple[list[RunDir], int]:
-    """The runs to show, and how many more there are."""
+    """The runs to show, and the number of hidden ones."""
     if references:
         return [run for reference in references for run in find_runs(reference, env)], 0
     found = folder.known(everywhere=everything)
@@ -156,10 +156,10 @@ def look(
     runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | None = None,
     aged: Callable[[float], None] | None = None,
 ) -> list[Shown]:  # fmt: skip
-    """All that is known of the runs, with one question to their scheduler. One that cannot be read hides no other.
+    """Collect what is known of the runs, asking each scheduler once. An unreadable run does not hide the others.
 
     Args:
-        states: what the scheduler has said to this process a moment ago.
+        states: recent answers of the scheduler to this process.
         aged: see `job_states`.
     """
     lives: dict[RunDir, RunHistory] = {}
@@ -186,13 +186,13 @@ def look(
             found.append(f"{error.what} {error.why}")
         if not os.path.isfile(run.config):
             found.append("config.yaml is no file")
-        lost = divergence_of(run) if standing.train.get("loss", 0.0) is None else ""  # else nobody need read all of it
+        lost = divergence_of(run) if standing.train.get("loss", 0.0) is None else ""  # only then read the whole record
         shown.append(Shown(run, name, state, life, standing, tuple(found), expected, lost))
     return shown
 
 
 def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
-    """Until Ctrl-C: progress from the records, which cost a scheduler nothing, and its word now and then."""
+    """Redraw until Ctrl-C: read records often, ask the scheduler rarely."""
     states: dict[Path, JobState] | None = None
     asked, shown = 0.0, list[Shown]()
 
@@ -209,7 +209,7 @@ def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
 
 
 def _table(shown: Sequence[Shown]) -> list[str]:
-    """One row a run. A run whose records cannot be read says so in its row."""
+    """One row per run, with its problems in the last column."""
     notes = [terminal.one_line("; ".join(item.notes)) for item in shown]
     return terminal.table(HEADER, [_row(item) for item in shown], notes, dispensable=DISPENSABLE)
 
@@ -233,10 +233,10 @@ def _row(item: Shown) -> tuple[str, ...]:
 
 
 def _as_object(item: Shown, asked: float) -> dict[str, Any]:
-    """What a program may rely on. Times are seconds since 1970; what is not known is null.
+    """The stable format for programs. Times are seconds since 1970; unknown values are null.
 
     Args:
-        asked: when the scheduler was.
+        asked: time of the scheduler's answer.
     """
     last = item.standing.last
     return {
@@ -278,10 +278,10 @@ def _print_detail(item: Shown) -> None:
         for smell in course_of(item.run).smells if item.state.state == "RUNNING" else ():
             print(f"smells  {smell.where}  {smell.text}")
         events = read_events(item.run)
-    except TrainkitError:  # which its row has said
+    except TrainkitError:  # shown in its row
         return
     for event, following in zip(events, [*events[1:], {}], strict=False):
-        # Of checkpoints saved one after the other, the last: a long training would fill pages with them.
+        # Of consecutive checkpoints only the last: a long training would fill pages.
         again = all(event.get(key) == following.get(key) for key in ("event", "attempt"))
         if not (again and event["event"] == "saved"):
             hidden = ("time", "event", "process_started", "process_space")
@@ -295,7 +295,7 @@ def _clock(seconds: float) -> str:
 
 
 def forecast_of(run: RunDir, state: JobState, life: RunHistory, standing: RunProgress) -> Forecast | None:
-    """If it goes on as it does, and waits between attempts as it has; None where too little is known."""
+    """Extrapolate the present pace and the past waits between attempts; None if too little is known."""
     left = standing.seconds_to(life.started.get("total_steps"))
     if left is None or life.finished or state.state not in GOING_ON:
         return None
@@ -303,14 +303,14 @@ def forecast_of(run: RunDir, state: JobState, life: RunHistory, standing: RunPro
     if runs:
         left = max(left - (now - standing.last.get("time", now)), 0.0)
     if life.submission is not None and life.submission.executor != "launch":
-        with suppress(OSError, ValueError, TrainkitError):  # of a template
+        with suppress(OSError, ValueError, TrainkitError):  # runs of templates have no plan
             plan = Plan.read(run.plan)
             limit = max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)
     return forecast(read_events(run, FORECAST_EVENTS), left, now=now, attempt_seconds=limit, runs=runs)
 
 
 def words(found: Forecast) -> str:
-    """How it comes to that, for people."""
+    """The assumptions of a forecast, for people."""
     if not found.restarts:
         return "if it goes on as it does"
     many = f"{found.restarts} further start{'s' * (found.restarts > 1)}"
@@ -320,7 +320,7 @@ def words(found: Forecast) -> str:
 
 
 def view(table: Sequence[str], shown: Sequence[Shown], height: int) -> RenderableType:
-    """The table, of a long one its head and the newest runs, and a bar for each run that trains.
+    """The table (if too long, its head and the newest runs) and a progress bar for each running training.
 
     Args:
         table: its lines, the header first.
@@ -334,7 +334,7 @@ def view(table: Sequence[str], shown: Sequence[Shown], height: int) -> Renderabl
     going_on = [item for item in shown if item.state.state == "RUNNING" and item.standing.last][-MOST_BARS:]
     room = max(height - len(going_on) - 3, 3)
     rows = table if len(table) <= room else [table[0], *table[len(table) - room + 1 :]]
-    text = Text("\n".join(rows), no_wrap=True)  # not Rich's own markup: [red] may be a name
+    text = Text("\n".join(rows), no_wrap=True)  # not Rich's markup: [red] may be a name
     for word, style in _STYLES.items():
         text.highlight_regex(rf"(?m)(?<=\s){word}(?=[\s:])", style)
     bars = Table.grid(padding=(0, 2))
@@ -354,7 +354,7 @@ def view(table: Sequence[str], shown: Sequence[Shown], height: int) -> Renderabl
 
 
 def losses_of_late(run: RunDir) -> list[float | None]:
-    """Of the newest train records; None where it was no number."""
+    """Losses of the newest train records; None if not finite."""
     try:
         text = fileio.read_end(run.metrics, _TAIL_BYTES)
     except OSError:
@@ -365,7 +365,7 @@ def losses_of_late(run: RunDir) -> list[float | None]:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """A character a value, the higher the larger it is among them; a cross for what is no number."""
+    """One bar character per value, scaled between the smallest and the largest; x for no number."""
     known = [value for value in values if value is not None]
     if not known:
         return "x" * len(values)

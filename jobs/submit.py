@@ -68,14 +68,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if argv:
             parser().error("the following arguments are required: PRESET|RUN")
         return _print_presets()
-    # From here on it costs more than `--help` may.
+    # These imports are too slow for `--help`.
     from jobs.dry_run import print_plan
     from trainkit import start
 
     token = args.join
     if (token is not None or args.array is not None) and (args.host or args.estimate):
         raise start.not_with_join("--host" if args.host else "--estimate")
-    if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
+    if args.host is not None:  # most is checked there, where profile, data and scheduler are
         return _submit_there(argv, args, [[*args.overrides, *point] for point in start.sweep_points(args.sweep)], env)
     request = start.Request(
         args.preset, args.overrides, cli.launch_flags(args), args.sweep, args.run_dir, args.again, args.allow_code,

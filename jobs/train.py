@@ -72,7 +72,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         def open_run() -> Writer:
             words = ["TOKEN" if args.join and word == args.join else word for word in argv]
             run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *words])
-            if attempt is None:  # nobody looks after this process, nor has anybody asked before it
+            if attempt is None:  # no launcher has checked this before
                 require_no_job(run, force=args.force)
             return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _rates(config: Config) -> list[str]:
-    """The learning rate at the start of each epoch, where it is highest, and of the last update."""
+    """Table of learning rates: at the start of each epoch, at the peak, and at the last update."""
     from trainkit.data import build_data
     from trainkit.data.order import steps_per_epoch
     from trainkit.training.schedule import lr_at
@@ -113,17 +113,17 @@ def _rates(config: Config) -> list[str]:
 
 
 def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
-    """The run folder that was asked for, made if it is not there."""
+    """Open the run folder, or make it."""
     if not (path / "config.yaml").exists() and (not path.exists() or attempt is not None):
         from trainkit.run.snapshot import write_manifest
 
-        # A template has made the log folder of its attempt before any Python could make the run's.
+        # A template makes the log folder of its attempt before Python makes the run's.
         run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=attempt is not None)
         write_manifest(run_dir, command)
         return run_dir
     run_dir = RunDir.open(path)
     stored = load(str(run_dir.config)).config
-    # Where and how it is launched may differ from start to start.
+    # Only launch settings may differ from start to start.
     if stored.model_copy(update={"launch": loaded.config.launch}) != loaded.config:
         raise UserError(
             f"{path} was started with other settings.",

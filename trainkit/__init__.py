@@ -12,7 +12,7 @@ from trainkit import importing
 if importing.is_one_of_our_commands():  # before anything else is imported
     importing.installed_first()
 
-TYPE_CHECKING = False  # a job imports this before it can tell libraries from files of the user's, `typing` included
+TYPE_CHECKING = False  # `typing` could be a user's file until libraries come first
 if TYPE_CHECKING:
     from typing import Any
 
@@ -22,7 +22,7 @@ __all__ = ["Run", "compare", "open", "submit"]
 
 
 def __getattr__(name: str) -> Any:
-    """The face for notebooks and scripts is loaded by who asks for it: ranks import this package as well."""
+    """Load `trainkit.interactive` on first use: ranks import this package too and do without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trainkit import interactive

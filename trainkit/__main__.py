@@ -9,13 +9,13 @@ import sys
 
 from trainkit import importing
 
-importing.installed_first()  # before anything else is imported; nobody is here but as a program
+importing.installed_first()  # before anything else is imported
 
 
 def main() -> None:
-    """Run the command that was typed, as this process's whole work."""
+    """Run the typed command and exit with its code."""
     if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # the user's modules, as for `python -m`: a script has its own folder there
+        sys.path.insert(0, here)  # for the user's modules, as with `python -m`
     from jobs import __main__ as commands
     from jobs import cli
     from trainkit import terminal

@@ -1,4 +1,4 @@
-"""Composition: configuration + run folder + ranks -> what trains is built, the loop called, results written."""
+"""Compose a training: build model and data, call the loop, write the results."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from trainkit.training.timing import clock_of
 Outcome = Literal["finished", "preempted"]
 
 _WAIT_AT_STOP = 20.0
-"""Seconds that a run which was told to stop gives what is on its way to `checkpoint.remote`."""
+"""Seconds that a stopped run waits for uploads to `checkpoint.remote`."""
 _WAIT_AT_END = 600.0
-"""Seconds without any progress after which a run that has finished waits no longer for it."""
+"""Seconds without progress after which a finished run stops waiting for uploads."""
 
 
 def run(
@@ -77,7 +77,7 @@ def run(
         with group as dist:
             splits = build_data(config.data, dist)
             check_batch_sizes(config, dist.world_size, splits)
-            build_task(config, splits)  # refuses what would leave a failed run behind
+            build_task(config, splits)  # fails before a run folder exists
             writer = _meet(config, dist, open_run)
             run_dir, gpu = writer.run, dist.device.type == "cuda"
             with _failures_recorded(writer.attempt, dist), ExitStack() as held:
@@ -163,8 +163,8 @@ def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tup
 
 
 def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> Writer:
-    """Rank 0 opens the run folder and all ranks learn of it, or all fail alike. Only rank 0's may write."""
-    # Where it is launched and where its data lies may differ: machines need not share a folder.
+    """Open the run folder on rank 0 and tell all ranks, or fail on all. Only rank 0 may write."""
+    # Launch settings and data folder may differ between machines.
     data = config.data.model_copy(update={"root": ""})
     settings = to_yaml(config.model_copy(update={"launch": type(config.launch)(), "data": data}))
     others = dist.gather_json(settings)
@@ -185,7 +185,7 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
     dist.raise_together(failed)
     run_dir = RunDir(Path(dist.broadcast_json(str(writer.run.path) if writer is not None else "")))
     number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
-    make_private(run_dir.path, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
+    make_private(run_dir.path, exist_ok=True)  # a node without rank 0's disk writes its samples there
     return writer or Writer(Attempt(run_dir, number), lambda: None)
 
 
@@ -194,7 +194,7 @@ def _failures_recorded(attempt: Attempt, dist: Distributed) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, SystemExit | StaleAttemptError):  # which leaves the record to the newer one
+        if not isinstance(error, SystemExit | StaleAttemptError):  # the newer attempt owns the record
             words = f"{type(error).__name__}: {error}"
             if isinstance(error, TrainkitError):
                 words = f"{error.what} {error.why}".strip()

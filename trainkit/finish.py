@@ -1,4 +1,4 @@
-"""The end of runs: wait for it, follow them to it, say how they ended; and end them by `cancel`."""
+"""Wait for runs, follow them to their end, report how they ended, and cancel them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5
 SELDOM_SECONDS = 2.0
-"""The longest pause between two looks at the run's own record, which cost its scheduler nothing."""
+"""The longest pause between two looks at the run's own record, which need no scheduler."""
 
 
 @dataclass
 class Watch:
-    """Waits for the start and the end of a run; made by `watch`."""
+    """Waits for the start and the end of a run, see `watch`."""
 
     run: RunDir
     poller: Poller
@@ -36,7 +36,7 @@ class Watch:
     said: str = ""
 
     def is_alive(self) -> bool:
-        """Whether the run may still write. Says when nobody can tell, and that it asks on."""
+        """Whether the run may still write. Prints once if the scheduler cannot tell."""
         state = self.poller.state(soon=history_of(self.run).outcome is not None)
         words = ""
         if state.alive == "unknown":
@@ -48,7 +48,7 @@ class Watch:
         return state.alive != "no"
 
     def wait_for_start(self) -> None:
-        """While the job waits in the queue, say so, and why, whenever that changes."""
+        """Wait while the job is queued; print its state and reason whenever they change."""
         said = ""
         while (state := self.poller.state()).state in ("PENDING", "CONFIGURING") and not self.run.attempts():
             words = f"Job {state.job_id}: {state.state}" + (f" ({state.reason})" if state.reason else "")
@@ -58,7 +58,7 @@ class Watch:
             self.notice.wait(LOOK_SECONDS)
 
     def wait_for_end(self) -> int:
-        """Returns the exit code, raises if the run failed."""
+        """Wait for the end. Returns the exit code, raises an error if the run failed."""
         pause = 0.1
         while self.is_alive():
             self.notice.wait(pause)
@@ -68,7 +68,7 @@ class Watch:
 
 @contextmanager
 def watch(run: RunDir, files: Sequence[Path] = ()) -> Iterator[Watch]:
-    """Be told at once of what is written to the run's events and to ``files``, and of the end of a local job."""
+    """Watch a run's events, ``files`` and, if it is local, its process."""
     poller = Poller(run)
     state = poller.state()
     process = state.job_id.partition("_")[0]
@@ -92,7 +92,7 @@ def follow_to_end(run: RunDir) -> int:
 
 
 def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) -> bool:
-    """Call ``show`` whenever something was written to ``files``, until the run ends; False if Ctrl-C has left it."""
+    """Call ``show`` whenever ``files`` change, until the run ends; False if Ctrl-C ended the watching."""
     try:
         with watch(run, files) as watched:
             watched.wait_for_start()
@@ -107,7 +107,7 @@ def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) ->
 
 
 def wait_for(run: RunDir) -> int:
-    """Wait without a word until the run's job has ended. Returns the exit code, raises if it failed."""
+    """Wait silently for the end of a run. Returns the exit code, raises an error if it failed."""
     with watch(run) as watched:
         return watched.wait_for_end()
 
@@ -118,26 +118,26 @@ def _say_detached(run: RunDir) -> None:
 
 
 def ended(run: RunDir) -> None:
-    """Raise why a run has failed, if it has."""
+    """Raise an error with the cause if a run has failed."""
     state = job_state(run)
     if state.state != "COMPLETED":
         end_of(run, state)
 
 
 def full_name(run: RunDir) -> str:
-    """A run's name as other commands take it: of one of a sweep's with that of the sweep."""
+    """A run's name as commands take it; a run of a sweep is SWEEP/NUMBER."""
     return f"{run.path.parent.name}/{run.name}" if run.name.isdecimal() else run.name
 
 
 def refusal(run: RunDir, cause: Cause, heading: str) -> TrainkitError:
-    """The error of a rank that refused what it was to train: in its own words, with its own exit code."""
+    """The error of a rank that refused its settings, in its own words and with its exit code."""
     kinds: dict[int, type[TrainkitError]] = {2: UserError, 3: RefusedError}
     kind = kinds.get(history_of(run).refused_with, RunFailedError)
     return kind(f"{heading} {cause.what}", why=cause.shown, fix=cause.advice)
 
 
 def end_of(run: RunDir, state: JobState) -> int:
-    """Say how a run ended: its numbers and paths. Raises an error with the cause if it failed."""
+    """Print a finished run's results and paths. Raises an error with the cause if it failed."""
     if state.state == "COMPLETED":
         from trainkit.monitor.follow import summary_lines
 
@@ -166,7 +166,7 @@ def end_of(run: RunDir, state: JobState) -> int:
 
 
 def cancel(runs: Sequence[RunDir]) -> None:
-    """End every job that these runs have, and say so. Raises RefusedError for what may be somebody else's."""
+    """Cancel all jobs of these runs. Raises RefusedError for jobs that may be another user's or another run's."""
     for run in runs:
         _require_own(run)
     states = dict(zip(runs, job_states(runs), strict=True))
@@ -198,11 +198,11 @@ def cancel(runs: Sequence[RunDir]) -> None:
 
 
 def _require_own(run: RunDir) -> None:
-    """Its record says which job or process is ended: a stranger's could name any of the user's."""
+    """The record names the job to cancel: another user's record could name any job of this user."""
     try:
         owner = run.events.stat().st_uid
     except OSError:
-        return  # no record that could be believed
+        return  # without a record there is nothing to trust
     if owner != os.geteuid():
         raise RefusedError(
             f"{run.name} is not yours.",
@@ -212,7 +212,7 @@ def _require_own(run: RunDir) -> None:
 
 
 def _say_cancelled(run: RunDir, job: JobState) -> None:
-    """With the run's whole path: by a name alone nobody sees whether it was the one that was meant."""
+    """Print the run's whole path, as its name alone may be ambiguous."""
     batch, place = named(job.executor).batch, terminal.one_line(run.path, 5000)
     doubt = f"; whether it still ran, nobody could tell ({job.reason})" if batch and job.alive == "unknown" else ""
     print(f"{place}: cancelled {'' if batch else 'local '}job {job.job_id}{doubt}.", flush=True)

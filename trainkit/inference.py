@@ -1,4 +1,4 @@
-"""Metrics and predictions of a checkpoint, by one process: whatever trained it."""
+"""Evaluate a checkpoint, or predict with it, in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainkit.training.recorder import too_many
 
 Kind = Literal["raw", "ema"]
 _SPEED_SECONDS, _SPEED_PASSES = 0.5, 3
-"""How long and how often a batch size is timed."""
+"""Duration and number of timings of a batch size."""
 
 
 class _Opened(NamedTuple):
@@ -48,10 +48,10 @@ class _Opened(NamedTuple):
 
 @contextmanager
 def _opened(config: Config, run_dir: RunDir, which: str, kind: str | None, *, same_classes: bool) -> Iterator[_Opened]:
-    """A checkpoint of a run, and the parts of a training on this process alone to load its weights into.
+    """Find a checkpoint and build the model and data for it in this process.
 
-    Raises UserError: no such checkpoint; averaged weights were asked for and it has none; with ``same_classes`` also
-    where the data has other classes than it was trained on.
+    Raises UserError: no such checkpoint; it lacks the averaged weights that ``kind`` asks for; with ``same_classes``,
+    the data has other classes than in training.
     """
     step = format.resolve(run_dir.checkpoints, which)
     splits = build_data(config.data)
@@ -82,8 +82,8 @@ def evaluate_checkpoint(
     """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
 
     A checkpoint is the same whatever trained it: one process evaluates a model that many nodes trained with FSDP.
-    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so. The worst mistakes of ``best``
-    are kept for the report (``mistakes-<split>.json``) where training has kept none.
+    If ``best`` or ``latest`` is broken, the newest whole one is used, with a message. The worst mistakes of ``best``
+    are stored for the report (``mistakes-<split>.json``) unless training has stored some.
 
     Args:
         weights: the model's own, the averaged ones or both; None: all that there are.
@@ -104,7 +104,7 @@ def evaluate_checkpoint(
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
             images = found.mistakes["raw"].read(parts.dist)
-            with suppress(OSError):  # it may be somebody else's run
+            with suppress(OSError):  # it may be another user's run
                 write(run_dir.mistakes(split), json.dumps(mistakes_json(images, split, step)) + "\n", run_dir.path)
     left_out = sorted(parts.broken.met)
     if len(left_out) > parts.broken.most:
@@ -116,7 +116,7 @@ def evaluate_checkpoint(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says about one image."""
+    """The model's output for one image."""
 
     file: Path
     values: Tensor | None
@@ -140,11 +140,11 @@ class Predictor:
 
     @property
     def tells_classes(self) -> bool:
-        """Else its outputs are numbers of their own."""
+        """Whether its outputs are probabilities of classes."""
         return self.parts.task.has("probabilities")
 
     def predict(self, images: Sequence[Path], batch_size: int) -> Iterator[Prediction]:
-        """In the order given; a broken image does not keep the others from being told."""
+        """Predictions in the given order. A broken image does not stop the others."""
         samples = _Unlabelled(images, self.parts.splits.info.in_chans)
         workers = default_workers() if len(images) > batch_size else 0
         batch_size, device = min(batch_size, len(images)), self.parts.dist.device
@@ -164,16 +164,16 @@ class Predictor:
                         yield Prediction(file, values)
 
     def images_per_sec(self, image: Path, batch_size: int) -> float:
-        """The model alone, of images that lie on its device: the median of three times half a second.
+        """Speed of the model alone on data that is on its device: the median of three half seconds.
 
-        Raises torch.OutOfMemoryError where so many do not fit.
+        Raises torch.OutOfMemoryError if the batch does not fit.
         """
         device = self.parts.dist.device
         pixels = self.transform(read_image(image, self.parts.splits.info.in_chans))
         batch = pixels[None].expand(batch_size, -1, -1, -1).contiguous().to(device)
         speeds = []
         with torch.inference_mode():
-            for _ in range(2):  # kernels are chosen, memory is taken
+            for _ in range(2):  # warm-up
                 self._values(batch)
             for _ in range(_SPEED_PASSES):
                 self._wait()
@@ -197,7 +197,7 @@ class Predictor:
 
 @contextmanager
 def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = None) -> Iterator[Predictor]:
-    """The weights of a checkpoint (``best``, ``latest`` or a step) of a run, in this process.
+    """Load the weights of a checkpoint (``best``, ``latest`` or a step) in this process.
 
     Args:
         kind: the model's own weights, or the averaged ones; None: the averaged ones, if there are any.
@@ -211,13 +211,13 @@ def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = 
         here, trained = tuple(map(str, info.class_names)), classes_in(checkpoints.state_of(step))
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
         parts.model.eval()
-        if isinstance(transform, TensorTransform):  # it resizes the whole image, as those of its data are of one size
+        if isinstance(transform, TensorTransform):  # made for images of one size: it resizes all of them
             transform = CenterCrop(info.image_size, info.image_size, "bilinear")
         yield Predictor(step, taken, parts, transform, trained or here, difference(trained, here))
 
 
 def images_in(folder: Path) -> list[Path]:
-    """All image files below a folder, by name; or the one that it is. Raises UserError where there is none."""
+    """All image files below a folder, by name; or the file itself. Raises UserError if there are none."""
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
@@ -231,7 +231,7 @@ def images_in(folder: Path) -> list[Path]:
 
 
 class _Unlabelled:
-    """Images as samples; the label is 1 of an image, and 0 of the black one in the place of a broken one."""
+    """Images as samples with label 1; a broken one is replaced by a black image with label 0."""
 
     def __init__(self, images: Sequence[Path], in_chans: int) -> None:
         self.images, self.in_chans = images, in_chans
@@ -246,7 +246,7 @@ class _Unlabelled:
             return torch.zeros(self.in_chans, 8, 8, dtype=torch.uint8), 0
 
     def why(self, file: Path) -> str:
-        """What is wrong with a broken one: a worker process met it, so it is read once more."""
+        """Why an image is broken. It is read again, as a worker process found it."""
         try:
             read_image(file, self.in_chans)
         except UserError as error:

@@ -1,6 +1,6 @@
-"""The verbs for notebooks and scripts: the same code, with a run as what it gives.
+"""The verbs for notebooks and scripts: the same functions, which return runs.
 
-Errors for users are raised (`trainkit.errors`) instead of printed; everything else is printed as the verbs do.
+Errors for users (`trainkit.errors`) are raised instead of printed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _ONLY_TYPED = dict.fromkeys(("dry_run", "estimate", "host"), "`python -m jobs.su
 
 @dataclass(frozen=True)
 class Run:
-    """A run, by its folder. Everything is asked anew each time."""
+    """A run by its folder. Every property is read anew."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Its folder's."""
+        """The name of its folder."""
         return self.path.name
 
     @property
     def status(self) -> str:
-        """``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ``CANCELLED``, ...: what its scheduler says now."""
+        """``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ``CANCELLED``, ...: its scheduler's answer."""
         return job_state(self._folder).state
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` says of a run that has ended: best and test metrics, time, memory; empty before.
+        """``summary.json`` of a run that has ended: best and test metrics, time, memory. Empty before.
 
         Raises UserError where it cannot be read.
         """
@@ -61,25 +61,25 @@ class Run:
         return found
 
     def metrics(self, split: str | None = None) -> list[dict[str, Any]]:
-        """Records of ``train``, ``val`` or ``test``, or of all, in order of step; `pandas.DataFrame` takes them."""
+        """Records of ``train``, ``val`` or ``test``, or all, by step. `pandas.DataFrame` takes them."""
         return read_metrics(self._folder, split)
 
     def wait(self) -> str:
-        """Wait until it has ended; its state then. Raises an error with the cause if it has failed."""
+        """Wait for its end and return its state. Raises an error with the cause if it failed."""
         finish.wait_for(self._folder)
         return self.status
 
     def follow(self) -> str:
-        """The same, and shows its progress."""
+        """As `wait`, and show its progress."""
         finish.follow_to_end(self._folder)
         return self.status
 
     def cancel(self) -> None:
-        """End its job. What it has saved stays, and `resume` goes on from it."""
+        """Cancel its job. Checkpoints stay, and `resume` goes on from them."""
         finish.cancel([self._folder])
 
     def resume(self, *, force: bool = False, allow_code: bool = False, **flags: Flag) -> None:
-        """Queue it again, from its newest checkpoint; ``flags`` as of `submit`."""
+        """Queue it again from its newest checkpoint. ``flags`` as in `submit`."""
         if resumption.is_by_hand(self._folder):
             raise UserError(
                 f"{self.name} is a swarm that was started in a terminal.",
@@ -90,7 +90,7 @@ class Run:
         resumption.resume([self._folder], asked, dict(os.environ))
 
     def report(self) -> Path:
-        """Write its log book, with plots; where it is."""
+        """Write its log book with plots and return the path."""
         report_on([self._folder])
         return self.path / "logbook.md"
 
@@ -116,9 +116,9 @@ def submit(
     array: int | None = None,
     **flags: Flag,
 ) -> Run | list[Run]:
-    """What ``python -m jobs.submit`` does; it returns as soon as the job is queued, or started on this machine.
+    """Do what ``python -m jobs.submit`` does; return once the job is queued, or started on this machine.
 
-    Where the same run is there already, queued, running or finished, it is returned (``again=True``: one more is made).
+    If an equal run is queued, running or finished already, it is returned (``again=True`` makes another one).
 
     Args:
         preset: in configs/, a YAML file, or the folder of a run to repeat.
@@ -146,28 +146,25 @@ def submit(
 
 
 def open(reference: str | Path) -> Run:
-    """The run of that name, in the runs folder or submitted from elsewhere; or of that folder.
-
-    Raises UserError when there is none, or several.
-    """
+    """The run of that name or folder. Raises UserError if there is none, or several."""
     return Run(find_run(_word(reference), os.environ).path)
 
 
 def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:
-    """Write one log book of several runs, with speed-ups over the first, into the folder ``out``; where it is."""
+    """Write a log book of several runs, with speed-ups over the first, into ``out``; return its path."""
     found = [run for one in runs for run in find_runs(_word(one), os.environ)]
     report_on(list(dict.fromkeys(found)), Path(out))
     return Path(out) / "logbook.md"
 
 
 def _word(reference: Run | str | Path) -> str:
-    """As a command takes it. A `Path` is one, though it has lost its ``./``."""
+    """A reference as commands take it. A `Path` always means a path, though it has lost its ``./``."""
     path = reference.path if isinstance(reference, Run) else reference
     return path if isinstance(path, str) else str(path.expanduser().absolute())
 
 
 def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> dict[str, tuple[Any, str]]:
-    """Flags of a launch as settings. Raises UserError for any other, with the nearest that the function ``of`` has."""
+    """Launch flags as settings. Raises UserError for others, with the nearest parameter of the function ``of``."""
     known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
     for name in flags:
         if name not in LaunchConfig.model_fields:

@@ -37,24 +37,24 @@ Preview = Callable[[Plan, Loaded, Path, "str | None"], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """How somebody wants runs to go on."""
+    """How a user wants runs to be resumed."""
 
     flags: Mapping[str, tuple[Any, str]]
-    """Launch settings by their keys, each with the flag that gave it (`trainkit.start.launch_settings`)."""
+    """Launch setting -> (value, flag), see `trainkit.start.launch_settings`."""
     force: bool = False
     allow_code: bool = False
     preview: Preview | None = None
-    """Gets the plan; then nothing is written or queued."""
+    """Called with the plan for a dry run: nothing is written or queued."""
 
 
 def is_by_hand(run: RunDir) -> bool:
-    """Whether a person has started it in a terminal, by `swarm create` or `join`."""
+    """Whether the run was started in a terminal, by `swarm create` or `join`."""
     submission = history_of(run).submission
     return submission is not None and submission.executor == "swarm"
 
 
 def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Started:
-    """Queue a run again, or of a sweep what has failed; of a finished one send what is not elsewhere yet."""
+    """Queue a run, or the failed runs of a sweep, again. For a finished run, upload what `checkpoint.remote` lacks."""
     run, total = runs[0], len(runs)
     is_sweep = total > 1
     if not is_sweep and history_of(run).finished and asked.preview is None:
@@ -82,7 +82,7 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
         print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
         print(f"  --exclude {terminal.one_line(','.join(left_out), 1000)}", flush=True)
     for loaded in loadeds:
-        if ":" not in loaded.config.data.name:  # the user's own modules are in the run's snapshot
+        if ":" not in loaded.config.data.name:  # else its module is in the run's snapshot
             check_data(loaded.config.data)
     site, cwd = discover(env), first_folder(runs[0])
     largest = named(site.scheduler).largest_array() if is_sweep and site.scheduler else len(runs)
@@ -95,7 +95,7 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
     submission.require_executor(plan, site)
     with ExitStack() as held:
         for one, loaded, code in zip(runs, loadeds, found, strict=True):
-            # One at a time: of two that come together, the second finds the job of the first.
+            # The lease makes simultaneous resumes take turns; the second then finds the job of the first.
             held.enter_context(lease_on(one, Holder.me(), is_dead=_of_ended_job(lives[one], states[one])))
             if history_of(one).submission != lives[one].submission:
                 require_no_job(one, force=asked.force)
@@ -107,14 +107,14 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
                 print(f"Submitted job {array} for {len(part)} of {total} runs: {names}", flush=True)
         else:
             submission.write_launch(folder, plan, script)
-            if plan.executor == "debug":  # this very process becomes the run's writer
+            if plan.executor == "debug":  # this process becomes the run's writer
                 held.close()
             start(folder, runs, plan, cwd, env)
     return Started(runs, runs, plan.executor)
 
 
 def _lost(runs: Sequence[RunDir], *, force: bool) -> list[RunDir]:
-    """What has failed, or was never queued, of a sweep. Raises UserError where nothing has."""
+    """The runs of a sweep that failed or were never queued. Raises UserError if there are none."""
     states = dict(zip(runs, job_states(runs), strict=True))
     over = ("no", "unknown") if force else ("no",)
     lost = [run for run, state in states.items() if state.alive in over and not history_of(run).finished]
@@ -132,7 +132,7 @@ def _lost(runs: Sequence[RunDir], *, force: bool) -> list[RunDir]:
 
 
 def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
-    """The run whose copy is elsewhere, with a folder here; what it would run is somebody's code."""
+    """Download a run from its remote copy. Raises RefusedError unless its code may be run."""
     if not allow_code:
         raise RefusedError(
             f"{url} brings the program that it runs.",
@@ -142,23 +142,23 @@ def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
     from trainkit.checkpoint.transfer import fetch_run
 
     run = fetch_run(url, runs_root(env))
-    run_folder.remember(run.path)  # from now on it is found by its name
+    run_folder.remember(run.path)  # now it is found by its name
     print(f"Fetched {url} to {run.path}.", flush=True)
     return run
 
 
 def _load(run: RunDir, asked: Asked) -> Loaded:
-    """With what is asked for now. The environment's SBATCH_* were part of the first submission, and stay as they were.
+    """Load the run's configuration with the new flags.
 
-    The configuration that a run keeps is complete, so that its own site's profile is not asked again.
+    It is complete: neither the environment's SBATCH_* nor the site's profile are read again.
     """
-    # It waited for another job once; that is over.
+    # The job that the first submission waited for is over.
     flags = {"launch.dependency": (None, "a resumed run waits for nothing"), **asked.flags}
     return loading.load(str(run.config), flags=flags, moved_to=flags.get("launch.cluster", (None, ""))[0])
 
 
 def _say_diverged(states: Mapping[RunDir, JobState]) -> None:
-    """Settings stay as they were, so the same loss that was no number may come again: what helps is another run."""
+    """Warn that runs which diverged may do so again with the same settings."""
     from trainkit.diagnosis.causes import cause_of
 
     causes = {run: cause_of(run, state) for run, state in states.items()}
@@ -170,7 +170,7 @@ def _say_diverged(states: Mapping[RunDir, JobState]) -> None:
 
 
 def refuse_finished(run: RunDir) -> None:
-    """Raises UserError where there is nothing left to train."""
+    """Raise UserError if there is nothing left to train."""
     refuse_bench(run.path)
     if not history_of(run).finished:
         return
@@ -184,15 +184,16 @@ def refuse_finished(run: RunDir) -> None:
 
 
 def _of_ended_job(life: RunHistory, state: JobState) -> Callable[[Holder], bool]:
-    """Whether the writer is of a job that the scheduler knows to have ended, however that left its lease."""
+    """Whether a lease's holder belongs to a job that the scheduler reports as ended."""
     ended = {item.job_id for item in life.submissions if item.job_id} if state.alive == "no" else set()
     return lambda other: other.job_id in ended
 
 
 def first_folder(run: RunDir) -> Path:
-    """Where the run was submitted from, so that paths of its own keep their meaning; else here.
+    """The folder of the first submission, which relative paths refer to; if it is gone, the current one.
 
-    A job finds modules there, too: where others may write what is known of that folder, they must not write in it.
+    A job also imports modules from there. If others may write the record of that folder and the folder itself, the
+    current one is used.
     """
     text = fileio.read_object(run.manifest).get("cwd")
     folder = Path(text) if isinstance(text, str) and os.path.isdir(text) else Path.cwd()
@@ -205,8 +206,8 @@ def first_folder(run: RunDir) -> Path:
 def _store(run: RunDir, config: Config, *, own: bool) -> None:
     """Write the configuration that the run is resumed with: nothing but `launch` can have changed.
 
-    The code that reads it is the run's own, and may be older than this: keys that it does not have are left out, of
-    `launch` as long as they are as by default.
+    The run's own, possibly older code reads it: keys that the stored file does not have are left out, except launch
+    settings that differ from their defaults.
     """
     if own:
         vouch(run, config)

@@ -1,6 +1,6 @@
-"""From what somebody asks for to started runs: what `submit` does, in notebooks and scripts too.
+"""Load, check, plan, write and start runs: what `submit` does, in notebooks and scripts too.
 
-A `Request` is loaded and checked (`prepare`), planned (`plan_runs`), written and handed over (`submit`).
+`prepare` loads and checks a `Request`, `plan_runs` plans its launch, `submit` writes and starts the runs.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from trainkit.site.profile import Site, discover
 from trainkit.worker import run_rank
 
 _MOST_PEERS = 1000
-"""Peers of one array: more are a slip of the pen."""
+"""Peers of one array: more is a typing error."""
 _MOST_RUNS = 10_000
-"""Runs of one sweep: more are a slip of the pen."""
+"""Runs of one sweep: more is a typing error."""
 _MOST_SAID = 3
-"""Runs that have failed before, of a sweep."""
+"""Failed earlier runs of a sweep to name."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run, or the runs of a sweep, as somebody asks for them."""
+    """What a user asks for: one run, or the runs of a sweep."""
 
     preset: str
     overrides: Sequence[str] = ()
     flags: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Launch settings by their keys, each with the flag that gave it (`launch_settings`)."""
+    """Launch setting -> (value, flag), see `launch_settings`."""
     sweep: Sequence[str] = ()
     run_dir: Path | None = None
     again: bool = False
-    """Make new ones where the same are there already."""
+    """Make new runs even if equal ones exist."""
     allow_code: bool = False
     join: str | None = None
     array: int | None = None
     command: Sequence[str] = ()
-    """What was typed, for the record."""
+    """The command line, for the manifest."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ class Prepared:
 
 
 class Planned(NamedTuple):
-    """How runs are to be launched."""
+    """How the runs will be launched."""
 
     plan: Plan
     script: str | None
     notes: Sequence[str]
     site: Site
     largest: int
-    """Tasks of one array."""
+    """Most tasks of one array."""
 
 
 class Started(NamedTuple):
-    """All runs that were asked for, those of them that were started or run already, and their executor."""
+    """All requested runs, those of them that are running now, and their executor."""
 
     runs: Sequence[RunDir]
     going_on: Sequence[RunDir]
@@ -92,10 +92,10 @@ class Started(NamedTuple):
 
 
 def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Configuration key -> (value, flag) of those flags that set something of ``launch``; the others are left out.
+    """Configuration key -> (value, flag) of the flags that set something of ``launch``; others are left out.
 
     Args:
-        given: values by the flags' names, with underscores; what is None or False was not given.
+        given: flag name with underscores -> value; None and False mean not given.
     """
     found: dict[str, tuple[Any, str]] = {}
     for name in LaunchConfig.model_fields:
@@ -114,14 +114,14 @@ def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
-    """Load and check what is asked for. Raises UserError, or RefusedError for code that is somebody else's."""
-    # Who gives a run a name of its own wants one more.
+    """Load and check a request. Raises UserError, or RefusedError for code that another user could have written."""
+    # A run that is given a name is always new.
     is_named = "launch.job_name" in request.flags or any(it.startswith("launch.job_name=") for it in request.overrides)
     again = request.again or request.run_dir is not None or is_named
     if request.join is not None or request.array is not None:
         loaded, count, env = _to_join(request, env)
         loadeds, variants = [loaded] * count, [list(request.overrides)] * count
-        again = True  # such a run may be there as often as you like
+        again = True  # peers with equal settings are different runs
     else:
         variants = [[*request.overrides, *point] for point in sweep_points(request.sweep)]
         preset = preset_or_run(request.preset, env)
@@ -135,7 +135,7 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
 
 
 def plan_runs(prepared: Prepared) -> Planned:
-    """How the prepared runs are launched, checked against the site. Writes nothing."""
+    """Plan the launch of the prepared runs and check it against the site. Writes nothing."""
     loadeds, folder, env, cwd = prepared.loadeds, prepared.folder, prepared.env, Path.cwd()
     site, points = discover(env), len(loadeds)
     largest = named(site.scheduler).largest_array() if points > 1 and site.scheduler else points
@@ -157,14 +157,14 @@ def plan_runs(prepared: Prepared) -> Planned:
 
 
 def submit(prepared: Prepared) -> Started:
-    """Write the runs and hand them over; of those that are there already, say so."""
+    """Write and start the runs; report those that exist already."""
     request, env, folder, cwd = prepared.request, prepared.env, prepared.folder, Path.cwd()
     configs = [submission.stored_config(loaded, cwd) for loaded in prepared.loadeds]
     digest = digest_of(code_files())
     marks = [fingerprint(config, digest) for config in configs]
     there = {} if request.again or configs[0].launch.executor == "debug" else _there(marks)
     known = [there[mark] for mark in marks if mark in there]
-    missing = [index for index, mark in enumerate(marks) if mark not in there]  # of a sweep, these are trained
+    missing = [index for index, mark in enumerate(marks) if mark not in there]  # of a sweep, only these are started
     if not missing:
         executor = next((item.state.executor for item in known if not item.is_finished), "")
         return Started([item.run for item in known], _say_there(known), executor)
@@ -181,7 +181,7 @@ def submit(prepared: Prepared) -> Started:
         else:
             runs = submission.write_sweep(folder, configs, plan, script, request.command, variants, marks_of_new)
     except UserError:
-        if request.run_dir is None and folder.exists():  # another submission was given the same number: take the next
+        if request.run_dir is None and folder.exists():  # another submission took this number: take the next
             return submit(replace(prepared, folder=next_path(folder.parent, loadeds[0].name)))
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
@@ -197,7 +197,7 @@ def submit(prepared: Prepared) -> Started:
 
 
 def new_folder(text: str) -> Path:
-    """The path of a folder to make. Its name goes into scripts and onto terminals, so not every name is one."""
+    """Check the name of a new folder, which goes into scripts and onto terminals. Raises UserError."""
     if not text.strip():
         why = "A variable of the shell may be unset."
         raise UserError("The name of the folder is empty.", why=why, fix="Give one, such as --run-dir runs/first.")
@@ -208,23 +208,23 @@ def new_folder(text: str) -> Path:
 
 
 def preset_or_run(name: str, env: Mapping[str, str]) -> str:
-    """``name`` of a preset or a file as it is; where there is none, but a run of that name, the run's folder."""
+    """Return ``name`` if it is a preset or a file, else the folder of the run with that name."""
     try:
         is_run = find_preset(name).parent == Path(name).expanduser()
-    except UserError:  # the loader says it, where there is no run either
+    except UserError:  # the loader raises it again if there is no run either
         is_run = bool(name.strip()) and not presets_named(name) and bool(folders_named(name, env))
     return str(find_run(name, env).path) if is_run else name
 
 
 def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:
-    """The plan with job ids for the runs that its dependency names."""
+    """Replace the runs that the plan's dependency names by their job ids."""
     if not any(item.name == "dependency" for item in plan.directives):
         return plan
     return named(plan.executor).with_job_ids(plan, lambda name: find_runs(name, env))
 
 
 def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:
-    """Hand written runs over to their executor, and say so. The job id of each; none for the debug executor."""
+    """Start written runs and print how. Returns their job ids; none for the debug executor."""
     why = {item.name: str(item.reason) for item in plan.decisions}
     if plan.executor == "debug":
         print(f"{runs[0].name}: rank 0 of 1 in this process. {why.get('nodes', '')}".rstrip(), flush=True)
@@ -245,7 +245,7 @@ def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapp
 
 
 def _say_commands(folder: Path, run: Path) -> None:
-    """Where a run, or a sweep, and one run of it, is, and what to type to look after it."""
+    """Print the folder of a run or sweep, and the commands to watch and cancel it."""
     print(f"  run folder  {folder}")
     print(f"  watch       {terminal.command('logs', run, '-f')}")
     print(f"  state       {terminal.command('status', folder)}")
@@ -253,7 +253,7 @@ def _say_commands(folder: Path, run: Path) -> None:
 
 
 def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Mapping[str, str]]:
-    """What each peer of ``submit --join TOKEN --array N`` is configured as, how many there are, and their environment.
+    """Configuration, number and environment of the peers of ``submit --join TOKEN --array N``.
 
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
@@ -273,17 +273,17 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     require_collaborative(load(request.preset).config)
     entry = warned(entry_of([request.join] if request.join else [], env, name="submit"))
     loaded = reader.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
-    # Jobs have the token from their environment, so that it is in no command line and in no folder.
+    # Jobs get the token from the environment: it must not appear in command lines or files.
     return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
 
 
 def not_with_join(flag: str) -> UserError:
-    """The error for a flag that means nothing to a job that joins a swarm."""
+    """The error for a flag that does not apply to a job that joins a swarm."""
     why = "What joins has the settings of the swarm's creator, which are asked for from here."
     return UserError(f"{flag} and --join do not go together.", why=why, fix=f"Leave {flag} out.")
 
 
-# Runs that are there already, of the same settings, code and data
+# Existing runs with the same settings, code and data
 
 
 class _Known(NamedTuple):
@@ -293,13 +293,13 @@ class _Known(NamedTuple):
 
 
 def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
-    """What trains, or has trained, already, by fingerprint; what was tried before and has failed is only said."""
+    """Fingerprint -> the run that trains or has finished already. Names failed ones on stderr."""
     same = same_runs(fingerprints)
     lives = {run: history_of(run) for runs in same.values() for run in runs}
     states = {
         run: JobState("COMPLETED" if life.finished else life.outcome or "FAILED") for run, life in lives.items()
     }  # fmt: skip
-    # Only its scheduler knows whether a job lives that has no end.
+    # Only the scheduler knows the state of a job whose end is not recorded.
     asked = [
         run
         for run, life in lives.items()
@@ -328,13 +328,13 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
 
 
 def _say_failed(runs: Sequence[_Known]) -> None:
-    """The same command after a failure begins anew, with the new flags perhaps; what was saved is not lost."""
+    """Say that the same command starts a new run, and how to resume the failed one."""
     from trainkit.checkpoint import format
     from trainkit.diagnosis.causes import cause_of
 
     for run, state, _ in runs[:_MOST_SAID]:
         step = format.pointed(run.checkpoints, "latest")
-        # What going on does not mend would end it again: a loss that is nan, too little memory, an error in code.
+        # Resuming helps only if its cause does not come again, as NaN, lack of memory or a bug would.
         cause = cause_of(run, state) if step is not None else None
         helps = step is not None and (cause is None or "-m jobs.resume " in cause.command)
         resume, why = terminal.command("resume", run.path), terminal.command("why", run.path)
@@ -346,7 +346,7 @@ def _say_failed(runs: Sequence[_Known]) -> None:
 
 
 def _say_there(known: Sequence[_Known]) -> list[RunDir]:
-    """Say what there is of runs that need not be started, and where; those that go on are returned."""
+    """Describe runs that need not be started; returns those that are still running."""
     from trainkit.monitor.follow import summary_lines
 
     for run, state, is_finished in known:
@@ -375,7 +375,7 @@ def _changed_resources() -> UserError:
 
 
 def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
-    """Overrides of every run: the product of all sweeps; one empty list without any."""
+    """The overrides of every run: the product of all sweeps. One empty list if there are none."""
     axes = []
     for text in sweeps:
         key, _, values = text.partition("=")
@@ -396,7 +396,7 @@ def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
 
 
 def _values(sweep: str, item: str) -> list[str]:
-    """``0..4`` is 0,1,2,3,4, both ends included; ``0..8..4`` is 0,4,8; anything else is itself."""
+    """Expand ``0..4`` to 0,1,2,3,4 and ``0..8..4`` to 0,4,8; anything else is one value."""
     match = _RANGE.fullmatch(item)
     if match is None:
         if re.fullmatch(r"[\d.eE+-]+\.\.[\d.eE+-]+", item):
@@ -417,7 +417,7 @@ def _values(sweep: str, item: str) -> list[str]:
 
 
 class Arrays(NamedTuple):
-    """The further job arrays of a sweep: what does not fit into the first, and what is resumed."""
+    """Further job arrays of a sweep: for runs beyond the first array, and for resumed ones."""
 
     sweep: Path
     loaded: Loaded
@@ -426,10 +426,10 @@ class Arrays(NamedTuple):
     env: Mapping[str, str]
 
     def plan(self, runs: Sequence[RunDir], *, after: str = "") -> tuple[Path, Plan, str | None]:
-        """Folder, plan and script of one more array of these runs, or of the only one's job. Writes nothing.
+        """Folder, plan and script of another array of these runs, or of a single run. Writes nothing.
 
         Args:
-            after: a job that must have ended before.
+            after: id of the job that must end first.
         """
         folder = runs[0].path if len(runs) == 1 else submission.part_folder(self.sweep)
         plan = by_names(make_plan(self.loaded, self.site, folder, points=len(runs)), self.env)
@@ -438,7 +438,7 @@ class Arrays(NamedTuple):
         return folder, plan, named(plan.executor).script(plan, folder, self.cwd, len(runs))
 
     def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
-        """Queue them as arrays of at most ``largest`` tasks; id and runs of each. With --max-parallel one by one."""
+        """Queue arrays of at most ``largest`` tasks; yields id and runs of each. --max-parallel chains them."""
         for part in submission.split(runs, largest):
             folder, plan, script = self.plan(part, after=after)
             submission.require_executor(plan, self.site)
