@@ -145,20 +145,18 @@ def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
     assert held == names
 
 
-def test_commands_run_from_the_installation_and_not_from_a_checkout(python: Command, installed: Path) -> None:
-    done = python("-c", "import trainkit, jobs; print(trainkit.__file__, jobs.__file__)")
-    assert done.stdout.split() == [str(installed / name / "__init__.py") for name in ("trainkit", "jobs")]
-
-
-def test_an_installed_trainkit_says_what_it_brought(python: Command, installed: Path) -> None:
-    done = python("-m", "jobs")
+def test_the_installation_brings_code_presets_templates_and_a_command(python: Command, installed: Path) -> None:
+    found = "importlib.metadata.distribution('trainkit-vision').entry_points.select(name='trainkit')"
+    places = "import importlib.metadata, sys, trainkit, jobs; print(trainkit.__file__, jobs.__file__)"
+    done = python("-c", f"{places}; (it,) = {found}; sys.argv = ['trainkit']; it.load()()")
     assert (done.returncode, done.stderr) == (0, "")
+    first, command = done.stdout.splitlines()[:2]
+    assert first.split() == [str(installed / name / "__init__.py") for name in ("trainkit", "jobs")]
+    assert command.startswith("trainkit VERB ...")
     presets = "ddp, ddp_sim, dp, fsdp, hivemind, hivemind_gradients, hsdp, single, zero"
     assert f"presets    {installed / 'trainkit' / 'configs'}: {presets}" in done.stdout
-    assert (
-        f"templates  {installed / 'trainkit' / 'slurm'}: hivemind_peer.sbatch, train.sbatch, train_torchrun.sbatch"
-        in done.stdout
-    )
+    templates = "hivemind_peer.sbatch, train.sbatch, train_torchrun.sbatch"
+    assert f"templates  {installed / 'trainkit' / 'slurm'}: {templates}" in done.stdout
 
 
 def test_a_preset_that_is_not_there_is_answered_with_those_that_are(python: Command) -> None:
@@ -176,17 +174,18 @@ def test_a_preset_of_the_users_own_extends_a_packaged_one(python: Command, home:
     assert not (home / "runs").exists()
 
 
-def test_an_installed_trainkit_trains_from_a_folder_of_the_users_own(run: Path) -> None:
-    summary = json.loads((run / "summary.json").read_text())
+def test_an_installed_trainkit_trains_from_a_folder_of_the_users_own(run: Path, home: Path) -> None:
+    """With a model, a strategy and a logger of the user's own in one file, under the user's git commit."""
+    summary, plan, manifest = (
+        json.loads((run / f"{name}.json").read_text()) for name in ("summary", "plan", "manifest")
+    )  # fmt: skip
     assert (summary["outcome"], summary["epochs"], summary["params"]) == ("finished", 1.0, 64 * 24 + 24 + 240 + 10)
-
-
-def test_a_model_a_strategy_and_a_logger_of_the_users_own_are_one_file(run: Path) -> None:
-    plan = json.loads((run / "plan.json").read_text())
     said = next(item for item in plan["decisions"] if item["name"] == "ntasks_per_node")
     assert (said["value"], said["reason"]) == (1, "mine:alone is one process")
     lines = (run / "numbers.txt").read_text().splitlines()
     assert (lines[-1].split()[0], "val" in {line.split()[0] for line in lines}) == ("test", True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True, check=True)
+    assert manifest["git"]["commit"] == head.stdout.strip()
 
 
 def test_the_snapshot_of_an_installed_trainkit_is_laid_out_like_a_checkout(run: Path) -> None:
@@ -194,14 +193,3 @@ def test_the_snapshot_of_an_installed_trainkit_is_laid_out_like_a_checkout(run: 
     assert sorted(names - {"__pycache__"}) == ["configs", "jobs", "mine.py", "trainkit"]
     assert (run / "code" / "configs" / "ddp.yaml").is_file()
     assert not (run / "code" / "trainkit" / "configs").exists()
-
-
-def test_the_manifest_tells_the_git_commit_of_the_users_folder(run: Path, home: Path) -> None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True, check=True)
-    assert json.loads((run / "manifest.json").read_text())["git"]["commit"] == done.stdout.strip()
-
-
-def test_the_command_trainkit_comes_with_the_wheel(python: Command) -> None:
-    found = "importlib.metadata.distribution('trainkit-vision').entry_points.select(name='trainkit')"
-    done = python("-c", f"import importlib.metadata, sys; (it,) = {found}; sys.argv = ['trainkit']; it.load()()")
-    assert done.stdout.startswith("trainkit VERB ..."), done.stderr

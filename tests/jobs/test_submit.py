@@ -68,24 +68,22 @@ def test_on_a_narrow_terminal_a_dry_run_cuts_no_setting_and_no_value(
 def test_a_submission_says_job_id_folder_and_what_to_type_next(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
-    done = command("submit", "ddp", "--nodes", "2")
+    """In words that can be typed, whatever the folder's name; its data is found from anywhere."""
+    done = command("submit", "ddp", "--nodes", "2", "data.root=my/data", "--run-dir", "my runs/ddp-0001")
     assert done.code == 0, done.err
-    run = tmp_path / "runs" / "ddp-0001"
-    for words in ("Submitted job 4711", str(run), "jobs.logs", "jobs.status", "jobs.cancel"):
-        assert words in done.out
+    run = tmp_path / "my runs" / "ddp-0001"
+    assert "Submitted job 4711" in done.out
+    commands = [shlex.split(line.partition("python ")[2]) for line in done.out.splitlines() if "-m jobs." in line]
+    assert [(words[1], str(run) in words) for words in commands] == [
+        ("jobs.logs", True), ("jobs.status", True), ("jobs.cancel", True)
+    ]  # fmt: skip
     assert {"config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs"} <= {
         path.name for path in run.iterdir()
     }
     submitted = last_event(RunDir(run), "submitted") or {}
     assert (submitted["executor"], submitted["job_id"]) == ("slurm", "4711")
-    assert json.loads((run / "manifest.json").read_text())["command"][-3:] == ["ddp", "--nodes", "2"]
-
-
-def test_the_stored_configuration_finds_its_data_from_anywhere(
-    command: Command, fake_slurm: Path, tmp_path: Path
-) -> None:
-    assert command("submit", "ddp", "data.root=my/data").code == 0
-    assert f"root: {tmp_path}/my/data" in (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text()
+    assert json.loads((run / "manifest.json").read_text())["command"][3:6] == ["ddp", "--nodes", "2"]
+    assert f"root: {tmp_path}/my/data" in (run / "config.yaml").read_text()
 
 
 def test_a_run_that_sbatch_refuses_leaves_nothing_behind(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
@@ -302,6 +300,7 @@ def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slur
         (["--join", "token"], 2, "submit hivemind --join TOKEN"),
         (["hivemind", "--join", "token", "--array", "0-3"], 2, "Give a whole number: --array 4."),
         (["broken.yaml"], 2, "broken.yaml:2"),
+        (["latin.yaml"], 2, "byte 13 is 0xe9"),
         (["nosuch.yaml"], 2, "No file"),
         (["ddp", "--run-dir", "taken"], 2, "exists already"),
         (["ddp", "--run-dir", "half"], 2, "exists already"),
@@ -326,6 +325,7 @@ def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
     words: str,
 ) -> None:
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
+    (tmp_path / "latin.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
     (tmp_path / "half").mkdir()
@@ -338,35 +338,19 @@ def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
     assert files() == before
 
 
-def test_a_folder_whose_name_is_no_text_is_refused(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "words"), [(b"caf\xe9/runs", "is no text in UTF-8"), (b"occupied", "TRAINKIT_RUNS")])
+def test_a_runs_folder_that_cannot_be_is_refused_before_anything_is_written(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
 ) -> None:
-    """As of an archive that was made with another encoding."""
+    """As of an archive that was made with another encoding, or with a file in its place."""
     place = tmp_path / os.fsdecode(b"caf\xe9")
     place.mkdir()
-    monkeypatch.setenv("TRAINKIT_RUNS", str(place / "runs"))
-    done = command("submit", "ddp")
-    assert done.code == 2
-    assert "is no text in UTF-8" in done.err
-    assert list(place.iterdir()) == []
-
-
-def test_a_preset_that_is_no_text_is_told_from_one_that_cannot_be_read(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "own.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
-    done = command("submit", "own.yaml")
-    assert (done.code, "byte 13 is 0xe9" in done.err, "save this one as UTF-8" in done.err) == (2, True, True)
-
-
-def test_an_unwritable_runs_folder_is_refused(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "occupied").write_text("a file where the folder should be")
-    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "occupied"))
+    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / os.fsdecode(name)))
     done = command("submit", "ddp")
     assert done.code == 2
-    assert "TRAINKIT_RUNS" in done.err
+    assert words in done.err
+    assert list(place.iterdir()) == []
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(
@@ -463,14 +447,6 @@ def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fa
 case "$*" in *%o*) echo '4711|{script}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac
 """)
     assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
-
-
-def test_what_is_printed_can_be_typed_for_a_folder_with_spaces(command: Command, fake_slurm: Path) -> None:
-    done = command("submit", "ddp", "--run-dir", "my runs/ddp-0001", "--again")
-    assert done.code == 0, done.err
-    commands = [line.partition("python ")[2] for line in done.out.splitlines() if "python -m jobs." in line]
-    assert len(commands) == 3
-    assert all(any(word.endswith("/my runs/ddp-0001") for word in shlex.split(line)) for line in commands)
 
 
 # A run folder is as open as its mode says, and not as the umask of whoever starts or reports on it
