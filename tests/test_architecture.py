@@ -222,21 +222,15 @@ TWICE = {"messages.py": "of the swarm, and between processes of a run: one is to
 """Names that files of two rooms have, besides base.py, and why."""
 LONGEST_NAME = 72
 LONG_NAMES = {
-    "tests/checkpoint": 12,
+    "tests/checkpoint": 7,
     "tests/data": 1,
     "tests/distributed": 7,
-    "tests/jobs": 1,
     "tests/models": 1,
     "tests/monitor": 6,
-    "tests/ranks": 2,
     "tests/report": 1,
-    "tests/run": 7,
-    "tests/site": 4,
     "tests/strategies": 1,
-    "tests/swarm": 56,
+    "tests/swarm": 25,
     "tests/tasks": 2,
-    "tests/test_order.py": 1,
-    "tests/test_scratch.py": 1,
     "tests/training": 14,
 }
 """Folder of tests -> how many names of tests in it are longer; to come to nothing."""
