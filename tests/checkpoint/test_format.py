@@ -311,7 +311,7 @@ def test_a_best_that_is_broken_or_gone_is_said_and_the_newest_whole_taken(
     assert says in capsys.readouterr().err
 
 
-def test_a_step_that_was_asked_for_by_its_number_is_never_replaced_by_another(two: Path) -> None:
+def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(two: Path) -> None:
     flip(format.path_of(two, OLD) / "model.safetensors")
     model, _ = make_model(9)
     with pytest.raises(UserError) as error:
@@ -341,7 +341,7 @@ def a_folder(link: Path) -> None:
     ],
     ids=["absent", "folder", "file", "dangling", "odd", "absolute", "winding", "huge", "circle", "pipe"],
 )
-def test_a_link_that_names_no_checkpoint_is_said_and_replaced_by_the_next_save(
+def test_a_link_that_names_no_checkpoint_is_said_and_then_replaced(
     two: Path, capsys: pytest.CaptureFixture[str], name: str, make: Callable[[Path], object]
 ) -> None:
     (two / name).unlink(missing_ok=True)

@@ -55,6 +55,15 @@ def events(writer: Writer, kind: str) -> list[dict[str, Any]]:
     return read_events(writer.run, kind)
 
 
+def sent(uploads: Any, *steps: int, best: int | None = None) -> None:
+    """Save checkpoints, and wait until they are in the bucket."""
+    thread, writer, _ = uploads
+    for step in steps:
+        save(writer, step, best=best)
+    thread.look()
+    assert thread.wait(SOON)
+
+
 @pytest.fixture
 def uploads(bucket: Bucket, tmp_path: Path) -> Any:
     """A run whose copy is kept in the bucket, with short tries."""
@@ -68,11 +77,9 @@ def uploads(bucket: Bucket, tmp_path: Path) -> Any:
 
 
 def test_latest_and_best_go_up_and_what_nothing_names_goes_away(uploads: Any) -> None:
-    thread, writer, store = uploads
+    _, writer, store = uploads
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3)):
-        save(writer, step, best=best)
-        thread.look()
-        assert thread.wait(SOON)
+        sent(uploads, step, best=best)
     assert Pointers.read(store) == Pointers(4, 3)
     assert sorted(store.names("checkpoints")) == ["step-00000003", "step-00000004"]
     assert [event["step"] for event in events(writer, "uploaded")] == [1, 2, 3, 4]
@@ -124,9 +131,7 @@ def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(
     uploads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, writer, store = uploads
-    save(writer, 1, best=1)
-    thread.look()
-    assert thread.wait(SOON)
+    sent(uploads, 1, best=1)
 
     def is_away(*request: Any, **options: Any) -> None:
         raise StoreError("it is away")
@@ -143,7 +148,7 @@ def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(
     assert (back.path / "config.yaml").is_file()
 
 
-def test_where_saves_come_faster_than_they_go_up_the_copy_follows_all_the_same(
+def test_where_saves_come_faster_than_they_go_up_the_copy_follows(
     uploads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, writer, store = uploads
@@ -164,10 +169,8 @@ def test_where_saves_come_faster_than_they_go_up_the_copy_follows_all_the_same(
 
 
 def test_a_checkpoint_without_its_last_file_is_none(uploads: Any, tmp_path: Path) -> None:
-    thread, writer, store = uploads
-    save(writer, 1)
-    thread.look()
-    assert thread.wait(SOON)
+    _, _, store = uploads
+    sent(uploads, 1)
     store.remove("checkpoints/step-00000001/state.json")
     with pytest.raises(UserError, match="is whole"):
         fetch_run(store.url, tmp_path / "elsewhere")
@@ -177,7 +180,7 @@ def test_a_checkpoint_without_its_last_file_is_none(uploads: Any, tmp_path: Path
 def test_one_that_is_deleted_here_while_it_goes_up_arrives_whole(
     bucket: Bucket, uploads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    thread, writer, store = uploads
+    _, writer, store = uploads
     put = store.put
 
     def delete_first(file: Path, name: str) -> None:
@@ -185,9 +188,7 @@ def test_one_that_is_deleted_here_while_it_goes_up_arrives_whole(
         put(file, name)
 
     monkeypatch.setattr(store, "put", delete_first)
-    save(writer, 1)
-    thread.look()
-    assert thread.wait(SOON)
+    sent(uploads, 1)
     assert remote.record_of(store, 1).step == 1
     assert sorted(store.names("checkpoints/step-00000001")) == [
         "model.safetensors", "optimizer.safetensors", "state.json",
@@ -205,13 +206,11 @@ def test_other_weights_of_the_same_step_replace_the_first(uploads: Any, tmp_path
     assert format.verified(run.checkpoints, 7) == format.verified(writer.run.checkpoints, 7)
 
 
-def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start_and_nothing_twice(
+def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start(
     bucket: Bucket, uploads: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     thread, writer, store = uploads
-    save(writer, 1)
-    thread.look()
-    assert thread.wait(SOON)
+    sent(uploads, 1)
     bucket[1].refuse = True
     save(writer, 2, best=1)
     thread.look()
@@ -230,12 +229,10 @@ def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start_and_nothing_t
 
 
 def test_a_whole_run_folder_comes_back(uploads: Any, tmp_path: Path) -> None:
-    thread, writer, store = uploads
+    _, writer, store = uploads
     writer.attempt.started(step=0)
-    save(writer, 1, best=1)
-    save(writer, 2)
-    thread.look()
-    assert thread.wait(SOON)
+    sent(uploads, 1, best=1)
+    sent(uploads, 2)
     run = fetch_run(store.url, tmp_path / "elsewhere")
     assert run.path == tmp_path / "elsewhere" / "first"
     assert run.config.read_text() == writer.run.config.read_text()
@@ -246,9 +243,7 @@ def test_a_whole_run_folder_comes_back(uploads: Any, tmp_path: Path) -> None:
     assert Attempt.begin(run).number == 1, "the number of the attempt that is known there is taken"
     assert remote.claim(store.url.rpartition("/")[0], run).url == store.url
     # Again: what is here already is not fetched, and what is newer is.
-    save(writer, 3)
-    thread.look()
-    assert thread.wait(SOON)
+    sent(uploads, 3)
     assert fetch_run(store.url, tmp_path / "elsewhere").path == run.path
     assert format.pointed(run.checkpoints, "latest") == 3
     assert bring_back(store, run) == []
@@ -257,11 +252,9 @@ def test_a_whole_run_folder_comes_back(uploads: Any, tmp_path: Path) -> None:
 def test_a_change_on_the_way_is_seen_and_the_other_checkpoint_taken(
     uploads: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    thread, writer, store = uploads
-    save(writer, 1, best=1)
-    save(writer, 2)
-    thread.look()
-    assert thread.wait(SOON)
+    _, _, store = uploads
+    sent(uploads, 1, best=1)
+    sent(uploads, 2)
     name = "checkpoints/step-00000002/model.safetensors"
     patient = Store(store.url)  # on a busy machine the server may need longer than the upload's short tries
     content = bytearray(patient.read(name, limit=10**6))
@@ -284,10 +277,8 @@ def packed(name: str, content: bytes = b"x", kind: bytes = tarfile.REGTYPE) -> b
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "code/../../outside", "outside"])
 def test_code_that_would_lie_elsewhere_is_refused(uploads: Any, tmp_path: Path, name: str) -> None:
-    thread, writer, store = uploads
-    save(writer, 1)
-    thread.look()
-    assert thread.wait(SOON)
+    _, _, store = uploads
+    sent(uploads, 1)
     store.write(packed(name), remote.CODE)
     with pytest.raises(UserError, match="cannot be used"):
         fetch_run(store.url, tmp_path / "elsewhere")
@@ -345,22 +336,18 @@ def test_another_run_of_that_name_is_never_written_over(bucket: Bucket, tmp_path
         fetch_run(f"{bucket[0]}/ddp-0001", tmp_path / "there")
 
 
-def test_a_bucket_that_is_not_there_is_found_before_anything_else(bucket: Bucket, tmp_path: Path) -> None:
-    writer = run_in(tmp_path / "run")
-    with pytest.raises(UserError, match=r"s3://no-such-bucket/x/run cannot be used") as caught:
-        remote.claim("s3://no-such-bucket/x", writer.run)
-    assert "bucket" in caught.value.why
-    assert caught.value.exit_code == 2
-
-
-def test_no_credentials_are_found_before_anything_else(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("absent", ["bucket", "credentials"])
+def test_a_place_that_cannot_be_used_is_refused_before_anything_else(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(UserError, match="cannot be used") as caught:
-        remote.claim(bucket[0], run_in(tmp_path / "run").run)
+    if absent == "credentials":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    url = "s3://no-such-bucket/x" if absent == "bucket" else bucket[0]
+    with pytest.raises(UserError, match=rf"{url}/run cannot be used") as caught:
+        remote.claim(url, run_in(tmp_path / "run").run)
+    assert absent in (caught.value.why if absent == "bucket" else caught.value.fix)
     assert "AWS_ACCESS_KEY_ID" in caught.value.fix
 
 
@@ -390,17 +377,16 @@ def test_what_is_too_long_is_not_read(bucket: Bucket) -> None:
         store.read("long.json", limit=99)
 
 
-@pytest.mark.parametrize("place", ["s3://key:secret@bucket/x", "s3://bucket/x?key=secret"])
-def test_a_place_with_a_key_in_it_is_refused_and_not_repeated(place: str) -> None:
-    with pytest.raises(UserError, match="more than a place") as caught:
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [(place, "more than a place") for place in ("s3://key:secret@bucket/x", "s3://bucket/x?key=secret")]
+    + [(place, "s3://bucket/prefix")
+       for place in ("ftp://host/x", "bucket/x", "s3://", "s3://bucket/../x", "file://relative")],
+)  # fmt: skip
+def test_what_is_no_place_or_holds_a_key_is_refused_and_no_key_repeated(place: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
         load("single", (f"checkpoint.remote={place}",))
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("place", ["ftp://host/x", "bucket/x", "s3://", "s3://bucket/../x", "file://relative"])
-def test_what_is_no_place_is_refused(place: str) -> None:
-    with pytest.raises(UserError, match="s3://bucket/prefix"):
-        load("single", (f"checkpoint.remote={place}",))
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step-00000001/model.safetensors", "evaluations.jsonl", "config.yaml"])

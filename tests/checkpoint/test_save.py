@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -30,30 +29,13 @@ from trainkit.checkpoint import tensors as checkpoint_tensors
 from trainkit.checkpoint.format import file_name
 from trainkit.checkpoint.save import Checkpoints, Snapshot
 from trainkit.config.loading import load
-from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError
-from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.recorder import Progress
-
-
-def test_every_strategy_and_world_size_writes_the_same_names_and_shapes(tmp_path: Path) -> None:
-    layouts = {}
-    for preset, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2)):
-        folder = tmp_path / preset
-        run_ranks(world_size, train_run, folder, preset, ("train.max_steps=1",))
-        for stem in ("model", "optimizer"):
-            found = tensors(folder / "checkpoints", stem)
-            layouts[preset, stem] = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    for stem in ("model", "optimizer"):
-        assert layouts["single", stem] == layouts["ddp", stem] == layouts["fsdp", stem]
-    config = load("fsdp").config
-    model = build_model(config.model, build_data(config.data).info, 0)
-    model.load_state_dict(tensors(tmp_path / "fsdp/checkpoints"))
 
 
 def test_data_parallel_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
@@ -99,7 +81,6 @@ BEST = 19
 
 
 def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str, str]:
-    from trainkit.config.loading import load
     from trainkit.inference import evaluate_checkpoint
 
     said = io.StringIO()
@@ -116,21 +97,15 @@ def flip(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("damage", "why"),
-    [(flip, "the content of model.safetensors has changed"), (shutil.rmtree, "No such file or directory")],
-    ids=["flipped", "gone"],
-)
-def test_a_run_whose_best_weights_are_lost_ends_and_says_so(tmp_path: Path, damage: object, why: str) -> None:
+def test_a_run_whose_best_weights_are_lost_ends_and_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", SETTINGS, 22 + 5)
     assert format.pointed(folder / "checkpoints", "best") == BEST
-    assert callable(damage)
-    damage(format.path_of(folder / "checkpoints", BEST))
+    flip(format.path_of(folder / "checkpoints", BEST))
     ((ending, step, which, said),) = run_ranks(1, _go_on_and_evaluate, folder)
     assert ending == "finished"
     assert (step, which) == (24, "newest"), "nobody takes it for the best"
-    assert f"step-{BEST:08d} is broken: {why}" in said
+    assert f"step-{BEST:08d} is broken: the content of model.safetensors has changed" in said
 
 
 # Training goes on while a checkpoint is written; what it says, and who waits for it.
@@ -364,19 +339,15 @@ def _save_own(env: RankEnv, folder: Path, sees: list[bool], full: bool) -> str:
         return "saved"
 
 
-def test_each_rank_writes_its_own_half(tmp_path: Path) -> None:
-    assert run_ranks(2, _save_own, tmp_path, [True, True], False) == ["saved"] * 2
+@pytest.mark.parametrize(
+    "sees", [[True, True], [True, False, True], [True, False, False]], ids=["all do", "some do", "none does"]
+)
+def test_each_rank_writes_its_part_or_rank_0_for_those_that_see_no_folder(tmp_path: Path, sees: list[bool]) -> None:
+    count = len(sees)
+    assert run_ranks(count, _save_own, tmp_path, sees, False) == ["saved"] * count
     record = format.verified(tmp_path, 2)
-    sizes = [record.files[file_name("model", rank, 2)].bytes for rank in range(2)]
-    assert all(half == pytest.approx(100 * 64 * 4 / 2, rel=0.05) for half in sizes)
-    torch.manual_seed(0)
-    assert torch.equal(tensors(tmp_path)["wide.weight"], Wide().wide.weight)
-
-
-@pytest.mark.parametrize("sees", [[True, False, True], [True, False, False]], ids=["some do", "none does"])
-def test_rank_0_writes_for_those_that_do_not_see_the_folder(tmp_path: Path, sees: list[bool]) -> None:
-    assert run_ranks(3, _save_own, tmp_path, sees, False) == ["saved"] * 3
-    assert len(format.verified(tmp_path, 2).files) == 3
+    sizes = [record.files[file_name("model", rank, count)].bytes for rank in range(count)]
+    assert all(part == pytest.approx(100 * 64 * 4 / count, rel=0.07) for part in sizes)
     torch.manual_seed(0)
     assert torch.equal(tensors(tmp_path)["wide.weight"], Wide().wide.weight)
     assert not (tmp_path / "elsewhere").exists()

@@ -167,19 +167,22 @@ def test_the_shares_are_of_the_beta_distribution(alpha: float) -> None:
 
 
 def test_mixup_blends_neighbours_pixel_by_pixel_and_label_by_label() -> None:
-    mixed = mixing(mixup=0.8)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
+    images, mixed = mixing(mixup=0.8)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
+    assert mixed.share is not None
+    assert mixed.others is not None
     share = torch.where(mixed.labels == LABELS_MIXING, mixed.share, 1 - mixed.share).view(-1, 1, 1, 1)
-    assert torch.allclose(mixed.images, IMAGES_MIXING * share + partner(IMAGES_MIXING) * (1 - share), atol=1e-6)
+    assert torch.allclose(images, IMAGES_MIXING * share + partner(IMAGES_MIXING) * (1 - share), atol=1e-6)
     assert 0.5 <= mixed.share.min() < mixed.share.max() <= 1.0
     two = torch.stack([mixed.labels, mixed.others]).sort(0).values
     assert torch.equal(two, torch.stack([LABELS_MIXING, partner(LABELS_MIXING)]).sort(0).values)
 
 
 def test_cutmix_pastes_a_rectangle_of_the_neighbour_and_counts_its_pixels() -> None:
-    mixed = mixing(cutmix=1.0)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
-    pasted = (mixed.images == partner(IMAGES_MIXING)).squeeze(1)
+    images, mixed = mixing(cutmix=1.0)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
+    assert mixed.share is not None
+    pasted = (images == partner(IMAGES_MIXING)).squeeze(1)
     assert torch.equal(
-        mixed.images.squeeze(1), torch.where(pasted, partner(IMAGES_MIXING).squeeze(1), IMAGES_MIXING.squeeze(1))
+        images.squeeze(1), torch.where(pasted, partner(IMAGES_MIXING).squeeze(1), IMAGES_MIXING.squeeze(1))
     )
     own = 1 - pasted.float().mean(dim=(1, 2))
     assert torch.allclose(torch.where(own >= 0.5, own, 1 - own), mixed.share, atol=1e-6)
@@ -214,7 +217,7 @@ def test_so_many_pairs_are_mixed_and_so_many_of_them_by_cutmix(prob: float, swit
 
 def test_a_batch_in_channels_last_stays_so() -> None:
     images = torch.rand(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    mixed = mixing(0.8, 1.0)(images, LABELS_MIXING[:4], KEYS_MIXING[:4]).images
+    mixed, _ = mixing(0.8, 1.0)(images, LABELS_MIXING[:4], KEYS_MIXING[:4])
     assert mixed.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -245,7 +248,7 @@ def test_one_rectangle_of_so_many_images_is_filled(mode: Any) -> None:
         assert inside.std() == pytest.approx(1, abs=0.06)
 
 
-def test_a_random_colour_is_one_of_each_channel_and_noise_is_another_in_each_pixel() -> None:
+def test_a_random_colour_is_one_of_each_channel_noise_one_of_each_pixel() -> None:
     sides = RandomErasing(1.0, "rand").draw(KEYS_ERASING[:20], 20, 16).tolist()
     colours, noises = (
         RandomErasing(1.0, mode)(IMAGES_ERASING[:20].clone(), KEYS_ERASING[:20]) for mode in ("rand", "pixel")

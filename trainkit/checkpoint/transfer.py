@@ -423,17 +423,18 @@ def kept_elsewhere(url: str | None, writer: Writer, dist: Distributed) -> Upload
     Raises:
         UserError: on every rank: the place cannot be used, or another run is there.
     """
-    uploads, error = None, None
-    if dist.is_main and url is not None:
+
+    def kept() -> Uploads | None:
+        if not dist.is_main or url is None:
+            return None
         try:
             store = remote.claim(url, writer.run)
             if steps := bring_back(Store(store.url, tries=_TRIES), writer.run):
                 print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
-            uploads = Uploads(store, writer)
-            uploads.look()  # what the attempt before this one had no time for
         except StoreError as problem:
-            error = remote.unreachable(url, problem)
-        except UserError as refusal:
-            error = refusal
-    dist.raise_together(error)
-    return uploads
+            raise remote.unreachable(url, problem) from None
+        uploads = Uploads(store, writer)
+        uploads.look()  # what the attempt before this one had no time for
+        return uploads
+
+    return dist.together(kept)

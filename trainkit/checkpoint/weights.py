@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.state import Held, Sent, follow_masters, load_where_named, plain_name, weights_of
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import TrainkitError, UserError
+from trainkit.errors import UserError
 
-# Where trainers keep the weights in a file that holds more: averaged ones first, which are the better ones.
+# Keys of the weights in a file that holds more: averaged ones first, which are the better ones.
 _INSIDE = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "module")
 _SHOWN = 3
 
@@ -28,17 +28,9 @@ def start_from(file: Path, model: nn.Module, dist: Distributed) -> tuple[str, ..
         UserError: on every rank, if the file cannot be read or is of another network.
     """
     own = weights_of(model)
-    taken: dict[str, Tensor] = {}
-    error: TrainkitError | None = None
-    anew: tuple[str, ...] = ()
-    if dist.is_main:
-        try:
-            given = _read(file)
-            anew = _left_out(file, given, own)
-            taken = {name: value for name, value in given.items() if name in own and name not in anew}
-        except TrainkitError as refusal:
-            error = refusal
-    dist.raise_together(error)
+    given = dist.together(lambda: _read(file) if dist.is_main else {})
+    anew = dist.together(lambda: _left_out(file, given, own) if dist.is_main else ())
+    taken = {name: value for name, value in given.items() if name in own and name not in anew}
     load_where_named(own, Sent(Held(taken), dist), dist)
     follow_masters(model.parameters())
     return tuple(dist.broadcast_json(list(anew)))
@@ -80,13 +72,10 @@ def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]
     """Names of the model's own head, if the file has another one."""
     matrices = [name for name, value in own.items() if value.ndim > 1]
     head = f"{matrices[-1].rpartition('.')[0]}." if matrices else ""
-    counted = {
-        name for name in own if name.endswith(".num_batches_tracked")
-    }  # older torch had none, and nobody needs it
     different = [
         name
-        for name, value in own.items()
-        if (name not in given and name not in counted) or (name in given and given[name].shape != value.shape)
+        for name, value in own.items()  # older torch had no num_batches_tracked, and nobody needs it
+        if (given[name].shape != value.shape if name in given else not name.endswith(".num_batches_tracked"))
     ]
     different += [name for name in given if name not in own]
     wrong = [name for name in different if not (head and name.startswith(head))]

@@ -89,7 +89,7 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         dist: the ranks that build it together: one lists a million files for all of them, and what is wrong on one
             is raised on all.
     """
-    from trainkit.data.pack import mapped
+    from trainkit.data.loader import mapped
 
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
     build = plugins.load(_DATASETS, config.name)

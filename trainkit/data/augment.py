@@ -1,4 +1,4 @@
-"""What becomes of a batch on its way into the model: augmented, normalised, mixed; whole, and on the device."""
+"""Augment, normalise and mix whole batches, on the device that trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.errors import UserError
 BINS = 31
 """Magnitudes go from 0 to this, less one."""
 
-Operation = Callable[["Tensor", int], "Tensor"]
+Operation = Callable[[Tensor, int], Tensor]
 """Images uint8 [N, C, H, W], and in which direction, 1 or -1."""
 
 
@@ -36,8 +36,6 @@ class RandAugment:
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """uint8 [N, 1 or 3, H, W]; ``keys``, int64 [N], are on the host. Gives what they became."""
-        import torch
-
         places = torch.arange(len(keys))
         for drawn in self.draw(keys):
             drawn, order = drawn[places].sort(stable=True)
@@ -50,8 +48,6 @@ class RandAugment:
     def draw(self, keys: Tensor) -> list[Tensor]:
         """What each image gets, one operation after the other: numbers of `operations`, twice, and one more for those
         that go the other way. int64 [N] each."""
-        import torch
-
         signed = torch.tensor([signed for _, _, signed in self._operations])
         drawn = []
         for number in range(self.num_ops):
@@ -67,7 +63,6 @@ class RandAugment:
 
 def operations(magnitude: int) -> list[tuple[str, Operation, bool]]:
     """Those of torchvision's RandAugment: name, what it does, and whether it goes in two directions."""
-    import torch
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional
 
@@ -120,15 +115,14 @@ def operations(magnitude: int) -> list[tuple[str, Operation, bool]]:
 # first sample. So ranks, accumulation and restarts change nothing.
 
 
-class Mixed(NamedTuple):
-    """A batch after mixing. Each label has another one beside it, which counts for less or as much."""
+class Target(NamedTuple):
+    """What the model should say of a batch."""
 
-    images: Tensor
     labels: Tensor
-    """int64 [N]: what there is more of in each image."""
-    others: Tensor
-    """int64 [N]: what there is less of."""
-    share: Tensor
+    """int64 [N]: of an image, or of what a mixed image shows most of. Metrics go by it."""
+    others: Tensor | None = None
+    """int64 [N]: what else a mixed image shows."""
+    share: Tensor | None = None
     """float32 [N], 0.5 to 1: how much of each image is that of ``labels``."""
 
 
@@ -145,29 +139,21 @@ class Mixing:
     switch_prob: float
     """Of CutMix instead of mixup, where there are both."""
 
-    def __call__(self, images: Tensor, labels: Tensor, keys: Tensor) -> Mixed:
+    def __call__(self, images: Tensor, labels: Tensor, keys: Tensor) -> tuple[Tensor, Target]:
         """Mix float [N, C, H, W] and int64 [N] of one device, N even; ``keys``, int64 [N], are on the host."""
-        import torch
-
         height, width = images.shape[-2:]
         drawn = self.draw(keys, height, width).to(images.device, non_blocking=True)
         share, inside = drawn[:, 4], drawn[:, 5, None, None]
-        partners = _swapped(images)
-        others = _swapped(labels)
         of_partner = torch.where(boxes(drawn[:, :4], height, width), inside, 0.0)[:, None]
+        images, others = torch.lerp(images, _swapped(images), of_partner), _swapped(labels)
         own = share >= 0.5
-        return Mixed(
-            torch.lerp(images, partners, of_partner),
-            torch.where(own.view(-1, *[1] * (labels.dim() - 1)), labels, others),
-            torch.where(own.view(-1, *[1] * (labels.dim() - 1)), others, labels),
-            torch.where(own, share, 1 - share),
-        )
+        wide = own.view(-1, *[1] * (labels.dim() - 1))
+        more, less = torch.where(wide, labels, others), torch.where(wide, others, labels)
+        return images, Target(more, less, torch.where(own, share, 1 - share))
 
     def draw(self, keys: Tensor, height: int, width: int) -> Tensor:
         """float32 [N, 6]: a rectangle (top, bottom, left, right), the share of an image that stays its own, and how
         much of the partner there is inside the rectangle: all of it in CutMix, some, everywhere, in mixup."""
-        import torch
-
         assert len(keys) % 2 == 0, "pairs are not torn apart"
         pairs = keys[::2]
         u, v = data_order.uniform(pairs, data_order.MIXING), data_order.uniform(pairs, data_order.MIXING + 1)
@@ -200,8 +186,6 @@ def beta(alpha: float, u: Tensor, v: Tensor) -> Tensor:
     Devroye, "Random variate generation in one line of code" (Winter Simulation Conference 1996): exact for every alpha,
     and without rejection, so that each number needs exactly two draws.
     """
-    import torch
-
     if alpha == 0:
         return torch.ones_like(u)
     cosine = torch.cos(2 * torch.pi * v)
@@ -210,8 +194,6 @@ def beta(alpha: float, u: Tensor, v: Tensor) -> Tensor:
 
 def boxes(sides: Tensor, height: int, width: int) -> Tensor:
     """bool [N, height, width]: what is inside of each rectangle (top, bottom, left, right), [N, 4]."""
-    import torch
-
     rows, columns = (torch.arange(size, device=sides.device) for size in (height, width))
     top, bottom, left, right = sides.unsqueeze(-1).unbind(1)
     return ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None, :]
@@ -238,8 +220,6 @@ class RandomErasing:
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """Erase in ``images``, float [N, C, H, W], which are changed; ``keys``, int64 [N], are on the host."""
-        import torch
-
         sides = self.draw(keys, *images.shape[-2:])
         # By number and not by a mask: how many there are is known here, and the device need not be asked.
         chosen = (sides[:, 1] > sides[:, 0]).nonzero().view(-1)
@@ -255,8 +235,6 @@ class RandomErasing:
 
     def draw(self, keys: Tensor, height: int, width: int) -> Tensor:
         """Rectangles (top, bottom, left, right), int64 [N, 4]; empty for images that stay whole."""
-        import torch
-
         tries = torch.arange(_TRIES) * 4 + data_order.ERASING + 1
         one, two, three, four = (data_order.uniform(keys[:, None], tries + number) for number in range(4))
         area = (AREA[0] + (AREA[1] - AREA[0]) * one) * (height * width)
@@ -272,8 +250,6 @@ class RandomErasing:
 
     def _filling(self, keys: Tensor, images: Tensor) -> Tensor:
         """For images [N, C, H, W]: [N, C, H, W], or what is spread to it."""
-        import torch
-
         if self.mode == "const":
             return torch.zeros((), dtype=images.dtype, device=images.device)
         shape = images.shape if self.mode == "pixel" else (*images.shape[:2], 1, 1)
@@ -281,19 +257,8 @@ class RandomErasing:
         return data_order.normal(keys[:, None], numbers).view(shape).to(images.dtype)
 
 
-class Target(NamedTuple):
-    """What the model is to say of a batch."""
-
-    labels: Tensor
-    """Of an image, or of what a mixed image shows most of. Metrics go by it."""
-    others: Tensor | None = None
-    """What else a mixed image shows."""
-    share: Tensor | None = None
-    """float32 [N], 0.5 to 1: how much of it shows ``labels``."""
-
-
 class Augment:
-    """Makes of a batch what a model trains on. With nothing switched on, that is its normalised images."""
+    """Turns a batch into images and target for the model. With nothing switched on, images are only normalised."""
 
     def __init__(self, config: AugmentConfig, info: DataInfo, normalized: Callable[[Tensor], Tensor]) -> None:
         """``normalized``: uint8 [N, C, H, W] as the model takes them.
@@ -311,12 +276,8 @@ class Augment:
         ops, prob = config.rand_augment_ops, config.random_erasing_prob
         self._rand_augment = RandAugment(ops, config.rand_augment_magnitude) if ops else None
         self._erase = RandomErasing(prob, config.random_erasing_mode) if prob else None
-        self._mix = (
-            Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)
-            if config.mixes
-            else None
-        )
-
+        mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)
+        self._mix = mixing if config.mixes else None
         self._is_plain = self._rand_augment is None and self._erase is None and self._mix is None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Target]:
@@ -335,5 +296,4 @@ class Augment:
             images = self._erase(images, keys)
         if self._mix is None:
             return images, Target(labels)
-        images, *target = self._mix(images, labels, keys)
-        return images, Target(*target)
+        return self._mix(images, labels, keys)

@@ -20,18 +20,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from trainkit.data import order as data_order
 from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform
-from trainkit.data.folders import BrokenImages, RepairedBatch, noted, read_whole
+from trainkit.data.folders import BrokenImages, ImageFiles, RepairedBatch, noted, read_whole
 from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
+from trainkit.data.pack import Pack
 from trainkit.errors import TrainkitError
 from trainkit.process import granted_cpus
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -39,8 +40,6 @@ def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     A batch that lies there already stays, and an error in place of a batch passes as it is.
     """
-    import torch
-
     stream = torch.cuda.Stream(device)
 
     def moved(item: Tensor) -> Tensor:
@@ -211,14 +210,10 @@ class TensorTransform:
 
     def __call__(self, image: Tensor) -> Tensor:
         """One image [C, H, W]; random numbers come from torch's default generator."""
-        import torch
-
         return self.batch(image[None], self.draw(torch.randint(1 << 62, (1,))))[0]
 
     def draw(self, keys: Tensor) -> Tensor:
         """Row and column in the padded image, and 1 to mirror it: int64 [..., 3] for keys [...]."""
-        import torch
-
         places = 2 * self.shift + 1
         mirror = data_order.below(keys, data_order.SHIFT + 2, 2) if self.flip else torch.zeros_like(keys)
         return torch.stack([*(data_order.below(keys, data_order.SHIFT + n, places) for n in (0, 1)), mirror], dim=-1)
@@ -230,8 +225,6 @@ class TensorTransform:
         return resized(images, self.image_size)
 
     def _cropped(self, images: Tensor, drawn: Tensor) -> Tensor:
-        import torch
-
         shift = self.shift
         count, channels, height, width = images.shape
         tall, wide = height + 2 * shift, width + 2 * shift
@@ -252,9 +245,6 @@ class TensorTransform:
 
 def resized(images: Tensor, image_size: int) -> Tensor:
     """uint8 [N, C, H, W] -> [N, C, image_size, image_size], bilinear."""
-    import torch
-    import torch.nn.functional as F
-
     size = (image_size, image_size)
     if images.shape[-2:] == size:
         return images
@@ -278,6 +268,29 @@ def tensor_splits(
     return Splits(info, train, val, test, augmented, plain, in_memory)
 
 
+def mapped(splits: Splits) -> Splits:
+    """Use the mapped pixels of a pack as tensors, if all images are pixels of one size: nothing is read or decoded.
+
+    They are augmented in whole batches then, and may move to the GPU. Only for a data set that augments images of one
+    size: photos are cut out each in another size.
+    """
+    if not isinstance(splits.train_transform, TensorTransform):
+        return splits
+    train, val, test = (_tensor(part) for part in (splits.train, splits.val, splits.test))
+    if train is None or val is None or test is None:
+        return splits
+    return replace(splits, train=train, val=val, test=test, in_memory=True)
+
+
+def _tensor(samples: Samples) -> TensorSamples | None:
+    if not isinstance(samples, ImageFiles) or not isinstance(samples.files, Pack) or samples.in_chans != 3:
+        return None
+    images, first, count = samples.files.stacked, samples.positions[0], len(samples)
+    if images is None or samples.positions.tolist() != [*range(first, first + count)]:
+        return None
+    return TensorSamples(images[first : first + count], torch.tensor(samples.labels.tolist()))
+
+
 SHARE_OF_FREE = 0.1
 """Of a GPU's free memory, what the data may take: the model and its activations need the rest."""
 
@@ -287,8 +300,6 @@ def to_device(splits: Splits, where: Literal["auto", "cpu"], device: torch.devic
 
     Bytes are cut out alike wherever they lie. Only resizing rounds otherwise on a GPU, by one level of 255 at most.
     """
-    import torch
-
     if where == "cpu" or device.type != "cuda" or workers:  # a loader process has no GPU
         return splits
     parts = [part for part in (splits.train, splits.val, splits.test) if isinstance(part, TensorSamples)]
@@ -324,8 +335,6 @@ def eval_from_memory(
     samples: TensorSamples, transform: TensorTransform, starts: Iterable[int], size: int
 ) -> Iterator[EvalBatch]:
     """Batches of ``size`` that begin at ``starts``; what is missing at the end is filled with the last sample."""
-    import torch
-
     total, device = len(samples), samples.images.device
     places = torch.arange(size, device=device)
     for start in starts:
@@ -445,8 +454,6 @@ def _random_state(key: int) -> Iterator[None]:
     transforms.v2 take their random numbers from the default generator and offer no other way. Saving and restoring
     costs 2 us; `torch.random.fork_rng` would touch every GPU's generator as well.
     """
-    import torch
-
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(key)
     try:
@@ -478,8 +485,6 @@ class _Fetch:
         return RepairedBatch(batch, met) if met else batch
 
     def _train_batch(self, seed: int, epoch: int, indices: list[int], met: dict[str, str]) -> Batch:
-        import torch
-
         places = torch.tensor(indices)
         keys = data_order.keys(seed, epoch, places)
         if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
@@ -496,8 +501,6 @@ class _Fetch:
         return Batch(*_collated(items), keys)
 
     def _eval_batch(self, filled: int, indices: list[int], met: dict[str, str]) -> EvalBatch:
-        import torch
-
         items, counted = [], []
         for position, index in enumerate(indices):
             with _random_state(index):
@@ -519,7 +522,6 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _loader(dataset: object, keys: Iterable[Keys], *, workers: int, device: torch.device | None) -> Any:
-    import torch
     from torch.utils.data import DataLoader
 
     return DataLoader(

@@ -21,26 +21,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio, terminal
-from trainkit.data.base import Samples, Splits
 from trainkit.data.download import Say
 from trainkit.data.folders import (
     BrokenImageError,
     Files,
-    ImageFiles,
     Layout,
     decode_image,
     decode_pixels,
     parse_list,
     read_content,
 )
-from trainkit.data.loader import TensorSamples, TensorTransform
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import end_with_parent, node_disk
 
@@ -493,28 +489,3 @@ def _stage(pack: Path, disk: Path | None, *, must: bool) -> None:
         )
     else:
         print(f"Note: the pack is read where it lies: {why_not}.", flush=True)
-
-
-def mapped(splits: Splits) -> Splits:
-    """Use the mapped pixels of a pack as tensors, if all images are pixels of one size: nothing is read or decoded.
-
-    They are augmented in whole batches then, and may move to the GPU. Only for a data set that augments images of one
-    size: photos are cut out each in another size.
-    """
-    if not isinstance(splits.train_transform, TensorTransform):
-        return splits
-    train, val, test = (_tensor(part) for part in (splits.train, splits.val, splits.test))
-    if train is None or val is None or test is None:
-        return splits
-    return replace(splits, train=train, val=val, test=test, in_memory=True)
-
-
-def _tensor(samples: Samples) -> TensorSamples | None:
-    import torch
-
-    if not isinstance(samples, ImageFiles) or not isinstance(samples.files, Pack) or samples.in_chans != 3:
-        return None
-    images, first, count = samples.files.stacked, samples.positions[0], len(samples)
-    if images is None or samples.positions.tolist() != [*range(first, first + count)]:
-        return None
-    return TensorSamples(images[first : first + count], torch.tensor(samples.labels.tolist()))
