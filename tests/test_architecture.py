@@ -222,8 +222,6 @@ TWICE = {"messages.py": "of the swarm, and between processes of a run: one is to
 """Names that files of two rooms have, besides base.py, and why."""
 LONGEST_NAME = 72
 LONG_NAMES = {
-    "tests/checkpoint": 7,
-    "tests/data": 1,
     "tests/distributed": 7,
     "tests/models": 1,
     "tests/monitor": 6,
