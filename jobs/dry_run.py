@@ -27,7 +27,7 @@ from trainkit.start import by_names
 
 DERIVED = "derived"
 LOOKED_AT = 50
-"""Of so many of the newest runs one may tell what memory this one will need."""
+"""How many of the newest runs to search for one that tells what memory this one will need."""
 # What decides how much memory a rank needs, besides its micro batch and the number of ranks.
 _MODEL = ("model", "data.name", "data.image_size", "data.in_chans")
 _REST = (

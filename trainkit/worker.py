@@ -1,4 +1,4 @@
-"""One rank of a run, or of a bench: what every task of a job runs, whoever has started it."""
+"""One rank of a run, or of a bench: every task of a job runs this, however it was started."""
 
 from __future__ import annotations
 

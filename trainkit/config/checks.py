@@ -1,4 +1,4 @@
-"""Which settings do not go together, and what a strategy's file says to those who never load it.
+"""Refuse settings that do not go together; read what a strategy's file states without loading it.
 
 A strategy's file states upper-case constants (`StrategyTraits`), which are read from its source
 (`trainkit.plugins.stated`): nobody else knows a strategy by its name, or has read its options.

@@ -1,4 +1,4 @@
-"""Which optimizers and schedules there are beyond ours, and what each takes.
+"""Find optimizers and schedules beyond ours, and check what each takes.
 
 What timm and torch have is read from their source: importing them costs seconds of CPU, `submit` has half of one.
 """

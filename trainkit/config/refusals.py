@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in plain words: the key, where it was written, and what would be right."""
+"""Say what is wrong with a configuration: the key, where it was written, and what would be right."""
 
 from __future__ import annotations
 

@@ -168,8 +168,8 @@ class TrainConfig(Section):
     channels_last: bool = False
     """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
     activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
-    """What blocks have computed is computed again in the backward pass instead of being kept: less memory, a third more
-    time. full: of all blocks; a number: of every so manyth."""
+    """Compute again in the backward pass what blocks have computed, instead of keeping it: less memory, a third more
+    time. full: in all blocks; a number N: in every Nth."""
     compile: Literal["off", "model", "blocks"] = "off"
     """torch.compile of the whole model, or of each repeated block, which starts sooner. CPUs need a C++ compiler."""
     deterministic: bool = False
@@ -189,10 +189,10 @@ class TrainConfig(Section):
     """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
     measure both: `ema_loss` and so on. null: no average."""
     eval_every_epochs: PositiveInt = 1
-    """Validate after every so many epochs, and always at the end."""
+    """Epochs between two validations; there is always one at the end."""
     early_stopping_patience: PositiveInt | None = None
-    """Stop after so many validations in a row that were no better, by `checkpoint.best`; null: train to the end. A
-    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: constant and step are."""
+    """Stop after this many validations in a row without improvement, by `checkpoint.best`; null: train to the end. A
+    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: use constant or step."""
     early_stopping_min_delta: NonNegativeFloat = 0.0
     """How much better a validation must be to count as better, in the metric's own unit (accuracies: percent)."""
 
@@ -203,24 +203,25 @@ class TrainConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Of whole batches on the device, after what the data set does itself (shift or crop, mirror)."""
+    """Augmentation of whole batches on the device, after that of the data set itself (shift or crop, mirror)."""
 
     rand_augment_ops: Annotated[int, Field(ge=0, le=10)] = 0
-    """RandAugment: operations an image, 2 as a rule; 0: none."""
+    """RandAugment: operations on an image, usually 2; 0: none."""
     rand_augment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """How strong each of them is."""
+    """How strong each operation is."""
     random_erasing_prob: Probability = 0.0
-    """Of an image to lose a random rectangle."""
+    """Probability that an image loses a random rectangle."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "const"
-    """What comes there: the mean colour, a random one, or noise."""
+    """What fills the rectangle: the mean colour, a random colour, or noise."""
     mixup_alpha: NonNegativeFloat = 0.0
-    """Mixup: of the Beta distribution that the share of an image is drawn from, 0.2 to 1 as a rule; 0: none."""
+    """Mixup: parameter of the Beta distribution from which the share of an image is drawn, usually 0.2 to 1; 0:
+    none."""
     cutmix_alpha: NonNegativeFloat = 0.0
-    """CutMix, the same; 1 as a rule. With mixup, each pair of images gets one of the two."""
+    """CutMix: the same, usually 1. With mixup, each pair of images gets one of the two."""
     mixup_prob: Probability = 1.0
-    """Of a pair to be mixed by either."""
+    """Probability that a pair is mixed by either."""
     mixup_switch_prob: Probability = 0.5
-    """Of CutMix instead of mixup, where both are on."""
+    """Probability of CutMix instead of mixup, where both are on."""
 
     @property
     def mixes(self) -> bool:
@@ -230,21 +231,21 @@ class AugmentConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: PositiveInt | None = None
-    """Save after every so many updates as well."""
+    """Updates between two checkpoints; null: their number does not matter."""
     every_epochs: PositiveInt | None = 1
-    """Save after every so many epochs."""
+    """Epochs between two checkpoints; null: their number does not matter."""
     every_minutes: PositiveFloat | None = 15.0
-    """Save when so many minutes have passed since the last time: what a power cut may cost at most."""
+    """Save when this many minutes have passed since the last checkpoint: what a power cut may cost at most."""
     keep: PositiveInt = 3
     """How many checkpoints to keep besides the best."""
     asynchronous: bool = True
     """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
     best: Annotated[Annotated[str, Field(pattern=r"^val/\w+$")] | None, PLAIN] = None
-    """What `best` is judged by: val/loss, or val/ and a metric of the task; val/ema_...: that of the averaged weights
-    (train.ema_decay). null: the headline of the task."""
+    """The metric that selects `best`: val/loss, or val/ and a metric of the task; val/ema_...: that of the averaged
+    weights (train.ema_decay). null: the headline of the task."""
     remote: Annotated[str | None, SENDS] = None
-    """Send `best` and `latest` there behind the training, below the run's name: s3://bucket/prefix, gs://bucket/prefix
-    or file:///folder. Credentials come from the environment only."""
+    """Upload `best` and `latest` there in the background, below the run's name: s3://bucket/prefix,
+    gs://bucket/prefix or file:///folder. Credentials come from the environment only."""
 
     @field_validator("remote")
     @classmethod
@@ -277,8 +278,8 @@ class LaunchConfig(Section):
     """Resources. The names are those of sbatch's flags, with underscores."""
 
     executor: Annotated[str, IMPORTS] = "auto"
-    """Who starts the job. auto: slurm where sbatch is found, else local. debug: in the calling process. A scheduler of
-    your own: package.module:build."""
+    """What starts the job. auto: slurm where sbatch is found, else local. debug: in the calling process. A scheduler
+    of your own: package.module:build."""
     cluster: Annotated[str | None, STARTS] = None
     """A site profile: a name in configs/clusters or the path of a YAML file."""
     nodes: PositiveInt = 1
@@ -338,7 +339,7 @@ class LaunchConfig(Section):
     """Check the nodes before the ranks start, in the job itself; a bad one is named and excluded, and the job queued
     again."""
     hang_seconds: PositiveInt = 600
-    """Ranks that make no progress for so long hang: the attempt is ended, and the one that is behind is named."""
+    """Ranks that make no progress for this long hang: the attempt is ended, and the rank that is behind is named."""
     signal_seconds: PositiveInt | None = None
     """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True
@@ -358,9 +359,9 @@ class LaunchConfig(Section):
     ] = None  # against a profile's or a run's own
     """Run the ranks in a container: image.sif, image.sqsh, nvcr.io#nvidia/pytorch:25.01-py3, docker://..."""
     container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
-    """auto: apptainer for .sif files and URLs; of the rest pyxis on SLURM, docker without (jobs.launch)."""
+    """auto: apptainer for .sif files and URLs; otherwise pyxis on SLURM, docker without it (jobs.launch)."""
     container_mounts: Annotated[tuple[str, ...], STARTS] = ()
-    """Further folders that it sees, SOURCE:TARGET[:ro]; those of run, submission and data it sees anyway."""
+    """Further folders that the container sees, SOURCE:TARGET[:ro]; it always sees those of run, submission and data."""
     container_python: Annotated[str, STARTS] = "python3"
     """The interpreter inside, which has torch and the other packages that trainkit needs."""
     sbatch: Annotated[dict[str, str], STARTS] = {}
@@ -474,8 +475,7 @@ class DataConfig(PluginSection):
     stage: bool | Literal["auto"] = False
     """Copy the pack to this node's own disk first ($SLURM_TMPDIR, $TMPDIR), once a node. auto: where there is room."""
     max_broken: NonNegativeInt = 0
-    """So many images that cannot be decoded are skipped: another stands in; evaluation leaves them out of its counts.
-    One more ends the run."""
+    """How many undecodable images to replace before the run fails; evaluation leaves them out of its counts."""
 
     @model_validator(mode="after")
     def _only_packs_are_staged(self) -> DataConfig:
@@ -507,10 +507,11 @@ class OptimConfig(ExtensibleSection):
     weight_decay: NonNegativeFloat = 0.05
     """Applied to matrices and filters only, not to biases and norms."""
     layer_decay: Share = 1.0
-    """Layers nearer to the image learn slower: each at so much of the next one's rate. 0.65 to 0.8 is usual for
-    fine-tuning vision transformers; 1: all alike."""
+    """Layers nearer to the image learn more slowly: each at this fraction of the next one's rate. 0.65 to 0.8 is
+    usual for fine-tuning vision transformers; 1: all alike."""
     betas: tuple[Fraction, Fraction] | tuple[Fraction, Fraction, Fraction] | None = (0.9, 0.999)
-    """All but SGD. The default is that of ours; null: the optimizer's own, the default of all others."""
+    """Decay of the running moments, for all but SGD. The default is that of ours; null: the optimizer's own, the
+    default of all others."""
     momentum: Fraction | None = 0.9
     """SGD and Muon, for which 0.95 is usual. The default is that of ours; null: as in betas."""
     nesterov: bool | None = False
@@ -586,7 +587,7 @@ class MonitorConfig(Section):
     """[20, 25]: profile the updates after the 20th up to the 25th, on rank 0, into RUN/profile; `touch RUN/PROFILE`
     profiles 5 at any time."""
     memory_history: bool = False
-    """Note which line asks for which memory of the GPU, for the snapshot that is written when there is too little."""
+    """Record which line asks for which memory of the GPU, for the snapshot that is written when there is too little."""
 
 
 class CollaborativeConfig(Section):
@@ -597,21 +598,21 @@ class CollaborativeConfig(Section):
     """Length of a round; every peer trains as many updates as it can in it. gradients: the longest, after which the
     update is made with the samples that there are."""
     rounds: PositiveInt = 20
-    """The run ends after so many rounds."""
+    """Rounds after which the run ends."""
     matchmaking_seconds: PositiveFloat = 3.0
     """How long before the end of a round peers look for one another."""
     outer_lr: PositiveFloat = 0.7
-    """Of diloco's step; with gradients, optim and schedule say it all."""
+    """Learning rate of diloco's step; with gradients, optim and schedule say it all."""
     outer_momentum: Fraction = 0.9
     """Nesterov momentum of diloco's step."""
     compression: Literal["none", "fp16", "8bit"] = "fp16"
-    """What peers send: fp16 halves the traffic, 8bit halves it again. Who has a slow link takes 8bit by itself."""
+    """What peers send: fp16 halves the traffic, 8bit halves it again. A peer with a slow link takes 8bit by itself."""
     initial_peers: Annotated[tuple[str, ...], SENDS] = ()
-    """Addresses of a swarm to join, by those who submit peers to it; whom it has invited set TRAINKIT_TOKEN."""
+    """Addresses of a swarm to join, for those who submit peers to it; invited peers set TRAINKIT_TOKEN."""
     port: Port = 0
     """Port of the first peer; 0: any free one."""
     open: Annotated[bool, SENDS] = False
-    """Whoever has an address may join, as a volunteer. Else those whom `swarm invite` has given a token."""
+    """Anybody who has an address may join, as a volunteer; else only those to whom `swarm invite` gave a token."""
 
     @model_validator(mode="after")
     def _round_holds_matchmaking(self) -> CollaborativeConfig:
@@ -630,7 +631,7 @@ class Config(Section):
     """A whole run."""
 
     seed: Seed = 0
-    """Of weights, data order and augmentation."""
+    """Seed of weights, data order and augmentation."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     task: TaskConfig = TaskConfig()

@@ -1,4 +1,4 @@
-"""What the file of a task states of its metrics, and what must fit the task in a configuration; without torch."""
+"""Read the metrics that the file of a task states, and check that a configuration fits the task; without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting a check of nodes the way a training would be started there: through srun, or as ranks of this machine."""
+"""Start a check of nodes the way a training would be started there: through srun, or as ranks of this machine."""
 
 from __future__ import annotations
 

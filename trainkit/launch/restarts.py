@@ -1,4 +1,4 @@
-"""Whether an attempt that was interrupted or has failed is worth another one, and which nodes it should do without.
+"""Decide whether an attempt that was interrupted or failed is worth another one, and without which nodes.
 
 A run may be interrupted as often as it likes while it makes progress: preemptions and time limits are no fault of its
 own. Failures that another start may mend (a rank that was killed, a node that is gone, a hang) are tried again within a

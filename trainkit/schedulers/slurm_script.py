@@ -1,4 +1,4 @@
-"""What SLURM is given as text: the batch script of a run or of a sweep, and ``--dependency``.
+"""The texts that SLURM is given: the batch script of a run or of a sweep, and ``--dependency``.
 
 Pure: a script is the same for a dry run and for the submission after it.
 """

@@ -1,4 +1,4 @@
-"""What runs are doing now: asked from whoever started their jobs. Never stored.
+"""The states of runs, asked of the schedulers that started their jobs. Never stored.
 
 A run may have had many jobs. Its state is that of the newest, and it is alive as long as any of them may be.
 
