@@ -183,46 +183,20 @@ for name in ("space", "inodes", "enough"):
     assert enough == "enough passes"
 
 
-# The guess of sbatch
+# The guess of sbatch, beyond what test_versions.py holds
 
 
 @pytest.mark.parametrize(
-    ("text", "when", "nodes"),
+    ("text", "nodes", "refusal"),
     [
-        (
-            "sbatch: Job 12883421 to start at 2026-11-21T19:12:29 using 2 processors on nodes n[1-2] in partition main",
-            "2026-11-21T19:12:29",
-            "n[1-2]",
-        ),
-        (  # before 18.08
-            "sbatch: Job 3 to start at 2026-11-21T19:12:29 using 2 processors on n1",
-            "2026-11-21T19:12:29",
-            "n1",
-        ),
-        (
-            "sbatch: warning: can't run 1 processes on 2 nodes\n"
-            "sbatch: Job 9 to start at 2026-12-01T00:00:00 using 8 processors on nodes g7 in partition gpu\n",
-            "2026-12-01T00:00:00",
-            "g7",
-        ),
-    ],
-)
-def test_the_guess_of_sbatch_is_read(text: str, when: str, nodes: str) -> None:
-    start = read_start(text)
-    assert start.when is not None
-    assert (start.when.isoformat(), start.nodes, start.refusal) == (when, nodes, "")
-
-
-@pytest.mark.parametrize(
-    ("text", "refusal"),
-    [
-        (
-            "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified\n",
-            "Invalid partition name specified",
-        ),
-        ("allocation failure: Requested node is not there", "Requested node is not there"),
-        ("", "sbatch said nothing"),
+        ("sbatch: Job 3 to start at 2026-11-21T19:12:29 using 2 processors on n1", "n1", ""),  # before 18.08
+        ("sbatch: warning: can't run 1 processes on 2 nodes\n"
+         "sbatch: Job 9 to start at 2026-11-21T19:12:29 using 8 processors on nodes g7 in partition gpu\n", "g7", ""),
+        ("allocation failure: Requested node is not there", "", "Requested node is not there"),
+        ("", "", "sbatch said nothing"),
     ],
 )  # fmt: skip
-def test_a_refusal_of_sbatch_is_kept_in_its_words(text: str, refusal: str) -> None:
-    assert read_start(text).refusal == refusal
+def test_the_guess_of_sbatch_and_its_refusal_are_read(text: str, nodes: str, refusal: str) -> None:
+    start = read_start(text)
+    assert (start.when.isoformat() if start.when else "") == ("" if refusal else "2026-11-21T19:12:29")
+    assert (start.nodes, start.refusal) == (nodes, refusal)

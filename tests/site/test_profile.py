@@ -32,60 +32,32 @@ PartitionName=closed Default=NO MaxNodes=1 MaxTime=00:30:00 Nodes=(null) State=I
 """
 
 
-def test_nodes_are_read_with_their_gpus_and_usable_cpus() -> None:
+def test_nodes_and_partitions_are_read_whatever_stands_around_them() -> None:
     nodes = read_nodes(NODES)
-    assert [(node.name, node.cpus, node.gpus, node.up) for node in nodes.values()] == [
-        ("n1", 8, 4, True),
-        ("n2", 6, 2, False),
-        ("n3", 16, 0, True),
-    ]
-
-
-def test_partitions_are_read_with_their_limits_and_nodes() -> None:
-    main, short, closed = read_partitions(PARTITIONS, read_nodes(NODES))
-    assert (main.default, main.max_time_min, main.max_nodes, len(main.nodes)) == (True, None, None, 3)
-    assert (short.default, short.max_time_min, short.max_nodes) == (False, 36 * 60, 2)
-    assert [node.name for node in short.nodes] == ["n1"]
-    assert (closed.up, closed.max_time_min, closed.nodes) == (False, 30, ())
-
-
-def test_the_default_partition_is_the_one_that_no_name_means() -> None:
-    site = Site("slurm", 0, 1, read_partitions(PARTITIONS, {}))
-    assert site.partition(None) == site.partition("main")
+    found = [(node.name, node.cpus, node.gpus, node.up) for node in nodes.values()]
+    assert found == [("n1", 8, 4, True), ("n2", 6, 2, False), ("n3", 16, 0, True)]
+    site = Site("slurm", 0, 1, read_partitions(PARTITIONS, nodes))
+    main, short, closed = site.partitions
+    assert site.partition(None) == site.partition("main") == main
     assert site.partition("nosuch") is None
+    assert (short.max_time_min, short.max_nodes, [node.name for node in short.nodes]) == (36 * 60, 2, ["n1"])
+    assert (closed.up, closed.max_time_min, closed.nodes) == (False, 30, ())
 
 
 @pytest.mark.parametrize(
     ("gres", "count"),
-    [
-        ("gpu:4", 4),
-        ("gpu", 1),
-        ("gpu:a100:8", 8),
-        ("gpu:a100:4(S:0-1)", 4),
-        ("gpu:a100:2(S:0),gpu:t4:1(S:1),nvme:1", 3),
-        ("(null)", 0),
-        ("nvme:2", 0),
-        ("", 0),
-    ],
-)
+    [("gpu:4", 4), ("gpu", 1), ("gpu:a100:8", 8), ("gpu:a100:4(S:0-1)", 4), ("(null)", 0), ("nvme:2", 0), ("", 0),
+     ("gpu:a100:2(S:0),gpu:t4:1(S:1),nvme:1", 3)],
+)  # fmt: skip
 def test_gpus_are_counted_in_generic_resources(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
 
 
 @pytest.mark.parametrize(
     ("mask", "present", "count"),
-    [
-        (None, 4, 4),
-        ("", 4, 0),
-        ("0,1", 4, 2),
-        ("5,6", 8, 2),
-        ("5,6", 4, 0),
-        ("0,-1,1", 4, 1),
-        ("1,1", 4, 1),
-        ("GPU-8932f937,GPU-11111111", 4, 2),
-        ("0", 0, 0),
-    ],
-)
+    [(None, 4, 4), ("", 4, 0), ("0,1", 4, 2), ("5,6", 8, 2), ("5,6", 4, 0), ("0,-1,1", 4, 1), ("1,1", 4, 1),
+     ("GPU-8932f937,GPU-11111111", 4, 2), ("0", 0, 0)],
+)  # fmt: skip
 def test_the_visible_device_mask_is_counted_as_cuda_reads_it(mask: str | None, present: int, count: int) -> None:
     assert visible_gpus(mask, present) == count
 
@@ -94,28 +66,26 @@ def test_a_machine_without_sbatch_has_no_slurm(tmp_path: Path) -> None:
     assert not discover({"PATH": str(tmp_path)}).scheduler
 
 
-def test_a_login_node_tells_its_partitions(fake_command: Callable[[str, str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("scontrol", "is_slurm", "known", "unknown"),
+    [
+        (f"if [ $2 = node ]; then cat <<'E'\n{NODES}\nE\nelse cat <<'E'\n{PARTITIONS}\nE\nfi", True,
+         ["main", "short", "closed"], ""),
+        ("echo 'slurm_load_node: Unable to contact slurm controller' >&2; exit 1", True, [], "Unable to contact"),
+        ("echo 'fatal: Could not establish a configuration source' >&2; exit 1", False, [],
+         "configured for no cluster"),
+    ],
+    ids=["a login node", "no answer", "packages without a cluster"],
+)  # fmt: skip
+def test_a_login_node_tells_its_partitions_or_why_it_does_not(
+    fake_command: Callable[[str, str], Path], scontrol: str, is_slurm: bool, known: list[str], unknown: str
+) -> None:
     fake_command("sbatch", "exit 1")
-    fake_command("scontrol", f"if [ $2 = node ]; then cat <<'E'\n{NODES}\nE\nelse cat <<'E'\n{PARTITIONS}\nE\nfi")
+    fake_command("scontrol", scontrol)
     site = discover(dict(os.environ))
-    assert site.scheduler
-    assert [partition.name for partition in site.partitions] == ["main", "short", "closed"]
-
-
-def test_a_slurm_that_does_not_answer_is_a_slurm_that_is_not_known(fake_command: Callable[[str, str], Path]) -> None:
-    fake_command("sbatch", "exit 1")
-    fake_command("scontrol", "echo 'slurm_load_node: Unable to contact slurm controller' >&2; exit 1")
-    site = discover(dict(os.environ))
-    assert site.scheduler
-    assert "Unable to contact" in site.unknown
-
-
-def test_slurms_packages_without_a_cluster_are_no_slurm(fake_command: Callable[[str, str], Path]) -> None:
-    fake_command("sbatch", "exit 1")
-    fake_command("scontrol", "echo 'fatal: Could not establish a configuration source' >&2; exit 1")
-    site = discover(dict(os.environ))
-    assert not site.scheduler
-    assert "configured for no cluster" in site.unknown
+    assert bool(site.scheduler) == is_slurm
+    assert [partition.name for partition in site.partitions] == known
+    assert unknown in site.unknown
 
 
 PROFILES = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml"))

@@ -118,21 +118,18 @@ def _with_python(folder: Path, text: str) -> bytes:
     return done.stderr.splitlines()[0]
 
 
-def test_a_python_without_the_packages_is_told_what_to_install(tmp_path: Path) -> None:
-    without_packages = f'exec {shlex.quote(sys.executable)} -S "$@"'
-    assert b"there has no pydantic" in _with_python(tmp_path, without_packages)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ("", b"there has no pydantic"),
         ("import sys; sys.version_info = (3, 6, 8)", b"there is Python 3.6, and trainkit needs 3.10."),
         ("from importlib import metadata; metadata.version = lambda name: '2.1.0+cu118'", b"there has pydantic 2.1.0"),
     ],
 )
-def test_what_is_too_old_there_is_said(tmp_path: Path, change: str, said: bytes) -> None:
-    text = f'shift 2; code=$1; shift; exec {shlex.quote(sys.executable)} -c "{change}\n$code" "$@"'
-    assert said in _with_python(tmp_path, text.replace("\\n", "\n"))
+def test_a_python_that_lacks_something_or_is_too_old_there_is_said(tmp_path: Path, change: str, said: bytes) -> None:
+    python = shlex.quote(sys.executable)
+    changed = f'shift 2; code=$1; shift; exec {python} -c "{change}\n$code" "$@"'
+    assert said in _with_python(tmp_path, changed if change else f'exec {python} -S "$@"')
 
 
 def test_a_machine_without_python_is_said_in_three_lines(tmp_path: Path) -> None:
@@ -159,14 +156,17 @@ def _heard(host: Host, line: str, env: Mapping[str, str]) -> tuple[int, str]:
     return run_there(host, line, env, heard.extend), heard.decode()
 
 
-def test_no_connection_is_said_as_such(tmp_path: Path) -> None:
-    with pytest.raises(SchedulerError, match="No connection to login"):
-        _heard(Host("login"), "true", _env(tmp_path, "exit 255"))
-
-
-def test_a_connection_that_is_lost_later_is_said_as_such(tmp_path: Path) -> None:
-    with pytest.raises(SchedulerError, match="The connection to login was lost"):
-        _heard(Host("login"), "true", _env(tmp_path, f"echo '{BEGIN}'; exit 255"))
+@pytest.mark.parametrize(
+    ("ssh", "words"),
+    [
+        ("exit 255", "No connection to login"),
+        (f"echo '{BEGIN}'; exit 255", "The connection to login was lost"),
+        ("exec yes Welcome", "login does not come to the point"),
+    ],
+)
+def test_a_connection_that_is_none_or_no_more_is_said_as_such(tmp_path: Path, ssh: str, words: str) -> None:
+    with pytest.raises(SchedulerError, match=words):
+        _heard(Host("login"), "true", _env(tmp_path, ssh))
 
 
 def test_a_machine_without_ssh_says_so() -> None:
@@ -180,11 +180,6 @@ def test_what_a_profile_there_prints_is_no_part_of_the_answer(
     says = f"printf 'Welcome\\033[2J! '; echo '{BEGIN}'; echo [1]; exit 3"
     assert _heard(Host("login"), "true", _env(tmp_path, says)) == (3, "[1]\n")
     assert capsys.readouterr().err == "Welcome!\n"
-
-
-def test_a_login_node_that_never_comes_to_the_point_is_left(tmp_path: Path) -> None:
-    with pytest.raises(SchedulerError, match="login does not come to the point"):
-        _heard(Host("login"), "true", _env(tmp_path, "exec yes Welcome"))
 
 
 def test_a_connection_that_is_deaf_is_killed_when_nobody_listens(
