@@ -118,8 +118,7 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
     sparse(tmp_path / "file")
     with (tmp_path / "file").open("ab") as out:
         out.write(b"the end")
-    assert fileio.read_end(tmp_path / "file", 7) == "the end"
-    assert fileio.read_start(tmp_path / "file", 3) == "\0\0\0"
+    assert (fileio.read_end(tmp_path / "file", 7), fileio.read_start(tmp_path / "file", 3)) == ("the end", "\0\0\0")
 
 
 @pytest.mark.parametrize(
@@ -228,18 +227,15 @@ def test_what_is_appended_to_a_second_name_of_a_file_leaves_the_first(run: Path,
     assert mode(run / "events.jsonl") == 0o600
 
 
-def test_a_long_second_name_is_refused(run: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "words"), [("second name", "has a second name"), ("pipe", "no regular file")])
+def test_what_cannot_be_appended_to_is_refused_at_once(
+    run: Path, victim: Path, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fileio, "_LONGEST_COPY", 4)
-    os.link(victim, run / "events.jsonl")
-    with pytest.raises(UserError, match="has a second name"):
+    os.link(victim, run / "events.jsonl") if kind == "second name" else os.mkfifo(run / "events.jsonl")
+    with pytest.raises(UserError, match=words):
         append(run / "events.jsonl")
     assert sorted(run.iterdir()) == [run / "events.jsonl"]
-
-
-def test_a_pipe_in_the_place_of_a_record_is_refused_at_once(run: Path) -> None:
-    os.mkfifo(run / "events.jsonl")
-    with pytest.raises(UserError, match="no regular file"):
-        append(run / "events.jsonl")
 
 
 def test_a_new_file_is_never_one_that_is_there(run: Path, victim: Path) -> None:

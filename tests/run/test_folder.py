@@ -239,17 +239,15 @@ def here(name: str) -> Path:
 
 
 @pytest.mark.parametrize("other", ["run", "sweep"])
-def test_the_run_here_is_meant_whatever_there_is_elsewhere(elsewhere: Path, env: dict[str, str], other: str) -> None:
-    mine = here("ddp-0001")
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_what_is_here_is_meant_whatever_there_is_elsewhere(
+    elsewhere: Path, env: dict[str, str], kind: str, other: str
+) -> None:
+    mine = here("ddp-0001") if kind == "run" else sweep(Path("runs/ddp-0001").absolute())
     RunDir.create(elsewhere / "ddp-0001", YAML) if other == "run" else sweep(elsewhere / "ddp-0001")
-    assert [run.path for run in find_runs("ddp-0001", env)] == [find_run("ddp-0001", env).path] == [mine]
-
-
-def test_the_sweep_here_is_meant_whatever_there_is_elsewhere(elsewhere: Path, env: dict[str, str]) -> None:
-    mine = sweep(Path("runs/ddp-0001").absolute())
-    RunDir.create(elsewhere / "ddp-0001", YAML)
-    assert sorted(run.path for run in find_runs("ddp-0001", env)) == [mine / "0", mine / "1"]
-    assert find_run("ddp-0001/1", env).path == mine / "1"
+    found = sorted(run.path for run in find_runs("ddp-0001", env))
+    assert found == ([mine] if kind == "run" else [mine / "0", mine / "1"])
+    assert find_run("ddp-0001" if kind == "run" else "ddp-0001/1", env).path == found[-1]
 
 
 def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path, env: dict[str, str]) -> None:
@@ -278,17 +276,18 @@ def test_of_several_elsewhere_none_is_taken_and_all_are_listed(
     assert caught.value.why == f"{one}, {two}"
 
 
-def test_the_number_of_a_run_in_a_sweep_is_no_name(elsewhere: Path, env: dict[str, str]) -> None:
-    sweep(elsewhere / "ddp-0001", count=1)
-    with pytest.raises(UserError, match="No run '0'"):
-        find_runs("0", env)
-
-
-@pytest.mark.parametrize("reference", ["./ddp-0001", "runs/ddp-0001", "../here/runs/ddp-0001", "~/ddp-0001"])
-def test_a_path_is_looked_for_where_it_points_and_nowhere_else(
-    elsewhere: Path, env: dict[str, str], reference: str
-) -> None:
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "./ddp-0001", "runs/ddp-0001", "../here/runs/ddp-0001", "~/ddp-0001",  # paths are looked for where they point
+        "ddp-*", "[d]dp-0001", "?dp-0001", "DDP-0001",  # a name is no pattern
+        "0",  # nor is the number of a run in a sweep a name
+    ],
+)  # fmt: skip
+def test_a_path_or_a_pattern_means_no_run_elsewhere(elsewhere: Path, env: dict[str, str], reference: str) -> None:
+    here("ddp-0003")
     RunDir.create(elsewhere / "ddp-0001", YAML)
+    sweep(elsewhere / "ddp-0002", count=1)
     with pytest.raises(UserError, match="No run"):
         find_runs(reference, env)
 
@@ -324,14 +323,6 @@ def test_a_run_that_is_reached_by_two_names_is_one(
     assert find_run("ddp-0001", env).path.resolve() == mine
     monkeypatch.chdir("runs")
     assert find_run("ddp-0001", {"TRAINKIT_RUNS": "."}).path == mine
-
-
-@pytest.mark.parametrize("name", ["ddp-*", "[d]dp-0001", "?dp-0001", "DDP-0001"])
-def test_a_name_is_no_pattern(elsewhere: Path, env: dict[str, str], name: str) -> None:
-    here("ddp-0001")
-    RunDir.create(elsewhere / "ddp-0001", YAML)
-    with pytest.raises(UserError, match="No run"):
-        find_runs(name, env)
 
 
 def test_a_run_may_be_called_by_a_number(elsewhere: Path, env: dict[str, str]) -> None:
