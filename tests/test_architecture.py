@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from trainkit import plugins
-from trainkit.run import messages
+from trainkit.run import process_messages
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -212,13 +212,13 @@ SHORT = {
     "trainkit/errors.py": "every module imports it, and it none",
     "trainkit/importing.py": "is loaded before any library",
     "trainkit/models/freezing.py": "to be merged",
-    "trainkit/run/messages.py": "the table of messages, which many rooms read",
+    "trainkit/run/process_messages.py": "the table of messages, which many rooms read",
     "trainkit/strategies/base.py": "the protocol of the strategies",
     "trainkit/training/ema.py": "to be merged",
     "trainkit/training/schedule.py": "to be merged",
 }
 """Files of fewer code lines than SHORTEST, besides plugins, and why."""
-TWICE = {"messages.py": "of the swarm, and between processes of a run: one is to be renamed"}
+TWICE: dict[str, str] = {}
 """Names that files of two rooms have, besides base.py, and why."""
 LONGEST_NAME = 72
 LONG_NAMES = {
@@ -499,7 +499,7 @@ def overrides_hivemind(tree: ast.Module) -> bool:
     return any(ast.unparse(base).split(".")[0] in imported for base in bases)
 
 
-MESSAGES = {part for item in messages.MESSAGES for part in re.split("({})", item.name) if "." in part}
+MESSAGES = {part for item in process_messages.MESSAGES for part in re.split("({})", item.name) if "." in part}
 
 
 def spells_a_message(node: ast.AST) -> bool:
@@ -549,7 +549,9 @@ RULES: dict[str, Rule] = {
         ("open(p)", "fileio.write(p, '')"),
     ),
     "names a message between processes": Rule(
-        somewhere(spells_a_message), ("trainkit.run.messages",), ("'lease.json'", "'preflight.json'", "'rank-{}.hang'"),
+        somewhere(spells_a_message),
+        ("trainkit.run.process_messages",),
+        ("'lease.json'", "'preflight.json'", "'rank-{}.hang'"),
     ),
     "starts programs": Rule(
         somewhere(starts_a_program), STARTERS,

@@ -11,7 +11,7 @@ from tests.site.test_node_health import a_report
 from trainkit.launch.restarts import culprits, passing_failure, pronounce
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
-from trainkit.run.messages import PREFLIGHT
+from trainkit.run.process_messages import PREFLIGHT
 
 
 @pytest.fixture

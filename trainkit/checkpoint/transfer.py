@@ -27,7 +27,7 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import Holder, lease_on
-from trainkit.run.messages import CLAIM
+from trainkit.run.process_messages import CLAIM
 from trainkit.run.snapshot import are_of_code, read_code
 
 _TRIES = 6

@@ -38,7 +38,7 @@ from trainkit.programs import NoAnswer, NoProgram
 from trainkit.ranks.env import Secret, expand, free_port, start_for
 from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
 from trainkit.run.folder import RunDir, umask_of
-from trainkit.run.messages import NODES, REQUEUE
+from trainkit.run.process_messages import NODES, REQUEUE
 from trainkit.schedulers.base import NodeState, OwnJob, Place, Scheduler, around
 
 END_SECONDS = 300

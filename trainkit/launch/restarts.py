@@ -17,7 +17,7 @@ from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of, read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.messages import PREFLIGHT
+from trainkit.run.process_messages import PREFLIGHT
 from trainkit.site.node_health import Finding, findings, table
 
 MOST_FAILURES = 3

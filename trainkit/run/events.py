@@ -21,7 +21,7 @@ from trainkit.errors import UserError
 from trainkit.run import folder
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import Holder, ProcessId, StaleAttemptError, lease_on, writing_attempt
-from trainkit.run.messages import CLAIM
+from trainkit.run.process_messages import CLAIM
 
 _LONGEST = 20_000
 """Characters of one text: whatever went wrong, the record of a run stays one that can be read."""

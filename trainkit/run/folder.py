@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError, did_you_mean
-from trainkit.run.messages import LEASE, PROFILE
+from trainkit.run.process_messages import LEASE, PROFILE
 
 LISTED = "`python -m jobs.status` lists the runs."
 _NUMBER = re.compile(r"[0-9]{1,9}")

@@ -21,7 +21,7 @@ from trainkit.launch.plan import Plan
 from trainkit.launch.submission import is_part, whole
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
-from trainkit.run.messages import PREFLIGHT, REQUEUE
+from trainkit.run.process_messages import PREFLIGHT, REQUEUE
 from trainkit.schedulers.base import BEGIN, TASK, built_in
 
 RESOURCES = (
