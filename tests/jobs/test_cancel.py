@@ -19,6 +19,8 @@ from trainkit.run.lease import ProcessId
 from trainkit.schedulers.base import named
 from trainkit.schedulers.states import job_state, job_states
 
+pytestmark = pytest.mark.usefixtures("no_slurm")
+
 Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]
 MakeFunction = Callable[[str], Callable[[str], str]]
@@ -44,11 +46,7 @@ def started(run: RunDir, plan: Plan, function: Callable[[str], str]) -> list[int
 
 @pytest.mark.long
 def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
-    command: Command,
-    no_slurm: dict[str, str],
-    local_run: MakeRun,
-    rank_function: MakeFunction,
-    tmp_path: Path,
+    command: Command, local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path
 ) -> None:
     body = "(run / 'up').touch()\nif run.name != '2': time.sleep(60)"
     made = [local_run(f"sweep-0001/{index}") for index in range(3)]
@@ -71,7 +69,7 @@ def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
     assert [state.state for state in job_states(runs)] == ["CANCELLED", "CANCELLED", "COMPLETED"]
 
 
-def test_what_has_ended_needs_no_cancelling(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:
+def test_what_has_ended_needs_no_cancelling(command: Command, local_run: MakeRun) -> None:
     """Nor does a process that only has the number of a controller that is gone."""
     (ended, _), (gone, _), me = local_run("ended-1"), local_run("gone-1"), ProcessId.of(os.getpid())
     append_event(ended, "submitted", executor="local", job_id="1")
@@ -176,7 +174,7 @@ def bystander() -> Iterator[ProcessId]:
 
 @pytest.mark.parametrize("executor", ["local", "debug", "launch", "swarm", ""])
 def test_a_process_that_only_the_record_names_is_not_ended(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path, bystander: ProcessId, executor: str
+    command: Command, tmp_path: Path, bystander: ProcessId, executor: str
 ) -> None:
     run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
     append_event(run, "submitted", executor=executor, job_id="1", **bystander.fields())
@@ -189,7 +187,7 @@ def test_a_process_that_only_the_record_names_is_not_ended(
 
 @pytest.mark.parametrize("pid", [1, 0, -1, "self", "parent"])
 def test_no_number_of_a_process_in_a_record_is_signalled(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int | str
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int | str
 ) -> None:
     """Its own shell, init, all processes: with the very time at which each was started."""
     number = {"self": os.getpid(), "parent": os.getppid()}.get(str(pid), pid)
@@ -201,12 +199,7 @@ def test_no_number_of_a_process_in_a_record_is_signalled(
 
 
 def test_a_local_run_is_ended_with_all_its_processes_by_its_own_record(
-    command: Command,
-    no_slurm: dict[str, str],
-    local_run: MakeRun,
-    rank_function: MakeFunction,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: Command, local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by that of another run that names its process, even where no list has either."""
     mine, plan = local_run(nodes=2)

@@ -20,6 +20,8 @@ from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, UserError
 from trainkit.run.folder import RunDir, find_run
 
+pytestmark = pytest.mark.usefixtures("no_slurm")
+
 PROJECT = Path(__file__).parents[2]
 Command = Callable[..., Any]
 # What flags take, in words that say it: not the flag's own last word again (NODE, TASK, RUN_DIR).
@@ -133,9 +135,7 @@ def test_a_wrong_flag_is_answered_with_what_is_right(parser: cli.Parser, words: 
 # Running
 
 
-def test_a_command_gets_arguments_and_environment_and_gives_its_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_gets_arguments_and_environment_and_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
     def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -299,15 +299,13 @@ def test_flags_of_other_programs_are_answered_with_ours(flags: str, fix: str) ->
         ("cancel ddp\u20130001", "ddp-0001"),
     ],
 )
-def test_a_word_made_pretty_by_a_text_processor_is_told_in_plain(
-    command: Command, no_slurm: dict[str, str], typed: str, plain: str
-) -> None:
+def test_a_word_made_pretty_by_a_text_processor_is_told_in_plain(command: Command, typed: str, plain: str) -> None:
     done = command(*typed.split())
     assert done.code == 2
     assert f"  fix: Write {plain}: " in done.err
 
 
-def test_a_mistake_is_told_as_what_it_is(command: Command, no_slurm: dict[str, str]) -> None:
+def test_a_mistake_is_told_as_what_it_is(command: Command) -> None:
     assert "without dashes: optim.lr=3." in command("submit", "ddp", "--optim", "lr=3").err
     assert "fix: `python -m jobs.status --help` lists the flags." in command("status", "--lr", "7").err
     assert "Write" not in command("status", "caf\u00e9").err, "it is no mistake of a text processor"

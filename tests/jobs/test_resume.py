@@ -15,6 +15,8 @@ from trainkit.run.events import Attempt, append_event, read_events, writing
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 
+pytestmark = pytest.mark.usefixtures("no_slurm")
+
 PROJECT = Path(__file__).parents[2]
 Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]
@@ -159,9 +161,7 @@ def test_a_dry_run_changes_nothing(command: Command, fake_slurm: Path, stopped: 
     assert {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")} == before
 
 
-def test_a_run_that_is_running_is_not_started_twice(
-    command: Command, no_slurm: dict[str, str], local_run: MakeRun
-) -> None:
+def test_a_run_that_is_running_is_not_started_twice(command: Command, local_run: MakeRun) -> None:
     run, _ = local_run("ddp-0001")
     me = ProcessId.of(os.getpid())
     append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started=me.started)
@@ -201,7 +201,7 @@ def test_a_run_that_a_process_writes_is_not_resumed(command: Command, fake_slurm
     assert f"is being written by process {os.getpid()}" in done.err
 
 
-def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:
+def test_a_finished_run_is_not_resumed(command: Command, local_run: MakeRun) -> None:
     run, _ = local_run("ddp-0001")
     append_event(run, "ended", state="COMPLETED", step=380)
     done = command("resume", "ddp-0001")

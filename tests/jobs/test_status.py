@@ -25,6 +25,8 @@ from trainkit.run.metrics import progress_of
 from trainkit.schedulers import states
 from trainkit.schedulers.base import JobState
 
+pytestmark = pytest.mark.usefixtures("no_slurm")
+
 Command = Callable[..., Any]
 
 
@@ -42,13 +44,11 @@ def local(process: ProcessId) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_without_runs_it_says_how_to_start_one(command: Command, no_slurm: dict[str, str]) -> None:
+def test_without_runs_it_says_how_to_start_one(command: Command) -> None:
     assert "python -m jobs.submit ddp" in command("status").out
 
 
-def test_a_run_is_listed_with_state_progress_and_accuracy(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
     run.attempt_logs(0).mkdir()
     append_event(run, "started", attempt=0, total_steps=380)
@@ -61,9 +61,7 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(
     assert line.split()[:8] == ["ddp-0001", "RUNNING", str(os.getpid()), "1", "30/380", "1.6", "acc1", "55.39"]
 
 
-def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(command: Command, tmp_path: Path) -> None:
     """With its history: of checkpoints in a row the last is shown."""
     run = make(tmp_path / "elsewhere" / "mine-0004", **local(ProcessId("far", 1, "1")))
     run.summary.write_text(json.dumps({"advice": "62% data wait: data.workers=4"}))
@@ -82,7 +80,7 @@ def test_a_slurm_run_is_asked_from_the_queue(command: Command, fake_slurm: Path,
     assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
 
 
-def test_a_sweep_is_shown_by_its_runs(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_sweep_is_shown_by_its_runs(command: Command, tmp_path: Path) -> None:
     sweep = tmp_path / "runs" / "ddp-0001"
     for index in range(2):
         make(sweep / str(index))
@@ -92,9 +90,7 @@ def test_a_sweep_is_shown_by_its_runs(command: Command, no_slurm: dict[str, str]
     assert "ddp-0001/1" in command("status", "ddp-0001/1").out
 
 
-def test_only_the_newest_runs_are_listed_unless_asked(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_the_newest_runs_are_listed_unless_asked(command: Command, tmp_path: Path) -> None:
     for index in range(22):
         run = make(tmp_path / "runs" / f"ddp-{index:04}")
         os.utime(run.config, (time.time() - 1000 + index,) * 2)
@@ -119,7 +115,7 @@ def running(folder: Path, steps: int = 20) -> RunDir:
     return run
 
 
-def test_programs_are_told_everything(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+def test_programs_are_told_everything(command: Command, tmp_path: Path) -> None:
     run = running(tmp_path / "runs" / "ddp-0001")
     fileio.append_jsonl(
         run.metrics, {"time": time.time(), "split": "val", "step": 20, "epoch": 1.1, "acc1": 55.4, "loss": 2.0}
@@ -132,20 +128,18 @@ def test_programs_are_told_everything(command: Command, no_slurm: dict[str, str]
     assert told["estimated_end"] == pytest.approx(time.time() + 360, abs=30)
 
 
-def test_programs_are_told_of_no_runs_as_an_empty_list(command: Command, no_slurm: dict[str, str]) -> None:
+def test_programs_are_told_of_no_runs_as_an_empty_list(command: Command) -> None:
     assert json.loads(command("status", "--json").out) == []
 
 
-def test_the_end_is_estimated_from_the_pace_of_late(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+def test_the_end_is_estimated_from_the_pace_of_late(command: Command, tmp_path: Path) -> None:
     running(tmp_path / "runs" / "ddp-0001")
     done = command("status", "ddp-0001")
     assert "  5 min  " in done.out.splitlines()[1]
     assert "ends    about" in done.out
 
 
-def test_an_estimate_counts_the_starts_that_are_still_to_come(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, tmp_path: Path) -> None:
     """360 s of training in attempts of 100 s, the third of which has lasted for 60; each restart has cost 30 s."""
     run = running(tmp_path / "runs" / "ddp-0001")
     now = time.time()
@@ -161,16 +155,14 @@ def test_an_estimate_counts_the_starts_that_are_still_to_come(
     assert "with 4 further starts, if each takes 30 s as before" in command("status", "ddp-0001").out
 
 
-def test_why_a_run_failed_stands_in_its_row(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+def test_why_a_run_failed_stands_in_its_row(command: Command, tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
     append_event(run, "failed", attempt=0, rank=3, error="Cannot write metrics.jsonl. No space left on device.")
     append_event(run, "ended", attempt=0, state="FAILED")
     assert "No space left on device" in command("status").out
 
 
-def test_why_a_rank_was_refused_stands_in_its_row_too(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_why_a_rank_was_refused_stands_in_its_row_too(command: Command, tmp_path: Path) -> None:
     # Ranks that are refused before they have met write no event: their own words are in their logs.
     run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711", attempts_before=0)
     (run.logs / "0").mkdir(parents=True)
@@ -182,7 +174,7 @@ def test_why_a_rank_was_refused_stands_in_its_row_too(
     assert row.endswith("train.global_batch_size=2048 is larger than the training data.")
 
 
-def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
     append_event(run, "started", attempt=0, step=0, total_steps=40)
     for step, loss in ((5, 2.3), (10, None), (15, None)):

@@ -20,6 +20,8 @@ from trainkit.fileio import append_jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir, next_path
 
+pytestmark = pytest.mark.usefixtures("no_slurm")
+
 PROJECT = Path(__file__).parents[2]
 FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")
 
@@ -316,13 +318,7 @@ def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slur
     ],
 )
 def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
-    command: Command,
-    no_slurm: dict[str, str],
-    files: Files,
-    tmp_path: Path,
-    arguments: list[str],
-    code: int,
-    words: str,
+    command: Command, files: Files, tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
     (tmp_path / "latin.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
@@ -340,7 +336,7 @@ def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
 
 @pytest.mark.parametrize(("name", "words"), [(b"caf\xe9/runs", "is no text in UTF-8"), (b"occupied", "TRAINKIT_RUNS")])
 def test_a_runs_folder_that_cannot_be_is_refused_before_anything_is_written(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
 ) -> None:
     """As of an archive that was made with another encoding, or with a file in its place."""
     place = tmp_path / os.fsdecode(b"caf\xe9")
@@ -353,9 +349,7 @@ def test_a_runs_folder_that_cannot_be_is_refused_before_anything_is_written(
     assert list(place.iterdir()) == []
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text("def build(info):\n    raise RuntimeError('my own mistake')\n")
     done = command("submit", "ddp", *FAST, "model.name=my_model:build")
     assert done.code == 1
@@ -366,9 +360,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(
     assert f"fix: Mend my_model.py:2: `python -m jobs.submit {tmp_path / 'runs' / 'ddp-0001'}`" in done.err
 
 
-def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command, tmp_path: Path) -> None:
     done = command("submit", "single", *FAST, "model.freeze=[nothing]")
     run = tmp_path / "runs" / "single-0001"
     what = "model.freeze: no parameter fits 'nothing'."
