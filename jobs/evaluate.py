@@ -49,13 +49,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         done = evaluate_checkpoint(config, run, args.checkpoint, args.split, args.weights)
         if not is_url(args.run):
             _record(run, {"split": args.split, "checkpoint": done.which, "settings": args.overrides}, done)
-    from trainkit.tasks.meter import names_of
+    from trainkit.tasks.meter import confusion_json
 
     metrics, counts = done.found.metrics, done.found.counts
-    names = names_of(done.info, counts)
+    confusion = confusion_json(done.info, counts)
+    names = confusion["classes"]
     if args.json:
         told = {"run": str(run.path), "split": args.split, "step": done.step, **metrics, "classes": names}
-        told["confusion"] = {kind: each.to_json() for kind, each in counts.items()}
+        told["confusion"] = {kind: confusion[kind] for kind in counts}
         print(json.dumps(finite(told), allow_nan=False))
         return 0
     known = metrics_of(config.task.name)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             place = f"{args.split} of step {done.step} ({done.which})"
             print(f"{place}: {words}{values}  over {metrics['samples']:,.0f} images")
     for kind, each in counts.items():
-        print(*_worst_classes(each.pairs, names, " (averaged weights)" if kind == "ema" else ""), sep="\n")
+        print(*_worst_classes(each, names, " (averaged weights)" if kind == "ema" else ""), sep="\n")
     return 0
 
 

@@ -35,21 +35,24 @@ def size_inside(model: torch.nn.Module, info: DataInfo) -> int:
     return seen[0]
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_patch16_224.fb_in1k"])
-def test_small_images_are_enlarged_to_the_fixed_input_size_of_a_model(name: str) -> None:
-    assert size_inside(timm_model(name, info(8), {}), info(8)) == 224
-
-
-def test_a_model_of_fixed_input_size_is_built_for_larger_images() -> None:
-    assert size_inside(timm_model("vit_tiny_patch16_224", info(256), {}), info(256)) == 256
-
-
-def test_the_input_size_of_a_vision_transformer_can_be_set() -> None:
-    assert size_inside(timm_model("vit_tiny_patch16_224", info(32), {"img_size": 32}), info(32)) == 32
-
-
-def test_a_model_that_takes_any_size_gets_the_images_as_they_are() -> None:
-    assert size_inside(timm_model("resnet10t", info(48), {}), info(48)) == 48
+@pytest.mark.parametrize(
+    ("create", "name", "image_size", "options", "inside"),
+    [
+        (timm_model, "vit_tiny_patch16_224", 8, {}, 224),  # small images are enlarged to a fixed input size
+        (timm_model, "deit_tiny_patch16_224.fb_in1k", 8, {}, 224),
+        (timm_model, "vit_tiny_patch16_224", 256, {}, 256),  # for larger ones the model is built
+        (timm_model, "vit_tiny_patch16_224", 32, {"img_size": 32}, 32),
+        (timm_model, "resnet10t", 48, {}, 48),  # takes any size
+        (torchvision_model, "vit_b_32", 32, {}, 224),
+        (torchvision_model, "vit_b_32", 224, {}, 224),
+        (torchvision_model, "vit_b_32", 256, {}, 256),
+        (torchvision_model, "mobilenet_v3_small", 32, {}, 32),
+    ],
+)
+def test_a_model_sees_images_of_its_size_and_scores_the_classes_of_the_data(
+    create: Any, name: str, image_size: int, options: dict[str, Any], inside: int
+) -> None:
+    assert size_inside(create(name, info(image_size), options), info(image_size)) == inside
 
 
 def test_enlarging_leaves_the_names_in_checkpoints_alone() -> None:
@@ -73,15 +76,6 @@ def test_an_option_that_the_model_does_not_take_is_named(create: Any, library: s
 def test_an_option_of_a_wrong_value_shows_the_librarys_words() -> None:
     with pytest.raises(UserError, match=r"timm cannot build resnet18 with model\.global_pool=nonsense"):
         timm_model("resnet18", info(), {"global_pool": "nonsense"})
-
-
-def test_torchvision_gets_the_classes_of_the_data() -> None:
-    assert scores(torchvision_model("mobilenet_v3_small", info(), {}), info()) == (2, 7)
-
-
-@pytest.mark.parametrize(("image_size", "inside"), [(32, 224), (224, 224), (256, 256)])
-def test_torchvisions_vision_transformer_gets_images_of_its_size(image_size: int, inside: int) -> None:
-    assert size_inside(torchvision_model("vit_b_32", info(image_size), {}), info(image_size)) == inside
 
 
 def test_torchvisions_inception_gives_scores_in_training_too() -> None:
@@ -112,7 +106,7 @@ def test_pretrained_weights_get_a_new_head(name: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("create", [timm_model, torchvision_model])
-def test_weights_that_cannot_be_downloaded_are_an_error_with_the_command_for_elsewhere(
+def test_weights_that_cannot_be_downloaded_come_with_a_command_for_elsewhere(
     create: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import timm

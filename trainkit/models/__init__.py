@@ -12,17 +12,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any, Protocol
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from trainkit import plugins
 from trainkit.errors import UserError
 from trainkit.plugins import timm_models, torchvision_models
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
+    from trainkit.config.schema import ModelConfig
     from trainkit.data.base import DataInfo, ModelInput
 
 
@@ -31,30 +33,20 @@ TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
 _FROM_THE_DATA = ("num_classes", "in_chans")
 
 
-class ModelChoice(Protocol):
-    """What this package needs of `trainkit.config.schema.ModelConfig`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-
-def check_model(config: ModelChoice) -> None:
+def check_model(config: ModelConfig) -> None:
     """Refuse, without importing torch, a model that does not exist and options that it cannot have."""
     home, name = resolve(config.name)
-    if home == "user":
-        plugins.check_options(__name__, name, config.options, where="model")
-    elif home == "trainkit":
-        plugins.check_options(__name__, name, config.options, where="model")
+    if home in ("timm", "torchvision"):
+        _check_library_options(home, config.options)
+        return
+    plugins.check_options(__name__, name, config.options, where="model")
+    if home == "trainkit":
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "check"):
             module.check(**plugins.fill(module.build, config.options, where="model"))
-    else:
-        _check_library_options(home, config.options)
 
 
-def build_model(config: ModelChoice, info: DataInfo, seed: int) -> nn.Module:
+def build_model(config: ModelConfig, info: DataInfo, seed: int) -> nn.Module:
     """The model of a configuration for the data ``info`` describes, on the CPU, its weights a function of ``seed``.
 
     Raises UserError for what `check_model` refuses, for options that the model does not take, for weights that cannot
@@ -85,7 +77,7 @@ def build_model(config: ModelChoice, info: DataInfo, seed: int) -> nn.Module:
     return model
 
 
-def expected_input(config: ModelChoice, model: nn.Module, info: DataInfo) -> ModelInput | None:
+def expected_input(config: ModelConfig, model: nn.Module, info: DataInfo) -> ModelInput | None:
     """What the images must look like for the weights that ``model`` was built with; None: as the data set has them."""
     from trainkit.models import libraries
 
@@ -103,13 +95,14 @@ def resolve(name: str) -> tuple[str, str]:
     if name.startswith(TIMM_SOURCES):
         return "timm", name
     library, slash, rest = name.partition("/")
-    if slash and library in ("timm", "torchvision"):
-        known = timm_models() if library == "timm" else torchvision_models()
-        if library == "timm" and (rest.startswith(TIMM_SOURCES) or _is_timm(rest)):
+    if slash and library == "timm":
+        if rest.startswith(TIMM_SOURCES) or _is_timm(rest):
             return library, rest
-        if library == "torchvision" and rest in known:
+        raise _unknown(name, [f"timm/{item}" for item in timm_models()], library)
+    if slash and library == "torchvision":
+        if rest in torchvision_models():
             return library, rest
-        raise _unknown(name, [f"{library}/{item}" for item in known], library)
+        raise _unknown(name, [f"torchvision/{item}" for item in torchvision_models()], library)
     if name in plugins.available(__name__):
         return "trainkit", name
     if ":" in name:
@@ -180,6 +173,42 @@ def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
             else "Use model.weights=NAME for certain weights of torchvision's.",
             key="model.pretrained",
         )
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Stop training every parameter whose name fits one of ``patterns`` (shell wildcards, ``blocks.[0-5].*``).
+
+    A norm all of whose parameters are frozen keeps its running statistics too, or the frozen layers would change under
+    the others.
+
+    Raises:
+        UserError: a pattern that fits nothing, or nothing would be left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        fitting = [name for name in named if fnmatchcase(name, pattern)]
+        if not fitting:
+            near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
+            raise UserError(
+                f"model.freeze: no parameter fits '{pattern}'.",
+                why=f"The model's are named like {', '.join(near)}.",
+                fix='Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"].',
+                key="model.freeze",
+            )
+        for name in fitting:
+            named[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in named.values()):
+        raise UserError(
+            "model.freeze leaves nothing to train.",
+            why=f"Its patterns fit all {len(named)} parameters.",
+            fix="Leave the head out: its name is the last one of the model's parameters.",
+            key="model.freeze",
+        )
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and hasattr(module, "running_mean") and not any(parameter.requires_grad for parameter in own):
+            module.eval()  # and `model.train()` passes it by from now on
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
 
 
 # Whether a model takes the data's images and gives a score for each of its classes: asked before training starts.

@@ -9,29 +9,19 @@ upper-case constants: ``RANKS = "one"``, ``SHARDED = True``, ``LOOP = "collabora
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from trainkit import plugins
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from trainkit.config.schema import StrategyConfig
     from trainkit.distributed.process_group import Distributed
     from trainkit.strategies.base import Strategy
 
 
-class StrategyChoice(Protocol):
-    """What this package needs of `trainkit.config.schema.StrategyConfig`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-
-def build_strategy(config: StrategyChoice, dist: Distributed, precision: str = "fp32") -> Strategy:
+def build_strategy(config: StrategyConfig, dist: Distributed, precision: str = "fp32") -> Strategy:
     """The strategy of a configuration.
 
     Raises UserError for one that does not exist, for options that it does not have, and for several ranks where it is

@@ -6,21 +6,15 @@ from functools import wraps
 from typing import Any
 
 from trainkit.strategies.replicated import (
-    EXCLUDES as EXCLUDES,
-)
-from trainkit.strategies.replicated import (
-    GLOBAL_BATCHNORM as GLOBAL_BATCHNORM,
-)
-from trainkit.strategies.replicated import (
-    LESS_TRAFFIC as LESS_TRAFFIC,
-)
-from trainkit.strategies.replicated import (
-    LOST_WHEN_RESIZED as LOST_WHEN_RESIZED,
-)
-from trainkit.strategies.replicated import (
+    EXCLUDES,
+    GLOBAL_BATCHNORM,
+    LESS_TRAFFIC,
+    LOST_WHEN_RESIZED,
     Replicated,
     replicated,
 )
+
+__all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
 
 @wraps(replicated)

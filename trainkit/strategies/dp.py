@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import nn
 
 from trainkit.distributed.process_group import Distributed
+from trainkit.strategies.base import AsItIs
 
 RANKS = "one"
 GPUS_PER_RANK = "all"
 
 
-class DataParallelStrategy:
+class DataParallelStrategy(AsItIs):
     """`nn.DataParallel` over every visible GPU; on CPU, or with one GPU, the model as it is."""
 
     def __init__(self, dist: Distributed) -> None:
@@ -21,9 +20,6 @@ class DataParallelStrategy:
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         return nn.DataParallel(model, device_ids=self._devices) if len(self._devices) > 1 else model
-
-    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
-        return nullcontext()
 
 
 def build(dist: Distributed) -> DataParallelStrategy:

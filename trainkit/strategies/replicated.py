@@ -203,31 +203,22 @@ def replicated(
     """
     hook: str | PowerSGD = comm_hook
     if comm_hook == "powersgd":
-        for cannot_be, setting, why in (
-            (
-                precision in ("fp16", "o2"),
-                f"train.precision={precision}",
-                "What it keeps back is in units of a loss scale that changes.",
-            ),
-            (
-                find_unused_parameters,
-                "strategy.find_unused_parameters=true",
-                "What it keeps back needs buckets that stay as they are.",
-            ),
-            (
-                powersgd_start_step < 2,
-                f"strategy.powersgd_start_step={powersgd_start_step}",
-                "torch exchanges the first two whole.",
-            ),
-            (powersgd_rank < 1, f"strategy.powersgd_rank={powersgd_rank}", "Its matrices have at least one column."),
-        ):
-            if cannot_be:
+        cannot_be = {
+            f"train.precision={precision}": "What it keeps back is in units of a loss scale that changes."
+            * (precision in ("fp16", "o2")),
+            "strategy.find_unused_parameters=true": "What it keeps back needs buckets that stay as they are."
+            * find_unused_parameters,
+            f"strategy.powersgd_start_step={powersgd_start_step}": "torch exchanges the first two whole."
+            * (powersgd_start_step < 2),
+            f"strategy.powersgd_rank={powersgd_rank}": "Its matrices have at least one column." * (powersgd_rank < 1),
+        }
+        for setting, why in cannot_be.items():
+            if why:
                 raise UserError(
                     f"strategy.comm_hook=powersgd does not go with {setting}.",
                     why=why,
                     fix="Change that, or use strategy.comm_hook=bf16.",
                     key="strategy.comm_hook",
                 )
-
         hook = PowerSGD(dist, powersgd_rank, powersgd_start_step)
     return Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm)

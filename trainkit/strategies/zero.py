@@ -17,21 +17,15 @@ import torch.distributed as c10d
 from torch import Tensor, nn
 
 from trainkit.strategies.replicated import (
-    EXCLUDES as EXCLUDES,
-)
-from trainkit.strategies.replicated import (
-    GLOBAL_BATCHNORM as GLOBAL_BATCHNORM,
-)
-from trainkit.strategies.replicated import (
-    LESS_TRAFFIC as LESS_TRAFFIC,
-)
-from trainkit.strategies.replicated import (
-    LOST_WHEN_RESIZED as LOST_WHEN_RESIZED,
-)
-from trainkit.strategies.replicated import (
+    EXCLUDES,
+    GLOBAL_BATCHNORM,
+    LESS_TRAFFIC,
+    LOST_WHEN_RESIZED,
     Replicated,
     replicated,
 )
+
+__all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
 _AT_ONCE = 25 << 20
 """Bytes of parameters that travel together."""

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
-from trainkit.models.freezing import freeze
+from trainkit.models import freeze
 from trainkit.ranks.env import RankEnv
 from trainkit.swarm.link import num_parts
 from trainkit.swarm.sync_diloco import Average, CommonState, Given, flatten, unflattened

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +37,6 @@ class Meter:
         """`Task.sums`; None until there are some."""
         self._samples: int | Tensor = 0
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._scores = 0
-        """In what is pending."""
         self.told: list[float] = []
         """What each rank has told the others with the last `read`; empty where there is one rank."""
 
@@ -48,8 +45,7 @@ class Meter:
         if self._pending and len(target) != len(self._pending[0][2]):
             self._add_pending()
         self._pending.append((loss.detach(), output.detach(), target))
-        self._scores += output.numel()
-        if len(self._pending) >= _MOST_PENDING or self._scores > _MOST_PENDING_SCORES:
+        if len(self._pending) >= _MOST_PENDING or len(self._pending) * output.numel() > _MOST_PENDING_SCORES:
             self._add_pending()
 
     def _add_pending(self) -> None:
@@ -61,7 +57,7 @@ class Meter:
         every = torch.cat(targets)
         self._samples += len(every)
         self._add_sums(self._task.sums(torch.cat(outputs).float(), every))
-        self._pending, self._scores = [], 0
+        self._pending = []
 
     def add_masked(self, losses: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Add a batch with padding, on which ``mask`` [N] is False; losses [N]."""
@@ -203,25 +199,9 @@ NO_CLASS = "no class: NaN"
 MOST_CLASSES = 2000
 
 
-@dataclass(frozen=True)
-class ClassCounts:
-    """How often each class was taken for which, over all ranks."""
-
-    pairs: Mapping[tuple[int, int], int]
-    """(class, class that it was taken for) -> samples; those of none are left out. Images whose scores are not finite
-    are taken for the number after that of the last class."""
-
-    def per_class(self, classes: int) -> list[tuple[int, int]]:
-        """Samples of each class, and how many of them were told right."""
-        rows = [[0, 0] for _ in range(classes)]
-        for (label, told), count in self.pairs.items():
-            rows[label][0] += count
-            rows[label][1] += count if label == told else 0
-        return [(samples, right) for samples, right in rows]
-
-    def to_json(self) -> list[list[int]]:
-        """``[class, class that it was taken for, samples]``, in this order."""
-        return [[label, told, count] for (label, told), count in sorted(self.pairs.items())]
+Counts = Mapping[tuple[int, int], int]
+"""(class, class that it was taken for) -> samples over all ranks; those of none are left out. Images whose scores are
+not finite are taken for the number after that of the last class."""
 
 
 class Confusion:
@@ -237,21 +217,22 @@ class Confusion:
         # Not `bincount`, which waits for the GPU to learn how long its result is.
         self._counts.index_add_(0, labels * (self._classes + 1) + told, mask.long())
 
-    def read(self) -> ClassCounts:
+    def read(self) -> Counts:
         """The counts of all ranks. Every rank must call it."""
         counts = self._dist.all_reduce_sum(self._counts.clone()).cpu()
         places = counts.nonzero().flatten().tolist()
         found = zip(places, counts[places].tolist(), strict=True)
-        return ClassCounts({divmod(place, self._classes + 1): count for place, count in found})
+        return {divmod(place, self._classes + 1): count for place, count in found}
 
 
-def names_of(info: DataInfo, counts: Mapping[str, ClassCounts]) -> list[str]:
+def names_of(info: DataInfo, counts: Mapping[str, Counts]) -> list[str]:
     """The names of the classes in the counts: the data's, and `NO_CLASS` where an image has none."""
     names = list(info.class_names)
-    no_class = any(told == len(names) for each in counts.values() for _, told in each.pairs)
+    no_class = any(told == len(names) for each in counts.values() for _, told in each)
     return [*names, NO_CLASS] if no_class else names
 
 
-def confusion_json(info: DataInfo, counts: Mapping[str, ClassCounts], **where: Any) -> dict[str, Any]:
-    """``confusion.json``: the names of the classes, and for each kind of weights `ClassCounts.to_json`."""
-    return {**where, "classes": names_of(info, counts), **{kind: each.to_json() for kind, each in counts.items()}}
+def confusion_json(info: DataInfo, counts: Mapping[str, Counts], **where: Any) -> dict[str, Any]:
+    """``confusion.json``: names of the classes, and for each kind of weights [class, taken for, samples], in order."""
+    rows = {kind: [[*pair, count] for pair, count in sorted(each.items())] for kind, each in counts.items()}
+    return {**where, "classes": names_of(info, counts), **rows}

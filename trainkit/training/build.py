@@ -30,8 +30,7 @@ from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.fileio import make_own
-from trainkit.models import build_model, expected_input
-from trainkit.models.freezing import freeze
+from trainkit.models import build_model, expected_input, freeze
 from trainkit.run import folder as run_folder
 from trainkit.strategies import build_strategy
 from trainkit.strategies.base import HasTensors, SharesOptimizer, Strategy, TakesHollow, repeated_blocks

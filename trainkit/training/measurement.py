@@ -15,7 +15,7 @@ from trainkit.data.base import Samples
 from trainkit.data.loader import eval_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.tasks.meter import MOST_CLASSES, ClassCounts, Confusion, Meter, Mistakes, Pool
+from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool
 from trainkit.training.build import TrainState
 
 STEMS = {"raw": "model", "ema": "ema"}
@@ -28,7 +28,7 @@ class Measured:
 
     metrics: dict[str, float]
     """``loss``, the task's metrics and ``samples``; of averaged weights ``ema_loss`` and so on."""
-    counts: dict[str, ClassCounts]
+    counts: dict[str, Counts]
     """Empty where nobody asked for them, and where the task knows no classes or too many."""
     mistakes: dict[str, Mistakes] = field(default_factory=dict)
     """Empty where the task does not say what is wrong."""
