@@ -45,7 +45,7 @@ def run(code: str, **env: str) -> str:
     ).stdout  # fmt: skip
 
 
-def test_with_more_threads_than_cpus_those_that_wait_sleep_at_once_and_only_then() -> None:
+def test_with_more_threads_than_cpus_those_that_wait_sleep_at_once() -> None:
     told = run(
         "teams = _Teams()\nawake = looking_on()\n"
         "teams.begin()\nasleep = looking_on()\n"
@@ -76,10 +76,7 @@ def test_they_do_so_for_as_long_as_other_programs_want_the_cores() -> None:
     assert told == "(True, False) True {'MainThread'}\n"
 
 
-@pytest.mark.parametrize("name", _WAITING)
-def test_a_user_who_says_how_threads_wait_is_obeyed(name: str) -> None:
-    assert run("with sharing_cores(): print(names())", **{name: "7"}) == "{'MainThread'}\n"
-
-
-def test_one_thread_waits_for_no_other() -> None:
-    assert run("torch.set_num_threads(1)\nwith sharing_cores(): print(names())") == "{'MainThread'}\n"
+@pytest.mark.parametrize("env", [*({name: "7"} for name in _WAITING), {}])
+def test_a_user_who_says_how_threads_wait_is_obeyed_and_one_thread_waits_for_none(env: dict[str, str]) -> None:
+    alone = "" if env else "torch.set_num_threads(1)\n"
+    assert run(f"{alone}with sharing_cores(): print(names())", **env) == "{'MainThread'}\n"

@@ -8,21 +8,22 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as c10d
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.rank_functions import rank_env, run_ranks, train_run
 from trainkit.distributed import meeting
-from trainkit.distributed.meeting import SealedStore
+from trainkit.distributed.meeting import HEAD, SealedStore, interfaces_set
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import RunFailedError
+from trainkit.errors import RefusedError, RunFailedError
 from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, free_port
 
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
@@ -116,7 +117,7 @@ def _look_around(env: RankEnv) -> dict[str, object]:
     return {**seen, "interface afterwards": os.environ.get("GLOO_SOCKET_IFNAME")}
 
 
-def test_ranks_of_one_machine_are_reached_and_exchange_tensors_on_loopback_only() -> None:
+def test_ranks_of_one_machine_are_reached_and_talk_on_loopback_only() -> None:
     lo = "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
     seen = {"127.0.0.1": True, "127.0.0.2": False, "interface": lo, "interface afterwards": None}
     assert run_ranks(2, _look_around) == [seen] * 2
@@ -153,9 +154,7 @@ def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyP
 def test_on_several_machines_rank_0_listens_on_the_head_nodes_own_address(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], bound: str
 ) -> None:
-    here = _own_address()
-    if here is None:
-        pytest.skip("this machine has loopback only")
+    _, here = own_network()
     found = [
         (socket.AF_INET6 if ":" in item else socket.AF_INET, socket.SOCK_STREAM, 6, "", (item.replace("HERE", here), 0))
         for item in addresses
@@ -163,16 +162,6 @@ def test_on_several_machines_rank_0_listens_on_the_head_nodes_own_address(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with meeting._listen("head", free_port(), only_here=False) as listening:
         assert listening.getsockname()[0] in (bound.replace("HERE", here), "0.0.0.0" if bound == "::" else "")
-
-
-def _own_address() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("203.0.113.1", 9))  # sends nothing: the kernel says by which address it would
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return None if address.startswith("127.") else address
 
 
 # Warned
@@ -292,3 +281,66 @@ def test_a_stranger_who_writes_over_every_key_is_noticed_and_runs_nothing(tmp_pa
     assert noticed in first
     assert noticed in second or "went away" in second  # whoever looks first; rank 0 serves the store
     assert not (tmp_path / "executed").exists()
+
+
+# Over which network they talk.
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+TWO_NODES = replace(
+    rank_env(0, 2, 29500), num_nodes=2, local_world_size=1, local_rank=0, master_addr="head.example.org"
+)
+
+
+def _chosen(env: RankEnv, head: str | None = None, *, named: str | None = None) -> Mapping[str, str | None]:
+    store = HashStore()
+    if head is not None:
+        store.set(HEAD, head)
+    with interfaces_set(env, store, named=named):
+        return {name: os.environ.get(name) for name in (GLOO, NCCL)}
+
+
+def own_network() -> tuple[str, str]:
+    """An interface of this machine, and its address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                return name, each.address
+    pytest.skip("this machine has loopback only")
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (GLOO, NCCL):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("chosen_by", ["the others", "its route to the head node", "the site"])
+def test_a_node_talks_over_the_interface_of_the_head_nodes_network(unset: None, chosen_by: str) -> None:
+    name, address = own_network()
+    other = replace(TWO_NODES, rank=1, node_rank=1, master_addr=address)
+    found = {
+        "the others": lambda: _chosen(TWO_NODES, head=address),  # who have reached it there
+        "its route to the head node": lambda: _chosen(other),
+        "the site": lambda: _chosen(TWO_NODES, head="203.0.113.7", named=name),
+    }[chosen_by]()
+    assert found == {GLOO: name, NCCL: f"={name}"}
+    assert GLOO not in os.environ
+    assert NCCL not in os.environ
+
+
+@pytest.mark.parametrize("head", [None, "203.0.113.7"])
+def test_a_head_node_behind_a_translated_address_leaves_it_to_the_libraries(unset: None, head: str | None) -> None:
+    assert _chosen(TWO_NODES, head=head) == {GLOO: None, NCCL: None}
+
+
+def test_an_interface_that_a_node_lacks_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(RefusedError, match="has no network interface 'ib7'") as caught:
+        _chosen(TWO_NODES, named="ib7")
+    assert "lo" in caught.value.why
+
+
+def test_what_the_user_has_set_stays_and_the_other_is_chosen(unset: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, address = own_network()
+    monkeypatch.setenv(GLOO, "mine")
+    assert _chosen(TWO_NODES, head=address) == {GLOO: "mine", NCCL: f"={name}"}
+    assert os.environ[GLOO] == "mine"

@@ -31,11 +31,8 @@ def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:
 def test_ranks_agree_sum_and_share() -> None:
     total = 2 * 2**40 + 1
     assert run_ranks(2, _talk) == [(True, False, total, "from rank 0", [0, 1])] * 2
-
-
-def test_a_single_rank_needs_no_port() -> None:
-    with distributed(RankEnv.single(), use_gpu=False) as first:
-        assert first.broadcast_json("x") == "x"
+    with distributed(RankEnv.single(), use_gpu=False) as alone:  # which needs no port
+        assert alone.broadcast_json("x") == "x"
 
 
 def _join_without_the_others(env: RankEnv) -> str:
@@ -95,7 +92,7 @@ def _polls(env: RankEnv) -> tuple[list[int], int, int]:
         return [first, answers.index(True)], fast, votes.call_count
 
 
-def test_ranks_stop_at_the_same_poll_and_where_polls_are_fast_not_each_is_a_vote() -> None:
+def test_ranks_stop_at_the_same_poll_and_fast_polls_are_not_all_votes() -> None:
     (stops, fast, slow), other = run_ranks(2, _polls)
     assert other == (stops, fast, slow)
     assert stops[0] == 3

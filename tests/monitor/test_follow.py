@@ -64,81 +64,82 @@ def test_a_run_is_shown_until_it_has_finished(run_dir: RunDir, capsys: pytest.Ca
     ]
 
 
-def test_following_ends_when_the_job_is_gone_without_a_word(run_dir: RunDir) -> None:
-    append_event(run_dir, "started", **STARTED)
-    following = threading.Thread(target=follow, args=(run_dir, lambda: False), daemon=True)
-    following.start()
-    following.join(20)
-    assert not following.is_alive()
-
-
 def test_what_a_run_wrote_before_it_died_is_still_shown(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     def dies() -> bool:
         record(run_dir, 30, loss=0.5)
         return False
 
-    follow(run_dir, dies)
+    following = in_background(lambda: follow(run_dir, dies))
+    following.join(20)
+    assert not following.is_alive(), "the job is gone without a word"
     assert "step 30" in capsys.readouterr().out
 
 
-def test_a_failure_names_rank_and_reason(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    append_event(run_dir, "started", **STARTED)
-    append_event(run_dir, "failed", rank=3, error="ValueError: bad label")
-    append_event(run_dir, "ended", state="FAILED")
+def attempt(number: int) -> tuple[str, dict[str, Any]]:
+    return "started", {**STARTED, "attempt": number}
+
+
+def told(number: int) -> str:
+    return f"Attempt {number}: 4 ranks on n1, n2, device cpu, precision fp32, 40 steps"
+
+
+def failed(number: int, error: str) -> tuple[str, dict[str, Any]]:
+    return "failed", {"attempt": number, "rank": 3, "error": error}
+
+
+def ended(number: int, state: str = "COMPLETED") -> tuple[str, dict[str, Any]]:
+    return "ended", {"attempt": number, "state": state}
+
+
+SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "parameter": "fc.weight"}
+
+
+@pytest.mark.parametrize(
+    ("events", "shown"),
+    [
+        ([attempt(0), failed(0, "bad label"), ended(0, "FAILED")], [told(0), "Failed on rank 3: bad label"]),
+        (
+            [attempt(0), ("handed_back", {"attempt": 0}), ("requeued", {}), attempt(1), ended(1)],
+            [told(0), "Told to stop: saved.", "Requeued; goes on from its last checkpoint.", told(1)],
+        ),
+        (
+            [attempt(0), failed(0, "hangs"), ended(0, "FAILED"), attempt(1), ended(1)],
+            [told(0), "Failed on rank 3: hangs", told(1)],
+        ),
+        # What ranks say that SLURM took for dead is not shown.
+        (
+            [attempt(1), failed(0, "Connection reset"), ended(0), failed(1, "bad label"), ended(1)],
+            [told(1), "Failed on rank 3: bad label"],
+        ),
+        # The failure of an earlier submission ends nothing.
+        ([failed(0, "old"), ("submitted", {"executor": "local", "job_id": "2"}), attempt(1), ended(1)], [told(1)]),
+        (
+            [
+                ("skipped", SKIPPED),
+                ("nonfinite", {"step": 8, "loss": "nan", "grad_norm": None, "samples": [1, 2]}),
+                ("rolled_back", {"step": 5, "from_step": 8, "position": 9}),
+                ended(0),
+            ],
+            [
+                "Overflow after step 7, skipping step: a gradient of fc.weight was not finite; "
+                "loss scale 65536 -> 32768",
+                "Step 8 came to nothing: a gradient was not finite; loss nan",
+                "Rolled back from step 8 to step 5; goes on with other data.",
+            ],
+        ),
+    ],
+    ids=["failed", "requeued", "started again", "taken for dead", "an earlier submission", "setbacks"],
+)
+def test_the_events_of_a_run_are_told_across_its_attempts(
+    run_dir: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    events: list[tuple[str, dict[str, Any]]],
+    shown: list[str],
+) -> None:
+    for kind, facts in events:
+        append_event(run_dir, kind, **facts)
     follow(run_dir, lambda: False)
-    assert "Failed on rank 3: ValueError: bad label" in capsys.readouterr().out
-
-
-def test_a_requeued_run_is_followed_into_its_next_attempt(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    append_event(run_dir, "started", **STARTED)
-    append_event(run_dir, "handed_back", attempt=0)
-    append_event(run_dir, "requeued")
-    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
-    append_event(run_dir, "ended", state="COMPLETED")
-    follow(run_dir, lambda: True)
-    assert [line.split(":")[0].split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "Attempt 0",
-        "Told to stop",
-        "Requeued",
-        "Attempt 1",
-    ]
-
-
-def test_a_failed_attempt_that_is_started_again_is_followed_on(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    append_event(run_dir, "started", **STARTED)
-    append_event(run_dir, "failed", attempt=0, rank=1, error="hangs")
-    append_event(run_dir, "ended", attempt=0, state="FAILED")
-    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
-    append_event(run_dir, "ended", attempt=1, state="COMPLETED")
-    follow(run_dir, lambda: True)
-    assert "Attempt 1" in capsys.readouterr().out
-
-
-def test_what_ranks_say_that_slurm_took_for_dead_is_not_shown(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
-    append_event(run_dir, "failed", attempt=0, rank=1, error="Connection reset by peer")
-    append_event(run_dir, "ended", attempt=0, state="COMPLETED")
-    append_event(run_dir, "failed", attempt=1, rank=2, error="ValueError: bad label")
-    append_event(run_dir, "ended", attempt=1, state="COMPLETED")
-    follow(run_dir, lambda: True)
-    out = capsys.readouterr().out
-    assert "reset" not in out
-    assert "bad label" in out
-
-
-def test_the_failure_of_an_earlier_submission_ends_nothing(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    append_event(run_dir, "failed", rank=0, error="old")
-    append_event(run_dir, "submitted", executor="local", job_id="2")
-    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
-    append_event(run_dir, "ended", state="COMPLETED")
-    follow(run_dir, lambda: True)
-    out = capsys.readouterr().out
-    assert "Attempt 1" in out
-    assert "old" not in out
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: Path) -> None:
@@ -191,10 +192,6 @@ def test_the_summary_names_the_results_and_where_everything_is(run_dir: RunDir) 
     ]
 
 
-def test_a_run_without_results_has_a_summary_too(run_dir: RunDir) -> None:
-    assert summary_lines(run_dir) == ["No results yet.", f"run folder       {run_dir.path}"]
-
-
 def test_the_end_says_what_is_not_in_the_copy_elsewhere(run_dir: RunDir) -> None:
     append_event(run_dir, "uploaded", url="s3://bucket/ddp-0001", step=3)
     assert not [line for line in summary_lines(run_dir) if line.startswith("not sent")]
@@ -203,9 +200,11 @@ def test_the_end_says_what_is_not_in_the_copy_elsewhere(run_dir: RunDir) -> None
     assert summary_lines(run_dir)[-1] == told
 
 
-def test_a_broken_summary_file_is_as_good_as_none(run_dir: RunDir) -> None:
-    run_dir.summary.write_text('{"train_sec')
-    assert summary_lines(run_dir)[0] == "No results yet."
+@pytest.mark.parametrize("content", [None, '{"train_sec'])
+def test_a_run_without_results_has_a_summary_too(run_dir: RunDir, content: str | None) -> None:
+    if content is not None:
+        run_dir.summary.write_text(content)
+    assert summary_lines(run_dir) == ["No results yet.", f"run folder       {run_dir.path}"]
 
 
 def test_following_never_loads_torch() -> None:
@@ -223,18 +222,3 @@ def test_a_run_that_has_diverged_does_not_end_as_if_it_had_not(run_dir: RunDir) 
     assert summary_lines(run_dir)[0] == (
         "DIVERGED: loss nan from step 10, 38 of 40 updates skipped \N{MIDDLE DOT} val acc1 10.00 % (best, step 40)"
     )
-
-
-def test_an_update_that_is_skipped_is_a_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    append_event(run_dir, "started", **STARTED)
-    scales = {"scale_before": 65536.0, "scale_after": 32768.0, "parameter": "fc.weight"}
-    append_event(run_dir, "skipped", attempt=0, step=7, **scales)
-    append_event(run_dir, "nonfinite", attempt=0, step=8, loss="nan", grad_norm=None, samples=[1, 2])
-    append_event(run_dir, "rolled_back", attempt=0, step=5, from_step=8, position=9)
-    append_event(run_dir, "ended", attempt=0, state="COMPLETED")
-    follow(run_dir, lambda: True)
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "Overflow after step 7, skipping step: a gradient of fc.weight was not finite; loss scale 65536 -> 32768",
-        "Step 8 came to nothing: a gradient was not finite; loss nan",
-        "Rolled back from step 8 to step 5; goes on with other data.",
-    ]

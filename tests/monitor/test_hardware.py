@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,33 +21,38 @@ from trainkit.monitor.hardware import Energy, Gpus, energy_of, last_sample, samp
 from trainkit.run.folder import RunDir
 
 
-def samples(run_dir: RunDir, host: str = "node1") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run_dir.hardware(host).read_text().splitlines()]
+def samples(folder: Path) -> list[dict[str, Any]]:
+    file = RunDir(folder).hardware("node1")
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_a_run_shorter_than_the_interval_still_has_one_sample(tmp_path: Path) -> None:
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
+def sample_of(folder: Path, device: str = "cpu", meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """The one sample of a run that is shorter than the interval."""
+    with sample_hardware(RunDir(folder), "node1", 3600.0, device):
+        meanwhile()
+    (sample,) = samples(folder)
+    return sample
+
+
+def compute(seconds: float) -> None:
+    began = time.process_time()
+    while time.process_time() - began < seconds:
         pass
-    assert len(samples(RunDir(tmp_path))) == 1
 
 
 def test_samples_are_taken_all_along(tmp_path: Path) -> None:
     with sample_hardware(RunDir(tmp_path), "node1", 0.02, "cpu"):
         deadline = time.monotonic() + 10
-        while not (tmp_path / "system-node1.jsonl").exists() and time.monotonic() < deadline:
+        while not samples(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.1)
-    times = [sample["time"] for sample in samples(RunDir(tmp_path))]
+    times = [sample["time"] for sample in samples(tmp_path)]
     assert len(times) >= 2
     assert times == sorted(times)
 
 
 def test_a_sample_has_cpu_and_memory_of_the_machine_and_of_this_process(tmp_path: Path) -> None:
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
-        began = time.process_time()
-        while time.process_time() - began < 0.1:
-            pass
-    sample = samples(RunDir(tmp_path))[0]
+    sample = sample_of(tmp_path, meanwhile=lambda: compute(0.1))
     assert 0 <= sample["cpu_percent"] <= 100
     assert sample["process_cpu_percent"] > 0
     assert 0 < sample["process_memory_mb"] < sample["memory_total_mb"]
@@ -62,13 +68,13 @@ def test_a_sample_has_what_waited_for_cpus_and_what_others_had_of_them(tmp_path:
     left = f"for i in $(seq {loops}); do {shlex.join(alone)} > /dev/null 2>&1 & echo $!; done"
 
     def sampled(folder: str) -> dict[str, Any]:
-        (tmp_path / folder).mkdir()
-        with sample_hardware(RunDir(tmp_path / folder), "node1", 3600.0, "cpu"):
+        def compute() -> None:
             until = time.monotonic() + 1.0
             while time.monotonic() < until:
                 pass
-        (sample,) = samples(RunDir(tmp_path / folder))
-        return sample
+
+        (tmp_path / folder).mkdir()
+        return sample_of(tmp_path / folder, meanwhile=compute)
 
     def spent() -> tuple[float, float]:
         """By all of this machine, and by this process and its children that have ended."""
@@ -150,41 +156,29 @@ def test_what_others_had_of_another_ranks_core_counts_too() -> None:
     assert float(told) > 50
 
 
-def test_without_gpus_there_are_no_gpu_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0))
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda"):
-        pass
-    assert "gpus" not in samples(RunDir(tmp_path))[0]
+@pytest.mark.parametrize(("gpus", "driver", "device"), [(0, True, "cuda"), (0, False, "cuda:0"), (4, True, "cpu")])
+def test_without_gpus_or_their_driver_a_machine_is_sampled_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, driver: bool, device: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=gpus, driver=driver))
+    assert "gpus" not in sample_of(tmp_path, device)
+    assert not list(tmp_path.glob("nvidia-smi-*"))
 
 
-def test_a_machine_without_the_nvidia_driver_is_sampled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0, driver=False))
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0"):
-        pass
-    assert "gpus" not in samples(RunDir(tmp_path))[0]
-
-
-def test_the_gpus_of_the_mask_are_sampled_and_what_a_gpu_does_not_tell_is_left_out(
+def test_the_gpus_of_the_mask_are_sampled_and_shown_as_nvidia_smi_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a GPU does not tell is left out."""
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0"):
-        pass
-    assert samples(RunDir(tmp_path))[0]["gpus"] == [
+    assert sample_of(tmp_path, "cuda:0")["gpus"] == [
         {"index": 2, "util_percent": 92, "memory_used_mb": 2000.0, "memory_total_mb": 16000.0, "power_w": 62.5},
         {"index": 1, "util_percent": 91, "memory_used_mb": 1000.0, "memory_total_mb": 16000.0, "power_w": 61.5},
     ]
-
-
-def test_the_gpus_are_shown_as_nvidia_smi_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0"):
-        pass
     head, *shown = (tmp_path / "nvidia-smi-node1.txt").read_text().splitlines()
     assert head.endswith("driver 550.54")
-    assert shown == [
+    assert len(shown) == 6
+    assert shown[:3] == [
         "GPU 2  NVIDIA T2  92 % used  2000.0 of 16000.0 MB  62.5 of ? W  ? C",
         "    process 77  5 MB",
         "    process 78  ? MB",
@@ -198,19 +192,9 @@ def test_they_are_shown_when_they_hold_most(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Gpus, "described", lambda self: next(told))
     with sample_hardware(RunDir(tmp_path), "node1", 0.01, "cuda:0"):
         deadline = time.monotonic() + 20
-        while len(samples_so_far(tmp_path)) < 4 and time.monotonic() < deadline:
+        while len(samples(tmp_path)) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert (tmp_path / "nvidia-smi-node1.txt").read_text() == "second"
-
-
-def samples_so_far(folder: Path) -> list[dict[str, Any]]:
-    return samples(RunDir(folder)) if (folder / "system-node1.jsonl").exists() else []
-
-
-def test_a_machine_without_gpus_shows_none(tmp_path: Path) -> None:
-    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
-        pass
-    assert not list(tmp_path.glob("nvidia-smi-*"))
 
 
 def test_a_sampler_that_fails_says_so_and_leaves_training_alone(
@@ -326,7 +310,7 @@ def test_of_others_it_is_their_power_times_the_time_between_two_samples(clock: S
     assert meter.used([{"index": 3, "power_w": 400.0}, {"index": 4}]) == {"gpu_kwh": 0.5}
 
 
-def test_processors_count_each_package_once_and_begin_anew_when_the_counter_is_full(tmp_path: Path) -> None:
+def test_processors_count_each_package_once_though_its_counter_wraps(tmp_path: Path) -> None:
     for name, of in (("intel-rapl:0", "package-0"), ("intel-rapl:1", "package-1"), ("intel-rapl:0:0", "core")):
         package(tmp_path, name, 900.0, of=of)
     meter = measure(None, rapl=tmp_path)

@@ -18,12 +18,16 @@ TRAIN = {"time": 1.7e9, "epoch": 0.5, "split": "train", "acc1": 40.0, "acc5": 90
 VAL = {"time": 1.7e9, "step": 20, "epoch": 1.0, "split": "val", "loss": 1.25, "acc1": 45.0, "acc5": 80.0}
 
 
-def attempt(run_dir: RunDir, resumed_step: int, steps: range, loss: float) -> None:
-    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60, resumed_step=resumed_step))
-    for step in steps:
-        logger.log({**TRAIN, "step": step, "loss": loss})
-    logger.log(VAL | {"step": steps[-1]})
+def logged(run_dir: RunDir, *records: dict[str, Any], **start: Any) -> None:
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60, **start))
+    for record in records:
+        logger.log({**TRAIN, **record})
     logger.close()
+
+
+def attempt(run_dir: RunDir, resumed_step: int, steps: range, loss: float) -> None:
+    records = [{"step": step, "loss": loss} for step in steps]
+    logged(run_dir, *records, VAL | {"step": steps[-1]}, resumed_step=resumed_step)
 
 
 def events_of(run_dir: RunDir) -> Any:
@@ -64,18 +68,13 @@ def test_after_a_restart_the_curve_has_no_double_points(run_dir: RunDir) -> None
     assert scalars(run_dir, "loss/train") == [(10, 1.5), (20, 1.5), (30, 1.5), (40, 0.5), (50, 0.5), (60, 0.5)]
 
 
-def test_a_loss_that_is_no_number_is_left_out(run_dir: RunDir) -> None:
-    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
-    logger.log({**TRAIN, "step": 10, "loss": None, "note": "text"})
-    logger.close()
-    assert scalars(run_dir, "acc1/train") == [(10, 40.0)]
-
-
-def test_a_number_too_large_for_the_file_is_infinite(run_dir: RunDir) -> None:
-    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
-    logger.log({**TRAIN, "step": 10, "grad_norm": -1e39})
-    logger.close()
-    assert scalars(run_dir, "grad_norm/train") == [(10, float("-inf"))]
+def test_values_that_are_no_number_are_left_out_and_time_is_a_group_of_its_own(run_dir: RunDir) -> None:
+    more = {"grad_norm": -1e39, "seconds_data": 1.5, "seconds_exposed": None, "mfu": 41.0}
+    logged(run_dir, {"step": 10, "loss": None, "note": "text", **more})
+    shown = {tag: scalars(run_dir, tag) for tag in events_of(run_dir).Tags()["scalars"]}
+    assert not {"loss/train", "note/train", "seconds/exposed"} & shown.keys()
+    expected = {"acc1/train": 40.0, "grad_norm/train": float("-inf"), "seconds/data": 1.5, "mfu/train": 41.0}
+    assert {tag: [(10, value)] for tag, value in expected.items()}.items() <= shown.items()
 
 
 def test_its_checksums_are_those_that_tensorboard_verifies(run_dir: RunDir) -> None:
@@ -103,14 +102,6 @@ def test_writing_does_not_import_tensorflow_where_it_is_installed(run_dir: RunDi
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-def test_where_the_time_goes_is_a_group_of_its_own(run_dir: RunDir) -> None:
-    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
-    logger.log({**TRAIN, "step": 10, "seconds_data": 1.5, "seconds_exposed": None, "mfu": 41.0})
-    logger.close()
-    assert scalars(run_dir, "seconds/data") == [(10, 1.5)]
-    assert scalars(run_dir, "mfu/train") == [(10, 41.0)]
-
-
 def raw_values(run_dir: RunDir) -> list[Any]:
     """All summaries of all attempts, as they stand in the files."""
     loader = import_module("tensorboard.backend.event_processing.event_file_loader").RawEventFileLoader
@@ -121,11 +112,10 @@ def raw_values(run_dir: RunDir) -> list[Any]:
     ]
 
 
-def test_the_settings_are_a_row_of_the_hparams_tab_with_the_precision_that_auto_has_come_to(run_dir: RunDir) -> None:
-    start = Start(total_steps=60, world_size=4, precision="bf16", micro_batch_size=8)
-    logger = tensorboard.build(run_dir, Config(), start)
-    logger.log(VAL | {"split": "test"})
-    logger.close()
+def test_settings_are_a_row_of_the_hparams_tab_with_what_auto_has_come_to(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10), loss=1.5)  # it will go on
+    assert "_hparams_/session_end_info" not in [value.tag for value in raw_values(run_dir)]
+    logged(run_dir, VAL | {"split": "test"}, world_size=4, precision="bf16", micro_batch_size=8)
     data = import_module("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData
     found = {}
     for value in raw_values(run_dir):
@@ -141,16 +131,9 @@ def test_the_settings_are_a_row_of_the_hparams_tab_with_the_precision_that_auto_
     assert found["_hparams_/session_end_info"].session_end_info.status == 1, "success"
 
 
-def test_an_attempt_that_will_go_on_has_no_end(run_dir: RunDir) -> None:
-    attempt(run_dir, 0, range(10, 30, 10), loss=1.5)
-    assert "_hparams_/session_end_info" not in [value.tag for value in raw_values(run_dir)]
-
-
 def test_which_class_was_taken_for_which_is_a_picture_and_a_table(run_dir: RunDir) -> None:
     run_dir.confusion.write_text('{"classes": ["cat", "dog|wolf"], "raw": [[0, 0, 9], [0, 1, 1], [1, 1, 5]]}')
-    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
-    logger.log(VAL | {"split": "test"})
-    logger.close()
+    logged(run_dir, VAL | {"split": "test"})
     (image,) = events_of(run_dir).Images("confusion/test")
     assert (image.width, image.height) == (400, 400)
     from PIL import Image
@@ -166,13 +149,11 @@ def test_which_class_was_taken_for_which_is_a_picture_and_a_table(run_dir: RunDi
 @pytest.mark.parametrize("odd", ["", "{}", '{"classes": ["a"], "raw": [[0, 7, 1]]}', '{"classes": 3, "raw": [1]}'])
 def test_a_confusion_that_is_none_is_left_out(run_dir: RunDir, odd: str) -> None:
     run_dir.confusion.write_text(odd)
-    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
-    logger.log(VAL | {"split": "test"})
-    logger.close()
+    logged(run_dir, VAL | {"split": "test"})
     assert events_of(run_dir).Tags()["images"] == []
 
 
-def test_a_run_is_listed_by_its_name_and_one_of_a_sweep_with_that_of_the_sweep(tmp_path: Path) -> None:
+def test_a_run_is_listed_by_its_name_and_one_of_a_sweep_by_both_names(tmp_path: Path) -> None:
     alone, swept = RunDir(tmp_path / "ddp-0001"), RunDir(tmp_path / "ddp-0002" / "0")
     for folder in (alone.path, swept.path):
         folder.mkdir(parents=True)

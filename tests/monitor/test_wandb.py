@@ -3,18 +3,25 @@ from __future__ import annotations
 import importlib
 import json
 import netrc
+import os
+import signal
 import struct
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from trainkit.config.schema import Config
 from trainkit.monitor import wandb as logger_module
-from trainkit.monitor.loggers import open_loggers
+from trainkit.monitor.loggers import open_loggers, prepare_loggers
 from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
+from trainkit.run.metrics import read_metrics
 
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
 
@@ -81,22 +88,23 @@ def run_of(records: list[Any]) -> Any:
     return next(record.run for record in records if record.WhichOneof("record_type") == "run")
 
 
-def test_offline_the_values_are_in_the_datastore(run_dir: RunDir) -> None:
+def test_offline_values_and_settings_are_in_the_datastore_and_nothing_else(run_dir: RunDir) -> None:
     attempt(run_dir, 0, range(10, 30, 10))
     (records,) = stored(run_dir)
-    rows = history(records)
-    assert [(row["step"], row.get("loss/train"), row.get("acc1/val")) for row in rows] == [
+    assert [(row["step"], row.get("loss/train"), row.get("acc1/val")) for row in history(records)] == [
         (10, 0.1, None),
         (20, 0.05, None),
         (20, None, 75.0),
     ]
-
-
-def test_the_settings_of_the_training_are_the_runs_config(run_dir: RunDir) -> None:
-    attempt(run_dir, 0, range(10, 30, 10))
-    settings = {item.key: json.loads(item.value_json) for item in run_of(stored(run_dir)[0]).config.update}
+    settings = {item.key: json.loads(item.value_json) for item in run_of(records).config.update}
     assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)
     assert "launch" not in settings
+    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    assert any(metric.step_metric == "step" for metric in metrics), "the step is the x axis"
+    # Neither code, nor packages, nor the machine.
+    assert {file.suffix for file in run_dir.wandb.rglob("*") if file.is_file()} == {".wandb", ".log"}
+    kinds = {record.WhichOneof("record_type") for record in records}
+    assert not kinds & {"files", "environment", "output", "output_raw"}
 
 
 def test_a_restarted_run_keeps_its_id(run_dir: RunDir) -> None:
@@ -105,12 +113,6 @@ def test_a_restarted_run_keeps_its_id(run_dir: RunDir) -> None:
     first, second = stored(run_dir)
     assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
     assert [row["step"] for row in history(second)] == [30, 40, 40]
-
-
-def test_the_step_is_the_x_axis(run_dir: RunDir) -> None:
-    attempt(run_dir, 0, range(10, 30, 10))
-    metrics = [record.metric for record in stored(run_dir)[0] if record.WhichOneof("record_type") == "metric"]
-    assert any(metric.step_metric == "step" for metric in metrics)
 
 
 def test_a_training_that_raised_is_a_failed_run(run_dir: RunDir) -> None:
@@ -128,13 +130,6 @@ def test_no_secret_reaches_the_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyP
     files = [file for file in run_dir.path.rglob("*") if file.is_file()]
     assert any(file.suffix == ".wandb" for file in files)
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
-
-
-def test_neither_code_nor_packages_nor_the_machine_are_handed_over(run_dir: RunDir) -> None:
-    attempt(run_dir, 0, range(10, 30, 10))
-    assert {file.suffix for file in run_dir.wandb.rglob("*") if file.is_file()} == {".wandb", ".log"}
-    kinds = {record.WhichOneof("record_type") for record in stored(run_dir)[0]}
-    assert not kinds & {"files", "environment", "output", "output_raw"}
 
 
 def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
@@ -194,3 +189,174 @@ def test_its_config_says_what_auto_has_come_to_and_the_host_is_sampled(run_dir: 
     told = json.loads(table.read_text())
     assert told["columns"] == ["Actual", "Predicted", "nPredictions"]
     assert told["data"] == [["cat", "cat", 9], ["cat", "dog", 1], ["dog", "cat", 0], ["dog", "dog", 5]]
+
+
+# The client in a process of its own, with a package in W&B's place that writes down how it is called.
+
+CONFIG = Config.model_validate({"monitor": {"loggers": ["jsonl", "wandb"]}})
+STAND_IN = """
+import json, os, types
+errors = types.SimpleNamespace(Error=KeyError)
+
+def note(kind, **facts):
+    with open(os.environ["NOTED"], "a") as file:
+        print(json.dumps({"kind": kind, **facts}), file=file)
+
+class Run:
+    def define_metric(self, *names, **options): ...
+    def log(self, values): note("log", **values)
+    def finish(self, exit_code): note("finish", exit_code=exit_code)
+
+def Settings(**settings): ...
+def teardown(): note("teardown")
+def init(**arguments):
+    note("init", id=arguments["id"])
+    return Run()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    package = tmp_path / "packages" / "wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted"))
+    return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "epoch": 1.0, "split": "train", "loss": 1 / step, **more}
+
+
+def noted(*kinds: str) -> list[dict[str, Any]]:
+    file = Path(os.environ["NOTED"])
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [item for item in found if item["kind"] in kinds]
+
+
+def client() -> psutil.Process:
+    children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    (process,) = [one for one in children if "run_client" in " ".join(one.cmdline())]
+    return process
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_the_end(pid: int) -> None:
+    wait_for(lambda: not ProcessId.of(pid).started)
+
+
+def wait_for_the_beginning() -> None:
+    wait_for(lambda: bool(noted("init")))
+
+
+def test_all_that_was_logged_has_arrived_in_order_at_the_end(stand_in: RunDir) -> None:
+    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
+        for step in range(1, 6):
+            logger.log(record(step))
+    assert [item["step"] for item in noted("log")] == [1, 2, 3, 4, 5]
+    assert [item["kind"] for item in noted("finish", "teardown")] == ["finish", "teardown"]
+
+
+def test_whoever_trains_never_imports_it(stand_in: RunDir) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainkit.config.schema import Config; "
+        "from trainkit.monitor.loggers import open_loggers, prepare_loggers; "
+        "from trainkit.run.folder import RunDir\n"
+        "config = Config.model_validate({'monitor': {'loggers': ['wandb']}})\n"
+        f"with open_loggers(config, RunDir(Path({str(stand_in.path)!r})), total_steps=1, "
+        "prepared=prepare_loggers(config)): ...\n"
+        "print('wandb' in sys.modules)"
+    )
+    project = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": f"{project}:{os.environ['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert len(noted("init")) == 1
+
+
+def test_one_that_was_started_ahead_is_the_one_that_is_fed(stand_in: RunDir) -> None:
+    prepared = prepare_loggers(CONFIG)
+    ahead = client().pid
+    with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
+        assert client().pid == ahead
+        logger.log(record(1))
+    assert len(noted("log")) == 1
+
+
+def test_one_that_is_told_nothing_leaves_nothing(stand_in: RunDir) -> None:
+    """A training that fails before its first update."""
+    code = (
+        "import sys; from trainkit.config.schema import Config; from trainkit.monitor.loggers import prepare_loggers\n"
+        "prepared = prepare_loggers(Config.model_validate({'monitor': {'loggers': ['wandb']}}))\n"
+        "print(prepared['wandb']._process.pid)"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    wait_for_the_end(int(done.stdout))
+    assert noted("init", "finish") == []
+    assert done.stderr == ""
+
+
+def test_signals_that_are_meant_for_the_training_do_not_end_it(stand_in: RunDir) -> None:
+    prepared = prepare_loggers(CONFIG)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        client().send_signal(number)  # before it is there, and again
+    with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
+        wait_for_the_beginning()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            client().send_signal(number)
+        logger.log(record(1))
+    assert [item["exit_code"] for item in noted("finish")] == [0]
+
+
+def test_a_training_that_is_killed_is_a_crashed_run(stand_in: RunDir) -> None:
+    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
+        logger.log(record(1))
+        pipe = logger._loggers["wandb"]._client._process.stdin  # type: ignore[attr-defined]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())  # as when the kernel closes it
+    assert [item["exit_code"] for item in noted("finish")] == [1]
+
+
+def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> None:
+    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
+        wait_for_the_beginning()
+        process = client()
+        process.suspend()
+        began = time.monotonic()
+        for step in range(1, 101):  # 64 KiB fit into a pipe
+            logger.log(record(step, note="x" * 5000))
+        assert time.monotonic() - began < 30
+        process.resume()
+    assert [item["step"] for item in noted("log")] == list(range(1, 101))
+
+
+def test_one_that_is_killed_is_said_once_and_training_goes_on(
+    stand_in: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
+        process = client()
+        process.kill()
+        wait_for_the_end(process.pid)
+        for step in (1, 2, 3):
+            logger.log(record(step))
+    assert capsys.readouterr().err == "Logger 'wandb' is off from here on: its process has ended with exit code -9\n"
+    assert len(read_metrics(stand_in)) == 3
+
+
+def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
+    stand_in: RunDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "packages" / "wandb" / "__init__.py").write_text("raise ImportError('No module named wandb')")
+    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
+        wait_for_the_end(client().pid)
+        for step in (1, 2, 3):
+            logger.log(record(step))
+    assert capfd.readouterr().err == "Logger 'wandb' is off from here on: No module named wandb\n"
+    assert len(read_metrics(stand_in)) == 3

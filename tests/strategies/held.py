@@ -57,3 +57,21 @@ def trained(
             model(torch.randn(2, 3, 32, 32)).square().sum().backward()
         optimizer.step()
     return model, optimizer
+
+
+class Drag(torch.optim.Optimizer):
+    """A user's own: momentum, with a count of each weight and a number of each group that are saved with it."""
+
+    def __init__(self, params: Any, lr: float, *, weight_decay: float = 0.0, drag: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "drag": drag})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["drag"] *= 0.75
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state.setdefault("kept", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                    parameter.add_(state["kept"], alpha=-group["lr"] * group["drag"] / state["count"])

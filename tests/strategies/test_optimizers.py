@@ -15,6 +15,9 @@ from trainkit.ranks.env import RankEnv
 
 ANYWHERE = ["adabelief", "adagrad", "adam", "adan", "adopt", "lambc", "laprop", "lars", "lion", "madgrad", "nadamw"]
 ANYWHERE += ["momentum", "radam", "rmsprop", "rmsproptf", "sgdw", "torch/asgd"]
+FEW = ["adabelief", "adagrad", "lambc", "lion", "torch/asgd"]
+OWN = "tests.strategies.held:Drag"
+"""An optimizer of the user's own, with a count and a number of each group."""
 WHOLE = ["adafactor", "adafactorbv", "adamp", "adamuon", "cadamw", "mars", "novograd", "torch/adafactor"]
 
 
@@ -39,7 +42,14 @@ def _not_resumed(env: RankEnv, folder: Path, strategy: str, names: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("strategy", "names"), [("ddp", WHOLE[:3]), ("zero", [*WHOLE, *ANYWHERE[:3]]), ("fsdp", ANYWHERE)]
+    ("strategy", "names"),
+    [
+        ("ddp", WHOLE[:3]),
+        ("zero", [*WHOLE, *ANYWHERE[:3], OWN]),
+        ("fsdp", [*FEW, OWN]),
+        pytest.param("fsdp", ANYWHERE, marks=pytest.mark.long),
+    ],
+    ids=["ddp", "zero", "fsdp", "fsdp, all"],
 )
 def test_a_run_goes_on_with_the_very_next_update(tmp_path: Path, strategy: str, names: list[str]) -> None:
     assert run_ranks(2, _not_resumed, tmp_path, strategy, names) == [[]] * 2
@@ -58,5 +68,6 @@ def _not_as_ddp(env: RankEnv, names: list[str]) -> list[str]:
     return wrong
 
 
-def test_shards_are_updated_as_whole_weights_are() -> None:
-    assert run_ranks(2, _not_as_ddp, ANYWHERE) == [[]] * 2
+@pytest.mark.parametrize("names", [[*FEW, OWN], pytest.param(ANYWHERE, marks=pytest.mark.long)], ids=["few", "all"])
+def test_shards_are_updated_as_whole_weights_are(names: list[str]) -> None:
+    assert run_ranks(2, _not_as_ddp, names) == [[]] * 2

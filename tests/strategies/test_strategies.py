@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tests.rank_functions import rank_env
 from trainkit import plugins
+from trainkit.config.loading import load
 from trainkit.config.schema import StrategyConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
@@ -46,7 +49,7 @@ def test_gradients_travel_as_the_hook_says(hook: str, dtype: torch.dtype) -> Non
     assert torch.equal(plain.weight.grad, expected.to(dtype).float())
 
 
-def test_gradients_of_the_last_layers_are_sent_while_those_of_the_first_are_computed() -> None:
+def test_last_layers_gradients_are_sent_while_the_first_are_computed() -> None:
     happened: list[str] = []
     with distributed(RankEnv.single(), use_gpu=False) as dist:
         layers = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # of 1.4 MB
@@ -68,3 +71,13 @@ def test_gradients_of_the_last_layers_are_sent_while_those_of_the_first_are_comp
             happened.clear()
             model(torch.randn(4, 600)).square().sum().backward()
             assert happened == ["2 sent", "1 sent", "0 computed", "0 sent"]
+
+
+def test_a_function_that_returns_no_strategy_is_told_what_one_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_strategy.py").write_text("def make(dist):\n    return 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    chosen = load("single", ["strategy.name=odd_strategy:make"]).config.strategy
+    with pytest.raises(UserError, match="It returned int, which has no parallelize and no grad_sync"):
+        build_strategy(chosen, Distributed(RankEnv.single(), torch.device("cpu")))
