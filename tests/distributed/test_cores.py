@@ -77,6 +77,6 @@ def test_they_do_so_for_as_long_as_other_programs_want_the_cores() -> None:
 
 
 @pytest.mark.parametrize("env", [*({name: "7"} for name in _WAITING), {}])
-def test_a_user_who_says_how_threads_wait_is_obeyed_and_one_thread_waits_for_none(env: dict[str, str]) -> None:
+def test_a_user_who_says_how_threads_wait_is_obeyed_and_so_is_one_thread(env: dict[str, str]) -> None:
     alone = "" if env else "torch.set_num_threads(1)\n"
     assert run(f"{alone}with sharing_cores(): print(names())", **env) == "{'MainThread'}\n"

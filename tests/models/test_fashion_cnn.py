@@ -29,7 +29,7 @@ def test_images_of_any_size_become_scores(image_size: int, in_chans: int, num_cl
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_an_image_is_scored_alike_in_any_company_unless_batch_norm_is_asked_for(norm: str) -> None:
+def test_an_image_is_scored_alike_in_any_company_but_for_batch_norm(norm: str) -> None:
     model = fashion_cnn.build(info(), norm=norm)  # type: ignore[arg-type]
     images = torch.randn(8, 1, 8, 8)
     assert torch.allclose(model(images)[:2], model(images[:2]), atol=1e-5) == (norm == "group")

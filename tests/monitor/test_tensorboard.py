@@ -68,7 +68,7 @@ def test_after_a_restart_the_curve_has_no_double_points(run_dir: RunDir) -> None
     assert scalars(run_dir, "loss/train") == [(10, 1.5), (20, 1.5), (30, 1.5), (40, 0.5), (50, 0.5), (60, 0.5)]
 
 
-def test_values_that_are_no_number_are_left_out_and_time_is_a_group_of_its_own(run_dir: RunDir) -> None:
+def test_what_is_no_number_is_left_out_and_time_is_a_group_of_its_own(run_dir: RunDir) -> None:
     more = {"grad_norm": -1e39, "seconds_data": 1.5, "seconds_exposed": None, "mfu": 41.0}
     logged(run_dir, {"step": 10, "loss": None, "note": "text", **more})
     shown = {tag: scalars(run_dir, tag) for tag in events_of(run_dir).Tags()["scalars"]}

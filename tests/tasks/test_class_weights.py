@@ -77,11 +77,6 @@ def test_data_that_does_not_tell_its_labels_is_not_read_for_them() -> None:
         weights_of("balanced", splits)
 
 
-def test_as_many_weights_as_classes() -> None:
-    with pytest.raises(UserError, match="has 2 weights, and synthetic has 7 classes"):
-        weights_of((1.0, 2.0), parts_of().splits)
-
-
 def test_a_wrong_number_of_weights_is_refused_before_there_is_a_run() -> None:
     config = load("single", ["train.class_weights=[1, 2]"]).config
     with pytest.raises(UserError, match="has 2 weights, and digits has 10 classes"):

@@ -71,7 +71,7 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_images_keep_the_names_of_training_after_a_folder_was_renamed_or_the_data_moved(pets: Path) -> None:
+def test_images_keep_the_names_of_training_where_the_data_was_renamed(pets: Path) -> None:
     def told(*more: str) -> tuple[list[list[str]], str]:
         done = run_command("predict", "run", "photos", *more, cwd=pets)
         assert done.returncode == 0, done.stderr

@@ -1,14 +1,36 @@
 from __future__ import annotations
 
+import base64
+import io
+import json
+from collections import Counter
+
 import pytest
 import torch
+from PIL import Image
 
-from tests.rank_functions import run_ranks
-from tests.training.parts import parts_of
+from tests.rank_functions import run_ranks, train_run
+from tests.training.parts import Linear, parts_of
+from trainkit.config.loading import load
+from trainkit.data.base import normalize
 from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.inference import evaluate_checkpoint
 from trainkit.ranks.env import RankEnv
+from trainkit.run.folder import RunDir
 from trainkit.tasks.classification import Classification
-from trainkit.tasks.meter import _MOST_PENDING, _MOST_PENDING_SCORES, Meter
+from trainkit.tasks.meter import (
+    _MOST_PENDING,
+    _MOST_PENDING_SCORES,
+    LONGEST_SIDE,
+    MOST,
+    NO_CLASS,
+    Confusion,
+    Meter,
+    Mistakes,
+    confusion_json,
+)
+from trainkit.training import measurement
+from trainkit.training.measurement import evaluate, measure
 
 # Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
 LOGITS = torch.tensor(
@@ -33,18 +55,16 @@ def add(one: Meter, part: slice = ALL) -> None:
     one.add(LOSSES[part].mean(), LOGITS[part], LABELS[part])
 
 
-def test_loss_and_hits_are_means_over_samples() -> None:
+@pytest.mark.parametrize("parts", [[ALL], [slice(0, 1), slice(1, 4), ALL]])
+def test_loss_and_hits_are_means_over_samples_whatever_the_batches(parts: list[slice]) -> None:
     one = meter()
-    add(one)
-    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}
-
-
-def test_batches_of_different_sizes_count_by_their_samples() -> None:
-    one = meter()
-    add(one, slice(0, 1))
-    add(one, slice(1, 4))
-    add(one)
-    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 8}
+    for part in parts:
+        add(one, part)
+    samples = sum(len(LABELS[part]) for part in parts)
+    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": samples}
+    assert one.read() == {"samples": 0}, "it starts again from zero"
+    one.add(LOSSES[:2].mean(), torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), LABELS[:2])  # of three classes
+    assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
 
 
 def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
@@ -52,19 +72,6 @@ def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
     losses = torch.tensor([0.5, 1.0, float("nan"), 4.5])
     one.add_masked(losses, LOGITS, LABELS, torch.tensor([True, True, False, False]))
     assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
-
-
-def test_the_top_five_of_three_classes_are_three() -> None:
-    one = meter()
-    one.add(LOSSES[:2].mean(), torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), LABELS[:2])
-    assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
-
-
-def test_reading_starts_again_from_zero() -> None:
-    one = meter()
-    add(one)
-    one.read()
-    assert one.read() == {"samples": 0}
 
 
 def test_small_losses_are_not_lost_beside_a_large_one() -> None:
@@ -171,3 +178,130 @@ def test_a_class_whose_score_is_minus_infinity_is_never_a_hit() -> None:
     for label in range(7):
         one.add(torch.tensor(1.0), logits, torch.tensor([label]))
     assert one.sums() == [7.0, 7, 1, 1]
+
+
+# Which class is taken for which, and the images that are told wrong most surely.
+
+SPLITS = parts_of().splits
+
+
+@torch.no_grad()
+def by_hand() -> list[tuple[int, int, float]]:
+    """Of every image of the validation: its class, the class that it is taken for, and how surely."""
+    found = []
+    for index in range(len(SPLITS.val)):
+        image, label = SPLITS.val[index]
+        logits = Linear()(normalize(SPLITS.eval_transform(image)[None], SPLITS.info))[0]
+        told = int(logits.argmax())
+        found.append((label, told, float(logits.softmax(0)[told])))
+    return found
+
+
+def _evaluated(env: RankEnv) -> tuple[dict[tuple[int, int], int], float, list[tuple[str, str, float]]]:
+    with distributed(env, use_gpu=False) as dist:
+        parts = parts_of("train.global_batch_size=12", "train.micro_batch_size=2", dist=dist)
+        counts, mistakes = Confusion(parts.splits.info.num_classes, dist), Mistakes(TASK)
+        result = evaluate(parts, parts.splits.val, confusion=counts, mistakes=mistakes)
+        assert result is not None
+        wrong = [(item["label"], item["told"], item["confidence"]) for item in mistakes.read(dist)]
+        return dict(counts.read()), result["acc1"], wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_sample_is_counted_and_looked_at_once_on_any_number_of_ranks(world_size: int) -> None:
+    images = by_hand()
+    expected = sorted((item for item in images if item[0] != item[1]), key=lambda item: -item[2])
+    for pairs, acc1, wrong in run_ranks(world_size, _evaluated):
+        assert pairs == Counter((label, told) for label, told, _ in images)
+        assert acc1 == pytest.approx(100 * (1 - len(expected) / len(images)))
+        assert [names for *names, _ in wrong] == [[f"class {label}", f"class {told}"] for label, told, _ in expected]
+        assert [sure for *_, sure in wrong] == pytest.approx([sure for *_, sure in expected], abs=1e-3)
+
+
+def test_images_whose_scores_are_not_finite_are_told_as_no_class() -> None:
+    parts = parts_of()
+    counts, logits = Confusion(7, parts.dist), torch.zeros(4, 7)
+    logits[0, 0], logits[1, 6], logits[2, 2], logits[3, 5] = float("nan"), float("inf"), 1.0, -float("inf")
+    counts.add(parts.task.taken_for(logits), torch.tensor([0, 6, 2, 1]), torch.tensor([True, True, True, False]))
+    found = counts.read()
+    assert found == {(0, 7): 1, (6, 7): 1, (2, 2): 1}
+    content = confusion_json(parts.splits.info, {"raw": found})
+    assert content["classes"] == [*parts.splits.info.class_names, NO_CLASS]
+    assert content["raw"] == [[0, 7, 1], [2, 2, 1], [6, 7, 1]]
+    assert confusion_json(parts.splits.info, {"raw": {(0, 6): 1}})["classes"] == [*parts.splits.info.class_names]
+
+
+def test_a_matrix_that_nobody_could_look_at_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of()
+    found = measure(parts, parts.splits.val, confusion=True)
+    assert found is not None
+    assert list(found.counts) == ["raw"]
+    monkeypatch.setattr(measurement, "MOST_CLASSES", 6)
+    found = measure(parts, parts.splits.val, confusion=True)
+    assert found is not None
+    assert not found.counts
+
+
+def test_the_surest_of_many_batches_are_kept_and_no_more() -> None:
+    mistakes, parts = Mistakes(TASK), parts_of()
+    sureness = torch.rand(5, 20, generator=torch.Generator().manual_seed(0))
+    for batch in sureness:
+        logits = torch.zeros(20, 6)
+        logits[:, 1] = 3 + batch
+        mistakes.add(torch.zeros(20, 1, 8, 8, dtype=torch.uint8), logits, torch.zeros(20).long(), torch.ones(20) > 0)
+    found = [item["confidence"] for item in mistakes.read(parts.dist)]
+    largest = (3 + sureness.flatten().sort(descending=True).values[:MOST]).exp()
+    assert found == pytest.approx((largest / (largest + 5)).tolist(), abs=1e-4)
+
+
+def test_padding_right_answers_and_what_is_not_finite_are_no_mistakes() -> None:
+    mistakes, images = Mistakes(TASK), torch.zeros(5, 1, 8, 8, dtype=torch.uint8)
+    logits = torch.eye(5, 10) * 9
+    logits[2], logits[4, 4] = float("nan"), float("inf")
+    mask = torch.tensor([True, True, True, False, True])
+    mistakes.add(images, logits, torch.tensor([0, 5, 5, 5, 5]), mask)
+    found = mistakes.read(parts_of().dist)
+    assert [(item["label"], item["told"]) for item in found] == [("class 5", "class 1")]
+
+
+def test_large_images_are_made_small() -> None:
+    mistakes = Mistakes(TASK)
+    images = torch.full((1, 3, 224, 200), 7, dtype=torch.uint8)
+    mistakes.add(images, torch.eye(1, 10), torch.tensor([3]), torch.tensor([True]))
+    (item,) = mistakes.read(parts_of().dist)
+    with Image.open(io.BytesIO(base64.b64decode(item["png"]))) as picture:
+        assert (picture.format, picture.mode, max(picture.size)) == ("PNG", "RGB", LONGEST_SIDE)
+        assert picture.getpixel((5, 5)) == (7, 7, 7)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Two ranks, trained to the end with an average of the weights."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run_ranks(2, train_run, folder, "ddp", ("train.max_steps=6", "train.ema_decay=0.5"))
+    return RunDir(folder)
+
+
+def test_a_run_leaves_the_counts_of_both_weights_on_the_test_images(run: RunDir) -> None:
+    content, summary = (json.loads(file.read_text()) for file in (run.confusion, run.summary))
+    assert (content["split"], content["step"]) == ("test", summary["best_step"])
+    assert content["classes"] == [str(digit) for digit in range(10)]
+    for kind, prefix in (("raw", ""), ("ema", "ema_")):
+        counts = torch.zeros(10, 10, dtype=torch.int64)
+        for label, told, count in content[kind]:
+            counts[label, told] = count
+        assert counts.sum() == summary["test"]["samples"]
+        assert 100 * counts.trace() / counts.sum() == pytest.approx(summary["test"][f"{prefix}acc1"])
+
+
+def test_a_run_leaves_the_mistakes_of_its_best_weights_and_evaluate_makes_them(run: RunDir) -> None:
+    summary, found = (json.loads(file.read_text()) for file in (run.summary, run.mistakes("val")))
+    assert (found["step"], found["split"]) == (summary["best_step"], "val")
+    wrong = round(summary["val"]["samples"] * (1 - summary["best"]["val/acc1"] / 100))
+    assert len(found["images"]) == min(wrong, MOST) > 0
+    assert json.loads(run.mistakes("test").read_text())["step"] == summary["best_step"]
+    run.mistakes("val").unlink()
+    evaluate_checkpoint(load(str(run.config)).config, run, "best", "val")
+    again = json.loads(run.mistakes("val").read_text())
+    told = [[(item["label"], item["png"]) for item in each["images"]] for each in (again, found)]
+    assert told[0] == told[1]

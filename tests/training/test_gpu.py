@@ -180,7 +180,7 @@ def test_a_run_on_a_gpu_tells_its_time_its_memory_its_energy_and_its_use(tmp_pat
 
 
 @pytest.mark.parametrize("preset", ["single", "ddp", "fsdp"])
-def test_auto_is_the_largest_micro_batch_that_trains_in_nine_tenths_of_the_limit(tmp_path: Path, preset: str) -> None:
+def test_auto_is_the_largest_micro_batch_within_nine_tenths_of_memory(tmp_path: Path, preset: str) -> None:
     settings = (
         "launch.gpus_per_node=1", "train.precision=fp32", "train.max_steps=2", "model.name=resnet18",
         "data.name=synthetic", "data.train_size=720", "data.val_size=8", "data.test_size=8", "data.image_size=64",

@@ -42,7 +42,7 @@ def test_each_hang_starts_the_run_again_and_slowness_is_none(run: RunDir) -> Non
     assert run.attempts() == [0, 1, 2]
 
 
-def test_a_rank_that_waits_for_its_data_is_named_with_the_stack_of_its_loader(run: RunDir) -> None:
+def test_a_rank_that_waits_for_its_data_is_named_with_its_loaders_stack(run: RunDir) -> None:
     hang = read_events(run, "failed")[0]
     assert hang["rank"] == 1
     assert "for its data loader" in hang["error"]

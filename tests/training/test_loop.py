@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import trainkit
 from tests.rank_functions import QUICK, run_ranks
@@ -19,12 +21,14 @@ from tests.training.poisoned import SETTINGS
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
+from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import distributed
 from trainkit.monitor.loggers import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.tasks.meter import Meter
+from trainkit.training import precision, update
 from trainkit.training.build import TrainState, build
 from trainkit.training.loop import train
 from trainkit.training.precision import Stepped
@@ -50,11 +54,12 @@ def keeper_of(parts: TrainState, folder: Path, position: int = 0, beat: Callable
 
 
 def test_no_loop_has_an_update_of_its_own() -> None:
+    own = {"backward", "zero_grad", "clip_grad_norm_", "clip_grads_with_norm_"}
     updating = {
         str(file.relative_to(TRAINKIT))
         for file in TRAINKIT.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in {"backward", "zero_grad", "clip_grad_norm_"}
+        if getattr(node, "attr", getattr(node, "id", None)) in own
     }
     assert updating == {"training/update.py", "training/precision.py"}
 
@@ -70,7 +75,7 @@ def _draws(env: RankEnv, folder: Path, position: int) -> list[float]:
     return drawn
 
 
-def test_dropout_draws_anew_in_each_update_and_on_each_rank_and_alike_after_a_restart(tmp_path: Path) -> None:
+def test_dropout_draws_anew_on_each_rank_and_alike_after_a_restart(tmp_path: Path) -> None:
     first, second = run_ranks(2, _draws, tmp_path / "whole", 0)
     assert len({*first, *second}) == 10
     assert run_ranks(2, _draws, tmp_path / "rest", 3) == [first[3:], second[3:]]
@@ -84,9 +89,7 @@ def test_every_step_batch_update_and_save_is_a_sign_of_life(tmp_path: Path) -> N
     assert len(beats) == 4 * (1 + micro_batches + 1) + evaluated + around_the_save
 
 
-def test_an_update_that_is_logged_validated_and_saved_is_summed_up_over_the_ranks_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_is_logged_and_saved_is_summed_up_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[Meter] = []
     sums = Meter.sums
 
@@ -144,3 +147,92 @@ def _statistics_after_validation(env: RankEnv, folder: Path) -> float:
 
 def test_all_ranks_validate_with_the_running_statistics_of_rank_0(tmp_path: Path) -> None:
     assert run_ranks(2, _statistics_after_validation, tmp_path / "run") == [0.0, 0.0]
+
+
+# Between two log steps nobody waits for the device: what it computes is not asked for.
+#
+# A GPU is made believe: on the CPU, whatever is computed from the model or the images counts as being on the device,
+# and each operation that would have to fetch a value from there is noted.
+
+# What gives the host a number, or a shape that depends on numbers.
+FETCHING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive", "bincount"}
+EVERYTHING = (
+    "augment.mixup_alpha=0.8", "augment.cutmix_alpha=1", "augment.rand_augment_ops=2",
+    "augment.random_erasing_prob=0.5", "augment.random_erasing_mode=pixel",
+    "train.grad_clip_norm=1", "train.label_smoothing=0.1", "train.ema_decay=0.99",
+    "data.augment=true", "data.image_size=4", "train.channels_last=true",
+)  # fmt: skip
+
+
+class Fetches(TorchDispatchMode):
+    """Notes after how many updates which operation asked for a value that is on the device."""
+
+    def __init__(self, keeper: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[int, str]] = []
+        self._progress = keeper.progress
+        images, model = keeper.state.splits.train, keeper.state.model
+        assert isinstance(images, TensorSamples)
+        for tensor in (images.images, images.labels, *model.parameters(), *model.buffers()):
+            tensor.is_on_device = True  # type: ignore[attr-defined]
+
+    def noting(self, name: str) -> Any:
+        """The method ``name`` of tensors, noted where it is one on the device that is asked."""
+        method = getattr(torch.Tensor, name)
+
+        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if hasattr(tensor, "is_on_device"):
+                self.found.append((self._progress.position, name))
+            return method(tensor, *args, **kwargs)
+
+        return noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        if any(hasattr(item, "is_on_device") for item in given):
+            name = func._schema.name.removeprefix("aten::")
+            by_mask = name == "index" and any(item.dtype == torch.bool for item in given[1:])
+            if name in FETCHING or by_mask:
+                self.found.append((self._progress.position, name))
+            for item in (*tree_leaves(result), *(given if name.endswith("_") else ())):
+                if isinstance(item, torch.Tensor):
+                    item.is_on_device = True  # type: ignore[attr-defined]
+        return result
+
+
+@contextmanager
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, keeper: Recorder) -> Iterator[Fetches]:
+    for module in (update, precision):
+        monkeypatch.setattr(module, "is_free_to_ask", lambda device: False)
+    with Fetches(keeper) as fetches:
+        for name in ("tolist", "numpy", "cpu"):  # which need no operation on a CPU
+            monkeypatch.setattr(torch.Tensor, name, fetches.noting(name))
+        yield fetches
+
+
+def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *settings: str) -> list[tuple[int, str]]:
+    """By 14 updates of which every fifth is logged, none is validated or saved."""
+    often = ("monitor.log_every=5", "train.max_steps=14", "train.eval_every_epochs=99", "checkpoint.every_epochs=null")
+    parts = small.parts_of(*often, *settings)
+    keeper = small.keeper_of(parts, tmp_path / "run", Progress())
+    with as_on_a_gpu(monkeypatch, keeper) as fetches:
+        train(parts, keeper, lambda: False)
+    return fetches.found
+
+
+@pytest.mark.parametrize("settings", [(), EVERYTHING, ("optim.name=sgd", "optim.nesterov=true")], ids=str)
+def test_the_device_is_asked_at_log_steps_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    found = fetched(monkeypatch, tmp_path, *settings)
+    assert {position for position, _ in found} == {5, 10, 14}
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_optimizers_that_cannot_leave_out_an_update_ask_once_an_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    found = fetched(monkeypatch, tmp_path, f"optim.name={name}")
+    between = [position for position, _ in found if position % 5 and position < 14]
+    assert between == sorted(set(range(14)) - {0, 5, 10})

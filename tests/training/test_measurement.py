@@ -54,16 +54,17 @@ def test_any_number_of_ranks_finds_the_same(world_size: int) -> None:
     assert run_ranks(world_size, _evaluated) == [pytest.approx(by_hand(parts_of()), rel=1e-5)] * world_size
 
 
-def test_batches_are_as_large_as_in_training_unless_told_otherwise() -> None:
-    model = Linear()
+def test_batches_are_as_large_as_in_training_and_each_is_a_sign_of_life() -> None:
+    model, beats = Linear(), list[int]()
     parts = parts_of(model=model)
-    evaluate(parts, parts.splits.val)
+    evaluate(parts, parts.splits.val, beat=lambda: beats.append(1))
     evaluate(parts, parts.splits.val, batch_size=6)
     assert [size for size, _, _ in model.calls] == [4, 4, 4, 6, 6]
+    assert len(beats) == 3
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_evaluated_without_dropout_and_gradients_and_left_as_it_was(training: bool) -> None:
+def test_the_model_is_evaluated_without_gradients_and_left_as_it_was(training: bool) -> None:
     model = Linear().train(training)
     parts = parts_of(model=model)
     evaluate(parts, parts.splits.val)
@@ -79,13 +80,6 @@ def test_a_stop_request_ends_it_before_the_next_batch_without_a_result() -> None
     assert evaluate(parts, parts.splits.val, should_stop=lambda: next(answers)) is None
     assert len(model.calls) == 1
     assert model.training
-
-
-def test_every_batch_is_a_sign_of_life() -> None:
-    parts = parts_of()
-    beats: list[int] = []
-    evaluate(parts, parts.splits.val, beat=lambda: beats.append(1))
-    assert len(beats) == 3
 
 
 def test_it_multiplies_in_the_formats_of_training_and_takes_the_loss_in_fp32() -> None:
@@ -112,14 +106,6 @@ def _buffers(env: RankEnv) -> list[Any]:
         return [buffer.tolist() for buffer in model.buffers()]
 
 
-def test_every_rank_evaluates_with_the_running_statistics_of_rank_0() -> None:
-    first, second = run_ranks(2, _buffers)
-    assert first == second == [[5.0, 5.0], [5.0, 5.0], 5, [5.0], [5.0], 5]
-
-
-def test_one_process_keeps_its_running_statistics() -> None:
-    parts = parts_of()
-    model = nn.BatchNorm1d(2)
-    sync_buffers(model, parts.dist)  # there is nobody to talk to
-    assert model.running_var is not None
-    assert model.running_var.tolist() == [1.0, 1.0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_evaluates_with_the_running_statistics_of_rank_0(world_size: int) -> None:
+    assert run_ranks(world_size, _buffers) == [[[5.0, 5.0], [5.0, 5.0], 5, [5.0], [5.0], 5]] * world_size

@@ -121,7 +121,7 @@ def test_nothing_of_a_run_shows_that_sizes_were_tried_before_it(
     assert "micro_batch_size: auto" in (tmp_path / "auto/config.yaml").read_text()
 
 
-def test_a_run_that_goes_on_takes_what_it_has_found_and_tries_anew_on_other_ranks(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_takes_what_it_found_unless_ranks_are_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = ("model.name=tests.training.hungry:failing", "train.max_steps=6", "train.micro_batch_size=auto")
     assert run_ranks(1, train_and_tell, folder, "ddp", settings, 2) == ["preempted"]

@@ -126,7 +126,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         for row in rows
     ],
 )
-def test_the_loss_trace_does_not_depend_on_strategy_ranks_micro_batch_or_workers(
+def test_the_loss_trace_goes_by_neither_strategy_ranks_nor_micro_batch(
     tmp_path: Path,
     reference: Trace,
     both: tuple[str, ...],

@@ -68,7 +68,7 @@ def test_mean_std_interpolation_and_crop_are_those_of_the_weights(
     assert torch.equal(splits.eval_transform(image), v2.functional.center_crop(resized, [38, 38]))
 
 
-def test_a_model_without_pretrained_weights_gets_the_images_as_the_data_set_has_them(
+def test_a_model_without_pretrained_weights_gets_images_as_they_are(
     parts_of: Callable[..., TrainState],
 ) -> None:
     splits = parts_of(f"model.name={NAME}").splits

@@ -402,3 +402,10 @@ def test_what_stops_nothing_or_cannot_be_stopped_is_refused(preset: str, overrid
     with pytest.raises(UserError) as caught:
         load(preset, overrides)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("values", "best"), [([math.nan, 2.0, math.nan, 3.0], 2.0), ([math.inf, 9.0], 9.0)])
+def test_any_finite_loss_is_better_than_one_that_is_not(values: list[float], best: float) -> None:
+    progress = Progress()
+    assert [judged(progress, {"loss": value}, "val/loss") for value in values] == [value == best for value in values]
+    assert progress.best == best

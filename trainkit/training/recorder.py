@@ -111,31 +111,6 @@ class Progress:
         return better
 
 
-# Broken images, told to all ranks.
-
-
-def share_broken(state: TrainState, known: Sequence[str], writer: Writer) -> list[str]:
-    """The files that any rank has met and ``known`` does not have, on all of them. Every rank calls it.
-
-    An event names each, once in the life of a run.
-
-    Raises:
-        UserError: on every rank, if these are more than ``data.max_broken`` with those that are known.
-    """
-    found: dict[str, str] = {}
-    for of_rank in state.dist.gather_json(state.broken.take()):
-        found |= of_rank
-    new = sorted(file for file in found if file not in known)
-    if new and state.dist.is_main:
-        told = {event.get("file") for event in read_events(writer.run, "broken_image")}  # by earlier attempts
-        for file in new:
-            if file not in told:
-                writer.attempt.remark("broken_image", file=file, why=found[file])
-    if len(known) + len(new) > state.broken.most:
-        raise too_many([*known, *new], state.broken.most)
-    return new
-
-
 def too_many(files: Sequence[str], most: int) -> UserError:
     """The error for more broken images than may be."""
     more = f" and {len(files) - 5} more" if len(files) > 5 else ""
@@ -238,8 +213,23 @@ class Recorder:
             self.writer.attempt.remark(kind, **facts)
 
     def tell_broken(self) -> None:
-        """Tell all ranks of the broken images that any has met. Raises UserError on all where they are too many."""
-        self.progress.broken += share_broken(self.state, self.progress.broken, self.writer)
+        """Tell all ranks of the broken images that any has met; an event names each, once in the life of a run.
+
+        Raises UserError on every rank where they are more than ``data.max_broken``.
+        """
+        found: dict[str, str] = {}
+        for of_rank in self.state.dist.gather_json(self.state.broken.take()):
+            found |= of_rank
+        known = self.progress.broken
+        new = sorted(found.keys() - set(known))
+        if new and self.state.dist.is_main:
+            told = {event.get("file") for event in read_events(self.writer.run, "broken_image")}  # by earlier attempts
+            for file in new:
+                if file not in told:
+                    self.remark("broken_image", file=file, why=found[file])
+        if len(known) + len(new) > self.state.broken.most:
+            raise too_many([*known, *new], self.state.broken.most)
+        self.progress.broken += new
 
     def validate(self, where: Mapping[str, Any], should_stop: Callable[[], bool] = lambda: False) -> bool | None:
         """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
