@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
@@ -253,12 +253,10 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
 
 
 def _store(rank_env: RankEnv, env: Mapping[str, str]) -> SealedStore:
-    patience = timedelta(seconds=START_SECONDS + 10)
+    secret = Secret.from_mapping(env)
     if rank_env.world_size == 1:
-        from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-        return SealedStore(HashStore(), Secret.from_mapping(env))
-    return meet(rank_env, Secret.from_mapping(env), patience, wait_for_all=False)
+        return SealedStore(HashStore(), secret)
+    return meet(rank_env, secret, timedelta(seconds=START_SECONDS + 10), wait_for_all=False)
 
 
 def _gather(store: SealedStore, rank_env: RankEnv) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.monitor.loggers import duration, number, record_line, setback_line
@@ -47,7 +47,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -
         notice: of `files_of` the run, and of the process whose end is that of the job, where it is one of this machine.
     """
     events, metrics = _Tail(run_dir.events, typed_event), _Tail(run_dir.metrics, lambda raw: raw)
-    view: _View = _BarView() if sys.stdout.isatty() else _LineView()
+    view = _BarView() if sys.stdout.isatty() else _LineView()
     with view.shown():
         history = events.read()
         since = max((index for index, event in enumerate(history) if event.get("event") == "submitted"), default=0)
@@ -145,17 +145,10 @@ class _Tail:
         return [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
 
 
-class _View(Protocol):
-    def shown(self) -> Any: ...
-    def started(self, event: dict[str, Any]) -> None: ...
-    def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None: ...
-    def say(self, line: str) -> None: ...
-
-
 class _Story:
     """The events of a submission, as they are shown."""
 
-    def __init__(self, view: _View) -> None:
+    def __init__(self, view: _LineView) -> None:
         self._view, self._newest = view, -1
         self.may_be_over = False
         """An attempt has ended, and none has started since."""
@@ -224,7 +217,7 @@ class _LineView:
         print(line, flush=True)
 
 
-class _BarView:
+class _BarView(_LineView):
     """One bar: where training is, its loss and speed, and the headline of the newest validation."""
 
     def __init__(self) -> None:
@@ -240,7 +233,7 @@ class _BarView:
             speed_estimate_period=120.0,
         )
         self._task = self._progress.add_task("", total=None, where="waiting for the first step", text="")
-        self._total: int | None = None
+        super().__init__()
         self._loss = self._speed = self._headline = ""
 
     @contextmanager
@@ -249,8 +242,8 @@ class _BarView:
             yield
 
     def started(self, event: dict[str, Any]) -> None:
-        self._total = event.get("total_steps", self._total)
-        self._progress.update(self._task, total=self._total)
+        super().started(event)
+        self._progress.update(self._task, total=self._total or None)
 
     def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None:
         # One update for all of them: a thousand old records read at once must not look like a thousand steps a second.

@@ -14,8 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from trainkit import fileio
@@ -120,21 +119,15 @@ def profiling(run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_m
 
     def watch() -> None:
         while not over.wait(LOOK_SECONDS):
-            if _is_there(run_dir.profile_request):
-                profiler.requested.set()
+            with suppress(OSError):
+                if run_dir.profile_request.exists():
+                    profiler.requested.set()
 
     threading.Thread(target=watch, name="profile-request", daemon=True).start()
     try:
         yield profiler
     finally:
         over.set()
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -20,7 +20,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -29,7 +28,6 @@ from urllib.parse import urlsplit
 from trainkit import fileio
 from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.process import leave
-from trainkit.watcher import FileWatcher
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -88,16 +86,11 @@ class _Client:
 
     def __init__(self) -> None:
         # The code that this process runs, which may be a job's snapshot, and not that of the current folder.
-        own = str(Path(__file__).parents[2])
-        path = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        env, command = {**os.environ, "PYTHONPATH": path}, [sys.executable, "-c", _CLIENT]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # until it ignores them itself
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CLIENT],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-            )
+            self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None
@@ -123,11 +116,7 @@ class _Client:
             self._write()
         self._hang_up()
         try:
-            deadline = time.monotonic() + _ENDING_SECONDS
-            with FileWatcher(process=process.pid) as notice:
-                while process.poll() is None and time.monotonic() < deadline:
-                    notice.wait(0.05)
-            process.wait(0)
+            process.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

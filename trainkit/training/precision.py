@@ -107,8 +107,9 @@ class Precision:
         if max_norm is not None:
             norm = get_total_norm(gradients)
             whole_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-        nonfinite = self._nonfinite(gradients) if whole_norm is None else (~torch.isfinite(whole_norm)).float()
-        if self.scales_loss:
+        nonfinite = (~torch.isfinite(self._norm_here(gradients) if whole_norm is None else whole_norm)).float()
+        # Elsewhere the ranks have averaged their gradients, or have the norm of all: they hold the same.
+        if self.scales_loss or (whole_norm is None and any(map(is_sharded, gradients))):
             self._agree(nonfinite)
         may_ask = self.scales_loss or is_free_to_ask(nonfinite.device) or not can_skip(optimizer)
         skips = may_ask and bool(nonfinite.item())
@@ -126,13 +127,10 @@ class Precision:
         optimizer.zero_grad()
         return Stepped(whole_norm, nonfinite, skip)
 
-    def _nonfinite(self, gradients: Sequence[Tensor]) -> Tensor:
-        """1.0 on the device where the norm of a rank's gradients is not a finite number."""
+    def _norm_here(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of this rank's gradients or shards, where they lie: FSDP can keep them in host memory."""
         parts = [part for gradient in gradients if (part := local_part(gradient)).numel()]
-        found = (~torch.isfinite(get_total_norm(parts))).float()
-        if any(map(is_sharded, gradients)):  # elsewhere the ranks have averaged their gradients, and all hold the same
-            self._agree(found)
-        return found
+        return get_total_norm(parts).to(gradients[0].device if gradients else self._dist.device)
 
     def _skip(self, parameters: Sequence[nn.Parameter]) -> Skip:
         """Count an update that is left out, lower the loss scale, and find where it began, on any rank."""
