@@ -211,7 +211,6 @@ SHORT = {
     "trainkit/checking.py": "submit, train, launch and bench check this alike, and none loads another",
     "trainkit/errors.py": "every module imports it, and it none",
     "trainkit/importing.py": "is loaded before any library",
-    "trainkit/models/freezing.py": "to be merged",
     "trainkit/run/process_messages.py": "the table of messages, which many rooms read",
     "trainkit/strategies/base.py": "the protocol of the strategies",
     "trainkit/training/ema.py": "to be merged",
