@@ -221,14 +221,8 @@ TWICE: dict[str, str] = {}
 """Names that files of two rooms have, besides base.py, and why."""
 LONGEST_NAME = 72
 LONG_NAMES = {
-    "tests/distributed": 7,
-    "tests/models": 1,
-    "tests/monitor": 6,
     "tests/report": 1,
-    "tests/strategies": 1,
     "tests/swarm": 25,
-    "tests/tasks": 2,
-    "tests/training": 14,
 }
 """Folder of tests -> how many names of tests in it are longer; to come to nothing."""
 

@@ -294,7 +294,7 @@ def test_a_run_leaves_the_counts_of_both_weights_on_the_test_images(run: RunDir)
         assert 100 * counts.trace() / counts.sum() == pytest.approx(summary["test"][f"{prefix}acc1"])
 
 
-def test_a_run_leaves_the_mistakes_of_its_best_weights_and_evaluate_makes_them(run: RunDir) -> None:
+def test_a_run_leaves_the_mistakes_of_its_best_weights_as_evaluate_does(run: RunDir) -> None:
     summary, found = (json.loads(file.read_text()) for file in (run.summary, run.mistakes("val")))
     assert (found["step"], found["split"]) == (summary["best_step"], "val")
     wrong = round(summary["val"]["samples"] * (1 - summary["best"]["val/acc1"] / 100))
