@@ -135,7 +135,8 @@ def cifar_epochs(folder: Path, job: Job, rounds: int, per_file: int, *, pixels: 
     Args:
         pixels: how much mean and deviation of a few may differ.
     """
-    prepare_data("cifar10", folder, [write_cifar10(folder, per_file)], print)
+    (folder / "fetched").mkdir()
+    prepare_data("cifar10", folder, [write_cifar10(folder / "fetched", per_file)], print)
     jobs = {name: replace(job, out=str(folder / f"{name}.json")) for name in ("torchvision_cifar", "kit")}
     raced(jobs, 0, partial(assert_same_losses, tolerance=LOSSES[job.precision]))
     for name, one in jobs.items():

@@ -192,7 +192,7 @@ class _Work:
         keeper = NoFiles(parts, writer, Checkpoints(Path(), keep=1, dist=self.dist), NullLogger(), Progress())
         batches = nullcontext(self.given(turn_by_the_clock))
         with (
-            mock.patch("trainkit.training.loop.train_batches", return_value=batches),
+            mock.patch("trainkit.training.build.train_batches", return_value=batches),
             mock.patch("trainkit.distributed.process_group.monotonic", clock),
         ):
             train(parts, keeper, lambda: False)

@@ -63,7 +63,7 @@ def main(job: Job, turns: Turns) -> int:
     folder, report = Path(f"{job.out}.run"), Report(job)
     own = partial(timed, job, turns, report)
     limit_memory(job)
-    with mock.patch("trainkit.training.loop.train_batches", own):
+    with mock.patch("trainkit.training.build.train_batches", own):
         try:
             train.main(["single", "--run-dir", str(folder), *settings(job)], os.environ)
             raise AssertionError("it ended by itself")
