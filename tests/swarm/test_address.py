@@ -62,7 +62,7 @@ def test_an_address_has_a_machine_a_port_and_a_peer(text: str) -> None:
         f"/ip4/203.0.113.7/udp/4711/p2p/{PEER}",
     ],
 )
-def test_a_mistyped_address_is_refused_with_what_is_wrong_and_how_to_mend_it(text: str) -> None:
+def test_a_mistyped_address_is_refused_with_its_remedy(text: str) -> None:
     with pytest.raises(UserError) as caught:
         address.check(text)
     assert caught.value.why
@@ -73,19 +73,15 @@ def test_the_example_in_the_message_is_an_address() -> None:
     assert address.check(address.EXAMPLE)
 
 
-def test_public_addresses_come_before_private_ones_and_loopback_comes_last() -> None:
-    machines = ["127.0.0.1", "10.0.0.5", "8.8.8.8"]
+@pytest.mark.parametrize(
+    ("prefer", "machines"),
+    [(None, ["8.8.8.8", "10.0.0.5", "127.0.0.1"]), ("10.0.0.5", ["10.0.0.5", "8.8.8.8", "127.0.0.1"])],
+    ids=["public ones first", "first the one by which nodes of a job know each other"],
+)
+def test_the_best_address_comes_first(prefer: str | None, machines: list[str]) -> None:
     addresses = [f"/ip4/{machine}/tcp/1/p2p/{PEER}" for machine in machines]
-    assert address.best_first(addresses) == addresses[::-1]
-
-
-def test_the_address_by_which_nodes_of_a_job_know_each_other_comes_first() -> None:
-    addresses = [f"/ip4/{machine}/tcp/1/p2p/{PEER}" for machine in ("8.8.8.8", "10.0.0.5")]
-    assert address.best_first(addresses, "10.0.0.5") == addresses[::-1]
-
-
-def test_addresses_of_other_transports_are_left_out() -> None:
-    assert address.best_first([f"/ip4/8.8.8.8/udp/1/quic/p2p/{PEER}"]) == []
+    quic = f"/ip4/8.8.8.8/udp/1/quic/p2p/{PEER}"  # of another transport: it is left out
+    assert address.best_first([quic, *reversed(addresses)], prefer) == addresses
 
 
 @pytest.mark.parametrize(
@@ -96,32 +92,28 @@ def test_an_address_is_told_from_a_run(text: str, is_address: bool) -> None:
     assert address.looks_like(text) is is_address
 
 
-def at_reachability(*hosts: str) -> list[str]:
-    return [f"/ip{6 if ':' in host else 4}/{host}/tcp/4711/p2p/{PEER}" for host in hosts]
+NETWORK, MACHINE = "Only machines of your own network reach that.", "Only this machine reaches that."
 
 
 @pytest.mark.parametrize(
     ("hosts", "says"),
     [
-        (("127.0.0.1",), "Only this machine reaches that."),
-        (("127.0.0.1", "::1"), "Only this machine reaches that."),
-        (("192.168.1.7", "127.0.0.1"), "Only machines of your own network reach that."),
-        (("10.0.0.7", "fe80::1"), "Only machines of your own network reach that."),
+        (["127.0.0.1"], MACHINE),
+        (["127.0.0.1", "::1"], MACHINE),
+        (["192.168.1.7", "127.0.0.1"], NETWORK),
+        (["10.0.0.7", "fe80::1"], NETWORK),
+        (["45.10.10.11", "192.168.1.7"], ""),
+        (["a.example.org"], ""),
     ],
 )
-def test_a_creator_whose_addresses_do_not_reach_far_is_told_how_to_be_reached(
-    hosts: tuple[str, ...], says: str
-) -> None:
-    lines = " ".join(how_to_be_reached(at_reachability(*hosts)))
+def test_a_creator_that_is_not_reached_from_far_is_told_how_it_can_be(hosts: list[str], says: str) -> None:
+    kinds = ["ip6" if ":" in host else "ip4" if host[0].isdigit() else "dns" for host in hosts]
+    addresses = [f"/{kind}/{host}/tcp/4711/p2p/{PEER}" for kind, host in zip(kinds, hosts, strict=True)]
+    lines = " ".join(how_to_be_reached(addresses))
     assert lines.startswith(says)
-    assert ("--host 0.0.0.0" if "Only this" in says else "--announce PUBLIC_ADDRESS:4711") in lines
-
-
-@pytest.mark.parametrize(
-    "addresses", [at_reachability("45.10.10.11", "192.168.1.7"), [f"/dns/a.example.org/tcp/1/p2p/{PEER}"]]
-)
-def test_one_that_others_may_reach_is_told_nothing(addresses: list[str]) -> None:
-    assert how_to_be_reached(addresses) == []
+    fix = {MACHINE: "--host 0.0.0.0", NETWORK: "--announce PUBLIC_ADDRESS:4711"}.get(says, "")
+    assert fix in lines
+    assert bool(lines) == bool(says)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +136,7 @@ def test_what_is_none_is_refused(text: str) -> None:
         announced(text, 0)
 
 
-def test_behind_a_router_a_peers_ports_are_tried_where_its_connection_comes_from() -> None:
+def test_behind_a_router_ports_are_tried_where_the_call_comes_from() -> None:
     own = ["/ip4/192.168.51.2/tcp/4711", "/ip4/127.0.0.1/tcp/4711"]
     assert worth_dialling(own, "45.10.10.51") == ["/ip4/45.10.10.51/tcp/4711"]
 
@@ -264,7 +256,7 @@ def test_what_others_call_an_address_is_one_or_is_left_out() -> None:
     )
 
 
-def test_others_are_remembered_on_the_disk_the_newest_first_and_not_without_end(run: RunDir) -> None:
+def test_others_are_remembered_on_the_disk_and_not_without_end(run: RunDir) -> None:
     memory = Memory([at_home(1)])
     memory.keep_in(run, HOME)
     memory.note([at_home(2)])

@@ -101,7 +101,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield Story(commands, seen, doctor, hidden, bare, creator, anchor, homes, late, again, twin, killed_at)
 
 
-def test_two_behind_routers_who_would_listen_are_told_that_nobody_reaches_them_and_all_average(story: Story) -> None:
+def test_two_behind_routers_are_told_so_and_all_average(story: Story) -> None:
     for home in story.homes:
         assert re.search(r"Others cannot reach this machine: it was dialled at /ip4/45\.10\.10\.5[12]/", home.output)
         assert "4 peers averaged" in home.output  # with the creator and the anchor
@@ -134,7 +134,7 @@ def test_the_creator_takes_over_what_the_others_have_reached_without_it(story: S
     assert int(re.findall(r"^round (\d+)/60", story.again.output, re.MULTILINE)[0]) == int(match[2]) + 1
 
 
-def test_an_anchor_keeps_checkpoints_of_the_common_weights_and_makes_no_updates(story: Story) -> None:
+def test_an_anchor_keeps_checkpoints_and_makes_no_updates(story: Story) -> None:
     (run,) = story.commands.runs_root.glob("*-anchor-*")
     assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
     assert "images/s here" not in story.anchor.output

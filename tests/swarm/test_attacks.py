@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
     "attack",
     ["times-9", "times-50", "times1000", "nan", "weight", "gather", "name", "loss", "speed", "half", "twice", "stall"],
 )
-def test_with_an_attacker_the_honest_peers_loss_is_within_10_percent_of_that_without(
+def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=3 if attack == "weight" else 2)
@@ -58,7 +58,7 @@ def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: fl
 
 
 @pytest.mark.parametrize("attack", ["probe", "impostor"])
-def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_claims_and_signs(
+def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_signs(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=2, late=True)
@@ -75,7 +75,7 @@ def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_claims_and_signs(
 
 
 @pytest.mark.parametrize("attack", ["reduces-minus", "reduces-minus-9", "reduces-minus-50"])
-def test_a_reducer_that_gives_back_what_is_no_average_is_not_believed_and_banned_by_the_owner(
+def test_a_reducer_that_gives_back_no_average_is_banned_by_the_owner(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=2, until="mallory")
@@ -86,9 +86,7 @@ def test_a_reducer_that_gives_back_what_is_no_average_is_not_believed_and_banned
     assert [event["name"] for event in found.events("peer_banned")] == ["mallory"]
 
 
-def test_the_owner_is_asked_for_the_weights_before_a_reducer_that_signs_others(
-    undisturbed: float, commands: Commands
-) -> None:
+def test_the_owner_is_asked_for_weights_before_a_reducer_that_lies(undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, "wrong-state", honest=2, late=True, until="mallory")
     print(f"wrong-state: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
     assert found.loss <= 1.1 * undisturbed
@@ -96,9 +94,7 @@ def test_the_owner_is_asked_for_the_weights_before_a_reducer_that_signs_others(
     assert "Joined hivemind-0001" in found.honest[-1].output
 
 
-def test_without_an_invitation_plain_hivemind_reads_nothing_writes_nothing_and_averages_with_nobody(
-    undisturbed: float, commands: Commands
-) -> None:
+def test_plain_hivemind_without_an_invitation_gets_nothing(undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, "intruder", honest=2)
     print(f"intruder: loss {found.loss:.4f}, without it {undisturbed:.4f}")
     assert found.loss <= 1.1 * undisturbed

@@ -55,7 +55,7 @@ def test_a_true_average_is_believed() -> None:
 
 
 @pytest.mark.parametrize("factor", [-1.0, -9.0, -50.0])
-def test_of_two_reducers_only_the_one_is_not_believed_that_gives_back_the_opposite(factor: float) -> None:
+def test_only_the_reducer_that_gives_back_the_opposite_is_not_believed(factor: float) -> None:
     (reducer, (action, why)), *others = judged(changed(ANNA, factor)).items()
     assert (reducer, action, others) == ("anna", "dropped", [])
     assert why.startswith("as a reducer gave back the opposite of what it got (cosine -0.")

@@ -197,7 +197,7 @@ def test_a_name_or_a_path_is_not_taken_for_a_token(name: str) -> None:
     assert not looks_like(name)
 
 
-def test_a_token_that_lost_or_changed_any_letter_is_refused_without_repeating_it() -> None:
+def test_a_token_with_any_letter_changed_is_refused_and_not_repeated() -> None:
     text = write_token(later(), [EXAMPLE])
     broken = [text[:size] for size in (0, 5, 10, 11, 60, 200, len(text) - 1)]
     broken += [text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :] for at in range(10, len(text), 13)]

@@ -22,7 +22,7 @@ HONEST: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_an_honest_record_is_read_and_fields_of_later_versions_are_passed_over() -> None:
+def test_an_honest_record_is_read_also_of_a_later_version() -> None:
     assert progress_of({**HONEST, "mood": "good"}) == PeerProgress(**HONEST)
 
 

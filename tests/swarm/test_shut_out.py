@@ -130,7 +130,7 @@ def test_three_times_in_a_row_is_a_ban(story: Story) -> None:
     assert "mallory" in (story.run / "bans.jsonl").read_text(encoding="utf-8")
 
 
-def test_a_ban_is_known_to_whoever_else_reduces_and_outlives_who_has_pronounced_it(story: Story) -> None:
+def test_a_ban_is_known_to_other_reducers_and_outlives_its_author(story: Story) -> None:
     assert Bans(story.anchor / "bans.jsonl").read() == Bans(story.run / "bans.jsonl").read() != {}
 
 
@@ -141,15 +141,13 @@ def test_who_is_banned_is_told_so_and_why_and_whenever_it_comes_back(story: Stor
         assert "Traceback" not in peer.output, peer.output
 
 
-def test_a_ban_holds_when_the_creator_was_killed_and_came_back_and_nobody_else_knew_of_it(story: Story) -> None:
+def test_a_ban_holds_when_only_the_killed_creators_folder_knows_it(story: Story) -> None:
     assert "mallory-later" not in story.resumed.output
     assert "3 peers averaged" not in story.resumed.output
 
 
 @pytest.mark.parametrize("what", ["data", "torch"])
-def test_who_has_other_data_or_another_torch_is_refused_before_it_averages_with_anybody(
-    story: Story, what: str
-) -> None:
+def test_other_data_or_another_torch_is_refused_before_any_average(story: Story, what: str) -> None:
     peer = story.different[what]
     assert peer.process.returncode == 3, peer.output
     assert f"This peer differs from the run in: {what}.\n  why: {what}: " in peer.output
@@ -168,7 +166,7 @@ def test_who_is_revoked_is_out_within_15_seconds_and_the_others_go_on(story: Sto
     assert story.told_after < 15
 
 
-def test_who_does_not_leave_when_its_invitation_is_revoked_averages_with_nobody(story: Story) -> None:
+def test_a_revoked_peer_that_does_not_leave_averages_with_nobody(story: Story) -> None:
     assert story.deaf is not None
     _, _, afterwards = story.creator.output.partition("anna has left")
     _, _, without = afterwards.partition("3 peers averaged")

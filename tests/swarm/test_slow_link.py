@@ -104,7 +104,7 @@ def test_it_costs_the_others_no_round(story: Story) -> None:
     assert len(alone) <= 1  # a machine that is busy with something else may miss one; the slow peer cost 4 of 9
 
 
-def test_a_round_says_how_many_parts_have_arrived_and_what_it_sends_is_in_time(story: Story) -> None:
+def test_a_round_says_how_many_parts_have_arrived_in_time(story: Story) -> None:
     three = [record for record in story.records if record["peers"] == 3]
     first = three[0]
     assert re.search(rf"3 peers averaged, {first['parts']} of {first['parts_expected']} parts", story.creator.output)

@@ -100,7 +100,7 @@ def found() -> dict[str, list[str]]:
 
 
 @pytest.mark.swarm
-def test_nothing_that_a_peer_loads_unpickles_but_what_its_own_processes_tell_each_other(
+def test_a_peer_unpickles_only_what_its_own_processes_say(
     found: dict[str, list[str]],
 ) -> None:
     assert {"trainkit.swarm.exchange", "hivemind.averaging.averager"} <= set(found["modules"])

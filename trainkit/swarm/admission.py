@@ -37,24 +37,6 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, invitations, processes
 from trainkit.swarm.address import ADDRESS_FILE, saved_peer
-from trainkit.swarm.invitations import (
-    GUESTS,
-    NOBODY,
-    PREFIX,
-    Key,
-    Pass,
-    Role,
-    Statement,
-    UntrustedError,
-    as_name,
-    date,
-    grant,
-    open_pass,
-    parsed,
-    read_statement,
-    read_token,
-    write_token,
-)
 
 # Of them at once; who comes later takes the place of whoever came first.
 _MOST_MEMBERS = 4096
@@ -78,7 +60,7 @@ class Member:
 
     peer_id: str
     name: str
-    role: Role
+    role: invitations.Role
     expires: int
     """Seconds since 1970."""
     invitation: str
@@ -162,14 +144,14 @@ class Admission:
         self._write(owner=owner.hex(), open=open_run)
         self._known.clear()  # they may have come with another owner's word
 
-    def read(self, data: bytes, purpose: str, *, now: float | None = None) -> Statement:
+    def read(self, data: bytes, purpose: str, *, now: float | None = None) -> invitations.Statement:
         """A statement of somebody who takes part.
 
         Raises UntrustedError.
         """
-        found = read_statement(data, purpose, owner=self.owner, open_run=self.open_run, now=now)
+        found = invitations.read_statement(data, purpose, owner=self.owner, open_run=self.open_run, now=now)
         if found.grant.id in self._board.read()["revoked"]:
-            raise UntrustedError("its invitation was revoked")
+            raise invitations.UntrustedError("its invitation was revoked")
         return found
 
     def introduce(self, credential: bytes, *, now: float | None = None) -> Member:
@@ -179,7 +161,7 @@ class Admission:
         """
         member = self._member_of(credential)
         if why := self._objection(member, now):
-            raise UntrustedError(why)
+            raise invitations.UntrustedError(why)
         remember(self._known, member.peer_id, member, _MOST_MEMBERS)
         return member
 
@@ -198,7 +180,7 @@ class Admission:
         """
         member = self._member_of(credential)
         if member.expires < until:
-            raise UntrustedError("it outlasts its invitation")
+            raise invitations.UntrustedError("it outlasts its invitation")
         return member
 
     def names(self) -> dict[str, str]:
@@ -217,8 +199,8 @@ class Admission:
         """
         found = self.read(statement, "revoked")
         if found.grant.role != "owner":
-            raise UntrustedError("only the owner revokes")
-        serial, revoked = parsed(_REVOKED, found.content, "list of revoked invitations")
+            raise invitations.UntrustedError("only the owner revokes")
+        serial, revoked = invitations.parsed(_REVOKED, found.content, "list of revoked invitations")
         if serial <= self._facts["serial"]:
             return False
         self._write(serial=serial, revoked=revoked)
@@ -237,9 +219,9 @@ class Admission:
         key = (credential, self.owner, self.open_run)
         if (known := self._verified.get(key)) is not None:
             return known
-        found = read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
-        grant = found.grant
-        member = Member(peer_id_of(found.content), grant.name, grant.role, grant.expires, grant.id, found.content)
+        found = invitations.read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
+        own = found.grant
+        member = Member(peer_id_of(found.content), own.name, own.role, own.expires, own.id, found.content)
         remember(self._verified, key, member, _MOST_MEMBERS)
         return member
 
@@ -277,7 +259,7 @@ def peer_key(peer_id: str) -> str:
 def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
     """Who a peer is, by what the DHT returned for `peer_key`; None if it does not take part."""
     for entry in entries(found):
-        with suppress(UntrustedError, AttributeError, TypeError):
+        with suppress(invitations.UntrustedError, AttributeError, TypeError):
             if (member := admission.introduce(entry.value)).peer_id == peer_id:
                 return member
     return None
@@ -317,14 +299,14 @@ class Guard:
         return member is not None and member.trusted
 
 
-def credential(own: Pass, public_key: bytes) -> bytes:
+def credential(own: invitations.Pass, public_key: bytes) -> bytes:
     """What a peer shows: its libp2p key, an RSA key in DER (SubjectPublicKeyInfo), under its invitation."""
     return own.state("peer", public_key)
 
 
-def revoked_list(own: Pass, serial: int, invitations: Iterable[str]) -> bytes:
+def revoked_list(own: invitations.Pass, serial: int, ids: Iterable[str]) -> bytes:
     """A signed list of all invitations that were revoked so far; of two lists the one with the higher serial counts."""
-    return own.state("revoked", json.dumps([serial, sorted(invitations)]).encode())
+    return own.state("revoked", json.dumps([serial, sorted(ids)]).encode())
 
 
 def peer_id_of(public_key: bytes) -> str:
@@ -333,7 +315,7 @@ def peer_id_of(public_key: bytes) -> str:
     Raises UntrustedError when it is too long for a key.
     """
     if not 0 < len(public_key) <= _LONGEST_KEY:
-        raise UntrustedError("it holds no key of a peer")
+        raise invitations.UntrustedError("it holds no key of a peer")
     # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}.
     size, length = len(public_key), b""
     while size > 127:
@@ -357,24 +339,24 @@ class Entry:
     """Where the swarm is, and what this peer may do there."""
 
     addresses: tuple[str, ...]
-    own: Pass
+    own: invitations.Pass
     seen: bool = False
     """Its token is an argument, which others on this machine see for as long as the process runs."""
 
     @property
     def invited(self) -> bool:
         """Whether somebody has invited this peer, so that it need not be an open run."""
-        return self.own.grant.owner != NOBODY
+        return self.own.grant.owner != invitations.NOBODY
 
     @property
     def name(self) -> str:
         """Of whom the owner has invited; empty for guests, who are many."""
-        return self.own.grant.name if self.invited and self.own.grant.name != GUESTS else ""
+        return self.own.grant.name if self.invited and self.own.grant.name != invitations.GUESTS else ""
 
     @property
     def text(self) -> str:
         """As `entry_of` takes it: a secret, if this peer was invited."""
-        return write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)
+        return invitations.write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)
 
     def admission(self) -> Admission:
         """Who else takes part. That it is an open run only its manifest says, and who owns one reached by its address:
@@ -430,7 +412,7 @@ def _entry_in(text: str, source: str, name: str) -> Entry:
     raise UserError(
         # Not all of it, for it may be most of a secret.
         what if source else f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one.",
-        why=f"A token begins with {PREFIX}; the address of an open run is like {address.EXAMPLE}.",
+        why=f"A token begins with {invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}.",
         fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
     )
 
@@ -450,12 +432,12 @@ def is_setting(word: str) -> bool:
 def by_address(addresses: Sequence[str], *, name: str) -> Entry:
     """Into an open run."""
     found = tuple(address.check(item) for item in addresses)
-    return Entry(found, open_pass(name, time.time() + _A_YEAR))
+    return Entry(found, invitations.open_pass(name, time.time() + _A_YEAR))
 
 
 def with_token(text: str) -> Entry:
     """As somebody who was invited."""
-    own, addresses = read_token(text)
+    own, addresses = invitations.read_token(text)
     return Entry(addresses, own)
 
 
@@ -475,7 +457,7 @@ _FOR_EVER = 20 * 365 * 86400.0
 class Owner:
     """The owner of a run, by its folder."""
 
-    def __init__(self, folder: Path, key: Key) -> None:
+    def __init__(self, folder: Path, key: invitations.Key) -> None:
         self.key, self._folder = key, folder
 
     @property
@@ -483,7 +465,7 @@ class Owner:
         """The run's name."""
         return self._folder.name
 
-    def invite(self, name: str, role: Role, seconds: float) -> Pass:
+    def invite(self, name: str, role: invitations.Role, seconds: float) -> invitations.Pass:
         """An invitation for so long, and a line about it in the list.
 
         Raises UserError when the name is none.
@@ -491,7 +473,7 @@ class Owner:
         if not (0 < len(name) <= terminal.LONGEST_NAME and name.isprintable() and name == terminal.name(name)):
             why = f"It has 1 to {terminal.LONGEST_NAME} letters, single spaces between words, and nothing invisible."
             raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
-        made = grant(self.key, self.run, name, role, time.time() + seconds)
+        made = invitations.grant(self.key, self.run, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
         fileio.append_jsonl(self._folder / INVITED_FILE, about)
         return made
@@ -529,9 +511,9 @@ class Owner:
             return None
 
 
-def own_pass(key: Key, name: str, role: Role = "owner") -> Pass:
+def own_pass(key: invitations.Key, name: str, role: invitations.Role = "owner") -> invitations.Pass:
     """A pass for a peer of the owner's own; it is on no list."""
-    return grant(key, "own", as_name(name), role, time.time() + _FOR_EVER)
+    return invitations.grant(key, "own", invitations.as_name(name), role, time.time() + _FOR_EVER)
 
 
 def owner_of(folder: Path) -> Owner:
@@ -556,7 +538,7 @@ def owner_of(folder: Path) -> Owner:
         private = serialization.load_pem_private_key(fileio.read_bytes(file, follow=True), password=None)
         if not isinstance(private, Ed25519PrivateKey):
             raise ValueError("it is a key of another kind")
-        return Owner(folder, Key(private.private_bytes_raw()))
+        return Owner(folder, invitations.Key(private.private_bytes_raw()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{file} is no key of a run.",
@@ -565,15 +547,15 @@ def owner_of(folder: Path) -> Owner:
         ) from None
 
 
-def key_of(folder: Path) -> Key:
+def key_of(folder: Path) -> invitations.Key:
     """The key of a run that goes on; of one that begins, a new one, to be kept by `keep_key`.
 
     Raises UserError as `owner_of` does.
     """
-    return owner_of(folder).key if (folder / KEY_FILE).exists() else Key.generate()
+    return owner_of(folder).key if (folder / KEY_FILE).exists() else invitations.Key.generate()
 
 
-def keep_key(folder: Path, key: Key) -> Owner:
+def keep_key(folder: Path, key: invitations.Key) -> Owner:
     """Write the run's key into its folder, unless it is there already."""
     file = folder / KEY_FILE
     if file.exists():
@@ -610,10 +592,7 @@ def seconds_of(text: str) -> float:
 
 
 def created_run(reference: str | None, env: Mapping[str, str]) -> RunDir:
-    """The run of that name or path, or the newest one here whose owner's key is here.
-
-    Raises UserError when there is none.
-    """
+    """`run_with` the owner's key."""
     return run_with(KEY_FILE, reference, env, fix="Name its folder")
 
 
@@ -652,19 +631,20 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
         ) from None
 
 
-def invite(run: RunDir, name: str, seconds: float, role: Role) -> list[str]:
+def invite(run: RunDir, name: str, seconds: float, role: invitations.Role) -> list[str]:
     """Make a token; what to tell the user."""
     return invited(owner_of(run.path), addresses_of(run), name, seconds, role)
 
 
-def invited(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: Role) -> list[str]:
+def invited(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
     """The lines that hold a new token. They are for a terminal and for nothing that is kept."""
     made = owner.invite(name, role, seconds)
     may = "average for others and give away the state" if role == "reducer" else "train"
+    until, token = invitations.date(made.grant.expires), invitations.write_token(made, addresses)
     return [
-        f"Until {date(made.grant.expires)} {name} may {may}. Whoever has this line may, so send it as you would a key:",
+        f"Until {until} {name} may {may}. Whoever has this line may, so send it as you would a key:",
         # Not as an argument: everybody on a machine sees those of all processes.
-        f"  {VARIABLE}={write_token(made, addresses)} {terminal.command('join')}",
+        f"  {VARIABLE}={token} {terminal.command('join')}",
     ]
 
 
@@ -679,7 +659,7 @@ def revoke(run: RunDir, name: str) -> str:
     return f"Revoked: {name}. The swarm knows."
 
 
-def _tell(run: RunDir, key: Key, statement: bytes) -> None:
+def _tell(run: RunDir, key: invitations.Key, statement: bytes) -> None:
     processes.require_hivemind()
     from trainkit.swarm.access import REVOKED, identity
     from trainkit.swarm.dht import open_dht

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,8 +208,8 @@ def slower_than(others: Mapping[str, float], own: float) -> float:
         others: samples per second that each of them trains on.
         own: the same of this peer; 0: not known.
     """
-    known = sorted(rate for rate in others.values() if rate > 0.0)
-    return max(1.0, known[(len(known) - 1) // 2] / own) if known and own > 0.0 else 1.0
+    known = [rate for rate in others.values() if rate > 0.0]
+    return max(1.0, statistics.median_low(known) / own) if known and own > 0.0 else 1.0
 
 
 def _verdict(
@@ -230,11 +231,12 @@ def _verdict(
 
 def _picked(average: Tensor, own: Tensor, parts: Sequence[slice], first: int, last: int) -> tuple[Tensor, Tensor]:
     """Both vectors, in these parts and between these positions; float64, whose squares are finite."""
-    where = [slice(max(part.start, first), min(part.stop, last)) for part in parts]
-    where = [one for one in where if one.start < one.stop]
-    if not where:
-        return average.new_empty(0).double(), own.new_empty(0).double()
-    return torch.cat([average[one] for one in where]).double(), torch.cat([own[one] for one in where]).double()
+    where = [slice(max(part.start, first), max(first, min(part.stop, last))) for part in parts if part.start < last]
+    empty = average.new_empty(0)
+    return (
+        torch.cat([empty, *(average[one] for one in where)]).double(),
+        torch.cat([empty, *(own[one] for one in where)]).double(),
+    )
 
 
 def _length_ratio(average: Tensor, own: Tensor) -> float:

@@ -28,22 +28,13 @@ from hivemind.utils.multiaddr import Multiaddr
 from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.contributions import Contribution
-from trainkit.swarm import address, processes
+from trainkit.swarm import address, messages, processes
 from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, Identity
 from trainkit.swarm.address import known_of, worth_dialling
 from trainkit.swarm.admission import Member, introduced, peer_key
 from trainkit.swarm.bans import Excluded
 from trainkit.swarm.exchange import DHT
 from trainkit.swarm.invitations import NOBODY
-from trainkit.swarm.messages import (
-    Manifest,
-    PeerProgress,
-    credit_record,
-    manifest_of,
-    manifests_in,
-    no_run_at,
-    progress_in,
-)
 
 # What runs inside the DHT's own process, as coroutines of its dht and node. First: how much this peer can send in a
 # second, by sending it to one of the swarm.
@@ -169,7 +160,9 @@ async def serve_dialback(dht: Any, node: Any) -> None:
         waiting.add(peer)
         try:
             ip = await _ip_of(node, context.remote_id)
-            tried = worth_dialling(_asked(request.value), ip)
+            found = fileio.parse(request.value[:_LONGEST])
+            asked = [str(item)[:200] for item in found[:8]] if isinstance(found, list) else []
+            tried = worth_dialling(asked, ip)
             async with some_at_a_time:
                 reached = [item for item in tried if await address.answers_at(f"{item}/p2p/{peer}", _DIAL_SECONDS)]
         finally:
@@ -220,22 +213,10 @@ async def become_member(dht: Any, node: Any) -> None:
     await serve_dialback(dht, node)
 
 
-def _asked(text: str) -> list[str]:
-    try:
-        found = fileio.parse(text[:_LONGEST])
-    except ValueError:
-        return []
-    return [str(item)[:200] for item in found[:8]] if isinstance(found, list) else []
-
-
 async def _ip_of(node: Any, peer: PeerID) -> str:
-    for info in await node.p2p.list_peers():
-        if info.peer_id == peer:
-            for item in map(str, info.addrs):
-                parts = item.split("/")
-                if len(parts) > 2 and parts[1] in ("ip4", "ip6"):
-                    return parts[2]
-    return ""
+    addresses = [str(item) for info in await node.p2p.list_peers() if info.peer_id == peer for item in info.addrs]
+    places = [item.split("/") for item in addresses]
+    return next((parts[2] for parts in places if len(parts) > 2 and parts[1] in ("ip4", "ip6")), "")
 
 
 # Peers that this node has lost are found again.
@@ -340,11 +321,11 @@ class SwarmDHT:
         """Where it listens, by TCP."""
         return address.port_of(str(self.node.get_visible_maddrs(latest=True)[0]))
 
-    def publish_manifest(self, manifest: Manifest, seconds: float, *, wait: bool = False) -> None:
+    def publish_manifest(self, manifest: messages.Manifest, seconds: float, *, wait: bool = False) -> None:
         """Store the manifest, signed by this peer, for so many seconds."""
         self._store(MANIFEST, asdict(manifest), seconds, wait=wait)
 
-    def publish_progress(self, progress: PeerProgress, seconds: float) -> None:
+    def publish_progress(self, progress: messages.PeerProgress, seconds: float) -> None:
         """Store this peer's progress for so many seconds, and who it is; does not wait."""
         self._store(PROGRESS, asdict(progress), seconds, wait=False)
         self.introduce_myself(seconds)
@@ -377,22 +358,19 @@ class SwarmDHT:
 
     def publish_credits(self, contributions: Sequence[Contribution], seconds: float) -> None:
         """Store who has contributed how much, by this peer's account; does not wait."""
-        self._store(CREDITS, credit_record(contributions), seconds, wait=False)
+        self._store(CREDITS, messages.credit_record(contributions), seconds, wait=False)
 
-    def manifests(self) -> dict[str, Manifest]:
+    def manifests(self) -> dict[str, messages.Manifest]:
         """Creator's peer id -> manifest."""
-        return manifests_in(self._read(MANIFEST))
+        return messages.manifests_in(self._read(MANIFEST))
 
-    def progress(self) -> dict[str, PeerProgress]:
+    def progress(self) -> dict[str, messages.PeerProgress]:
         """Peer id -> its last progress; of peers that have gone, until it expires."""
-        return progress_in(self._read(PROGRESS))
+        return messages.progress_in(self._read(PROGRESS))
 
     def reconnect(self, addresses: Sequence[str], seconds: float = 10.0) -> int:
         """Look for peers where they were, and know them again; how many answer."""
-        try:
-            return int(self.look_for(addresses).result(seconds)) if addresses else 0
-        except (FutureTimeoutError, OSError):
-            return 0
+        return int(self.in_dht(partial(redial, addresses=tuple(addresses)), seconds, 0)) if addresses else 0
 
     def prove(self, peers: Sequence[str], *, as_member: bool = True) -> Seen:
         """Have somebody at ``peers`` dial this node back, which has only called out so far.
@@ -511,7 +489,7 @@ def open_dht(
         processes.end(mine)
 
 
-def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> Manifest:
+def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> messages.Manifest:
     """The manifest of the swarm that was joined through ``peers``, as `manifest_of` chooses it.
 
     From then on the word of its owner counts, and nobody else's. Raises UserError as well when there is none in time,
@@ -521,9 +499,9 @@ def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0)
     while not (found := dht.manifests()):
         dht.require_welcome()
         if time.monotonic() > deadline:
-            raise no_run_at(peers[0])
+            raise messages.no_run_at(peers[0])
         time.sleep(0.5)
-    manifest = manifest_of(found, peers)[1]
+    manifest = messages.manifest_of(found, peers)[1]
     dht.admission.settle(bytes.fromhex(manifest.owner), open_run=manifest.open_run)
     return manifest
 
@@ -548,7 +526,7 @@ class Watch:
         self._dht, self._creator, self._oldest, self._now = dht, creator, oldest, now
         self._question: Any = None
         self._ask_at = 0.0
-        self.peers: dict[str, PeerProgress] = {}
+        self.peers: dict[str, messages.PeerProgress] = {}
         self.stopped = False
         """The creator has ended the run."""
         self.first_round = 0
@@ -574,7 +552,7 @@ class Watch:
         """Seconds, beyond the one between two polls, in which nobody asks; 0 in a small swarm."""
         return max(0.0, min(len(self.peers) / _PEERS_A_SECOND - 1.0, self._oldest))
 
-    def others(self, since: float) -> dict[str, PeerProgress]:
+    def others(self, since: float) -> dict[str, messages.PeerProgress]:
         """Peers besides this one that have told of themselves since then (seconds since 1970)."""
         return {peer: own for peer, own in self.peers.items() if peer != self._dht.peer_id and own.time >= since}
 
@@ -586,10 +564,10 @@ class Watch:
 
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:
-            self.peers = progress_in(found)
+            self.peers = messages.progress_in(found)
         elif key in (REVOKED, BANNED):
             self._dht.excluded.take(key, found)
         else:
-            manifest = manifests_in(found).get(self._creator)
+            manifest = messages.manifests_in(found).get(self._creator)
             self.stopped = manifest is not None and manifest.stopped
             self.first_round = manifest.first_round if manifest is not None else self.first_round

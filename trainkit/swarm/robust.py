@@ -1,4 +1,4 @@
-"""What a reducer makes of the contributions of one round: who counts, how much, and who does not.
+"""Screening: what a reducer makes of the contributions of a round; who counts, how much, and who does not.
 
 A reducer sees every sender's own part, so it can judge before it averages. Besides the part itself it needs the
 matrix of their inner products, which adds up over the parts of a round: lengths and
@@ -22,6 +22,7 @@ invitation have one voice together where a majority decides, or one who was invi
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,8 +183,9 @@ class Screen:
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
         found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
-        left_out = [(sender, why) for sender, why in sorted(self._left_out.items()) if sender not in self._out]
-        found += [Verdict(self._senders[sender], "left out", why) for sender, why in left_out]
+        for sender, why in sorted(self._left_out.items()):
+            if sender not in self._out:
+                found.append(Verdict(self._senders[sender], "left out", why))
         for sender, peer in enumerate(self._senders):
             if self._counts(sender) and (ratio := self._excess(sender)) > _NOTED_LENGTH:
                 found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
@@ -357,15 +359,13 @@ def tally(
         trusted: those of the others that are of the owner's side.
         is_trusted: this peer is. All bound a volunteer's work alike, its own too: so all come to the same sum.
     """
-    there = {peer: told for peer, told in others.items() if told.round == round_index and _is_fresh(told, now)}
     believed = [(own.samples, own.samples_per_sec, is_trusted)]
-    for peer, told in there.items():
-        gathered = told.samples + told.samples_per_sec * max(0.0, now - told.time)
-        believed.append((gathered, told.samples_per_sec, peer in trusted))
-    return Tally(
-        _bounded([(samples, free) for samples, _, free in believed]),
-        _bounded([(rate, free) for _, rate, free in believed]),
-    )
+    for peer, told in others.items():
+        if told.round == round_index and _is_fresh(told, now):
+            gathered = told.samples + told.samples_per_sec * max(0.0, now - told.time)
+            believed.append((gathered, told.samples_per_sec, peer in trusted))
+    samples, rates = ([(claim[index], claim[2]) for claim in believed] for index in (0, 1))
+    return Tally(_bounded(samples), _bounded(rates))
 
 
 def newest_round(others: Mapping[str, PeerProgress], trusted: Collection[str], now: float) -> int:
@@ -381,8 +381,8 @@ def _is_fresh(told: PeerProgress, now: float) -> bool:
 def _bounded(claims: Sequence[tuple[float, bool]]) -> float:
     """The sum of what is claimed, and by whom without bounds; of the others nothing is more than a few times what is
     usual, the lower median of those who have something."""
-    known = sorted(claim for claim, _ in claims if claim > 0.0)
-    most = LARGEST_SHARE * known[(len(known) - 1) // 2] if known else 0.0
+    known = [claim for claim, _ in claims if claim > 0.0]
+    most = LARGEST_SHARE * statistics.median_low(known) if known else 0.0
     return sum(claim if is_free else min(claim, most) for claim, is_free in claims)
 
 
