@@ -222,7 +222,6 @@ TWICE: dict[str, str] = {}
 LONGEST_NAME = 72
 LONG_NAMES = {
     "tests/report": 1,
-    "tests/swarm": 25,
 }
 """Folder of tests -> how many names of tests in it are longer; to come to nothing."""
 
