@@ -132,7 +132,7 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
     boxes: list[Any] = []
     swarm = Swarm(common, **facts)
     p: Any = Noting(ExitStack(), PeerSpec("me"), Hooks(lambda: len(boxes) >= until, swarm.said.append))
-    p.may_be_alone, p.data_seed, p.addresses = may_be_alone, 5, ()
+    p.may_be_alone, p.data_seed = may_be_alone, 5
     p.config, p.common, p.averaging, p.memory = CONFIG, common, swarm, Memory(())
     p.team = Team(GatheringParts.of(judge, common.gathered), judge, common)
     p.clock = UpdateClock(SECONDS, 0, 3, lambda: common.round)

@@ -156,9 +156,9 @@ class Creator(Session):
         )
         self.averaging.share()
         self.watch = Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
-        self.own_addresses, self.since = self.dht.addresses(), time.time()
+        self.own_addresses, self.since = self.dht.addresses(self.spec.prefer_host), time.time()
         self.publish(wait=True)
-        self.keep_place(self.run_id)
+        self.keep_place(self.run_id, self.own_addresses)
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
         """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""

@@ -162,7 +162,7 @@ class Guest(Session):
             progress.images = round(records[-1].get("epoch", 0.0) * len(self.splits.train))
         self.hooks.say(f"Run: {writer.run.path}")
         if not self.spec.trains and self.spec.host is not None:
-            self.keep_place(self.manifest.run_id, is_anchor=True)
+            self.keep_place(self.manifest.run_id, self.dht.addresses(), is_anchor=True)
         self.open_records(judges=False)
         rounds = self.record("guest" if self.spec.trains else "anchor")
         with rounds.recorded(self.spec.env):

@@ -76,6 +76,7 @@ class _Loop:
         self.peer, self.batches = peer, batches
         self.update = Updater(peer.team.parts, beat=peer.hooks.beat)
         self.nonfinite = NonFinite(parts, peer.remark, seed=peer.data_seed)
+        self.addresses = [] if peer.spec.host is None else peer.dht.addresses()
 
     def hear(self) -> None:
         """Take in news and bans. Raises RefusedError if this peer is banned."""
@@ -117,7 +118,7 @@ class _Loop:
             received=result.bytes_down,
             val_loss=finite(val.get("loss")),
             val_headline=finite(val.get(peer.team.judge.metrics.headline)),
-            addresses=list(peer.addresses),  # the records know no tuples
+            addresses=self.addresses,
         )
         peer.dht.publish_progress(told, LOST_AFTER * peer.clock.seconds + 5.0)
 

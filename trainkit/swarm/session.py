@@ -77,8 +77,6 @@ class Session:
     sentry: Sentry
     data_seed: int
     """Every peer has a data order of its own, so that together they see more than each alone."""
-    addresses: tuple[str, ...]
-    """Where others reach this peer; empty if they cannot."""
     writer: Writer
     checkpoints: Checkpoints
     recorder: Recorder
@@ -149,7 +147,6 @@ class Session:
             judges_reducers=dht.own.grant.role == "owner",
         )
         self.data_seed = data_seed(config, dht.peer_id)
-        self.addresses = () if spec.host is None else tuple(dht.addresses())
 
     def open_records(self, *, judges: bool) -> None:
         """Where checkpoints and metrics go.
@@ -181,14 +178,14 @@ class Session:
         if kind is None:  # what was saved last must be on the disk before this peer says that it is done
             self.checkpoints.settle()
 
-    def keep_place(self, run_id: str, *, is_anchor: bool = False) -> None:
+    def keep_place(self, run_id: str, addresses: list[str], *, is_anchor: bool = False) -> None:
         """Keep in the run folder how this peer comes back as the same one; then others may join through it."""
         spec = self.spec
         assert spec.host is not None
         keep_identity(self.writer.run, self.identity.path)
         place = SavedPeer(run_id, self.clock.first, spec.host, self.dht.port, spec.announce, spec.name, is_anchor)
         self.memory.keep_in(self.writer.run, place)
-        self.hooks.opened(self.writer.run, self.dht.addresses(spec.prefer_host))
+        self.hooks.opened(self.writer.run, addresses)
 
     def record(self, role: Role) -> RoundRecorder:
         """From now on keep records of the rounds, and of bans."""
