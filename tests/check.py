@@ -20,7 +20,7 @@ QUICK = "not long and not slurm and not swarm"
 SLOW = (
     *("tests/jobs/test_bad_answers.py", "tests/jobs/test_bad_records.py", "tests/jobs/test_bench.py"),
     "tests/jobs/test_submit.py",
-    *("tests/training/test_build.py", "tests/training/test_resize.py", "tests/training/test_resume.py"),
+    *("tests/training/test_build.py", "tests/training/test_resume.py"),
     *(name for name in LONGEST if name.endswith(".py")),
 )
 """Files that the whole suite runs, and a check of their room does not."""
