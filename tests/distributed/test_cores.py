@@ -80,3 +80,7 @@ def test_they_do_so_for_as_long_as_other_programs_want_the_cores() -> None:
 def test_a_user_who_says_how_threads_wait_is_obeyed_and_so_is_one_thread(env: dict[str, str]) -> None:
     alone = "" if env else "torch.set_num_threads(1)\n"
     assert run(f"{alone}with sharing_cores(): print(names())", **env) == "{'MainThread'}\n"
+
+
+def test_none_begins_where_user_code_has_left_torch_one_thread() -> None:
+    assert run("torch.set_num_threads(1)\n_Teams().begin()\nprint(names())") == "{'MainThread'}\n"

@@ -169,9 +169,10 @@ def test_a_preempted_run_goes_on_with_its_own_code_though_the_shared_is_gone(
 ) -> None:
     run, plan = local_run(nodes=2)
     controller = start(run, plan, rank_function(STOPS_ONCE))
-    wait_for(run.path / "up-0-0")
+    for rank in range(2):
+        wait_for(run.path / f"up-0-{rank}")  # each has read its code by then
     shutil.rmtree(run.code.resolve().parent)
-    preempt_when_up(run, controller, ranks=2)
+    controller.signal(signal.SIGUSR2)
     assert finish(run) == "COMPLETED"
     assert run.attempts() == [0, 1]
     assert [event["event"] for event in read_events(run)] == ["submitted", "handed_back", "requeued", "ended"]

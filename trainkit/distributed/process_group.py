@@ -97,13 +97,14 @@ class _Teams:
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
-        """If they have not begun."""
-        if not self._threads:
-            size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
-            self._over.clear()
-            for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
-                self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
-                self._threads[-1].start()
+        """If they have not begun, and torch still computes with several threads: user code may have changed that."""
+        size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        if self._threads or size == 1:
+            return
+        self._over.clear()
+        for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
+            self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
+            self._threads[-1].start()
 
     def end(self) -> None:
         """Their teams end with them."""
