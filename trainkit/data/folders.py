@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainkit import fileio
-from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform
+from trainkit import fileio, terminal
+from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing
 from trainkit.errors import RunFailedError, UserError
 
 if TYPE_CHECKING:
@@ -223,6 +223,22 @@ def class_folders(folder: Path) -> list[str]:
     except OSError:
         return []
     return sorted(name for name in names if not name.startswith(".") and not name.endswith((".pack", ".pack.partial")))
+
+
+def require_splits(name: str, root: Path, layout: Layout, of_class: str, fix: str) -> None:
+    """Refuse a data set whose splits have no folder of a class.
+
+    Args:
+        of_class: stands in the message for the name of such a folder.
+        fix: what to fetch; the command that unpacks it is added.
+
+    Raises UserError.
+    """
+    folder, splits = layout
+    for split in splits:
+        if not class_folders(folder / split):
+            fix = f"{fix}: {terminal.command('prepare', name, '--root', root)}"
+            raise missing(name, root, folder / split / of_class, fix=fix)
 
 
 COUNTED = 20_000

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainkit import terminal
-from trainkit.data.base import DataInfo, Splits, missing, require_options
+from trainkit.data.base import DataInfo, Splits, require_options
 from trainkit.data.download import Say, given_or_in, md5_of, unpacked
-from trainkit.data.folders import Files, Layout, class_folders, image_files, read_split, require_classes
+from trainkit.data.folders import Files, Layout, image_files, read_split, require_classes, require_splits
 from trainkit.errors import UserError
 
 ARCHIVE = "CINIC-10.tar.gz"
@@ -44,12 +43,7 @@ def layout(root: Path) -> Layout:
 def locate(root: Path, **options: Any) -> None:
     """Check the options, and that the three splits are there."""
     require_options(options)
-    folder, splits = layout(root)
-    for split in splits:
-        if not class_folders(folder / split):
-            command = terminal.command("prepare", "cinic10", "--root", root)
-            fix = f"Fetch {ARCHIVE} from {PAGE} into {root}, then: {command}"
-            raise missing("cinic10", root, folder / split / "CLASS", fix=fix)
+    require_splits("cinic10", root, layout(root), "CLASS", f"Fetch {ARCHIVE} from {PAGE} into {root}, then")
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:

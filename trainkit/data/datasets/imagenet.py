@@ -8,8 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trainkit import terminal
-from trainkit.data.base import Splits, missing, require_options
+from trainkit.data.base import Splits, require_options
 from trainkit.data.download import (
     HashingReader,
     Say,
@@ -22,7 +21,7 @@ from trainkit.data.download import (
     require_names,
     unpacked,
 )
-from trainkit.data.folders import Files, Layout, class_folders, image_files, photo_splits, read_split, require_classes
+from trainkit.data.folders import Files, Layout, image_files, photo_splits, read_split, require_classes, require_splits
 from trainkit.errors import UserError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -56,12 +55,9 @@ def layout(root: Path) -> Layout:
 def locate(root: Path, **options: Any) -> None:
     """Check the options, and that both splits are there."""
     require_options(options)
-    folder, splits = layout(root)
-    for split in splits:
-        if not class_folders(folder / split):
-            command = terminal.command("prepare", "imagenet", "--root", root)
-            fix = f"Put the archives of image-net.org into {root} and unpack them: {command}"
-            raise missing("imagenet", root, folder / split / "WNID", fix=fix)
+    require_splits(
+        "imagenet", root, layout(root), "WNID", f"Put the archives of image-net.org into {root} and unpack them"
+    )
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
