@@ -56,9 +56,9 @@ class HashingReader:
         return self._digest.hexdigest()
 
 
-def md5_of(file: Path, say: Say = lambda line: None) -> str:
+def md5_of(file: Path) -> str:
     """MD5 of a file, in hexadecimal. It tells a torn download from a whole one; it does not protect against malice."""
-    with closing(HashingReader.of(file, say)) as reader:
+    with closing(HashingReader.of(file, lambda line: None)) as reader:
         return reader.finish()
 
 
@@ -159,15 +159,20 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def unpacked(
-    archive: Path, final: Path, name_of: Callable[[Path], str | None], most_bytes: int, say: Say
+    archive: Path | HashingReader,
+    final: Path,
+    name_of: Callable[[Path], str | None],
+    most_bytes: int,
+    say: Say,
 ) -> Iterator[Path]:
     """Unpack a tar archive to ``final``. The block gets the folder before it has that name, to check what is there.
 
     Args:
+        archive: its path, or its reader where it is to be hashed on the way.
         name_of: where a member belongs in the folder; None: it is left out.
         most_bytes: see `regular`.
     """
-    say(f"Unpacking {archive}")
+    say(f"Unpacking {archive if isinstance(archive, Path) else archive.name}")
     with complete_folder(final) as partial:
         with opened_tar(archive) as tar:
             for member in regular(tar, most_bytes):

@@ -142,8 +142,11 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
             )
         return f"{classes[int(number) - 1]}/{member.name}"
 
-    with unpacked(archive, final, name_of, 1 << 35, say) as folder:
-        _verify(archive, VAL, md5_of(archive, say), folder, say)
+    with (
+        closing(HashingReader.of(archive, say)) as reader,
+        unpacked(reader, final, name_of, 1 << 35, say) as folder,
+    ):
+        _verify(archive, VAL, reader.finish(), folder, say)
 
 
 def _verify(archive: Path, name: str, md5: str, folder: Path, say: Say) -> None:
