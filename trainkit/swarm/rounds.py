@@ -43,7 +43,7 @@ _WAITING_SHARE = 0.02
 _ASK_AGAIN_SECONDS = 0.5
 
 # By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
-_NEWS_SECONDS = 0.5
+_PUBLISH_SECONDS = 0.5
 _MANIFEST_SECONDS = 10.0
 # An idle peer looks again after this.
 _IDLE_SECONDS = 0.02
@@ -342,7 +342,7 @@ class SampleLoop(_Loop):
         now = time.time()
         if now < self.news_at and not at_once:
             return
-        self.news_at = now + _NEWS_SECONDS
+        self.news_at = now + _PUBLISH_SECONDS
         self.peer.hooks.beat()
         self.hear()
         if now > self.manifest_at:
@@ -456,7 +456,7 @@ class SampleLoop(_Loop):
             self.search(time.time() + self.matchmaking)
         leads = peer.may_be_alone and (not others or self.tries >= _TRIES)
         peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
-        while (result := peer.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
+        while (result := peer.averaging.settle(_PUBLISH_SECONDS, trained_on=False, leads=leads)) is None:
             self.news()
         peer.pace.round_seconds = time.time() - self.began
         peer.sentry.after_round(index, peer.watch.peers, result)
