@@ -49,7 +49,7 @@ def granted_cpus() -> int:
     return min(visible_cpus(), int(granted)) if granted.isdigit() and int(granted) > 0 else visible_cpus()
 
 
-def gpu_mask() -> str | None:
+def visible_gpus() -> str | None:
     """CUDA_VISIBLE_DEVICES of this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
