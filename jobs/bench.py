@@ -71,10 +71,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         args.preset = preset_or_run(args.preset, env)
     request = _request(bench, args)
     if args.host is not None:  # the rest is checked on the login node
-        from jobs import sending
-
         flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
         loaded = loading.load(args.preset, args.overrides, flags=flags)
+        from jobs import sending
+
         return sending.submit(argv, parser(), [loaded], env, verb="bench")
     loaded = _loaded(bench, request, args, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")

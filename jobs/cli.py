@@ -285,8 +285,7 @@ def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
 def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> int:
     """Follow started runs if asked to; local runs unless asked not to. Returns the exit code."""
     from trainkit.finish import end_of, follow_to_end, wait_for
-    from trainkit.schedulers.base import named
-    from trainkit.schedulers.states import job_state
+    from trainkit.schedulers.base import job_state, named
 
     if not runs:
         return 0

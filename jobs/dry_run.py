@@ -15,7 +15,7 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import ON_CPUS, ON_GPUS, Config, auto_precision
 from trainkit.data import train_size
-from trainkit.data.order import steps_per_epoch
+from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, TrainkitError
 from trainkit.finish import full_name
 from trainkit.launch.plan import Plan, Row, config_rows, make_plan, plan_rows, validate

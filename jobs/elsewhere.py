@@ -82,7 +82,7 @@ _IN_MEMORY = 1 << 24
 
 def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
     """Files that a report has, by their last names: with ``--out .`` they lie beside the user's code."""
-    from trainkit.report.write_markdown import written_to  # not at the top: of all verbs this one alone needs it
+    from trainkit.report.writers import written_to  # not at the top: of all verbs this one alone needs it
 
     with tarfile.open(fileobj=packed, mode="r:", tarinfo=fileio.TarMember) as archive:
         total = 0

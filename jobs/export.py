@@ -31,7 +31,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     stems = {"raw": ("model",), "ema": ("ema",), None: ("ema", "model")}[args.weights]
     with cli.run_to_read(args.run, env) as run_dir:
         config = load(str(run_dir.config), []).config
-        from trainkit.checkpoint.tensors import export
+        from trainkit.checkpoint.state import export
 
         notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
         step, stem = export(run_dir.checkpoints, args.checkpoint, stems, file, notes)

@@ -24,7 +24,7 @@ from trainkit import fileio, terminal
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.metrics import read_metrics
 from trainkit.swarm.address import announced, rate_of

@@ -20,7 +20,7 @@ from trainkit.launch import containers
 from trainkit.launch.controller import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.programs import scrubbed
-from trainkit.ranks.env import VARIABLE, RankEnv, Secret, check_head
+from trainkit.ranks import VARIABLE, RankEnv, Secret, check_head
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import require_own_code

@@ -16,8 +16,7 @@ from trainkit.errors import UserError
 from trainkit.finish import full_name, watch
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
-from trainkit.schedulers.base import JobState
-from trainkit.schedulers.states import job_state
+from trainkit.schedulers.base import JobState, job_state
 
 POLL_SECONDS = 0.5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
 from trainkit.log_book import report_on
-from trainkit.report.write_markdown import RESULTS
+from trainkit.report.writers import RESULTS
 from trainkit.run.folder import find_runs
 
 

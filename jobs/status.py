@@ -18,7 +18,7 @@ from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.launch.plan import Plan
-from trainkit.monitor.loggers import number
+from trainkit.monitor import number
 from trainkit.run import folder
 from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir, find_runs, list_runs, runs_root
@@ -30,10 +30,9 @@ from trainkit.run.metrics import (
     divergence_of,
     forecast,
     progress_of,
-    typed,
+    typed_record,
 )
-from trainkit.schedulers.base import JobState
-from trainkit.schedulers.states import KEPT_SECONDS, job_states
+from trainkit.schedulers.base import KEPT_SECONDS, JobState, job_states
 from trainkit.terminal import age
 
 if TYPE_CHECKING:
@@ -360,7 +359,9 @@ def losses_of_late(run: RunDir) -> list[float | None]:
     except OSError:
         return []
     metrics = described(run)
-    records = [typed(raw, metrics) for line in text.splitlines() if (raw := fileio.parse_object(line)) is not None]
+    records = [
+        typed_record(raw, metrics) for line in text.splitlines() if (raw := fileio.parse_object(line)) is not None
+    ]
     return [r["loss"] for r in records if r is not None and r["split"] == "train" and "loss" in r][-_RECORDS:]
 
 

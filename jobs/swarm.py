@@ -26,7 +26,7 @@ from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
-from trainkit.schedulers.states import require_no_job
+from trainkit.schedulers.base import require_no_job
 from trainkit.swarm.admission import created_run, entry_of, invite, is_setting, revoke, seconds_of, warned
 from trainkit.swarm.spec import PeerSpec
 

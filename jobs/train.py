@@ -19,7 +19,7 @@ from trainkit.ranks.signals import stop_on_signal
 from trainkit.run.events import Attempt, Writer, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
-from trainkit.schedulers.states import require_no_job
+from trainkit.schedulers.base import require_no_job
 from trainkit.start import preset_or_run
 from trainkit.worker import own_attempt, train
 
@@ -89,8 +89,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _rates(config: Config) -> list[str]:
     """Table of learning rates: at the start of each epoch, at the peak, and at the last update."""
     from trainkit.data import build_data
-    from trainkit.data.order import steps_per_epoch
-    from trainkit.training.schedule import lr_at
+    from trainkit.data.base import steps_per_epoch
+    from trainkit.training.optim import lr_at
 
     if strategy_traits(config.strategy.name).loop == "collaborative":
         raise UserError(

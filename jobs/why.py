@@ -15,8 +15,7 @@ from trainkit.errors import UserError
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs
 from trainkit.run.metrics import progress_of
-from trainkit.schedulers.base import JobState
-from trainkit.schedulers.states import job_state, job_states
+from trainkit.schedulers.base import JobState, job_state, job_states
 
 
 def parser() -> cli.Parser:

@@ -22,7 +22,7 @@ from typing import Any
 
 from trainkit import fileio
 from trainkit.config.schema import Config
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir

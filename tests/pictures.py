@@ -13,9 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainkit.monitor.follow import summary_lines
-from trainkit.report import charts, figures
-from trainkit.report.charts import Html, tag
-from trainkit.report.document import Charts
+from trainkit.report import document, figures
+from trainkit.report.document import Charts, Html, tag
 from trainkit.report.facts import collect
 from trainkit.run.folder import RunDir
 
@@ -73,7 +72,7 @@ def curves(run: RunDir) -> str:
     """Loss and accuracy of a run, as its report draws them, with the line that it ended with."""
     (drawn,) = (part for part in figures.curves(collect([run])).parts if isinstance(part, Charts))
     pictures = [picture for picture in drawn.pictures if picture is not None][:2]
-    return charts.drawing(pictures, legend=drawn.legend, foot=" · ".join(summary_lines(run)[0].split(" · ")[:2]))
+    return document.drawing(pictures, legend=drawn.legend, foot=" · ".join(summary_lines(run)[0].split(" · ")[:2]))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, free_port
+from trainkit.ranks import NO_SECRET, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, Writer, writing
 from trainkit.run.folder import RunDir

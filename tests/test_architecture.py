@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from trainkit import plugins
-from trainkit.run import process_messages
+from trainkit.run import folder as run_folder
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -29,7 +29,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trainkit.importing",
         "trainkit.process",
         "trainkit.terminal",
-        "trainkit.watcher",
     ),
     ("trainkit.programs", "trainkit.fileio", "trainkit.workarounds"),
     ("trainkit.plugins",),
@@ -37,7 +36,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.run",),
     ("trainkit.ranks",),
     ("trainkit.schedulers.base",),
-    ("trainkit.schedulers.states",),
     ("trainkit.site",),
     ("trainkit.diagnosis", "trainkit.monitor", "trainkit.report"),
     ("trainkit.launch",),
@@ -101,7 +99,7 @@ ENVIRONMENT = {
     "trainkit.worker": "the door of a rank, which submitit calls",
     "trainkit.process": "the door of `python -m` programs; what this process was granted; what libraries read",
     "trainkit.run.folder": "TRAINKIT_RUN_MODE, XDG_STATE_HOME: who may enter a run, and where the user's state is",
-    "trainkit.schedulers.slurm_programs": "hands this process's own environment on, less what changes the answers",
+    "trainkit.schedulers.slurm_submission": "hands this process's own environment on, less what changes the answers",
     "trainkit.distributed.device": "TRAINKIT_DEVICE, SLURM_*_GPUS: which GPUs this process was granted",
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
 }
@@ -118,8 +116,7 @@ READERS = {
     "trainkit.data.download": "hashes archives part by part, and bounds what it fetches and unpacks",
     "trainkit.checkpoint.format": "hashes weights part by part once their size is right; parses what was read bounded",
     "trainkit.checkpoint.transfer": "unpacks the code of a run in a bucket, its members bounded",
-    "trainkit.checkpoint.weights": "loads the file of weights that the user names, as weights only",
-    "trainkit.checkpoint.tensors": "maps safetensors, whose header its library bounds",
+    "trainkit.checkpoint.state": "maps safetensors, whose header its library bounds; loads weights that the user names",
     "trainkit.checkpoint.save": "takes what ranks of the same run say to one another",
     "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
     "trainkit.distributed.health": "takes what ranks of the same check say to one another",
@@ -138,7 +135,7 @@ READING_CALLS = re.compile(
 STARTERS = {
     "trainkit.programs": "is who asks",
     "trainkit.site.ssh": "passes on what ssh says as it comes; what comes before that is bounded",
-    "trainkit.launch.node_check": "passes on what ranks of a check say as it comes; their result is bounded",
+    "trainkit.launch.batch_job": "passes on what ranks of a check say as it comes; their result is bounded",
     "trainkit.launch.supervisor": "starts ranks, which write to their logs",
     "trainkit.schedulers.local": "starts the controller of a local job, which writes to a log",
     "trainkit.swarm.peer": "starts ranks, which write to the terminal of rank 0",
@@ -176,7 +173,7 @@ PATCHING = {
 
 # Who holds the name of SLURM as a text, besides its scheduler, and why:
 SLURM = {
-    "trainkit.ranks.env": "a launcher: srun tells a rank its place",
+    "trainkit.ranks": "a launcher: srun tells a rank its place",
     "trainkit.distributed.device": "the same launcher: srun binds its tasks",
     "trainkit.run.snapshot": "the folder of templates, which is no code of a run",
     "jobs.__main__": "the folder of templates",
@@ -211,10 +208,7 @@ SHORT = {
     "trainkit/checking.py": "submit, train, launch and bench check this alike, and none loads another",
     "trainkit/errors.py": "every module imports it, and it none",
     "trainkit/importing.py": "is loaded before any library",
-    "trainkit/run/process_messages.py": "the table of messages, which many rooms read",
-    "trainkit/strategies/base.py": "the protocol of the strategies",
-    "trainkit/training/ema.py": "to be merged",
-    "trainkit/training/schedule.py": "to be merged",
+    "trainkit/log_book.py": "what `report` does, and notebooks too",
 }
 """Files of fewer code lines than SHORTEST, besides plugins, and why."""
 TWICE: dict[str, str] = {}
@@ -491,7 +485,7 @@ def overrides_hivemind(tree: ast.Module) -> bool:
     return any(ast.unparse(base).split(".")[0] in imported for base in bases)
 
 
-MESSAGES = {part for item in process_messages.MESSAGES for part in re.split("({})", item.name) if "." in part}
+MESSAGES = {part for item in run_folder.MESSAGES for part in re.split("({})", item.name) if "." in part}
 
 
 def spells_a_message(node: ast.AST) -> bool:
@@ -542,7 +536,7 @@ RULES: dict[str, Rule] = {
     ),
     "names a message between processes": Rule(
         somewhere(spells_a_message),
-        ("trainkit.run.process_messages",),
+        ("trainkit.run.folder",),
         ("'lease.json'", "'preflight.json'", "'rank-{}.hang'"),
     ),
     "starts programs": Rule(

@@ -11,7 +11,7 @@ from trainkit.config.optimizers import check_optimizer, check_schedule
 from trainkit.config.schema import Config
 from trainkit.config.task import check_task
 from trainkit.data import check_data, train_size
-from trainkit.data.order import steps_per_epoch
+from trainkit.data.base import steps_per_epoch
 from trainkit.errors import UserError
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.secrets import refuse_settings

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.checkpoint.state import start_from
 from trainkit.checkpoint.transfer import Uploads, kept_elsewhere
-from trainkit.checkpoint.weights import start_from
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.distributed.device import device_name, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import TrainkitError, UserError
+from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_host
-from trainkit.monitor.loggers import open_loggers
 from trainkit.monitor.profiler import profiling, snapshot_on_oom
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir, make_private

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
+from trainkit.fileio import FileWatcher
 from trainkit.run.events import cancelled, history_of
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import JobState, Scheduler, built_in, named
-from trainkit.schedulers.states import Poller, job_state, job_states, not_known_as_its_own
-from trainkit.watcher import FileWatcher
+from trainkit.schedulers.base import (
+    JobState,
+    Poller,
+    Scheduler,
+    built_in,
+    job_state,
+    job_states,
+    named,
+    not_known_as_its_own,
+)
 
 if TYPE_CHECKING:
     from trainkit.diagnosis.causes import Cause

@@ -26,13 +26,12 @@ from trainkit.data.loader import TensorTransform, default_workers, eval_batches
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.fileio import write
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
-from trainkit.tasks.base import classes_in, difference, require_same_classes
+from trainkit.tasks import classes_in, difference, require_same_classes
 from trainkit.tasks.meter import mistakes_json
 from trainkit.training.build import TrainState, alone, build, wants_gpu
-from trainkit.training.measurement import STEMS, Measured, measure_saved, no_average
-from trainkit.training.recorder import too_many
+from trainkit.training.recorder import STEMS, Measured, measure_saved, no_average, too_many
 
 Kind = Literal["raw", "ema"]
 _SPEED_SECONDS, _SPEED_PASSES = 0.5, 3

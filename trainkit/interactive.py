@@ -18,7 +18,7 @@ from trainkit.errors import UserError, did_you_mean
 from trainkit.log_book import report_on
 from trainkit.run.folder import RunDir, find_run, find_runs
 from trainkit.run.metrics import progress_of, read_metrics
-from trainkit.schedulers.states import job_state
+from trainkit.schedulers.base import job_state
 
 Flag = str | int | bool | None | Sequence[str]
 _ONLY_TYPED = dict.fromkeys(("dry_run", "estimate", "host"), "`python -m jobs.submit` has it.") | {

@@ -12,10 +12,9 @@ from trainkit.bench.results import page
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.report.facts import Facts, collect
-from trainkit.report.write_html import write_page
-from trainkit.report.write_markdown import RESULTS, write_comparison, write_logbook, write_results, write_sweep
+from trainkit.report.writers import RESULTS, write_comparison, write_logbook, write_page, write_results, write_sweep
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.states import job_state
+from trainkit.schedulers.base import job_state
 
 
 def report_on(

@@ -27,8 +27,7 @@ from trainkit.run.folder import RunDir, runs_root
 from trainkit.run.lease import Holder, lease_on
 from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.run.snapshot import restore_code
-from trainkit.schedulers.base import JobState, named
-from trainkit.schedulers.states import job_states, require_no_job
+from trainkit.schedulers.base import JobState, job_states, named, require_no_job
 from trainkit.site.profile import discover
 from trainkit.start import Arrays, Started, start
 

@@ -28,8 +28,7 @@ from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
-from trainkit.schedulers.base import JobState, named
-from trainkit.schedulers.states import job_states
+from trainkit.schedulers.base import JobState, job_states, named
 from trainkit.site.profile import Site, discover
 from trainkit.worker import run_rank
 

@@ -14,7 +14,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.errors import TrainkitError
 from trainkit.process import without_garbage_collection
-from trainkit.ranks.env import RankEnv, Secret
+from trainkit.ranks import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.run.events import Attempt, Writer, history_of, job_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
@@ -60,7 +60,7 @@ def train(
         node: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder.
         open_run: called on rank 0 alone, when there is something to write.
     """
-    from trainkit.monitor.loggers import prepare_loggers
+    from trainkit.monitor import prepare_loggers
 
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own

@@ -13,7 +13,7 @@ from trainkit.bench.base import CONTROL, BenchDir, Request, Results
 from trainkit.bench.results import lines, read_results
 from trainkit.bench.run import run as run_bench
 from trainkit.config.loading import load, to_yaml
-from trainkit.ranks.env import NO_SECRET, RankEnv
+from trainkit.ranks import NO_SECRET, RankEnv
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, history_of, writing
 from trainkit.run.folder import RunDir

@@ -20,7 +20,7 @@ from tests.benchmarks.measuring import Figure, against, fast_folder, take_turns,
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import moments_of, weights_of
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 ROUNDS = 7
 WARMING_SECONDS = 2.0

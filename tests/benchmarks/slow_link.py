@@ -37,7 +37,7 @@ from torchvision.models import resnet18
 from tests.benchmarks.machines import Machines, absent, machines
 from tests.benchmarks.measuring import Figure, against, control_of, describe, take_turns, wall_seconds
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.strategies import ddp
 
 RATE = ("rate", "200mbit", "burst", "256kb", "latency", "50ms")

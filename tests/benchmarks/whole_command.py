@@ -27,7 +27,7 @@ from tests.benchmarks.measuring import CONTROL, Figure, against, alone, take_tur
 from tests.benchmarks.processes import PROJECT, Ran, environment, ran
 from trainkit.config.loading import load
 from trainkit.data import build_data
-from trainkit.data.order import global_batch
+from trainkit.data.base import global_batch
 from trainkit.models import build_model
 
 ARMS = Path(__file__).parent / "arms"

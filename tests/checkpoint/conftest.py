@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.checkpoint.bucket import Trouble, troubled
-from trainkit.ranks.env import free_port
+from trainkit.ranks import free_port
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.checkpoint import format
-from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import Record
-from trainkit.checkpoint.tensors import Entry, read_tensors
+from trainkit.checkpoint.state import Entry, read_tensors
 
 
 def tensors(folder: Path, stem: str = "model", which: str = "latest") -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from trainkit.checkpoint.format import LONGEST, _checksum
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 
 def write(folder: Path, step: int, value: float = 0.0) -> Path:

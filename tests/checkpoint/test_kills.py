@@ -19,7 +19,7 @@ from tests.rank_functions import _CONTEXT, rank_env
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks.env import RankEnv, free_port
+from trainkit.ranks import RankEnv, free_port
 
 SIZE = 400_000
 

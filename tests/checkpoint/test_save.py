@@ -25,13 +25,13 @@ from tests.checkpoint.reading import tensors, write
 from tests.rank_functions import QUICK, StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
-from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import file_name
 from trainkit.checkpoint.save import Checkpoints, Snapshot
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from jobs import export as export_command
 from tests.checkpoint.reading import tensors, write
-from tests.rank_functions import run_ranks
+from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.checkpoint import format
-from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import BrokenCheckpointError, Record, file_name, stem_of
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.checkpoint.state import weights_of
-from trainkit.checkpoint.tensors import Entry, Stored, read_tensors
+from trainkit.checkpoint.state import Entry, Stored, export, read_tensors, start_from, weights_of
+from trainkit.checkpoint.transfer import send_rest
+from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.models import timm_model, torchvision_model
+from trainkit.ranks import RankEnv
+from trainkit.run.folder import RunDir
 
 
 class Odd(nn.Module):
@@ -261,3 +268,223 @@ def test_safetensors_own_library_reads_what_is_written(tmp_path: Path) -> None:
     assert all(
         value.dtype == tensors[name].dtype and torch.equal(value, tensors[name]) for name, value in found.items()
     )
+
+
+# A checkpoint's weights in one file, as other libraries take them.
+
+INFO = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
+
+
+def exported(tmp_path: Path, model: nn.Module) -> Path:
+    dist = Distributed(RankEnv.single(), torch.device("cpu"))
+    Checkpoints(tmp_path / "checkpoints", keep=1, dist=dist).save(model, None, step=1, state={}, best_step=1)
+    export(tmp_path / "checkpoints", "best", ("model",), tmp_path / "file.safetensors", {})
+    return tmp_path / "file.safetensors"
+
+
+def by_timm(file: Path) -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model("resnet10t", num_classes=7, checkpoint_path=str(file))
+    return model
+
+
+def by_torchvision(file: Path) -> nn.Module:
+    from torchvision.models import mobilenet_v3_small
+
+    model: nn.Module = mobilenet_v3_small(num_classes=7)
+    model.load_state_dict(load_file(file))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "load"),
+    [
+        (lambda: timm_model("resnet10t", INFO, {}), by_timm),
+        (lambda: torchvision_model("mobilenet_v3_small", INFO, {}), by_torchvision),
+    ],
+    ids=["timm", "torchvision"],
+)
+def test_a_library_loads_what_is_exported(
+    tmp_path: Path, make: Callable[[], nn.Module], load: Callable[[Path], nn.Module]
+) -> None:
+    model, images = make().eval(), torch.randn(2, 3, 32, 32)
+    other = load(exported(tmp_path, model)).eval()
+    assert torch.equal(model(images), other(images))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two ranks that share a model and its average."""
+    folder = tmp_path_factory.mktemp("export") / "run"
+    run_ranks(2, train_run, folder, "fsdp", ("train.max_steps=3", "train.ema_decay=0.9"))
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "stem"), [((), "ema"), (("--weights", "raw"), "model")])
+def test_what_two_ranks_wrote_is_one_file(run: Path, tmp_path: Path, arguments: tuple[str, ...], stem: str) -> None:
+    file = tmp_path / "out.safetensors"
+    done = run_command("export", str(run), str(file), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected: dict[str, Tensor] = tensors(run / "checkpoints", stem, "best")
+    found = load_file(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    with safe_open(file, framework="pt") as opened:
+        notes = opened.metadata()
+    assert notes == {"format": "pt", "step": "3", "run": "run", "model": "fashion_cnn", "data": "digits"}
+
+
+def test_a_runs_copy_elsewhere_is_exported_from_its_url(run: Path, tmp_path: Path) -> None:
+    url = send_rest(RunDir(run), f"file://{tmp_path}/bucket")
+    here, there = tmp_path / "here.safetensors", tmp_path / "there.safetensors"
+    assert export_command.main([str(run), str(here)], {}) == 0
+    assert export_command.main([url, str(there)], {}) == 0
+    assert there.read_bytes() == here.read_bytes()
+
+
+def test_a_run_without_an_average_says_so(tmp_path: Path) -> None:
+    exported(tmp_path, nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"it has no ema\.safetensors"):
+        export(tmp_path / "checkpoints", "best", ("ema",), tmp_path / "other.safetensors", {})
+
+
+def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = exported(tmp_path, nn.Linear(2, 2))
+    before, write = file.read_bytes(), checkpoint_tensors.write
+
+    def half(*args: object) -> None:
+        write(*args)  # type: ignore[arg-type]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_tensors, "write", half)
+    with pytest.raises(UserError, match="No space left"):
+        export(tmp_path / "checkpoints", "best", ("model",), file, {})
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_has_changed_on_the_disk_is_not_exported(tmp_path: Path) -> None:
+    exported(tmp_path, nn.Linear(2, 2))
+    weights = format.path_of(tmp_path / "checkpoints", 1) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"the content of model\.safetensors has changed"):
+        export(tmp_path / "checkpoints", "best", ("model",), tmp_path / "other.safetensors", {})
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_a_name_that_libraries_would_not_know_is_refused(run: Path, tmp_path: Path) -> None:
+    done = run_command("export", str(run), "weights.pt", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "weights.safetensors" in done.stderr
+
+
+# Fine-tuning: weights of a file, whatever trained them, for a network that may have another head.
+
+
+def network(classes: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, classes))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def started(file: Path, model: nn.Module) -> tuple[str, ...]:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        return start_from(file, model, dist)
+
+
+def same(model: nn.Module, there: dict[str, Tensor]) -> set[str]:
+    return {name for name, value in model.state_dict().items() if name in there and torch.equal(value, there[name])}
+
+
+@pytest.mark.parametrize("inside", ["", "state_dict", "model", "state_dict_ema"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_file_of_torch_save_is_read_however_it_was_wrapped(tmp_path: Path, inside: str, prefix: str) -> None:
+    there = weights(network())
+    named = {f"{prefix}{name}": value for name, value in there.items()}
+    torch.save({inside: named, "epoch": 3, "args": {"lr": 0.1}} if inside else named, tmp_path / "a.pth")
+    model = network()
+    assert started(tmp_path / "a.pth", model) == ()
+    assert same(model, there) == set(there)
+
+
+def test_a_safetensors_file_is_read(tmp_path: Path) -> None:
+    there = weights(network())
+    save_file(there, tmp_path / "a.safetensors")
+    model = network()
+    started(tmp_path / "a.safetensors", model)
+    assert same(model, there) == set(there)
+
+
+def test_averaged_weights_are_preferred(tmp_path: Path) -> None:
+    averaged, last = weights(network()), weights(network())
+    torch.save({"state_dict": last, "state_dict_ema": averaged}, tmp_path / "a.pth")
+    model = network()
+    started(tmp_path / "a.pth", model)
+    assert same(model, averaged) == set(averaged)
+
+
+def test_a_head_for_other_classes_starts_anew(tmp_path: Path) -> None:
+    there = weights(network(classes=7))
+    save_file(there, tmp_path / "a.safetensors")
+    model = network()
+    before = weights(model)
+    assert started(tmp_path / "a.safetensors", model) == ("2.weight", "2.bias")
+    assert same(model, before) >= {"2.weight", "2.bias"}
+    assert same(model, there) >= {"0.weight", "0.bias", "1.running_mean"}
+
+
+def test_half_precision_becomes_the_models_own(tmp_path: Path) -> None:
+    there = {name: value.half() if value.is_floating_point() else value for name, value in weights(network()).items()}
+    save_file(there, tmp_path / "a.safetensors")
+    model = network()
+    started(tmp_path / "a.safetensors", model)
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    assert torch.equal(model.get_parameter("0.weight").half(), there["0.weight"])
+
+
+def test_another_network_is_refused_by_name_and_size(tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(5, 9), "extra": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="another network") as refusal:
+        started(tmp_path / "a.safetensors", network())
+    assert "0.weight is 5x9 there, 5x4 here" in refusal.value.why
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("raise SystemExit('a stranger ran code')",)
+
+
+@pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
+@pytest.mark.parametrize("content", ["code", "nothing", "noise", "no weights"])
+def test_what_is_no_file_of_weights_is_refused_and_runs_nothing(tmp_path: Path, name: str, content: str) -> None:
+    file = tmp_path / name
+    if content == "code":
+        torch.save({"model": Trap()}, file)
+    elif content == "no weights":
+        torch.save({"epoch": 3}, file)
+    else:
+        file.write_bytes(b"" if content == "nothing" else b"\x80\x02noise" * 100)
+    with pytest.raises(UserError, match=r"cannot be read|no weights") as caught:
+        started(file, network())
+    assert "weights_only" not in str(caught.value)  # torch's own words advise to run what is in there
+
+
+def _sharded_like(env: RankEnv, file: str) -> set[str]:
+    with distributed(env, use_gpu=False) as dist:
+        model = network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.world_size,)))
+        start_from(Path(file) if dist.is_main else Path("nowhere"), model, dist)
+        there = load_file(file)
+        full = {
+            name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")
+        }
+        return {name for name, value in full.items() if torch.equal(value, there[name])}
+
+
+def test_a_sharded_model_starts_from_the_same_and_only_rank_0_reads(tmp_path: Path) -> None:
+    save_file(weights(network()), tmp_path / "a.safetensors")
+    parameters = set(dict(network().named_parameters()))
+    assert run_ranks(2, _sharded_like, str(tmp_path / "a.safetensors")) == [parameters] * 2

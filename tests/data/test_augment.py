@@ -14,15 +14,15 @@ from torchvision.transforms import v2
 
 from tests.training.parts import parts_of
 from trainkit.config.schema import AugmentConfig
-from trainkit.data import order
+from trainkit.data import base
 from trainkit.data.augment import Augment, Mixing, RandAugment, RandomErasing, Target, beta, boxes
 from trainkit.data.base import Batch
 from trainkit.errors import UserError
-from trainkit.tasks.base import training_losses
+from trainkit.tasks import training_losses
 from trainkit.tasks.classification import Classification
 from trainkit.training.memory import check_batch_sizes
 
-KEYS_AUGMENT = order.keys(0, 0, torch.arange(64))
+KEYS_AUGMENT = base.keys(0, 0, torch.arange(64))
 IMAGES_AUGMENT = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS_AUGMENT = torch.arange(64) % 7
 LOGITS = torch.randn(64, 7, generator=torch.Generator().manual_seed(1))
@@ -106,7 +106,7 @@ def test_a_rank_whose_share_has_no_pairs_is_refused_where_pairs_are_mixed() -> N
         check_batch_sizes(mixing.config, 2, mixing.splits)
 
 
-KEYS_RAND_AUGMENT = order.keys(0, 0, torch.arange(200))
+KEYS_RAND_AUGMENT = base.keys(0, 0, torch.arange(200))
 IMAGES_RAND_AUGMENT = torch.randint(
     0, 256, (200, 3, 17, 14), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
 )
@@ -134,7 +134,7 @@ def test_each_image_is_what_torchvisions_makes_of_it_with_the_same_draws(
 
 
 def test_every_operation_comes_up_as_often_and_half_go_the_other_way() -> None:
-    (drawn,) = RandAugment(1, 9).draw(order.keys(1, 1, torch.arange(28_000)))
+    (drawn,) = RandAugment(1, 9).draw(base.keys(1, 1, torch.arange(28_000)))
     counts = torch.bincount(drawn, minlength=28).view(14, 2)
     assert ((counts.sum(1) - 2000).abs() < 250).all()
     signed = counts[:, 1] > 0
@@ -143,7 +143,7 @@ def test_every_operation_comes_up_as_often_and_half_go_the_other_way() -> None:
 
 
 COUNT_MIXING = 4000
-KEYS_MIXING = order.keys(0, 0, torch.arange(COUNT_MIXING))
+KEYS_MIXING = base.keys(0, 0, torch.arange(COUNT_MIXING))
 LABELS_MIXING = torch.arange(COUNT_MIXING) % 10
 RANDOM = torch.Generator().manual_seed(0)
 IMAGES_MIXING = torch.rand((COUNT_MIXING, 1, 6, 8), generator=RANDOM)
@@ -160,7 +160,7 @@ def partner(column: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 32.0])
 def test_the_shares_are_of_the_beta_distribution(alpha: float) -> None:
     """The largest distance between the two distribution functions (Kolmogorov and Smirnov), at 0.1 %."""
-    drawn = beta(alpha, order.uniform(KEYS_MIXING, 0), order.uniform(KEYS_MIXING, 1)).sort().values
+    drawn = beta(alpha, base.uniform(KEYS_MIXING, 0), base.uniform(KEYS_MIXING, 1)).sort().values
     expected = torch.from_numpy(betainc(alpha, alpha, drawn.numpy()))
     distance = (expected - torch.arange(COUNT_MIXING) / COUNT_MIXING).abs().max()
     assert distance < 1.95 / COUNT_MIXING**0.5
@@ -226,7 +226,7 @@ def test_a_box_has_its_first_row_and_not_its_last() -> None:
 
 
 COUNT_ERASING = 2000
-KEYS_ERASING = order.keys(0, 0, torch.arange(COUNT_ERASING))
+KEYS_ERASING = base.keys(0, 0, torch.arange(COUNT_ERASING))
 IMAGES_ERASING = torch.full((COUNT_ERASING, 3, 20, 16), 5.0)
 
 

@@ -6,7 +6,19 @@ from collections import Counter
 import pytest
 import torch
 
-from trainkit.data.base import DataInfo, normalize, size_left, stratified_split
+from trainkit.data import base
+from trainkit.data.base import (
+    DataInfo,
+    derive_seed,
+    epoch_order,
+    global_batch,
+    normalize,
+    share_of,
+    size_left,
+    steps_per_epoch,
+    stratified_split,
+)
+from trainkit.errors import UserError
 
 
 def info(mean: tuple[float, ...], std: tuple[float, ...]) -> DataInfo:
@@ -65,3 +77,112 @@ def test_the_split_never_changes() -> None:
     # Results of two versions of the kit are comparable only if this number stays.
     parts = stratified_split([index % 10 for index in range(1797)], (0.15, 0.15))
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:12] == "84b73f7ea22e"
+
+
+def test_an_epoch_visits_every_sample_once() -> None:
+    assert sorted(epoch_order(1000, seed=1, epoch=2).tolist()) == list(range(1000))
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(4, 4), (3, 5), (3 + 2**32, 4), (4, 3)])
+def test_another_seed_or_epoch_is_another_order(seed: int, epoch: int) -> None:
+    assert not torch.equal(epoch_order(100, seed=3, epoch=4), epoch_order(100, seed=seed, epoch=epoch))
+
+
+def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(derive_seed(5, 2))
+    assert torch.equal(epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_keys_of_large_numbers_differ() -> None:
+    assert len({derive_seed(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
+    assert derive_seed(1) != derive_seed(1 + 2**32)
+
+
+def test_keys_have_32_bits_and_are_the_same_in_every_version() -> None:
+    assert max(derive_seed(0, index) for index in range(1000)) in range(2**31, 2**32)
+    assert derive_seed(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(64, 1), (1257, 19)])
+def test_the_remainder_of_an_epoch_is_dropped(samples: int, steps: int) -> None:
+    assert steps_per_epoch(samples, 64) == steps
+
+
+@pytest.mark.parametrize(("samples", "fits"), [(1, 1), (2, 2), (50, 32), (63, 32)])
+def test_data_smaller_than_a_global_batch_is_refused_with_the_size_that_fits(samples: int, fits: int) -> None:
+    with pytest.raises(UserError, match=rf"train.global_batch_size=64 is larger[\s\S]*global_batch_size={fits},"):
+        steps_per_epoch(samples, 64)
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 16), (1, 4), (2, 8), (2, 2), (4, 4), (4, 1), (8, 2)])
+def test_ranks_share_a_global_batch_whatever_their_number(world_size: int, micro_batch_size: int) -> None:
+    order = epoch_order(100, seed=0, epoch=0)
+    shares = [share_of(order[32:48], micro_batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    in_step_order = torch.stack(shares, dim=1).flatten().tolist()
+    assert in_step_order == order[32:48].tolist()
+
+
+@pytest.mark.parametrize(("position", "epoch", "step"), [(0, 0, 0), (4, 0, 4), (5, 1, 0), (12, 2, 2)])
+def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: int, epoch: int, step: int) -> None:
+    order = epoch_order(22, 7, epoch)
+    there = order[4 * step : 4 * step + 4]
+    taken = {int(index) for rank in (0, 1) for index in share_of(there, 2, rank=rank, world_size=2).flatten()}
+    found = global_batch(22, seed=7, position=position, global_batch_size=4)
+    assert len(found) == 4
+    assert set(found) == taken
+
+
+KEYS = base.keys(0, 0, torch.arange(100_000))
+
+
+def splitmix64(state: int) -> list[int]:
+    """The first numbers of Vigna's splitmix64.c, in Python's own integers."""
+    numbers = []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) % (1 << 64)
+        z = state
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
+        numbers.append(z ^ (z >> 31))
+    return numbers
+
+
+def test_the_reference_gives_what_the_published_program_gives() -> None:
+    assert splitmix64(1234567)[:2] == [6457827717110365317, 3203168211198807973]
+
+
+@pytest.mark.parametrize("key", [0, 1234567, 2**63 - 1, -1, -(2**63)])
+def test_a_stream_is_splitmix64s(key: int) -> None:
+    drawn = [int(base.bits(torch.tensor([key]), number)) for number in range(3)]
+    assert drawn == [number >> 32 for number in splitmix64(key % (1 << 64))]
+
+
+def test_a_key_is_a_function_of_seed_epoch_and_index_in_every_version() -> None:
+    assert base.keys(1, 2, torch.tensor([3])).tolist() == [7165454640083935283]
+
+
+@pytest.mark.parametrize("other", [(1, 0), (0, 1), (0, 2**33)])
+def test_another_seed_or_epoch_is_another_key_for_every_sample(other: tuple[int, int]) -> None:
+    assert len({*KEYS.tolist(), *base.keys(*other, torch.arange(100_000)).tolist()}) == 200_000
+
+
+def test_numbers_below_an_end_are_equally_likely() -> None:
+    counts = torch.bincount(base.below(KEYS, 0, 9), minlength=9)
+    assert len(counts) == 9
+    assert ((counts - 100_000 / 9).abs() < 5 * (100_000 / 9) ** 0.5).all()
+
+
+def test_two_draws_of_a_sample_have_nothing_to_do_with_each_other() -> None:
+    one, other = base.uniform(KEYS, 0), base.uniform(KEYS, 1)
+    assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.015
+    assert abs(torch.corrcoef(torch.stack([one[1:], one[:-1]]))[0, 1]) < 0.015
+
+
+def test_uniform_numbers_fill_the_open_interval() -> None:
+    numbers = base.uniform(KEYS, 3)
+    assert 0 < numbers.min() < 1e-4
+    assert 1 - 1e-4 < numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.005
+    assert abs(numbers.var() - 1 / 12) < 0.001

@@ -42,7 +42,7 @@ from trainkit.data.folders import (
 from trainkit.data.loader import eval_batches, train_batches
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 
 def test_a_sample_is_a_decoded_image_and_its_label_in_every_process(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from trainkit.data import loader, order
-from trainkit.data.base import Batch, DataInfo, Splits
+from trainkit.data import base, loader
+from trainkit.data.base import Batch, DataInfo, Splits, epoch_order
 from trainkit.data.loader import (
     Batches,
     TensorSamples,
@@ -33,7 +33,6 @@ from trainkit.data.loader import (
     to_device,
     train_batches,
 )
-from trainkit.data.order import epoch_order
 from trainkit.errors import UserError
 
 SIZE = 50
@@ -121,7 +120,7 @@ def test_steps_walk_through_one_permutation_after_the_other(reference: list[Batc
     epochs = [epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)]
     _, labels, keys = joined(reference)
     assert torch.equal(labels, torch.cat(epochs)[:160] % 2)
-    expected = torch.cat([order.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
+    expected = torch.cat([base.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
     assert torch.equal(keys, expected[:160])
 
 
@@ -372,7 +371,7 @@ def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monk
     assert log[:6] == ["copy", "wait", "copy", "compute", "wait", "copy"]
 
 
-KEYS = order.keys(0, 0, torch.arange(400))
+KEYS = base.keys(0, 0, torch.arange(400))
 
 
 def gradient(size: int = 8) -> torch.Tensor:
@@ -413,7 +412,7 @@ def test_one_image_alone_is_what_a_batch_of_one_gives() -> None:
 
 
 def test_every_window_comes_up_as_often_and_half_are_mirrored() -> None:
-    drawn = TensorTransform(8, 2, True).draw(order.keys(1, 1, torch.arange(10_000)))
+    drawn = TensorTransform(8, 2, True).draw(base.keys(1, 1, torch.arange(10_000)))
     counts = torch.bincount(drawn @ torch.tensor([10, 2, 1]), minlength=50)
     assert len(counts) == 50
     assert ((counts - 200).abs() < 80).all()

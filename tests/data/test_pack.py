@@ -29,7 +29,7 @@ from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_p
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.process import node_disk
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -24,7 +24,7 @@ from trainkit.distributed import meeting
 from trainkit.distributed.meeting import HEAD, SealedStore, interfaces_set
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RefusedError, RunFailedError
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, free_port
+from trainkit.ranks import NO_SECRET, RankEnv, Secret, free_port
 
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
 

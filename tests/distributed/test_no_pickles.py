@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from tests.rank_functions import run_ranks, train_run
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 PROJECT = Path(__file__).resolve().parents[2]
 # Reads CIFAR's pickles, without running what they hold.

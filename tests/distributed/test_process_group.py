@@ -13,7 +13,7 @@ import torch.distributed as c10d
 from tests.rank_functions import rank_env, run_ranks
 from trainkit.distributed.process_group import FIRST, MOST_APART, StopVote, distributed
 from trainkit.errors import RunFailedError
-from trainkit.ranks.env import RankEnv, free_port
+from trainkit.ranks import RankEnv, free_port
 
 
 def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:

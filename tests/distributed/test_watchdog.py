@@ -21,7 +21,7 @@ from trainkit.data.loader import Batches
 from trainkit.distributed import watchdog as module
 from trainkit.distributed.process_group import distributed
 from trainkit.distributed.watchdog import Place, Stand, verdict, watchdog
-from trainkit.ranks.env import RankEnv, free_port
+from trainkit.ranks import RankEnv, free_port
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir

@@ -18,8 +18,7 @@ from trainkit import errors
 from trainkit.config.json_schema import FROM_A_LIBRARY, json_schema
 from trainkit.diagnosis.causes import rows as rows_of_causes
 from trainkit.run import events as run_events
-from trainkit.run.folder import RunDir
-from trainkit.run.process_messages import MESSAGES, Message
+from trainkit.run.folder import MESSAGES, Message, RunDir
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"

@@ -16,7 +16,7 @@ from tests.docs import commands
 from tests.docs.reference import GENERATED
 from tests.rank_functions import run_command
 from tests.runs import last_event
-from trainkit.ranks.env import free_port
+from trainkit.ranks import free_port
 from trainkit.run.folder import RunDir
 
 PROJECT = readme.README.parent

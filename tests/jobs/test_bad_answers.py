@@ -48,7 +48,7 @@ def all_say(folder: Path, body: str, *names: str) -> None:
 def test_what_is_no_text_is_no_bug_and_moves_no_terminal(
     command: Command, fake_slurm: Path, first: Path, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_submission, "PAUSES", (0.0,))
+    monkeypatch.setattr(slurm_submission, "SEARCH_PAUSES", (0.0,))
     all_say(fake_slurm, body)
     for name, verb in VERBS.items():
         done = command(*verb)  # which lets everything through that is no error for users
@@ -84,7 +84,7 @@ def test_an_sbatch_that_never_ends_may_have_queued_the_job(
     command: Command, fake_slurm: Path, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.schedulers.slurm_submission.SBATCH_SECONDS", 0.5)
-    monkeypatch.setattr(slurm_submission, "PAUSES", (0.0,))
+    monkeypatch.setattr(slurm_submission, "SEARCH_PAUSES", (0.0,))
     all_say(fake_slurm, SILENT, "sbatch")
     done = command(*VERBS["submit"])
     assert done.code == 4

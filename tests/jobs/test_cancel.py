@@ -16,8 +16,7 @@ from trainkit.launch.plan import Plan
 from trainkit.run.events import append_event, history_of, read_events, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
-from trainkit.schedulers.base import named
-from trainkit.schedulers.states import job_state, job_states
+from trainkit.schedulers.base import job_state, job_states, named
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests import containers
 from tests.runs import last_event
-from trainkit.ranks.env import free_port
+from trainkit.ranks import free_port
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 

@@ -122,7 +122,7 @@ def test_a_run_folder_in_memory_is_refused_before_it_is_made(command: Command, f
 def test_a_full_disk_is_refused_before_a_folder_is_made(
     command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.site.limits.LEAST_MB", 10**12)
+    monkeypatch.setattr("trainkit.site.profile.LEAST_MB", 10**12)
     done = command("submit", "ddp")
     assert (done.code, "There is no room for a run" in done.err) == (3, True)
     assert not (tmp_path / "runs").exists()

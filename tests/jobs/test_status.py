@@ -22,7 +22,7 @@ from trainkit.run.events import RunHistory, append_event
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.run.metrics import progress_of
-from trainkit.schedulers import states
+from trainkit.schedulers import base
 from trainkit.schedulers.base import JobState
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
@@ -195,7 +195,7 @@ def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, 
 @pytest.fixture
 def asked(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often SLURM was asked, of which job 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
-    monkeypatch.setattr(states, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
+    monkeypatch.setattr(base, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
     for name, says in (("squeue", "echo '4711|PENDING|Resources|0:00||2035-11-21T22:04:10'"), ("sacct", "exit 1")):
         (fake_slurm / name).write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\n{says}\n")
     return lambda: len((fake_slurm / "calls").read_text().split())
@@ -228,7 +228,7 @@ def test_slurm_is_asked_anew_of_what_has_happened_since_and_after_a_while(
     append_event(run, "cancelled", job_id="4711")
     command("status")
     assert asked() == 2
-    monkeypatch.setattr(states, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(base, "KEPT_SECONDS", 0.0)
     command("status")
     assert asked() == 3
 

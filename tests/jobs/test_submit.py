@@ -113,7 +113,7 @@ def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Pat
 def test_a_followed_job_says_what_it_waits_for_and_how_it_ended(
     command: Command, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.schedulers.states.EVERY_SECONDS", 0.5)
+    monkeypatch.setattr("trainkit.schedulers.base.EVERY_SECONDS", 0.5)
     states = "echo x >> $0.n; if [ $(wc -l < $0.n) -lt 3 ]; then echo '4711|PENDING|Priority|0:00|'; "
     states += "else echo '4711|FAILED|NonZeroExitCode|0:01|n1'; fi"
     (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{states}\n")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, Writer, read_events, writing
 from trainkit.run.folder import RunDir

@@ -15,15 +15,15 @@ from trainkit.launch import batch_job
 from trainkit.ranks.signals import hang
 from trainkit.run.events import Attempt, history_of, read_events, submitted
 from trainkit.run.folder import RunDir
-from trainkit.schedulers import slurm, slurm_programs
+from trainkit.schedulers import slurm, slurm_submission
 
 FakeCommand = Callable[[str, str], Path]
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_programs, "PAUSES", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(slurm_programs, "PATIENCE", (0.0, 0.0))
+    monkeypatch.setattr(slurm_submission, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(slurm_submission, "PATIENCE", (0.0, 0.0))
     # SLURM ends the script of a job that it requeues; tests/slurm has that.
     monkeypatch.setattr(batch_job, "_wait_for_the_end", lambda: "")
     monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)

@@ -10,8 +10,7 @@ import pytest
 from tests.site.test_node_health import a_report
 from trainkit.launch.restarts import culprits, passing_failure, pronounce
 from trainkit.run.events import Attempt, history_of
-from trainkit.run.folder import RunDir
-from trainkit.run.process_messages import PREFLIGHT
+from trainkit.run.folder import PREFLIGHT, RunDir
 
 
 @pytest.fixture

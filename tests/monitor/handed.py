@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.config.schema import Config
-from trainkit.monitor.loggers import Logger, NullLogger, Start
+from trainkit.monitor import Logger, NullLogger, Start
 from trainkit.run.folder import RunDir
 
 PREPARES = True

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.schema import Config
-from trainkit.monitor import console
-from trainkit.monitor.loggers import Start
+from trainkit.monitor import Start, console
 from trainkit.run.folder import RunDir
 
 TRAIN = {"epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}

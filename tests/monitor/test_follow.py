@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from trainkit import fileio
+from trainkit.fileio import FileWatcher
 from trainkit.monitor import follow as module
 from trainkit.monitor.follow import files_of, summary_lines
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
-from trainkit.watcher import FileWatcher
 
 STARTED = {
     "attempt": 0, "world_size": 4, "hosts": ["n1", "n1", "n2"], "device": "cpu", "precision": "fp32", "total_steps": 40

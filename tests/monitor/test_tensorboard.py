@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.schema import Config
-from trainkit.monitor import tensorboard
-from trainkit.monitor.loggers import Start
+from trainkit.monitor import Start, tensorboard
 from trainkit.run.folder import RunDir
 
 TRAIN = {"time": 1.7e9, "epoch": 0.5, "split": "train", "acc1": 40.0, "acc5": 90.0, "lr": 1e-3, "images_per_sec": 2e3}
@@ -95,7 +94,7 @@ def test_writing_does_not_import_tensorflow_where_it_is_installed(run_dir: RunDi
     (run_dir.path / "tensorflow.py").write_text("")
     code = f"import sys; sys.path.insert(0, {str(run_dir.path)!r}); "
     code += "from pathlib import Path; from trainkit.monitor import tensorboard as it; "
-    code += "from trainkit.config.schema import Config; from trainkit.monitor.loggers import Start; "
+    code += "from trainkit.config.schema import Config; from trainkit.monitor import Start; "
     code += "from trainkit.run.folder import RunDir; "
     code += f"it.build(RunDir(Path({str(run_dir.path)!r})), Config(), Start(total_steps=1)).close(); "
     code += "print('tensorflow' in sys.modules)"

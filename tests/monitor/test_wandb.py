@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from trainkit.config.schema import Config
+from trainkit.monitor import open_loggers, prepare_loggers
 from trainkit.monitor import wandb as logger_module
-from trainkit.monitor.loggers import open_loggers, prepare_loggers
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.run.metrics import read_metrics
@@ -267,7 +267,7 @@ def test_all_that_was_logged_has_arrived_in_order_at_the_end(stand_in: RunDir) -
 def test_whoever_trains_never_imports_it(stand_in: RunDir) -> None:
     code = (
         "import sys; from pathlib import Path; from trainkit.config.schema import Config; "
-        "from trainkit.monitor.loggers import open_loggers, prepare_loggers; "
+        "from trainkit.monitor import open_loggers, prepare_loggers; "
         "from trainkit.run.folder import RunDir\n"
         "config = Config.model_validate({'monitor': {'loggers': ['wandb']}})\n"
         f"with open_loggers(config, RunDir(Path({str(stand_in.path)!r})), total_steps=1, "
@@ -293,7 +293,7 @@ def test_one_that_was_started_ahead_is_the_one_that_is_fed(stand_in: RunDir) -> 
 def test_one_that_is_told_nothing_leaves_nothing(stand_in: RunDir) -> None:
     """A training that fails before its first update."""
     code = (
-        "import sys; from trainkit.config.schema import Config; from trainkit.monitor.loggers import prepare_loggers\n"
+        "import sys; from trainkit.config.schema import Config; from trainkit.monitor import prepare_loggers\n"
         "prepared = prepare_loggers(Config.model_validate({'monitor': {'loggers': ['wandb']}}))\n"
         "print(prepared['wandb']._process.pid)"
     )

@@ -7,14 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "trainkit/training/schedule.py": ("tests/training/test_schedule.py",),
     "trainkit/training/optim.py": ("tests/training/test_optim.py",),
     "trainkit/training/precision.py": ("tests/training/test_precision.py", "-k", "not learns"),
     "trainkit/tasks/meter.py": ("tests/tasks/test_meter.py",),
-    "trainkit/training/measurement.py": ("tests/training/test_measurement.py",),
-    "trainkit/training/update.py": ("tests/training/test_update.py",),
     "trainkit/training/recorder.py": ("tests/training/test_recorder.py",),
-    "trainkit/data/order.py": ("tests/data/test_order.py",),
+    "trainkit/training/update.py": ("tests/training/test_update.py",),
+    "trainkit/data/base.py": ("tests/data/test_base.py",),
     "trainkit/checkpoint/format.py": (
         "tests/checkpoint/test_format.py",
         "-k",

@@ -16,7 +16,7 @@ import yaml
 
 from tests import containers, readme
 from tests.recipes.student import PROJECT, Student, small, together
-from trainkit.ranks.env import free_port
+from trainkit.ranks import free_port
 from trainkit.report.facts import Facts
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir

@@ -11,7 +11,7 @@ from tests.rank_functions import train_run
 from tests.recipes.student import SMALL
 from trainkit import fileio
 from trainkit.config.loading import load
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 RECIPES = sorted(file.stem for file in (fileio.folder("configs") / "recipes").glob("*.yaml"))
 SWARMS = {"cifar10_vit_hivemind"}  # tests/recipes/test_swarm.py

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.report.conftest import write_sweep_of
-from tests.report.test_write_html import page_of
+from tests.report.test_writers import page_of
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
 from trainkit.report import comparison

@@ -17,9 +17,9 @@ from tests.monitor.test_wandb import history as rows_of
 from tests.monitor.test_wandb import leveldb_log, run_of
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.poisoned import SETTINGS
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.report.facts import Facts, collect
-from trainkit.report.write_markdown import write_logbook
+from trainkit.report.writers import write_logbook
 from trainkit.run.folder import RunDir
 
 LOGGED = (

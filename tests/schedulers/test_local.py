@@ -18,8 +18,7 @@ from trainkit.launch.plan import Plan
 from trainkit.run.events import history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
-from trainkit.schedulers.base import named
-from trainkit.schedulers.states import job_state
+from trainkit.schedulers.base import job_state, named
 
 MakeRun = Callable[..., tuple[RunDir, Plan]]
 MakeFunction = Callable[[str], Callable[[str], str]]

@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import named, unclaimed
-from trainkit.schedulers.slurm_programs import run as slurm
+from trainkit.schedulers.slurm_submission import run as slurm
 
 
 def place(folder: Path, index: int) -> Path:

@@ -15,9 +15,8 @@ from trainkit.run.events import append_event, cancelled, history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers import slurm_submission as adoption
-from trainkit.schedulers.base import pickled
+from trainkit.schedulers.base import job_state, job_states, pickled, require_no_job
 from trainkit.schedulers.slurm_submission import SbatchError, sbatch, way_out
-from trainkit.schedulers.states import job_state, job_states, require_no_job
 from trainkit.site.profile import Site
 
 FakeCommand = Callable[[str, str], Path]

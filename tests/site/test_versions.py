@@ -16,8 +16,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.causes import cause_of
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.slurm_programs import read_sacct, read_squeue, read_start
-from trainkit.schedulers.slurm_submission import read_scripts
+from trainkit.schedulers.slurm_submission import read_sacct, read_scripts, read_squeue, read_start
 from trainkit.site import discover as read
 from trainkit.site.profile import Account, Partition, Qos, read_nodes, read_partitions
 

@@ -51,9 +51,13 @@ class Cluster:
     env: Mapping[str, str]
 
     def run(
-        self, *command: str, check: bool = True, timeout: float = 60, env: Mapping[str, str] | None = None
+        self, *command: str, check: bool = True, timeout: float = 200, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in ``home``; with ``check``, its failure is the test's, with what it said."""
+        """Run a command in ``home``; with ``check``, its failure is the test's, with what it said.
+
+        Args:
+            timeout: a guard against one that hangs; `resume` alone waits a minute for a job that is being ended.
+        """
         done = subprocess.run(
             command, cwd=self.home, env={**self.env, **(env or {})}, capture_output=True, text=True, timeout=timeout,
             stdin=subprocess.DEVNULL, check=False,

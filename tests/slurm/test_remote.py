@@ -18,7 +18,7 @@ import pytest
 
 from tests import debian, readme
 from tests.slurm.conftest import Cluster
-from trainkit.ranks.env import free_port
+from trainkit.ranks import free_port
 
 MODEL = """
 from torch import nn

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainkit import plugins
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, local_part
-from trainkit.strategies.base import SharesOptimizer
+from trainkit.strategies import SharesOptimizer
 from trainkit.training.optim import build_optimizer
 
 

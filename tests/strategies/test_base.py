@@ -8,7 +8,7 @@ import torch
 import torchvision
 from torch import nn
 
-from trainkit.strategies.base import repeated_blocks
+from trainkit.strategies import repeated_blocks
 
 
 def size(module: nn.Module) -> int:

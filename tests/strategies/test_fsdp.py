@@ -18,7 +18,7 @@ from trainkit import plugins
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.strategies import fsdp
 
 

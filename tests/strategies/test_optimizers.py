@@ -11,7 +11,7 @@ from tests.rank_functions import run_ranks
 from tests.strategies.held import trained
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import distributed, local_part
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 ANYWHERE = ["adabelief", "adagrad", "adam", "adan", "adopt", "lambc", "laprop", "lars", "lion", "madgrad", "nadamw"]
 ANYWHERE += ["momentum", "radam", "rmsprop", "rmsproptf", "sgdw", "torch/asgd"]

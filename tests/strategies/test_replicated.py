@@ -13,7 +13,7 @@ from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 
 def gradients(inputs: list[Tensor]) -> list[Tensor]:

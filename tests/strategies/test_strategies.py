@@ -13,7 +13,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import StrategyConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.strategies import build_strategy
 
 

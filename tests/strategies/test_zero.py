@@ -12,7 +12,7 @@ from tests.strategies.held import bytes_held, trained
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import moments_of
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.strategies.zero import balanced
 
 

@@ -124,7 +124,7 @@ class Commands:
         code = (
             "import sys\n"
             "from trainkit.swarm.admission import with_token\n"
-            "from trainkit.swarm.agreement import meeting_place\n"
+            "from trainkit.swarm.session import meeting_place\n"
             "from trainkit.swarm.reader import open_reader\n"
             "with open_reader(with_token(sys.argv[1])) as read:\n"
             "    (manifest,) = read().manifests.values()\n"

@@ -14,8 +14,8 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.models import build_model
-from trainkit.swarm.agreement import facts_of, require_same, without_data
 from trainkit.swarm.messages import NODE, Manifest, PeerProgress, RoundClock, no_data, progress_of, read_gathered
+from trainkit.swarm.session import facts_of, require_same, without_data
 
 HONEST: dict[str, Any] = {
     "name": "ann@lab", "round": 3, "samples": 640, "samples_per_sec": 80.5, "loss": 1.25, "group": 4, "time": 1.7e9

@@ -21,10 +21,10 @@ import torch
 from tests.swarm.test_robust import POSSIBLE, SIZE, contributions
 from trainkit.config.task import metrics_of
 from trainkit.errors import DiskError, RunFailedError
-from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import StaleAttemptError
+from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.bans import Bans, Sentry
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import Credits, PatientRecord, PeerRound

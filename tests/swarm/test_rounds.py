@@ -19,7 +19,7 @@ from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.swarm.address import Memory
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round

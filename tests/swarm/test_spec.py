@@ -8,7 +8,7 @@ import pytest
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.swarm.spec import PeerSpec, adapted, check_own, check_peer, require_collaborative, same_settings
 
 

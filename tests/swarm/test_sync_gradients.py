@@ -18,7 +18,7 @@ from trainkit.data.base import Batch
 from trainkit.data.loader import Batches, train_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.swarm.sync_diloco import Average
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import data_seed

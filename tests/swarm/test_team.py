@@ -19,7 +19,7 @@ from trainkit.data import build_data
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.swarm import team
 from trainkit.swarm.sync_diloco import Average, OuterState
 from trainkit.training.update import Updater

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.task import metrics_of
-from trainkit.run.contributions import Contribution
+from trainkit.run.metrics import Contribution
 from trainkit.swarm.reader import SwarmRecords
 from trainkit.swarm.view import PeerRow, View, as_object, leaderboard_lines, status_lines, view_of
 

@@ -16,7 +16,7 @@ from trainkit.data.base import normalize
 from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 from trainkit.experiment import run
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.ranks.signals import StopFlag
 from trainkit.tasks.classification import weights_of
 from trainkit.training.update import Updater

@@ -15,7 +15,7 @@ from trainkit.config.loading import load
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.inference import evaluate_checkpoint
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.tasks.classification import Classification
 from trainkit.tasks.meter import (
@@ -29,8 +29,8 @@ from trainkit.tasks.meter import (
     Mistakes,
     confusion_json,
 )
-from trainkit.training import measurement
-from trainkit.training.measurement import evaluate, measure
+from trainkit.training import recorder
+from trainkit.training.recorder import evaluate, measure
 
 # Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
 LOGITS = torch.tensor(
@@ -236,7 +236,7 @@ def test_a_matrix_that_nobody_could_look_at_is_not_made(monkeypatch: pytest.Monk
     found = measure(parts, parts.splits.val, confusion=True)
     assert found is not None
     assert list(found.counts) == ["raw"]
-    monkeypatch.setattr(measurement, "MOST_CLASSES", 6)
+    monkeypatch.setattr(recorder, "MOST_CLASSES", 6)
     found = measure(parts, parts.splits.val, confusion=True)
     assert found is not None
     assert not found.counts

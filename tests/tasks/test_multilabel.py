@@ -17,7 +17,7 @@ from torch.nn import functional
 from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import described, read_metrics
 from trainkit.tasks.meter import Meter, Mistakes, Pool

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.rank_functions import train_run
 from trainkit.data.base import DataInfo, Splits
 from trainkit.errors import TrainkitError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 BATCH = 16
 SETTINGS = (

@@ -15,7 +15,7 @@ from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.training.build import TrainState, build

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.rank_functions import train_run
-from trainkit.data.base import DataInfo, Splits
-from trainkit.data.order import global_batch
+from trainkit.data.base import DataInfo, Splits, global_batch
 from trainkit.errors import TrainkitError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 SIZE, BATCH = 160, 8
 PER_EPOCH = SIZE // BATCH

@@ -22,7 +22,7 @@ from trainkit.data import build_data
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import (

@@ -21,12 +21,12 @@ from trainkit.config.checks import micro_batch_sizes
 from trainkit.data.base import Batch
 from trainkit.data.loader import TensorSamples, on_gpu, train_batches
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import TrainState
-from trainkit.training.ema import Ema
+from trainkit.training.optim import Ema
 from trainkit.training.recorder import Progress
 from trainkit.training.timing import DATA, FORWARD, OTHER, clock_of, peak_flops
 from trainkit.training.update import Updater

@@ -11,7 +11,7 @@ import pytest
 from tests.rank_functions import QUICK, run_command
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.states import job_state
+from trainkit.schedulers.base import job_state
 
 pytestmark = pytest.mark.long
 

@@ -23,8 +23,8 @@ from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import distributed
-from trainkit.monitor.loggers import NullLogger
-from trainkit.ranks.env import RankEnv
+from trainkit.monitor import NullLogger
+from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.tasks.meter import Meter

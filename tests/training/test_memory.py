@@ -17,7 +17,7 @@ from trainkit.config.loading import load
 from trainkit.diagnosis.causes import rows
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics

@@ -1,8 +1,12 @@
+"""The average of the weights: what it is, that it goes on exactly, and that it is measured beside them."""
+
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm.optim
@@ -11,15 +15,24 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.rank_functions import run_ranks
+from tests.checkpoint.reading import tensors
+from tests.rank_functions import run_ranks, train_run
+from tests.training.parts import keeper_of, parts_of
+from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.config.loading import load
 from trainkit.config.optimizers import library_optimizers, objection
-from trainkit.config.schema import OptimConfig
+from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.strategies import ddp
-from trainkit.training.optim import build_optimizer, set_lr
+from trainkit.training.loop import train
+from trainkit.training.optim import Ema, build_optimizer, decay_at, lr_at, set_lr
+from trainkit.training.recorder import Progress
 
 ADAMW = OptimConfig(name="adamw", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
 SGD = OptimConfig(name="sgd", lr=0.25, weight_decay=0.5, momentum=0.7, nesterov=True)
@@ -250,7 +263,7 @@ def test_a_value_that_the_library_refuses_is_the_users_mistake() -> None:
         build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate({"name": "adan", "eps": -1.0}))
 
 
-OWN = """
+OWN_OPTIMIZER = """
 import torch
 
 class Slow(torch.optim.Optimizer):
@@ -287,14 +300,14 @@ def nothing(groups, lr):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_optim.py").write_text(OWN)
+def own_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_optim.py").write_text(OWN_OPTIMIZER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize("function", ["slow", "Slow"])
-def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: None, function: str) -> None:
+def test_an_optimizer_of_the_users_own_is_made_with_its_options(own_optimizer: None, function: str) -> None:
     given = {"name": f"my_optim:{function}", "lr": 0.5, "drag": 0.125}
     optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate(given))
     found = [(group["lr"], group["drag"], group["weight_decay"]) for group in optimizer.param_groups]
@@ -309,6 +322,316 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: None, funct
         ("nothing", r"cannot make the updates(.|\n)*returned int"),
     ],
 )
-def test_own_optimizers_that_cannot_be_resumed_are_refused(own: None, function: str, says: str) -> None:
+def test_own_optimizers_that_cannot_be_resumed_are_refused(own_optimizer: None, function: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         build_optimizer(nn.Linear(2, 2), OptimConfig(name=f"my_optim:{function}"))
+
+
+TOTAL, PER_EPOCH = 100, 10
+
+
+def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: Any) -> list[float]:
+    config = ScheduleConfig.model_validate(schedule)
+    optim = OptimConfig(lr=lr)
+    return [
+        lr_at(step, optim=optim, schedule=config, steps_per_epoch=PER_EPOCH, total_steps=total) for step in range(total)
+    ]
+
+
+def test_onecycle_is_torchs_onecycle() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=TOTAL, pct_start=0.3, cycle_momentum=False
+    )
+    expected = []
+    for _ in range(TOTAL):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        if len(expected) < TOTAL:
+            theirs.step()
+    assert lrs(name="onecycle", warmup_epochs=3) == pytest.approx(expected, rel=1e-6)
+
+
+def test_step_is_torchs_step_after_its_warm_up() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    expected = []
+    for _ in range(TOTAL // PER_EPOCH):
+        expected += [theirs.get_last_lr()[0]] * PER_EPOCH
+        optimizer.step()
+        theirs.step()
+    rates = lrs(name="step", warmup_epochs=1, step_epochs=3, gamma=0.5)
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10:] == pytest.approx(expected[10:])
+
+
+TENTHS = [0.1 * (step + 1) for step in range(10)]
+COSINE: dict[str, Any] = {"name": "cosine", "warmup_epochs": 1, "final_lr_ratio": 0.1}
+WSD: dict[str, Any] = {"name": "wsd", "warmup_epochs": 1, "decay_ratio": 0.4, "final_lr_ratio": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (COSINE, {**dict(enumerate(TENTHS)), 10: 1.0, 55: 0.55}),
+        ({"name": "constant", "warmup_epochs": 0.5}, {0: 0.2, **dict.fromkeys(range(5, 100), 1.0)}),
+        # A quarter of the way down it is 1 - sqrt(1/4).
+        (WSD, {**dict(enumerate(TENTHS)), **dict.fromkeys(range(10, 61), 1.0), 70: 0.1 + 0.9 * 0.5}),
+        # A run shorter than its warm-up rises for half of it.
+        ({"name": "cosine", "warmup_epochs": 5, "total": 6}, {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 1.0}),
+        ({"name": "wsd", "warmup_epochs": 5, "decay_ratio": 1.0, "total": 6}, {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 1.0}),
+        ({"name": "onecycle", "warmup_epochs": 0.2}, {0: 1 / 25, 1: 1.0}),
+        ({"name": "onecycle", "warmup_epochs": 0.1}, {0: 1.0}),
+        ({"name": "onecycle", "final_lr_ratio": 1e-9}, {99: 1 / 25 / 1e4}),  # its own end is not passed
+    ],
+)
+def test_a_schedule_warms_up_stays_and_falls(schedule: Any, expected: dict[int, float]) -> None:
+    rates = lrs(**schedule)
+    assert {step: rates[step] for step in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd"])
+def test_a_short_run_falls_from_where_its_warm_up_ends(name: str) -> None:
+    rates = lrs(name=name, warmup_epochs=5, decay_ratio=1.0, total=6)
+    assert rates[3] > rates[4] > rates[5]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("onecycle", 0.25), ("cosine", 0.25), ("constant", 1.0), ("step", None), ("wsd", None)]
+)
+def test_no_warm_up_is_possible_and_the_last_rate_is_the_floor(name: str, last: float | None) -> None:
+    rates = lrs(name=name, warmup_epochs=0, final_lr_ratio=0.25)
+    assert rates[0] == pytest.approx(1.0, rel=1e-2)
+    assert last is None or rates[-1] == pytest.approx(last, rel=2e-3)
+    assert name != "wsd" or 0.1 < lrs(**WSD)[-1] < 0.13
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant"])
+def test_all_rates_are_in_proportion_to_the_peak(name: str) -> None:
+    whole, half = (lrs(name=name, final_lr_ratio=0.25, lr=lr) for lr in (1.0, 0.5))
+    assert half == pytest.approx([rate / 2 for rate in whole])
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 0.05, 0.1, 0.3, 1, 50])
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant", "step", "wsd"])
+def test_runs_of_few_updates_learn_whatever_their_warm_up(name: str, warmup_epochs: float) -> None:
+    assert lrs(name=name, warmup_epochs=warmup_epochs, total=1) == [1.0]
+    for total in range(2, 6):
+        rates = lrs(name=name, warmup_epochs=warmup_epochs, total=total)
+        assert all(0.0 < rate <= 1.0 for rate in rates)
+        assert max(rates) >= 0.5
+
+
+OWN_SCHEDULE = """
+def falling(step, total_steps, lr):
+    return lr * (1 - step / total_steps)
+
+def asking(step, total_steps, lr, *, floor: float = 0.5, gamma, warmup_epochs, steps_per_epoch):
+    return floor + gamma + warmup_epochs + steps_per_epoch
+
+def wrong(step, total_steps, lr, *, gives):
+    return {"text": "fast", "negative": -1.0, "nan": float("nan"), "none": None, "true": True}[gives]
+"""
+
+
+@pytest.fixture
+def own_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of schedules of a user's own."""
+    name = f"schedule_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN_SCHEDULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_function_of_the_users_own_says_the_rate_of_each_update(own_schedule: str) -> None:
+    assert lrs(name=f"{own_schedule}:falling", lr=0.5) == pytest.approx(
+        [0.5 * (1 - step / TOTAL) for step in range(TOTAL)]
+    )
+
+
+def test_it_is_given_its_options_and_the_keys_that_it_asks_for(own_schedule: str) -> None:
+    assert lrs(name=f"{own_schedule}:asking", gamma=0.25, warmup_epochs=2)[0] == 0.5 + 0.25 + 2 + PER_EPOCH
+    assert lrs(name=f"{own_schedule}:asking", gamma=0.25, warmup_epochs=2, floor=1)[0] == 1 + 0.25 + 2 + PER_EPOCH
+
+
+@pytest.mark.parametrize("gives", ["text", "negative", "nan", "none", "true"])
+def test_what_is_no_rate_is_the_users_mistake(own_schedule: str, gives: str) -> None:
+    with pytest.raises(UserError, match="for update 0 of 100") as refused:
+        lrs(name=f"{own_schedule}:wrong", gives=gives)
+    assert refused.value.key == "schedule.name"
+
+
+FINITE, NONFINITE = torch.zeros(()), torch.ones(())
+
+
+def test_the_first_updates_count_for_more() -> None:
+    assert [decay_at(updates, 0.999) for updates in (0, 10, 10**6)] == [0.1, 11 / 20, 0.999]
+
+
+def test_each_update_moves_the_average_towards_the_weights_if_it_was_finite() -> None:
+    model = nn.Linear(3, 2)
+    ema, expected = Ema(model, 0.5), model.weight.detach().clone()
+    for updates in range(12):
+        with torch.no_grad():
+            model.weight += torch.randn(2, 3, generator=torch.Generator().manual_seed(updates))
+        before = {name: value.clone() for name, value in ema.tensors().items()}
+        ema.update(NONFINITE, updates=updates)
+        assert all(torch.equal(value, before[name]) for name, value in ema.tensors().items())
+        ema.update(FINITE, updates=updates)
+        expected.lerp_(model.weight.detach(), 1 - min(0.5, (1 + updates) / (10 + updates)))
+    assert torch.allclose(ema.tensors()["weight"], expected, rtol=1e-6)
+
+
+def test_within_the_model_has_the_average_and_afterwards_its_own_weights() -> None:
+    model = nn.Linear(3, 2)
+    ema = Ema(model, 0.9)
+    nn.init.ones_(model.weight)
+    ema.update(FINITE, updates=0)
+    own, average = model.weight.detach().clone(), ema.tensors()["weight"].clone()
+
+    def evaluated() -> None:
+        with ema.in_model():
+            assert torch.equal(model.weight, average)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluated()
+    assert torch.equal(model.weight, own)
+    assert torch.equal(ema.tensors()["weight"], average)
+
+
+def test_statistics_are_averaged_and_what_is_counted_or_frozen_is_not() -> None:
+    batchnorm, linear = nn.BatchNorm1d(2), nn.Linear(2, 1).requires_grad_(False)
+    ema = Ema(nn.Sequential(batchnorm, linear), 0.5)
+    assert batchnorm.running_mean is not None
+    assert batchnorm.num_batches_tracked is not None
+    batchnorm.running_mean.fill_(1.0)
+    batchnorm.num_batches_tracked.fill_(7)
+    ema.update(FINITE, updates=100)
+    tensors = ema.tensors()
+    assert tensors["0.running_mean"].tolist() == [0.5, 0.5]
+    assert tensors["0.num_batches_tracked"] == 7
+    assert tensors["1.weight"].data_ptr() == linear.weight.data_ptr()
+
+
+def test_a_weight_with_two_names_is_averaged_once() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    ema = Ema(nn.Sequential(one, other), 0.5)
+    nn.init.zeros_(one.weight)
+    before = ema.tensors()["0.weight"].clone()
+    ema.update(FINITE, updates=100)
+    assert torch.equal(ema.tensors()["0.weight"], before / 2)
+    assert torch.equal(ema.tensors()["1.weight"], before / 2)
+
+
+# The momentum of BatchNorm's statistics makes them another's where micro batches are.
+SETTINGS = (
+    "train.max_steps=22", "train.ema_decay=0.9", "model.norm=batch", "train.micro_batch_size=16", "model.dropout=0.2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ema") / "run"
+    run_ranks(1, train_run, folder, "single", SETTINGS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size"), [("ddp", 2), pytest.param("ddp", 4, marks=pytest.mark.long), ("zero", 2), ("fsdp", 2)]
+)
+def test_the_average_is_the_same_on_any_number_of_ranks(
+    tmp_path: Path, whole: Path, preset: str, world_size: int
+) -> None:
+    run_ranks(world_size, train_run, tmp_path / "run", preset, SETTINGS)
+    expected, found = tensors(whole / "checkpoints", "ema"), tensors(tmp_path / "run/checkpoints", "ema")
+    assert expected.keys() == found.keys() == tensors(whole / "checkpoints", "model").keys()
+    for name, value in expected.items():
+        if "running" not in name and "num_batches" not in name:  # rank 0 has seen other samples than a single process
+            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
+            assert not torch.equal(value, tensors(whole / "checkpoints", "model")[name]), name
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)])
+def test_an_interrupted_run_ends_with_the_average_of_one_that_was_not(
+    tmp_path: Path, whole: Path, preset: str, world_size: int
+) -> None:
+    if preset != "single":
+        whole = tmp_path / "whole"
+        run_ranks(world_size, train_run, whole, preset, SETTINGS)
+    broken = tmp_path / "broken"
+    # The second stop falls into the validation of the averaged weights after step 19.
+    for stop_after in (7, 19):
+        assert run_ranks(world_size, train_run, broken, preset, SETTINGS, stop_after) == ["preempted"] * world_size
+    assert run_ranks(world_size, train_run, broken, preset, SETTINGS) == ["finished"] * world_size
+    for stem in ("model", "ema"):
+        expected, found = tensors(whole / "checkpoints", stem), tensors(broken / "checkpoints", stem)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert [record["ema_loss"] for record in read_metrics(RunDir(broken), "val")] == [
+        record["ema_loss"] for record in read_metrics(RunDir(whole), "val")
+    ]
+
+
+def test_both_weights_are_measured_and_told_apart(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    (first, *_), (test,) = read_metrics(RunDir(whole), "val"), read_metrics(RunDir(whole), "test")
+    for record in (first, test, summary["val"], summary["test"]):
+        assert record["loss"] != record["ema_loss"]
+        assert {"acc1", "acc5", "ema_acc1", "ema_acc5", "samples"} <= record.keys()
+
+
+@pytest.mark.long
+def test_switched_on_later_it_begins_with_the_weights_and_says_so(tmp_path: Path) -> None:
+    plain = ("train.max_steps=12", "checkpoint.every_steps=6")
+    run_ranks(1, train_run, tmp_path / "run", "single", plain, 7)
+    step = format.resolve(tmp_path / "run" / "checkpoints", "latest")
+    run_ranks(1, train_run, tmp_path / "run", "single", (*plain, "train.ema_decay=0.9"))
+    before, after = read_events(RunDir(tmp_path / "run"), "started")
+    assert "ema_began" not in before
+    assert (after["ema_began"], after["step"]) == (True, step)
+    state = format.verified(tmp_path / "run" / "checkpoints", 12).state
+    assert state["progress"]["ema_updates"] == 12 - step
+
+
+def test_a_rollback_takes_the_average_back_as_well(tmp_path: Path) -> None:
+    parts = parts_of("train.ema_decay=0.9")
+    keeper = keeper_of(parts, tmp_path / "run", Progress())
+    keeper.save()
+    assert parts.ema is not None
+    before = {name: value.clone() for name, value in parts.ema.tensors().items()}
+    nn.init.zeros_(next(parts.model.parameters()))
+    parts.ema.update(FINITE, updates=5)
+    keeper.progress.ema_updates = 6
+    assert keeper.roll_back(4)
+    assert keeper.progress.ema_updates == 0
+    assert all(torch.equal(value, before[name]) for name, value in parts.ema.tensors().items())
+
+
+def test_the_best_model_can_be_that_whose_average_is(tmp_path: Path) -> None:
+    judged: dict[str, Any] = {}
+    for best in ("val/loss", "val/ema_loss"):
+        # At a rate so high the weights jump about, and their average lags behind: each has its own best.
+        parts = parts_of("train.ema_decay=0.99", "train.max_steps=12", "optim.lr=1.0", f"checkpoint.best={best}")
+        keeper = keeper_of(parts, tmp_path / best.replace("/", "-"), Progress())
+        assert train(parts, keeper, lambda: False)
+        name = best.removeprefix("val/")
+        records = [record for record in keeper.metrics.records if record["split"] == "val"]  # type: ignore[attr-defined]
+        assert keeper.progress.best == judged.setdefault(best, min(record[name] for record in records))
+    assert judged["val/loss"] != judged["val/ema_loss"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("checkpoint.best=val/ema_acc1",), r"no averaged weights[\s\S]*train\.ema_decay=0\.9999"),
+        *(((f"train.ema_decay={value}",), r"train\.ema_decay") for value in ("0", "1", "-0.1", "1.5", "true")),
+    ],
+)
+def test_a_decay_is_between_0_and_1_and_only_with_one_an_average_is_judged(
+    settings: tuple[str, ...], told: str
+) -> None:
+    load("single", ("checkpoint.best=val/ema_acc1", "train.ema_decay=0.99"))
+    with pytest.raises(UserError, match=told):
+        load("single", settings)

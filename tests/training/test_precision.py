@@ -25,16 +25,16 @@ from trainkit.config.schema import OptimConfig
 from trainkit.data.base import Batch
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.strategies import fsdp
 from trainkit.training import precision as precision_module
 from trainkit.training.build import TrainState, make_deterministic
-from trainkit.training.measurement import evaluate
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision, to_half
+from trainkit.training.recorder import evaluate
 from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.base import ModelInput
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.report import sections
 from trainkit.report.document import Table
 from trainkit.report.facts import Facts

@@ -19,8 +19,8 @@ from trainkit.checkpoint import format
 from trainkit.checkpoint.format import FileFacts
 from trainkit.config.loading import load
 from trainkit.data import build_data
-from trainkit.data.order import global_batch
-from trainkit.ranks.env import RankEnv
+from trainkit.data.base import global_batch
+from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics

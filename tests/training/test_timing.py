@@ -21,7 +21,7 @@ from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training import loop, recorder, timing
@@ -102,7 +102,7 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
     parts = keeper.state
     parts.optimizer.register_step_pre_hook(time.second)
     monkeypatch.setattr(Checkpoints, "save", time.before(Checkpoints.save))
-    monkeypatch.setattr(recorder, "measure", time.before(recorder.measure))  # type: ignore[attr-defined]
+    monkeypatch.setattr(recorder, "measure", time.before(recorder.measure))
     monkeypatch.setattr(Notes, "log", time.before(Notes.log))
     spent = trained(keeper)
     records = 6 + 2

@@ -102,7 +102,7 @@ class Arm:
     ranks: tuple[int, ...] | None = None
     """Those that take part; None: all."""
     work: str = "train"
-    """What they do: a method ``do_...`` of `trainkit.bench.work.Worker`."""
+    """What they do: a method ``do_...`` of `trainkit.bench.run.Worker`."""
     size: int = 0
     """An argument of that method: a batch, or bytes."""
     base: str = ""

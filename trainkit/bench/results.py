@@ -17,7 +17,7 @@ from trainkit import fileio, terminal
 from trainkit.bench import base
 from trainkit.bench.arms import MODEL, bench_of
 from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
-from trainkit.report.charts import GREY, Axes, Bar, Picture, Point, Series, bar_chart, drawing, line_chart
+from trainkit.report.document import GREY, Axes, Bar, Picture, Point, Series, bar_chart, drawing, line_chart
 from trainkit.report.facts import cpus_taken
 
 TOLERANCE = 0.05

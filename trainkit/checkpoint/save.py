@@ -22,20 +22,22 @@ from torch import Tensor, nn
 
 from trainkit import terminal
 from trainkit.checkpoint import format
-from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record, new_file, parse
 from trainkit.checkpoint.state import (
+    Entry,
     Held,
     Sent,
     Shares,
     Source,
+    Stored,
     load_moments,
     load_weights,
     load_where_named,
     moments_of,
+    read_tensors,
     weights_of,
 )
-from trainkit.checkpoint.tensors import Entry, Stored, read_tensors
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import DiskError, TrainkitError, UserError, error_from_json
 

@@ -25,9 +25,8 @@ from trainkit.checkpoint.remote import AbsentError, Pointers, Store, StoreError
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.events import Attempt, Writer, read_events
-from trainkit.run.folder import RunDir, make_private
+from trainkit.run.folder import CLAIM, RunDir, make_private
 from trainkit.run.lease import Holder, lease_on
-from trainkit.run.process_messages import CLAIM
 from trainkit.run.snapshot import are_of_code, read_code
 
 _TRIES = 6

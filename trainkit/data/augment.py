@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import AugmentConfig
-from trainkit.data import order as data_order
+from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo
 from trainkit.errors import UserError
 

@@ -26,10 +26,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.data import order as data_order
-from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform
+from trainkit.data import base as data_order
+from trainkit.data.base import (
+    Batch,
+    DataInfo,
+    EvalBatch,
+    Samples,
+    Splits,
+    Transform,
+    derive_seed,
+    epoch_order,
+    share_of,
+    steps_per_epoch,
+)
 from trainkit.data.folders import BrokenImages, ImageFiles, RepairedBatch, noted, read_whole
-from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
 from trainkit.data.pack import Pack
 from trainkit.errors import TrainkitError
 from trainkit.process import granted_cpus

@@ -39,7 +39,7 @@ from trainkit.diagnosis.evidence import (
     words_of_state,
 )
 from trainkit.errors import UserError
-from trainkit.ranks.env import expand
+from trainkit.ranks import expand
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import JobState, built_in
@@ -192,7 +192,7 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     Facts of the machine come first, then what ended or holds the job, then the rank that failed first.
 
     Args:
-        state: of the run's newest job, as `trainkit.schedulers.states` has it.
+        state: of the run's newest job, as `trainkit.schedulers.base` has it.
     """
     if attempt is None and state.state == "COMPLETED":
         return None

@@ -18,7 +18,7 @@ import torch
 from trainkit import fileio
 from trainkit.errors import RefusedError
 from trainkit.process import granted_cpus, is_set, visible_cpus
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 
 if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed

@@ -28,7 +28,7 @@ from trainkit.config.loading import load
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.process import run_program, set_variables
-from trainkit.ranks.env import RankEnv, Secret, device_index
+from trainkit.ranks import RankEnv, Secret, device_index
 from trainkit.site import node_health
 from trainkit.site.node_health import node_facts
 

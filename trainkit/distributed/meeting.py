@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.process import is_set, set_variables
-from trainkit.ranks.env import VARIABLE, ForgedError, RankEnv, Secret, address_towards, head_address
+from trainkit.ranks import VARIABLE, ForgedError, RankEnv, Secret, address_towards, head_address
 
 # Which network interface the ranks of several machines exchange tensors over.
 #

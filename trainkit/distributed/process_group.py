@@ -25,7 +25,7 @@ from trainkit.distributed.device import intra_op_threads
 from trainkit.distributed.meeting import interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.process import is_set, user_says_how_threads_wait
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, device_index
+from trainkit.ranks import NO_SECRET, RankEnv, Secret, device_index
 
 # Threads of OpenMP sleep while they wait, as long as other programs want the same cores.
 #

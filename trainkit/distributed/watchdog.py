@@ -30,7 +30,7 @@ import torch
 from trainkit import fileio
 from trainkit.ranks.signals import STARTING_SECONDS, hang
 from trainkit.run.events import Attempt
-from trainkit.run.process_messages import HANG
+from trainkit.run.folder import HANG
 
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""

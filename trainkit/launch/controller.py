@@ -27,7 +27,7 @@ from trainkit.launch.supervisor import Ending, Limits, Rank, Requests, signal_re
 from trainkit.monitor.follow import RankLog
 from trainkit.process import run_program, visible_cpus
 from trainkit.programs import python_path, scrubbed
-from trainkit.ranks.env import Secret, free_port
+from trainkit.ranks import Secret, free_port
 from trainkit.run.events import Attempt, history_of, never_began, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId

@@ -21,8 +21,16 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.launch.containers import Container, container_of, is_file
 from trainkit.launch.resources import DERIVED, FIXED, Decision, Resources
 from trainkit.schedulers.base import Scheduler, named
-from trainkit.site.limits import Request, doubtful, require_access, require_room, require_shared
-from trainkit.site.profile import Site, SiteFacts, read_facts
+from trainkit.site.profile import (
+    Request,
+    Site,
+    SiteFacts,
+    doubtful,
+    read_facts,
+    require_access,
+    require_room,
+    require_shared,
+)
 
 Row = tuple[str, str, str, str]
 """Setting, value, source, reason."""

@@ -16,8 +16,7 @@ from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
 from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of, read_events
-from trainkit.run.folder import RunDir
-from trainkit.run.process_messages import PREFLIGHT
+from trainkit.run.folder import PREFLIGHT, RunDir
 from trainkit.site.node_health import Finding, findings, table
 
 MOST_FAILURES = 3

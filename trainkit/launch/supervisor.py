@@ -19,11 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 from trainkit.diagnosis.evidence import RankLog, is_lost_connection
-from trainkit.fileio import append
+from trainkit.fileio import append, readable
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.lease import is_stopped
-from trainkit.watcher import readable
 
 TICK_SECONDS = 0.2
 """Seconds between two looks at requests, time limits and output; the end of a rank wakes the supervisor at once."""

@@ -1,1 +1,255 @@
-"""Watching a run: the loggers that rank 0 writes to, hardware samples, and following from another process."""
+"""Loggers: the interface, how rank 0 opens those of the configuration, and what they share.
+
+A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
+``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.run.metrics`), with plain Python numbers. A
+file may state three things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or ``"none"``:
+in a swarm only the peer that judges for all opens it, or nobody does; ``PREPARES = True``: it has a function
+``prepare()``, called before torch is imported, whose result is in `Start.prepared`.
+
+A logger that raises (a full disk, a crash of its client) is reported once on stderr and not used again. `jsonl` is the
+exception: it keeps the record itself and raises `RunFailedError`, because weeks of training without a record cannot be
+reported, and the same full disk would lose the next checkpoint too. `resume` goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainkit import fileio, plugins
+from trainkit.config.task import TaskMetrics, metrics_of
+from trainkit.errors import TrainkitError
+from trainkit.run.folder import RunDir
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
+
+_SECTIONS = {"seed", "model", "data", "task", "train", "optim", "schedule", "strategy"}
+"""Settings that loggers show. `launch` is not among them: its setup lines and mail address are private."""
+
+
+class Logger(Protocol):
+    """Where metrics go."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take one metrics record."""
+
+    def close(self) -> None:
+        """Write what is still held back. Called once, also when training failed."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known when an attempt of a run starts."""
+
+    total_steps: int
+    """Optimizer updates of the whole run."""
+    params: int = 0
+    """Trainable parameters of the model."""
+    world_size: int = 1
+    resumed_step: int = 0
+    """Updates that earlier attempts have done; 0 for the first."""
+    precision: str = ""
+    """What ``train.precision=auto`` has resolved to."""
+    micro_batch_size: int = 0
+    """What ``train.micro_batch_size`` has resolved to; 0: not known."""
+    metrics: TaskMetrics = field(default_factory=lambda: metrics_of("classification"))
+    """What the task measures."""
+    prepared: object = None
+    """The result of the logger's own ``prepare``; None if it was not called."""
+
+
+class NullLogger:
+    """Ignores all records: the logger of every rank but the first."""
+
+    def log(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _FanOut:
+    def __init__(self, may_write: Callable[[], None]) -> None:
+        self._loggers: dict[str, Logger] = {}
+        self._may_write = may_write
+
+    def open(self, name: str, run_dir: RunDir, config: Config, start: Start) -> None:
+        with self._outlived(name):
+            self._loggers[name] = plugins.load(__package__, name)(run_dir, config, start)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self._may_write()
+        record = {"time": round(time.time(), 3), **record}
+        for name, logger in list(self._loggers.items()):
+            with self._outlived(name):
+                logger.log(record)
+
+    def close(self) -> None:
+        for name, logger in list(self._loggers.items()):
+            with self._outlived(name):
+                logger.close()
+
+    @contextmanager
+    def _outlived(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except TrainkitError:  # meant for the user: the record itself cannot be kept
+            raise
+        except Exception as error:
+            self._loggers.pop(name, None)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
+
+
+def prepare_loggers(config: Config) -> dict[str, object]:
+    """Start in the background what takes loggers of the configuration long; the result is for `open_loggers`."""
+    prepared = {}
+    for name in config.monitor.loggers:
+        if plugins.stated(__package__, name).get("PREPARES"):
+            with suppress(Exception):  # opening the logger tries again, and reports the error
+                prepared[name] = sys.modules[plugins.load(__package__, name).__module__].prepare()
+    return prepared
+
+
+@contextmanager
+def open_loggers(
+    config: Config,
+    run_dir: RunDir,
+    *,
+    is_main: bool = True,
+    may_write: Callable[[], None] = lambda: None,
+    prepared: Mapping[str, object] | None = None,
+    **known: Any,
+) -> Iterator[Logger]:
+    """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
+
+    Only the main rank opens them; other ranks get a `NullLogger`, so that nobody asks for the rank afterwards.
+
+    Args:
+        may_write: asked before every record; raises RunFailedError when another process writes this run by now.
+        prepared: the result of `prepare_loggers`, if it was called.
+        known: what is known of the attempt, see `Start`.
+
+    Raises:
+        RunFailedError: ``metrics.jsonl`` cannot be written.
+    """
+    if not is_main:
+        yield NullLogger()
+        return
+    fan_out = _FanOut(may_write)
+    # The record first: what the others show must also be on disk.
+    for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
+        start = Start(**known, metrics=metrics_of(config.task.name), prepared=(prepared or {}).get(name))
+        fan_out.open(name, run_dir, config, start)
+    try:
+        yield fan_out
+    finally:
+        fan_out.close()
+
+
+# What a run is shown with besides its curves
+
+
+def training_settings(config: Config, start: Start) -> dict[str, Any]:
+    """The settings of the training by section, with the values that ``auto`` has resolved to on this device."""
+    settings: dict[str, Any] = config.model_dump(mode="json", include=_SECTIONS)
+    resolved = {"precision": start.precision, "micro_batch_size": start.micro_batch_size}
+    settings["train"] |= {key: value for key, value in resolved.items() if value}
+    return settings
+
+
+def listed_name(run_dir: RunDir) -> str:
+    """The name of a run in lists; a run of a sweep, whose folder is called 0, has the sweep's name before it."""
+    is_of_sweep = (run_dir.path.parent / "sweep.json").is_file()
+    return f"{RunDir(run_dir.path.parent).name}-{run_dir.name}" if is_of_sweep else run_dir.name
+
+
+def confusion_of_test(run_dir: RunDir, most_classes: int) -> tuple[list[str], list[list[int]]] | None:
+    """The classes, and samples of the test by [class, predicted class], of ``confusion.json``.
+
+    None without that file, or for data of more classes.
+    """
+    found = fileio.read_object(run_dir.confusion)
+    classes, triples = found.get("classes"), found.get("raw")
+    if not isinstance(classes, list) or not isinstance(triples, list) or not 0 < len(classes) <= most_classes:
+        return None
+    counts = [[0] * len(classes) for _ in classes]
+    try:
+        for label, predicted, samples in triples:
+            if min(label, predicted) < 0:
+                return None
+            counts[label][predicted] = int(samples)
+    except (TypeError, ValueError, IndexError):
+        return None
+    return [str(name) for name in classes], counts
+
+
+# Metrics as text
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:34``, ``1:02:03``, ``2d 03:04:05``."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def number(value: Any, spec: str, unit: str = "") -> str:
+    """A number in ``spec``; ``nan`` for what the record holds as null, because JSON has no NaN."""
+    return ("nan" if value is None else format(value, spec)) + unit
+
+
+def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
+    """The measured values of a record, each with its name and unit; what is absent is left out."""
+    head = metrics.headline
+    others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
+    words = []
+    for key in ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}"):
+        if key not in record:
+            continue
+        if key == "lr":
+            words.append(f"lr {number(record[key], '.2e')}")
+        elif key == "images_per_sec":
+            words.append(number(record[key], ",.0f", " images/s"))
+        else:
+            words.append(metrics.words(key, record[key]))
+    return words
+
+
+def record_line(
+    record: Mapping[str, Any], metrics: TaskMetrics, *, total_steps: int, eta_seconds: float | None = None
+) -> str:
+    """One record as one line: split, epoch, step, metrics and, when known, the time to go."""
+    width = len(str(total_steps))
+    head = f"{record.get('split', '?'):5}"
+    if "epoch" in record:
+        head += f"  epoch {number(record['epoch'], '6.2f')}"
+    # A swarm's peers make as many updates as time allows: there is no total.
+    of_total = f"/{total_steps}" if total_steps else ""
+    words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics)]
+    if eta_seconds is not None:
+        words.append(f"ETA {duration(eta_seconds)}")
+    return "  ".join(words)
+
+
+def setback_line(event: Mapping[str, Any]) -> str | None:
+    """An event about an update that came to nothing, as one line; None for every other event."""
+    kind, step = event.get("event"), event.get("step", "?")
+    if kind == "skipped":
+        before, after = (number(event.get(key), "g") for key in ("scale_before", "scale_after"))
+        where = f" of {event['parameter']}" if "parameter" in event else ""
+        scale = f"loss scale {before} -> {after}"
+        return f"Overflow after step {step}, skipping step: a gradient{where} was not finite; {scale}"
+    if kind == "nonfinite":
+        norm = event.get("grad_norm")
+        of_norm = f", gradients' norm {norm}" if norm is not None else ""
+        return f"Step {step} came to nothing: a gradient was not finite; loss {event.get('loss', '?')}{of_norm}"
+    if kind == "rolled_back":
+        return f"Rolled back from step {event.get('from_step', '?')} to step {step}; goes on with other data."
+    return None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config.schema import Config
-from trainkit.monitor.loggers import Logger, Start, metric_words, record_line
+from trainkit.monitor import Logger, Start, metric_words, record_line
 from trainkit.run.folder import RunDir
 
 PEERS = "none"  # a swarm has lines of its own, one a round

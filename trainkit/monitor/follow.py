@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
-from trainkit.monitor.loggers import duration, number, record_line, setback_line
+from trainkit.fileio import FileWatcher
+from trainkit.monitor import duration, number, record_line, setback_line
 from trainkit.run.events import read_events
 from trainkit.run.events import typed as typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import SETBACK_EVENTS, TaskMetrics, best_of, described, read_thinned, setbacks_of, typed
-from trainkit.watcher import FileWatcher
+from trainkit.run.metrics import (
+    SETBACK_EVENTS,
+    TaskMetrics,
+    best_of,
+    described,
+    read_thinned,
+    setbacks_of,
+    typed_record,
+)
 
 _GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
 """Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""
@@ -60,7 +68,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
             if records := metrics.read():
                 known = described(run_dir)  # it is written before the first record
-                view.records([record for raw in records if (record := typed(raw, known)) is not None], known)
+                view.records([record for raw in records if (record := typed_record(raw, known)) is not None], known)
             if ended or not alive:
                 return
             pause = _GROWING_SECONDS if records else min(1.5 * pause, _IDLE_SECONDS)

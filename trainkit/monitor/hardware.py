@@ -40,7 +40,7 @@ import psutil
 
 from trainkit import fileio
 from trainkit.process import visible_gpus
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 
 MB = 1024 * 1024

@@ -10,7 +10,7 @@ from typing import Any
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import DiskError
-from trainkit.monitor.loggers import Logger, Start
+from trainkit.monitor import Logger, Start
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import TaskMetrics, describe
 

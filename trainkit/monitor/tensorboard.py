@@ -15,7 +15,7 @@ from typing import Any
 from trainkit import fileio, terminal, workarounds
 from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
-from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor import Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.run.folder import RunDir
 
 _MOST_CLASSES = 400

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from trainkit import fileio
-from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor import Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.process import leave
 
 if TYPE_CHECKING:

@@ -1,1 +1,609 @@
-"""Who am I: a rank's place among all, from whatever launched it. Nothing inside a job needs `launch/`."""
+"""Which rank am I? A pure function of the environment that torchrun, srun, mpirun, submitit or a human has set.
+
+The finest description wins. ``srun torchrun``, and mpirun's daemons that srun starts, leave SLURM's variables of the
+*launcher* in the environment of each rank, so torchrun, submitit's local executor and mpirun go before SLURM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import itertools
+import math
+import random
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from trainkit import fileio, terminal
+from trainkit.errors import UserError
+from trainkit.process import run_program
+
+PORTS = range(20000, 30000)
+"""Below Linux's default ephemeral range (32768-60999): a port in that range can be taken, between our probe and
+rank 0's bind, by any outgoing connection."""
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+VARIABLE = "TRAINKIT_SECRET"
+SHORTEST = 16
+"""Characters of a secret. Strangers can see what is sealed with it, and try all short ones in peace."""
+HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MPI_PARTS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+# Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+SETS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", *HAND_SET, "LOCAL_WORLD_SIZE"),
+    "manual": (*HAND_SET, "LOCAL_WORLD_SIZE"),
+    "submitit-local": ("SUBMITIT_EXECUTOR", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
+    "mpi": (
+        *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS),
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ),
+    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"),
+}
+"""Variables that each launcher sets."""
+_MOST = 100_000
+"""Hosts in one list; SLURM itself knows at most 65,533."""
+_LONGEST = 1 << 20
+"""Characters of a list."""
+_ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")  # a comma inside brackets does not end an item
+_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)  # the last one of a host name
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand(nodelist: str) -> list[str]:
+    """The host names of ``nodelist`` in its order, which is SLURM's order of nodes.
+
+    ``rack[1-2]-n[03-04]`` is ``rack1-n03, rack1-n04, rack2-n03, rack2-n04``; leading zeros are kept.
+    Raises UserError if it is empty, malformed, or longer than any machine's.
+    """
+    hosts: list[str] = []
+    position = 0
+    while position < len(nodelist) <= _LONGEST and len(hosts) <= _MOST:
+        item = _ITEM.match(nodelist, position)
+        if item is None:
+            raise _malformed(nodelist)
+        hosts += _expand_item(item.group(), nodelist)
+        position = item.end()
+        if position < len(nodelist):
+            if nodelist[position] != "," or position + 1 == len(nodelist):
+                raise _malformed(nodelist)
+            position += 1
+    if position < len(nodelist) or not 0 < len(hosts) <= _MOST:
+        raise _malformed(nodelist)
+    return hosts
+
+
+def fold(hosts: Sequence[str]) -> str:
+    """``hosts`` for people, in their order: three and more in a row are ``n[01-32]``."""
+    rows: list[list[str]] = []
+    following = None
+    for host in hosts:
+        if rows and host == following:
+            rows[-1].append(host)
+        else:
+            rows.append([host])
+        match = _NUMBER.fullmatch(host)
+        following = f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
+    return ", ".join(_folded(row) if len(row) > 2 else ", ".join(row) for row in rows)
+
+
+def _folded(row: list[str]) -> str:
+    parts = [match.groups() for host in (row[0], row[-1]) if (match := _NUMBER.fullmatch(host)) is not None]
+    (before, first, after), (_, last, _) = parts
+    return f"{before}[{first}-{last}]{after}"
+
+
+def expand_counts(counts: str) -> list[int]:
+    """SLURM_TASKS_PER_NODE, one number per node: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
+    numbers: list[int] = []
+    for item in counts.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise UserError(
+                f"Cannot read the tasks per node '{counts}'.",
+                why="SLURM writes them like '4' or '2(x3),1'.",
+                fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
+            )
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return numbers
+
+
+def _expand_item(item: str, nodelist: str) -> Iterator[str]:
+    # re.split with a group alternates text, bracket content, text, ...
+    parts = re.split(r"\[([^\]]*)\]", item)
+    choices = [[part] if i % 2 == 0 else _expand_ranges(part, nodelist) for i, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > _MOST:
+        raise _malformed(nodelist)
+    return map("".join, itertools.product(*choices))
+
+
+def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", piece)
+        if match is None:
+            raise _malformed(nodelist)
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < _MOST:
+            raise _malformed(nodelist)
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _malformed(nodelist: str) -> UserError:
+    return UserError(
+        f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'.",
+        why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
+        fix="Give host names, or a list that 'scontrol show hostnames' can read.",
+    )
+
+
+def derived_port(job: str, attempt: int) -> int:
+    """A port that all ranks compute alike, without a message: another one for each job, and for each attempt of it."""
+    digest = hashlib.sha256(job.encode()).digest()
+    # A stride that shares no factor with the span: the attempts of a job visit every port before one returns.
+    return PORTS[(int.from_bytes(digest[:4], "big") + 7919 * attempt) % len(PORTS)]
+
+
+def ephemeral_range(text: str) -> range:
+    """The ports that the kernel gives to outgoing connections, from the text of ip_local_port_range."""
+    first, last = text.split()
+    return range(int(first), int(last) + 1)
+
+
+def candidates(start: int, ephemeral: range) -> Iterable[int]:
+    """Ports to try, from ``start`` on; none of them ephemeral, unless the site has made all of them so."""
+    ring = [*range(start, PORTS.stop), *range(PORTS.start, start)]
+    outside = [port for port in ring if port not in ephemeral]
+    return outside or [port for port in range(1024, 65536) if port not in ephemeral] or ring
+
+
+def free_port(start: int | None = None) -> int:
+    """A port that nothing listens on here now, outside the ephemeral range; near ``start``, else anywhere."""
+    try:
+        ephemeral = ephemeral_range(fileio.read_text(_EPHEMERAL))
+    except OSError:  # not Linux: the range that IANA suggests, which macOS uses
+        ephemeral = range(49152, 65536)
+    for port in candidates(random.choice(PORTS) if start is None else start, ephemeral):
+        if _is_free(port):
+            return port
+    raise UserError(
+        "No free port for the ranks to meet on.",
+        why=f"Everything outside the ephemeral range, from {PORTS.start} on, is taken on {socket.gethostname()}.",
+        fix="Set MASTER_PORT to a free one.",
+    )
+
+
+def check_head(addr: str, num_nodes: int) -> None:
+    """Refuse a head node that other nodes cannot reach: a name that does not resolve, or loopback on several nodes."""
+    try:
+        addresses = _addresses(addr)
+    except OSError as error:
+        raise UserError(
+            f"The head node '{addr}' cannot be found.",
+            why=f"Its name does not resolve on {socket.gethostname()}: {error}.",
+            fix="Give a name or an IP address that every node can resolve, as MASTER_ADDR or --master-addr.",
+        ) from error
+    if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        raise UserError(
+            f"The head node '{addr}' is loopback ({', '.join(sorted(addresses))}), but there are {num_nodes} nodes.",
+            why="On every other node that address is the node itself, so its ranks would wait for ever.",
+            fix="Give the head node's address in the nodes' network, as MASTER_ADDR or --master-addr.",
+        )
+
+
+def head_address(addr: str) -> str | None:
+    """The head node's address in the nodes' network, by its name as another node sees it; None if there is none."""
+    with suppress(OSError):
+        return next((each for each in _addresses(addr) if not ipaddress.ip_address(each).is_loopback), None)
+    return None
+
+
+def _addresses(addr: str) -> list[str]:
+    """Addresses of a name, without the scope of ``fe80::1%eth0``. Raises OSError if it does not resolve."""
+    found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in found))
+
+
+def address_towards(addr: str) -> str | None:
+    """This machine's own address on the route to ``addr``, as the kernel would choose it; nothing is sent."""
+    there = head_address(addr)
+    if there is None:
+        return None
+    with socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, 9))
+        except OSError:  # no route
+            return None
+        return str(probe.getsockname()[0]).split("%")[0]
+
+
+def _is_free(port: int) -> bool:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # both families, as TCPStore listens
+        # As TCPStore does: a port in TIME_WAIT from the attempt before may be used, one in LISTEN may not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def start_for(env: Mapping[str, str]) -> int | None:
+    """The port where this job's search begins, another one after each restart; None outside of SLURM."""
+    job = env.get("SLURM_JOB_ID")
+    return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0)) if job else None
+
+
+def is_srun_task(env: Mapping[str, str]) -> bool:
+    """Not the shell of salloc (no PROCID, or an interactive step) nor the batch script (PROCID 0, no numbered step)."""
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in env and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def is_job_shell(env: Mapping[str, str]) -> bool:
+    """A batch script, or a shell in an allocation: MASTER_ADDR exported there is for the tasks it will start."""
+    return "SLURM_JOB_ID" in env and "RANK" not in env
+
+
+def slurm_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Hosts of the step, else of the job; empty outside SLURM."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if env.get(name):
+            return tuple(expand(env[name]))
+    return ()
+
+
+def job_port(env: Mapping[str, str]) -> int:
+    """The port where the ranks of a job meet, when nobody has set one."""
+    # All ranks must agree without a message, so from what all of them see: the job, its step, how often it restarted.
+    for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "AZ_BATCH_JOB_ID"):
+        if env.get(name):
+            restarts = env.get("SLURM_RESTART_COUNT") or "0"
+            return derived_port(f"{env[name]}.{env.get('SLURM_STEP_ID', '')}", int(restarts))
+    return derived_port("", 0)
+
+
+def is_loopback(addr: str) -> bool:
+    """Whether the address is this machine's own."""
+    return addr == "localhost" or addr == "::1" or addr.startswith("127.")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Variables of one launcher, with errors that name them."""
+
+    env: Mapping[str, str]
+    launcher: str
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A variable's value, or the default; without one, UserError when it is not set."""
+        value = self.env.get(name, "")
+        return value or (self.missing(name) if default is None else default)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 0; otherwise UserError."""
+        value = self.text(name, None if default is None else str(default))
+        if not value.isdecimal():
+            raise UserError(
+                f"{name}='{value}' is not a number.",
+                why=f"This process was started as a rank ({self.launcher}), and {name} says which.",
+                fix=f"Set {name} to a number, or unset it.",
+            )
+        return int(value)
+
+    def missing(self, name: str) -> NoReturn:
+        """Raise the UserError for a set of variables without ``name``."""
+        there = [other for other in SETS[self.launcher] if other in self.env]
+        raise UserError(
+            f"{name} is not set, so this process cannot tell its place among the ranks.",
+            why=f"Only part of a set is there ({self.launcher}): {', '.join(there)}.",
+            fix=f"Set {name} too, or unset the others to run as a single process.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnv:
+    """One rank's place among all ranks. ``local_rank`` counts on this node and indexes the devices visible here."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    """0 for a single process, which meets nobody."""
+    launcher: str
+    """"slurm", "torchrun", "mpi", "submitit-local", "manual" or "single"."""
+    hosts: tuple[str, ...] = ()
+    """Host names by node_rank, where the launcher says them; else empty."""
+
+    def __post_init__(self) -> None:
+        for name, value, size_name, size in (
+            ("rank", self.rank, "world_size", self.world_size),
+            ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
+            ("node_rank", self.node_rank, "num_nodes", self.num_nodes),
+        ):
+            if not 0 <= value < size:
+                raise UserError(
+                    f"{name} {value} does not fit {size_name} {size}.",
+                    why=f"The environment that '{self.launcher}' gives to this process contradicts itself.",
+                    fix="Unset variables left over from another launcher, or set all of them anew.",
+                )
+        if not 0 <= self.master_port < 65536:
+            raise UserError(
+                f"Port {self.master_port} does not exist.",
+                why=f"Ports go from 1 to 65535; it is where the ranks of '{self.launcher}' meet.",
+                fix="Set MASTER_PORT to a free port, for example 29500, or unset it.",
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes records."""
+        return self.rank == 0
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks are on this machine, as far as can be told without asking; simulated nodes are."""
+        return self.num_nodes == 1 or self.launcher == "submitit-local" or is_loopback(self.master_addr)
+
+    @classmethod
+    def from_mapping(cls, env: Mapping[str, str]) -> RankEnv:
+        """Read ``env``, as a rule os.environ. Raises UserError that names what is missing in a partial set."""
+        # LOCAL_RANK tells torchrun's ranks from RANK and WORLD_SIZE that a batch script exported for the whole job.
+        if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in _TORCH_VARIABLES):
+            return _from_torch_variables(Reader(env, "torchrun" if "TORCHELASTIC_RUN_ID" in env else "manual"))
+        if env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env:
+            return _from_submitit_local(Reader(env, "submitit-local"))
+        if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
+            return _from_mpi(Reader(env, "mpi"), *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS))
+        # `srun --mpi=pmi2` sets PMI_RANK too, but not the local ones, which come from Intel MPI's and MPICH's mpirun.
+        if "MPI_LOCALRANKID" in env or (not is_srun_task(env) and ("PMI_RANK" in env or "PMI_SIZE" in env)):
+            return _from_mpi(Reader(env, "mpi"), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        if is_srun_task(env):
+            return _from_slurm(Reader(env, "slurm"))
+        if any(name in env for name in HAND_SET) and not is_job_shell(env):
+            return _from_hand_set(Reader(env, "manual"))
+        return cls.single()
+
+    @classmethod
+    def single(cls) -> RankEnv:
+        """The only process there is."""
+        return cls(
+            rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, master_addr="127.0.0.1",
+            master_port=0, launcher="single",
+        )  # fmt: skip
+
+
+def _in_blocks(read: Reader, rank: int, world_size: int, local_world_size: int, addr: str, port: int) -> RankEnv:
+    """A rank of nodes whose ranks follow one another."""
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size,
+        num_nodes=-(-world_size // local_world_size),
+        master_addr=addr,
+        master_port=port,
+        launcher=read.launcher,
+    )
+
+
+def device_index(local_rank: int, visible_device_count: int) -> int:
+    """The index, among the devices visible to this process, of the one it should use.
+
+    The mask (CUDA_VISIBLE_DEVICES) is taken as it is: under ``--gpus-per-node`` each task sees all devices of the job
+    on its node, under ``--gpus-per-task=1`` only its own, which then is number 0.
+    """
+    if visible_device_count == 1:
+        return 0
+    if local_rank < visible_device_count:
+        return local_rank
+    raise UserError(
+        f"Local rank {local_rank} has no device: {visible_device_count} visible.",
+        why="Every rank of a node takes the visible device of its local rank's number.",
+        fix="Start as many ranks per node as it has devices (--ntasks-per-node), or widen CUDA_VISIBLE_DEVICES.",
+    )
+
+
+def _from_torch_variables(read: Reader) -> RankEnv:
+    rank, world_size, local_rank = (read.number(name) for name in _TORCH_VARIABLES)
+    node_name = "GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK"
+    addr = read.text("MASTER_ADDR")
+    local_world_size = read.number("LOCAL_WORLD_SIZE", _ranks_per_node(read, world_size, addr))
+    node_rank = read.number(node_name, rank // max(local_world_size, 1))
+    num_nodes = read.number("GROUP_WORLD_SIZE", -(-world_size // max(local_world_size, 1)))
+    hosts = slurm_hosts(read.env) if read.launcher == "torchrun" else ()
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=addr,
+        master_port=read.number("MASTER_PORT"),
+        launcher=read.launcher,
+        hosts=hosts if len(hosts) == num_nodes else (),
+    )
+
+
+def _ranks_per_node(read: Reader, world_size: int, addr: str) -> int | None:
+    """Where it is not said: Azure ML tells the number of nodes, each with as many ranks; else all on one machine."""
+    nodes = read.number("AZUREML_NODE_COUNT", 0)
+    if nodes and world_size % nodes == 0:
+        return world_size // nodes
+    return world_size if world_size == 1 or is_loopback(addr) else None
+
+
+def _from_submitit_local(read: Reader) -> RankEnv:
+    """submitit knows one local node; TRAINKIT_SIMULATED_NODES splits its tasks into as many blocks."""
+    rank, world_size = read.number("SUBMITIT_LOCAL_GLOBALID"), read.number("SUBMITIT_LOCAL_NTASKS")
+    num_nodes = read.number("TRAINKIT_SIMULATED_NODES", 1)
+    if num_nodes < 1 or world_size % num_nodes:
+        raise UserError(
+            f"{world_size} local tasks cannot be split over {num_nodes} simulated nodes.",
+            why="TRAINKIT_SIMULATED_NODES must divide SUBMITIT_LOCAL_NTASKS.",
+            fix="Unset TRAINKIT_SIMULATED_NODES; `python -m jobs.submit` sets it for its own jobs.",
+        )
+    port = read.number("MASTER_PORT", derived_port(f"local-{read.text('SUBMITIT_LOCAL_JOB_ID', '')}", 0))
+    return _in_blocks(read, rank, world_size, world_size // num_nodes, read.text("MASTER_ADDR", "127.0.0.1"), port)
+
+
+def _from_mpi(read: Reader, rank: str, size: str, local_rank: str, local_size: str) -> RankEnv:
+    world_size = read.number(size)
+    alone = world_size == 1
+    mine, local = read.number(rank), read.number(local_rank, 0 if alone else None)
+    local_world_size = max(read.number(local_size, 1 if alone else None), 1)
+    num_nodes = -(-world_size // local_world_size)
+    # mpirun fills a node before the next one unless told otherwise (`--map-by node`); it sets no node number.
+    node_rank = mine // local_world_size if mine % local_world_size == local else mine % num_nodes
+    return RankEnv(
+        rank=mine,
+        world_size=world_size,
+        local_rank=local,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=_mpi_head(read, num_nodes),
+        master_port=read.number("MASTER_PORT", job_port(read.env)),
+        launcher=read.launcher,
+    )
+
+
+def _mpi_head(read: Reader, num_nodes: int) -> str:
+    if "MASTER_ADDR" in read.env:
+        return read.text("MASTER_ADDR")
+    if "AZ_BATCH_MASTER_NODE" in read.env:  # address:port, on several nodes; the port is Azure's own
+        return read.text("AZ_BATCH_MASTER_NODE").rsplit(":", 1)[0]
+    if "AZ_BATCHAI_MPI_MASTER_NODE" in read.env:
+        return read.text("AZ_BATCHAI_MPI_MASTER_NODE")
+    if num_nodes == 1:
+        return "127.0.0.1"
+    hosts = slurm_hosts(read.env)
+    return hosts[0] if hosts else read.missing("MASTER_ADDR")
+
+
+def _from_slurm(read: Reader) -> RankEnv:
+    hosts = slurm_hosts(read.env)
+    rank = read.number("SLURM_PROCID")
+    # The step's numbers, where they are: SLURM_NTASKS may be that of the whole allocation.
+    world_size = read.number("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in read.env else "SLURM_NTASKS")
+    node_rank, local_rank = read.number("SLURM_NODEID"), read.number("SLURM_LOCALID")
+    num_nodes = len(hosts) or read.number("SLURM_NNODES")
+    step = "SLURM_STEP_TASKS_PER_NODE" in read.env
+    tasks = expand_counts(read.text("SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"))
+    if node_rank >= len(tasks):
+        raise UserError(
+            f"SLURM_NODEID is {node_rank}, but the tasks per node are given for {len(tasks)} nodes.",
+            why="Variables of two jobs are mixed in this environment.",
+            fix="Submit from a shell without SLURM_* of another job.",
+        )
+    addr = read.text("MASTER_ADDR") if "MASTER_ADDR" in read.env else hosts[0] if hosts else None
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=tasks[node_rank],
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=addr or read.missing("SLURM_STEP_NODELIST"),
+        master_port=read.number("MASTER_PORT", job_port(read.env)),
+        launcher=read.launcher,
+        hosts=hosts,
+    )
+
+
+def _from_hand_set(read: Reader) -> RankEnv:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT without LOCAL_RANK: one rank per machine, or all on this one."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        read.text(name)
+    rank, world_size = read.number("RANK"), read.number("WORLD_SIZE")
+    addr = read.text("MASTER_ADDR")
+    local_world_size = max(read.number("LOCAL_WORLD_SIZE", world_size if is_loopback(addr) else 1), 1)
+    return _in_blocks(read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"))
+
+
+class ForgedError(Exception):
+    """What was read was not written by one who knows the secret."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What the ranks of one run know and nobody else: whoever does not know it is no rank of it.
+
+    It comes in TRAINKIT_SECRET, which whoever starts the ranks sets, and is never written down. Everybody knows the
+    empty one.
+    """
+
+    text: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.text and len(self.text) < SHORTEST:
+            raise UserError(
+                f"The run's secret is too short: {len(self.text)} characters.",
+                why=f"A stranger could guess it; {SHORTEST} characters are the least.",
+                fix='Make one with `python -c "import secrets; print(secrets.token_urlsafe())"`.',
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    @classmethod
+    def generate(cls) -> Secret:
+        """A new one, of 256 random bits."""
+        return cls(secrets.token_urlsafe(32))
+
+    @classmethod
+    def from_mapping(cls, env: Mapping[str, str]) -> Secret:
+        """That of ``env``, as a rule os.environ; the empty one if there is none."""
+        return cls(env.get(VARIABLE, "").strip())
+
+    def name(self, purpose: str) -> str:
+        """A name for ``purpose`` that only who knows the secret can tell: HMAC-SHA256, in hex."""
+        return self._mac(b"name", purpose.encode()).hex()
+
+    def seal(self, purpose: str, value: bytes) -> bytes:
+        """``value`` with a mark that only who knows the secret can make."""
+        return self._mac(b"value", purpose.encode(), value) + value
+
+    def unseal(self, purpose: str, sealed: bytes) -> bytes:
+        """The value that was sealed for ``purpose``.
+
+        Raises ForgedError when it was sealed with another secret, for another purpose, or not at all.
+        """
+        mark, value = sealed[:32], sealed[32:]
+        if not hmac.compare_digest(mark, self._mac(b"value", purpose.encode(), value)):
+            raise ForgedError(purpose)
+        return value
+
+    def _mac(self, *parts: bytes) -> bytes:
+        # Each part with its length: ("ab", "c") must not be ("a", "bc").
+        message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.new(self.text.encode(), message, hashlib.sha256).digest()
+
+
+NO_SECRET = Secret()
+"""Of a single process, and of ranks that were started by hand without one."""
+
+
+def _print_port(_: Sequence[str], env: Mapping[str, str]) -> int:
+    print(free_port(start_for(env)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(_print_port)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt
 
 # Ranks say that they make progress, for whoever looks after them: a number each, in memory that they share.

@@ -9,8 +9,24 @@ from typing import Any
 from trainkit import fileio
 from trainkit.config.loading import flatten
 from trainkit.report import document as doc
-from trainkit.report.charts import COLOURS, GREY, Axes, Bar, Picture, Series, bar_chart, line_chart
-from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
+from trainkit.report.document import (
+    COLOURS,
+    GREY,
+    NONE,
+    TIMES,
+    Axes,
+    Bar,
+    Picture,
+    Series,
+    bar_chart,
+    duration,
+    line_chart,
+    memory,
+    number,
+    plural,
+    rate,
+    text,
+)
 from trainkit.report.facts import Facts, name_of
 
 _WORK = ("model.", "data.name", "data.image_size", "data.pack")

@@ -15,10 +15,11 @@ from trainkit import fileio, plugins, terminal
 from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
-from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
+    Contribution,
+    Contributions,
     Divergence,
     Metric,
     TaskMetrics,
@@ -29,8 +30,8 @@ from trainkit.run.metrics import (
     read_thinned,
     setbacks_of,
     steps_done,
+    thinned,
 )
-from trainkit.run.thinning import thinned
 
 _SHOWN_BYTES = 16384
 _STILL = 0.05

@@ -13,11 +13,28 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit import fileio, terminal
-from trainkit.ranks.env import fold
-from trainkit.report import charts
+from trainkit.ranks import fold
+from trainkit.report import document
 from trainkit.report import document as doc
-from trainkit.report.charts import COLOURS, GREY, Axes, Bar, Html, Picture, Point, Series, line_chart, tag
-from trainkit.report.document import NONE, duration, memory, number, plural, rate, text
+from trainkit.report.document import (
+    COLOURS,
+    GREY,
+    NONE,
+    Axes,
+    Bar,
+    Html,
+    Picture,
+    Point,
+    Series,
+    duration,
+    line_chart,
+    memory,
+    number,
+    plural,
+    rate,
+    tag,
+    text,
+)
 from trainkit.report.facts import Facts, HostSamples, spans
 
 _FEW_EPOCHS = 2.0
@@ -200,12 +217,12 @@ def _drawn(lane: _Lane, longest: float, title: str) -> Picture:
         glyph, colour, words = _GLYPHS[event["event"]]
         said = tag("title", f"{words}, after {duration(event['time'] - lane.began)}")
         found.append(tag("text", glyph, said, x=at(event["time"]), y=12, class_=f"glyph c{colour}"))
-    unit, seconds = charts.time_unit(longest)
-    for tick in charts.linear_ticks(0.0, longest / seconds, 6) if longest > 0 else ():
+    unit, seconds = document.time_unit(longest)
+    for tick in document.linear_ticks(0.0, longest / seconds, 6) if longest > 0 else ():
         share = 100 * tick * seconds / longest
         style = "tick" + ("" if share < 3 else " end" if share > 96 else " middle")
-        found.append(tag("text", f"{charts.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=style))
-    return Picture(title, "", charts.join(found), f"Time line of {lane.facts.label}: {lane.in_words()}", foot + 18)
+        found.append(tag("text", f"{document.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=style))
+    return Picture(title, "", document.join(found), f"Time line of {lane.facts.label}: {lane.in_words()}", foot + 18)
 
 
 def _happened(lane: _Lane) -> list[doc.Row]:
@@ -307,7 +324,7 @@ def _stacked(title: str, parts: Mapping[str, float], run: str, total: float) -> 
             found.append(tag("text", f"{name} {share:.0f} %", x=f"{before + share / 2:.3f}%", y=17, class_=style))
         before += share
     words = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items())
-    return Picture(title, "", charts.join(found), f"{run}: {words}", 26)
+    return Picture(title, "", document.join(found), f"{run}: {words}", 26)
 
 
 def hardware(facts: Facts) -> list[doc.Part]:
@@ -340,7 +357,7 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
     began, seconds = min(times), max(times) - min(times)
     if seconds <= 0:
         return []
-    unit, scale = charts.time_unit(seconds)
+    unit, scale = document.time_unit(seconds)
 
     def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0) -> Series:
         points = sorted(((time - began) / scale, value / by) for time, value in host.curve(key, gpu))
@@ -417,7 +434,7 @@ def classes(runs: Sequence[Facts]) -> doc.Section:
         worst = found if len(found) <= _MOST_NAMED else found[:_MOST_BARS]
         title = "Accuracy by class" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
         bars = [Bar(name, 100 * share, f"{100 * share:.1f} % of {total:,}") for share, name, total in worst]
-        pictures = [_matrix(counts), charts.bar_chart(title, "worst first", bars, high=100)]
+        pictures = [_matrix(counts), document.bar_chart(title, "worst first", bars, high=100)]
         parts.append(doc.Charts("classes", pictures, "classes"))
         parts.append(doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused"))
         parts += [doc.Text(["None was told wrong."])] * (not rows)
@@ -472,7 +489,7 @@ def _matrix(counts: _Counts) -> Picture | None:
     found.append(tag("rect", x=corner, y=corner, width=whole, height=whole, class_="frame"))
     total = sum(counts.totals)
     words = f"Confusion matrix of {many} classes: {total - sum(counts.right)} of {total} told wrong"
-    return Picture("Confusion matrix", "rows: the class; columns: taken for", charts.join(found), words, 400, 400)
+    return Picture("Confusion matrix", "rows: the class; columns: taken for", document.join(found), words, 400, 400)
 
 
 def mistakes(runs: Sequence[Facts]) -> doc.Section:

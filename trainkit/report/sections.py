@@ -16,7 +16,7 @@ from trainkit import fileio, terminal
 from trainkit.config.loading import flatten, load
 from trainkit.config.schema import OptimConfig
 from trainkit.errors import TrainkitError
-from trainkit.ranks.env import fold
+from trainkit.ranks import fold
 from trainkit.report import document as doc
 from trainkit.report.comparison import comparison, is_about_speed, scaling, swept
 from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text

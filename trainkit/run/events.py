@@ -19,9 +19,8 @@ from typing import Any, Literal
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.run import folder
-from trainkit.run.folder import RunDir, make_private
+from trainkit.run.folder import CLAIM, RunDir, make_private
 from trainkit.run.lease import Holder, ProcessId, StaleAttemptError, lease_on, writing_attempt
-from trainkit.run.process_messages import CLAIM
 
 _LONGEST = 20_000
 """Characters of one text: whatever went wrong, the record of a run stays one that can be read."""

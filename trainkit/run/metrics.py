@@ -1,7 +1,4 @@
-"""``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", "images_per_sec", ...}``.
-
-``step`` counts optimizer updates, ``epoch`` is a float. ``task.json`` describes the metrics (`described`).
-"""
+"""A run's metrics: records, progress, a volunteer's share, and fewer points for charts."""
 
 from __future__ import annotations
 
@@ -9,10 +6,13 @@ import bisect
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from trainkit import fileio, terminal
 from trainkit.config.task import LOSS, metrics_of
@@ -20,7 +20,95 @@ from trainkit.config.task import Metric as Metric
 from trainkit.config.task import TaskMetrics as TaskMetrics
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.thinning import MOST_BYTES, thinned
+
+# Read some of the records of an enormous JSON lines file: evenly spread ones, and the extremes between those.
+
+MOST_BYTES = 1 << 32
+"""Ten million records: the updates of a year."""
+_BLOCK = 1 << 24
+_HEAD = 1 << 16
+_STRETCH = 10
+"""Stretches whose extremes are kept are this many times as long as those that one record stands for."""
+
+
+def thinned(
+    path: Path, most: int, always: Callable[[bytes], bool] = lambda line: False, extremes_of: str = ""
+) -> tuple[list[dict[str, Any]], int, frozenset[int]]:
+    """About ``most`` records of an enormous file, evenly spread, the last among them; all records of any other file.
+
+    With them: how many records of the file one stands for, and the places of those that stand for themselves alone.
+
+    Args:
+        always: whether a line must not be left out; called for each, so it must be quick.
+        extremes_of: a key: the records with its largest and its smallest value in each stretch of lines are kept, and
+            the first one whose value is no finite number.
+
+    Raises UserError where there is something that cannot be read.
+    """
+    taken: list[bytes] = []
+    outliers: set[int] = set()  # places in `taken`
+    number, last, rest = 0, b"", b""
+    try:
+        with fileio.open_regular(path) as file:
+            fileio.require_size(file, MOST_BYTES)
+            every = _every(file, most)
+            while block := file.read(_BLOCK):
+                *lines, rest = (rest + block).split(b"\n")
+                even = {at for at, line in enumerate(lines, number) if at % every == 0 or always(line)}
+                wanted = extremes_of.encode() if every > 1 else b""
+                extremes = {number + at for at in _extremes(lines, wanted, _STRETCH * every)} if wanted else set()
+                for place, at in enumerate(sorted(even | extremes), len(taken)):
+                    taken.append(lines[at - number])
+                    if at not in even:
+                        outliers.add(place)
+                number += len(lines)
+                last = lines[-1] if lines and number - 1 not in even else b""
+                rest = rest if len(rest) < fileio.LONGEST_LINE else b""  # neither a record nor worth its memory
+    except FileNotFoundError:
+        return [], 1, frozenset()
+    except OSError as error:
+        raise fileio.unreadable(path, error) from None
+    lines_of = enumerate([*taken, last, rest])
+    parsed = [(place, fileio.parse_object(line)) for place, line in lines_of if 0 < len(line) < fileio.LONGEST_LINE]
+    whole = [(place, record) for place, record in parsed if record is not None]
+    places = frozenset(at for at, (place, _) in enumerate(whole) if place in outliers)
+    return [record for _, record in whole], every, places
+
+
+def _extremes(lines: Sequence[bytes], key: bytes, stretch: int) -> set[int]:
+    """Places of the lines with the smallest and the largest value of each stretch, and with the first that is no finite
+    number."""
+    value = re.compile(rb'"' + re.escape(key) + rb'": ([^,}]+)')
+    found = [(at, _number(match[1])) for at, line in enumerate(lines) if (match := value.search(line))]
+    places: set[int] = set()
+    for begin in range(0, len(found), stretch):
+        part = found[begin : begin + stretch]
+        if not math.isfinite(sum(number for _, number in part)):
+            places |= {at for at, number in [item for item in part if not math.isfinite(item[1])][:1]}
+            part = [item for item in part if math.isfinite(item[1])]
+        if part:
+            places |= {min(part, key=itemgetter(1))[0], max(part, key=itemgetter(1))[0]}
+    return places
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:  # null
+        return math.nan
+
+
+def _every(file: BinaryIO, most: int) -> int:
+    """One of how many lines is to be read, by the length of the first ones."""
+    size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+    file.seek(0)
+    lines = size / max(len(head) / max(head.count(b"\n"), 1), 1)
+    return max(1, round(lines / most))
+
+
+# ``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", "images_per_sec", ...}``.
+#
+# ``step`` counts optimizer updates, ``epoch`` is a float. ``task.json`` describes the metrics (`described`).
 
 SPLITS = ("train", "val", "test")
 MOST = 10_000
@@ -63,7 +151,7 @@ def describe(run_dir: RunDir, metrics: TaskMetrics) -> None:
     fileio.write(run_dir.task, json.dumps(content, indent=2) + "\n", run_dir.path)
 
 
-def typed(raw: Mapping[str, Any], metrics: TaskMetrics) -> dict[str, Any] | None:
+def typed_record(raw: Mapping[str, Any], metrics: TaskMetrics) -> dict[str, Any] | None:
     """A record that readers may rely on; None without a split and a step.
 
     ``step`` is a count, everything measured a finite number or null (a loss that has diverged), percentages are 0 to
@@ -98,7 +186,7 @@ def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, An
     newest: dict[tuple[str, int], dict[str, Any]] = {}
     metrics = described(run_dir)
     for raw in fileio.read_jsonl(run_dir.metrics, most=MOST_BYTES):
-        record = typed(raw, metrics)
+        record = typed_record(raw, metrics)
         if record is not None and split in (None, record["split"]):
             newest[record["split"], record["step"]] = record
     return _by_step(newest.values())
@@ -123,7 +211,7 @@ def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
     outliers: dict[int, dict[str, Any]] = {}
     metrics, highest = described(run_dir), -1
     for place, item in enumerate(raw):
-        record = typed(item, metrics)
+        record = typed_record(item, metrics)
         if record is None:
             continue
         step, is_train = record["step"], record["split"] == "train"
@@ -147,7 +235,7 @@ def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
     """The newest record in ``evaluations.jsonl`` of the best weights on the test split, with the run's own settings."""
     own = {"split": "test", "checkpoint": "best", "settings": []}
     found = [raw for raw in fileio.read_jsonl(run_dir.evaluations) if all(raw.get(key) == own[key] for key in own)]
-    return typed(found[-1], described(run_dir)) if found else None
+    return typed_record(found[-1], described(run_dir)) if found else None
 
 
 def best_of(
@@ -238,7 +326,7 @@ def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: Task
 
 def _record(line: bytes, metrics: TaskMetrics) -> dict[str, Any] | None:
     raw = fileio.parse_object(line) if len(line) < fileio.LONGEST_LINE else None
-    return typed(raw, metrics) if raw is not None else None
+    return typed_record(raw, metrics) if raw is not None else None
 
 
 def _timed(line: bytes) -> tuple[float, int] | None:
@@ -407,3 +495,99 @@ def divergence_of(run: RunDir) -> str:
     events = read_events(run, (*SETBACK_EVENTS, "saved"))
     setbacks = setbacks_of(events, train, steps_done(events, train))
     return setbacks.in_words() if setbacks.diverged else ""
+
+
+# ``contributions.json``: what was contributed to a collaborative run, by name.
+#
+# The peer that answers for the run counts what was averaged, round by round; what peers say of themselves is not in
+# it. It goes on over restarts.
+
+MOST_NAMES = 10_000
+"""An open run may meet many; those that come later are counted together."""
+OTHERS = "(others)"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What went into the model under one name. Several peers may share a name."""
+
+    name: str
+    rounds: int = 0
+    """Rounds in which something of it was averaged."""
+    samples: float = 0.0
+    """By their weight in the averages, after caps."""
+    seconds: float = 0.0
+    """Length of those rounds, for each of its peers."""
+    bytes: int = 0
+    """Bytes of it that the counting peer has received."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one peer gave to one round."""
+
+    name: str
+    samples: float
+    bytes: int = 0
+
+
+class Contributions:
+    """All names of a run."""
+
+    def __init__(self, known: Iterable[Contribution] = ()) -> None:
+        self._known = {item.name: item for item in known}
+
+    @classmethod
+    def of(cls, run: RunDir) -> Contributions:
+        """As the run's file has it; of one without, or with a broken one, none."""
+        return cls(typed_contributions(fileio.read_object(file_of(run)).get("contributions")))
+
+    def add(self, seconds: float, counted: Iterable[Counted]) -> None:
+        """Count one round of ``seconds``."""
+        seen: set[str] = set()
+        for item in counted:
+            if not (fileio.is_number(item.samples) and item.samples > 0):
+                continue
+            name = terminal.name(item.name) or OTHERS
+            if name not in self._known and len(self._known) >= MOST_NAMES:
+                name = OTHERS
+            before = self._known.get(name, Contribution(name))
+            self._known[name] = replace(
+                before,
+                rounds=before.rounds + (name not in seen),
+                samples=before.samples + item.samples,
+                seconds=before.seconds + seconds,
+                bytes=before.bytes + max(item.bytes, 0),
+            )
+            seen.add(name)
+
+    def best_first(self) -> list[Contribution]:
+        """Most samples first."""
+        return sorted(self._known.values(), key=lambda item: (-item.samples, item.name))
+
+    def write(self, run: RunDir) -> None:
+        """Write the file anew; a reader finds it whole. Raises OSError."""
+        fileio.write(file_of(run), json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", run.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As plain values, best first."""
+        return [asdict(item) for item in self.best_first()]
+
+
+def file_of(run: RunDir) -> Path:
+    """Where a run has it."""
+    return run.path / "contributions.json"
+
+
+def typed_contributions(rows: Any) -> list[Contribution]:
+    """Of what a file or a message holds, that which can be one, each name once; text is one line."""
+    found: dict[str, Contribution] = {}
+    for row in rows[: MOST_NAMES + 1] if isinstance(rows, list | tuple) else ():
+        if not isinstance(row, Mapping) or not isinstance(row.get("name"), str):
+            continue
+        numbers: list[Any] = [row.get(key) for key in ("rounds", "samples", "seconds", "bytes")]
+        if all(fileio.is_number(value) and value >= 0 for value in numbers):
+            rounds, samples, seconds, size = numbers
+            name = terminal.name(row["name"])
+            found.setdefault(name, Contribution(name, int(rounds), float(samples), float(seconds), int(size)))
+    return list(found.values())

@@ -19,8 +19,7 @@ from trainkit.run.events import Submission, cancelled, history_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers import base
-from trainkit.schedulers.base import TASK, Answer, Function, Job, JobState, pickled
-from trainkit.schedulers.states import job_state, process_of
+from trainkit.schedulers.base import TASK, Answer, Function, Job, JobState, job_state, pickled, process_of
 
 CONTROLLER = "trainkit.launch.controller"
 PATIENCE_SECONDS = 20.0

@@ -22,7 +22,7 @@ from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submi
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base, slurm_script
 from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Search, Start
-from trainkit.schedulers.slurm_programs import (
+from trainkit.schedulers.slurm_submission import (
     NAME,
     job_id_in,
     names,

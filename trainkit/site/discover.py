@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainkit import fileio, programs, terminal
 from trainkit.errors import UserError
-from trainkit.ranks.env import expand
+from trainkit.ranks import expand
 from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
 from trainkit.site.profile import (
     Account,

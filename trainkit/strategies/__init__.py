@@ -9,16 +9,20 @@ upper-case constants: ``RANKS = "one"``, ``SHARDED = True``, ``LOOP = "collabora
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
 
 from trainkit import plugins
 from trainkit.config.checks import strategy_traits
+from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from trainkit.config.schema import StrategyConfig
-    from trainkit.distributed.process_group import Distributed
-    from trainkit.strategies.base import Strategy
 
 
 def build_strategy(config: StrategyConfig, dist: Distributed, precision: str = "fp32") -> Strategy:
@@ -43,7 +47,114 @@ def build_strategy(config: StrategyConfig, dist: Distributed, precision: str = "
         raise UserError(
             f"{config.name} returned no strategy.",
             why=f"It returned {type(strategy).__name__}, which has no {' and no '.join(absent)}.",
-            fix="Return an object with both: see trainkit.strategies.base.Strategy.",
+            fix="Return an object with both: see trainkit.strategies.Strategy.",
             key="strategy.name",
         )
     return strategy
+
+
+# What the loop needs of a strategy, and what strategies share; nothing else in the loop knows about DDP or FSDP.
+
+
+class Strategy(Protocol):
+    """How one model becomes a model on many ranks."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """The model to call. Make the optimizer from ``model`` afterwards: sharding replaces its parameters."""
+        ...
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
+        """Whether backward passes inside exchange gradients; off for all but the last micro batch of an update."""
+        ...
+
+
+@runtime_checkable
+class SharesOptimizer(Protocol):
+    """A strategy that has this verb as well spreads the optimizer over the ranks, beside or instead of the model."""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change ``optimizer``, which has made no update yet."""
+        ...
+
+
+@runtime_checkable
+class HasTensors(Protocol):
+    """A strategy that has this as well goes on from them after a restart."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Name -> tensor that belongs into a checkpoint and is filled from one, in place; the same on every rank, or
+        with the rank in its name. Complete once a model is parallelized."""
+        ...
+
+
+@runtime_checkable
+class TakesHollow(Strategy, Protocol):
+    """A strategy that has this as well parallelizes a model whose tensors are on the meta device: each rank gets its
+    share of their numbers afterwards, and none has the whole."""
+
+    @property
+    def home(self) -> torch.device:
+        """Where the parameters are kept."""
+        ...
+
+
+class AsItIs:
+    """The model as it is, in this one process."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def synchronize_batchnorm(model: nn.Module, dist: Distributed) -> nn.Module:
+    """Replace every BatchNorm by one whose statistics are those of the global batch.
+
+    Raises UserError on CPU: torch implements `SyncBatchNorm` for GPUs only.
+    """
+    if dist.device.type != "cuda":
+        raise UserError(
+            "strategy.sync_batchnorm=true needs GPUs.",
+            why="torch implements SyncBatchNorm for GPUs only.",
+            fix="Remove it, or use a model without BatchNorm.",
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+_ROWS = (nn.Sequential, nn.ModuleList)
+
+
+def repeated_blocks(model: nn.Module, min_params: int) -> list[nn.Module]:
+    """The blocks that a network repeats: innermost members of its Sequentials and ModuleLists with enough parameters.
+
+    For a ViT these are its transformer blocks, for a ResNet its bottlenecks; no class needs to be named. Modules below
+    ``min_params`` parameters stay with their parent, because gathering them costs more than it saves.
+    """
+
+    def inside(module: nn.Module) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        children = [*module.children()]
+        # The stages of timm's RegNet are no Sequentials, but have several of one class and nothing else either.
+        alike = len(children) > 1 and len({*map(type, children)}) == 1 and not isinstance(children[0], _ROWS)
+        is_row = isinstance(module, _ROWS) or alike
+        for child in children:
+            blocks, size = inside(child), _size([child])
+            # What has but one layer, or little of its block, such as EfficientNet's squeeze and excitation, is a part.
+            whole = [block for block in blocks if _layers(block) > 1]
+            if is_row and [*child.children()] and size >= min_params and 2 * _size(whole) < size:
+                blocks = [child]
+            found += blocks
+        return found
+
+    return [block for block in inside(model) if block is not model]
+
+
+def _layers(module: nn.Module) -> int:
+    """How many matrices and filters it has."""
+    return sum(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _size(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

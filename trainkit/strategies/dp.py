@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.base import AsItIs
+from trainkit.strategies import AsItIs
 
 RANKS = "one"
 GPUS_PER_RANK = "all"

@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.strategies.base import repeated_blocks, synchronize_batchnorm
+from trainkit.strategies import repeated_blocks, synchronize_batchnorm
 
 SHARDED = True
 GLOBAL_BATCHNORM = "strategy.sync_batchnorm=true"

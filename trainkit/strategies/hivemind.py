@@ -6,7 +6,7 @@ The averaging is no part of an update, so that it is not here but in `trainkit.s
 from __future__ import annotations
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.base import AsItIs
+from trainkit.strategies import AsItIs
 
 LOOP = "collaborative"
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.strategies.base import synchronize_batchnorm
+from trainkit.strategies import synchronize_batchnorm
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

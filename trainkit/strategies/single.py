@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.base import AsItIs
+from trainkit.strategies import AsItIs
 
 RANKS = "one"
 

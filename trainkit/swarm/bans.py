@@ -20,9 +20,9 @@ from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
 from trainkit.errors import RefusedError, UserError
-from trainkit.run.contributions import Counted
 from trainkit.run.events import Remark
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Counted
 from trainkit.swarm.access import BANNED, REVOKED
 from trainkit.swarm.admission import KEY_FILE, Admission, Member, entries, owner_of, remember
 from trainkit.swarm.invitations import GUESTS, RANKS, Pass, UntrustedError, credited, date, parsed

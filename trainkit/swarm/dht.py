@@ -27,7 +27,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.run.contributions import Contribution
+from trainkit.run.metrics import Contribution
 from trainkit.swarm import address, messages, processes
 from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, Identity
 from trainkit.swarm.address import known_of, worth_dialling

@@ -111,7 +111,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
     try:
         processes.require_hivemind()
-        from trainkit.swarm import access, agreement
+        from trainkit.swarm import access, session
         from trainkit.swarm.dht import open_dht, read_manifest
         from trainkit.swarm.spec import adapted
 
@@ -136,14 +136,14 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
         return
     left = f"{(end - time.time()) / 60:.0f} minutes to go" if by_time else f"a run of {rounds.rounds} updates"
     yield Finding("manifest", f"{manifest.name}, {left}")
-    ours = agreement.installed()
+    ours = session.installed()
     theirs = {name: version for name, version in manifest.facts.items() if name in ours and ours[name] != version}
     if theirs:
         wanted = " ".join(f"'{name}=={version}.*'" for name, version in theirs.items())
-        yield Finding("versions", f"the creator has {agreement.in_words(theirs)}", f"pip install {wanted}", 2)
+        yield Finding("versions", f"the creator has {session.in_words(theirs)}", f"pip install {wanted}", 2)
     else:
         yield Finding("versions", "those of the creator")
-    parameters = agreement.parameters_in(manifest.facts)
+    parameters = session.parameters_in(manifest.facts)
     yield _disk(env, parameters)
     yield _upload(uploaded, parameters, rounds)
 

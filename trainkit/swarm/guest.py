@@ -15,12 +15,11 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.swarm.address import FORWARD, Memory, require_same_time
 from trainkit.swarm.admission import Entry
-from trainkit.swarm.agreement import require_same, without_data
 from trainkit.swarm.dht import INTRODUCED_SECONDS, Watch, read_manifest
 from trainkit.swarm.link import enough, in_words, load_for, volunteers_share
 from trainkit.swarm.messages import Manifest, RoundClock, no_data, require_going_on, require_same_version
 from trainkit.swarm.rounds import Ending, take_part
-from trainkit.swarm.session import Session
+from trainkit.swarm.session import Session, require_same, without_data
 from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec, check_peer
 
 _SAY_EVERY = 600.0

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from trainkit import terminal
 from trainkit.data.base import DataInfo, Splits
 from trainkit.errors import RefusedError, RunFailedError, UserError
-from trainkit.run.contributions import Contribution, typed
+from trainkit.run.metrics import Contribution, typed_contributions
 from trainkit.swarm import address
 
 PROTOCOL = 3
@@ -139,7 +139,7 @@ def is_credits(value: object) -> bool:
 def credits_in(found: Any) -> dict[str, list[Contribution]]:
     """Peer id -> who has contributed how much by its account, of what the DHT returned for `access.CREDITS`."""
     return {
-        peer: typed([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
+        peer: typed_contributions([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
         for peer, value in _records(found).items()
     }
 
@@ -328,7 +328,7 @@ class RoundClock:
         return min(max(0.0, (now / self.seconds - self.first) / self.count), 1.0)
 
     def grid(self, now: float, epochs: int) -> tuple[int, int, int]:
-        """``(step, steps_per_epoch, total_steps)`` for `trainkit.training.schedule.lr_at`.
+        """``(step, steps_per_epoch, total_steps)`` for `trainkit.training.optim.lr_at`.
 
         The schedule of ``train.epochs`` is stretched over the rounds: all peers have the same learning rate at the same
         moment, however many updates each of them makes.

@@ -24,7 +24,7 @@ from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import end_with_parent
-from trainkit.ranks.env import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
+from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run.events import Attempt, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as

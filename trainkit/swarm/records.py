@@ -16,10 +16,10 @@ from trainkit import terminal
 from trainkit.checkpoint.save import Restored
 from trainkit.distributed.device import device_name
 from trainkit.errors import DiskError, RunFailedError
-from trainkit.monitor.loggers import Logger
-from trainkit.ranks.env import RankEnv
-from trainkit.run.contributions import Contribution, Contributions, Counted
+from trainkit.monitor import Logger
+from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Remark, Writer
+from trainkit.run.metrics import Contribution, Contributions, Counted
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.training.recorder import Progress

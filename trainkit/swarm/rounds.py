@@ -16,8 +16,7 @@ from typing import Literal
 
 import torch
 
-from trainkit.data.base import Batch
-from trainkit.data.order import derive_seed
+from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
 from trainkit.swarm.average import finite, number
 from trainkit.swarm.messages import PeerProgress
@@ -27,8 +26,8 @@ from trainkit.swarm.session import LOST_AFTER, Session
 from trainkit.swarm.sync_gradients import GradientState
 from trainkit.swarm.team import together
 from trainkit.training.build import TrainState
+from trainkit.training.optim import lr_at
 from trainkit.training.recorder import MOST_ROLLBACKS
-from trainkit.training.schedule import lr_at
 from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
 Ending = Literal["finished", "stopped", "ended", "moved", "lost"]

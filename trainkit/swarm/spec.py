@@ -15,7 +15,7 @@ from trainkit.config.checks import check_strategy, strategy_traits
 from trainkit.config.loading import flatten, load
 from trainkit.config.schema import SECTIONS, Config, reach
 from trainkit.errors import UserError
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 

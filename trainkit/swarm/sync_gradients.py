@@ -34,13 +34,12 @@ from torch import Tensor, nn
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import freeze
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.swarm.link import num_parts
 from trainkit.swarm.sync_diloco import Average, CommonState, Given, flatten, unflattened
 from trainkit.training.build import TrainState
-from trainkit.training.optim import build_optimizer, set_lr
+from trainkit.training.optim import build_optimizer, lr_at, set_lr
 from trainkit.training.precision import Precision
-from trainkit.training.schedule import lr_at
 
 
 class Gathered(torch.optim.Optimizer):

@@ -26,13 +26,12 @@ from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.data.base import Batch, Splits
+from trainkit.data.base import Batch, Splits, derive_seed
 from trainkit.data.loader import Batches
-from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.models import build_model
-from trainkit.strategies.base import AsItIs
+from trainkit.strategies import AsItIs
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build

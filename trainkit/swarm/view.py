@@ -14,9 +14,8 @@ from trainkit import fileio, terminal
 from trainkit.config.loading import load
 from trainkit.config.task import LOSS, metrics_of
 from trainkit.errors import TrainkitError, UserError
-from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import TaskMetrics, described, read_metrics
+from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, described, read_metrics
 from trainkit.swarm import address, invitations, reader
 from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import (

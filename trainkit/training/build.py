@@ -21,25 +21,20 @@ from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.config.task import TaskMetrics, judged_by, metrics_of
-from trainkit.data.base import Batch, DataInfo, Splits, normalize
+from trainkit.data.base import Batch, DataInfo, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import Batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
-from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.fileio import make_own
 from trainkit.models import build_model, expected_input, freeze
 from trainkit.run import folder as run_folder
-from trainkit.strategies import build_strategy
-from trainkit.strategies.base import HasTensors, SharesOptimizer, Strategy, TakesHollow, repeated_blocks
-from trainkit.tasks import build_task
-from trainkit.tasks.base import Task
-from trainkit.training.ema import Ema
-from trainkit.training.optim import build_optimizer
+from trainkit.strategies import HasTensors, SharesOptimizer, Strategy, TakesHollow, build_strategy, repeated_blocks
+from trainkit.tasks import Task, build_task
+from trainkit.training.optim import Ema, build_optimizer, lr_at
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
-from trainkit.training.schedule import lr_at
 from trainkit.training.timing import flops_per_image, peak_flops
 from trainkit.workarounds import keep_freed_memory, put_off_torch_compiler
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.order import derive_seed
+from trainkit.data.base import derive_seed
 from trainkit.distributed.process_group import StopVote
 from trainkit.distributed.watchdog import Place, watchdog
 from trainkit.run.events import Attempt

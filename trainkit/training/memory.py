@@ -22,15 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
-from trainkit.data.base import Batch, Splits
-from trainkit.data.order import steps_per_epoch
+from trainkit.data.base import Batch, Splits, steps_per_epoch
 from trainkit.distributed.device import MemoryGauge, device_name, random_state_kept
 from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor.profiler import out_of_gpu_memory
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.events import Writer, micro_batch_found
-from trainkit.strategies.base import AsItIs, SharesOptimizer
+from trainkit.strategies import AsItIs, SharesOptimizer
 from trainkit.training.build import TrainState
 from trainkit.training.update import Updater
 

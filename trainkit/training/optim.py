@@ -1,20 +1,25 @@
-"""The optimizer, and which parameters it treats how."""
+"""The optimizer, its schedule, and the average of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit import plugins
-from trainkit.checkpoint.state import Held, load_moments, master_of, moments_of
-from trainkit.config.optimizers import find_optimizer
-from trainkit.config.schema import OptimConfig
-from trainkit.distributed.process_group import Distributed, is_sharded
+from trainkit.checkpoint.state import Held, follow_masters, load_moments, master_of, moments_of, plain_name
+from trainkit.config.optimizers import find_optimizer, given_to_own
+from trainkit.config.schema import OptimConfig, ScheduleConfig
+from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
+
+# The optimizer, and which parameters it treats how.
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -172,3 +177,165 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use ``lr`` for the next update; in groups of layers that learn slower, their share of it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+# Learning rates: a pure function of the step, so that resuming needs no scheduler state.
+
+# OneCycleLR's defaults: the cycle starts at lr/25 and ends at a 10,000th of where it started.
+_ONECYCLE_DIV = 25.0
+_ONECYCLE_FINAL_DIV = 1e4
+
+
+def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int) -> float:
+    """Learning rate of update ``step`` (from 0) of ``total_steps``.
+
+    onecycle: cosine from lr/25 up to lr over the warm-up, cosine down to almost nothing (Smith and Topin,
+    arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is).
+    cosine: linear warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
+    Both end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
+    step: linear warm-up, then lr times ``gamma`` after every ``step_epochs`` from the start on.
+    wsd: linear warm-up, lr, and in the last ``decay_ratio`` of the run down to ``final_lr_ratio`` of lr by 1 - sqrt (Hu
+    et al., arXiv 2404.06395; the shape is that of Haegele et al., arXiv 2405.18392).
+    ``package.module:function``: what that gives, which has to be the same whenever it is asked.
+    """
+    peak = optim.lr
+    if schedule.is_own:
+        return _own_rate(step, total_steps, peak, schedule, steps_per_epoch)
+    if total_steps == 1:
+        return peak  # the end of a curve would be its only point
+    # At most half of the run, so that a preset made for many epochs can be tried for one.
+    warmup = min(schedule.warmup_epochs * steps_per_epoch, total_steps / 2)
+    floor = schedule.final_lr_ratio * peak
+    if schedule.name == "onecycle":
+        start = peak / _ONECYCLE_DIV
+        end = max(floor, start / _ONECYCLE_FINAL_DIV)
+        # OneCycleLR's phases end on whole steps: the peak is reached at step warmup - 1.
+        top = warmup - 1
+        if step <= top:
+            return _cosine(start, peak, step / top if top > 0 else 1.0)
+        return _cosine(peak, end, (step - top) / (total_steps - 1 - top))
+    if step < warmup:
+        return peak * (step + 1) / math.ceil(warmup)
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "step":
+        return peak * schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch))
+    if schedule.name == "wsd":
+        decay = min(schedule.decay_ratio * total_steps, total_steps - warmup)
+        fallen = max(step - (total_steps - decay), 0.0) / decay
+        return floor + (peak - floor) * (1 - math.sqrt(fallen))
+    return _cosine(peak, floor, (step - warmup) / (total_steps - warmup))
+
+
+def _own_rate(step: int, total_steps: int, lr: float, schedule: ScheduleConfig, steps_per_epoch: int) -> float:
+    rate = _own(schedule.name)(step, total_steps, lr, **given_to_own(schedule, steps_per_epoch))
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise UserError(
+            f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}.",
+            why="A learning rate is a number of at least 0.",
+            fix="Have function(step, total_steps, lr) return one.",
+            key="schedule.name",
+        )
+    return float(rate)
+
+
+@cache
+def _own(name: str) -> Callable[..., Any]:
+    return plugins.load("trainkit.schedule", name)
+
+
+def _cosine(start: float, end: float, fraction: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
+
+
+# An exponential moving average of the weights, which is often the better model (Polyak and Juditsky, 1992).
+
+
+def decay_at(updates: int, decay: float) -> float:
+    """How much of the average stays at the update after ``updates`` others: the first ones count for more, or a short
+    run would end with what it began with (TensorFlow's rule: Abadi et al., `ExponentialMovingAverage`)."""
+    return min(decay, (1 + updates) / (10 + updates))
+
+
+class Ema:
+    """The averaged weights of a model, sharded as it is, on the devices of its weights.
+
+    As in timm's `ModelEmaV3` the running statistics of BatchNorm are averaged too, and its counts are the model's own.
+    What is not trained is the model's own as well.
+
+    Args:
+        model: as made by the strategy. The average begins with its present weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._averages: dict[str, Tensor] = {}
+        """By plain name; tied weights have several names and one average."""
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """This rank's parts of the model's tensors and of their averages, each once."""
+        seen: dict[int, Tensor] = {}
+        for name, own in _tensors_of(model).items():
+            # Buffers in fp16 are no statistics, which need more digits.
+            is_statistic = not isinstance(own, nn.Parameter) and own.dtype in (torch.float32, torch.float64)
+            if own.requires_grad or is_statistic:
+                if id(own) not in seen:
+                    seen[id(own)] = own.detach().clone()
+                    self._pairs.append((own, seen[id(own)]))
+                self._averages[name] = seen[id(own)]
+        # average += weight * (own - average) is a step of SGD with the gradient -own and a weight decay of 1. The fused
+        # kernel makes it in one pass, and leaves it out by itself where `found_inf` is 1 on the device.
+        averages = [local_part(average) for _, average in self._pairs]
+        self._step = torch.optim.SGD(averages, lr=0.0, weight_decay=1.0, maximize=True, fused=True)
+
+    @torch.no_grad()
+    def update(self, nonfinite: Tensor, *, updates: int) -> None:
+        """Take the weights after an update into the average.
+
+        Args:
+            nonfinite: 1.0 on the device where that update came to nothing: the average then stays as it is.
+            updates: how many updates the average has had before.
+        """
+        for own, average in self._local():
+            average.grad = own.detach() if own.numel() else None  # a small tensor's shards do not reach all ranks
+        self._step.param_groups[0]["lr"] = 1.0 - decay_at(updates, self._decay)
+        self._step.found_inf = nonfinite  # type: ignore[attr-defined]  # as torch's GradScaler does
+        self._step.step()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew with the model's present weights."""
+        for own, average in self._local():
+            average.copy_(own)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averaged model: plain name -> tensor, sharded ones as they are. Writing into them changes the average,
+        or what the model has in common with it."""
+        return {name: self._averages.get(name, own.detach()) for name, own in _tensors_of(self._model).items()}
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Within it the model has the averaged weights; afterwards its own again, bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        _tensors_of(self._model)  # a sharded model gives its gathered parameters back, and will gather anew
+        for own, average in self._local():  # one after the other: no second copy of the model
+            kept = own.clone()
+            own.copy_(average)
+            average.copy_(kept)
+        follow_masters(self._model.parameters())
+
+    def _local(self) -> list[tuple[Tensor, Tensor]]:
+        return [(local_part(own), local_part(average)) for own, average in self._pairs]
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Plain name -> the model's own parameter or buffer, sharded ones as they are."""
+    inner = model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
+    state = inner.state_dict(keep_vars=True)
+    return {plain_name(name): master_of(value) for name, value in state.items() if isinstance(value, Tensor)}

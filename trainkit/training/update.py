@@ -10,13 +10,12 @@ from torch import Tensor
 
 from trainkit.checkpoint.state import plain_name
 from trainkit.data.augment import Augment
-from trainkit.data.base import Batch
-from trainkit.data.order import derive_seed, global_batch
+from trainkit.data.base import Batch, derive_seed, global_batch
 from trainkit.distributed.device import is_free_to_ask, seed_random
 from trainkit.distributed.process_group import local_part
 from trainkit.errors import RunFailedError
-from trainkit.monitor.loggers import setback_line
-from trainkit.tasks.base import training_losses
+from trainkit.monitor import setback_line
+from trainkit.tasks import training_losses
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState
 from trainkit.training.optim import set_lr

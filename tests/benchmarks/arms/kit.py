@@ -27,7 +27,7 @@ from trainkit.data.loader import on_gpu, train_batches
 from trainkit.distributed.device import MemoryGauge
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import TrainkitError
-from trainkit.ranks.env import RankEnv
+from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 

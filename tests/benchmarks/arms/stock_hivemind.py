@@ -52,7 +52,7 @@ def main(job: Job) -> None:
 
     from tests.benchmarks.arms import patient_task
     from trainkit.config.schema import OptimConfig, ScheduleConfig
-    from trainkit.training.schedule import lr_at
+    from trainkit.training.optim import lr_at
 
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)

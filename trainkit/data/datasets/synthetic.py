@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.base import DataInfo, Splits, require
+from trainkit.data.base import DataInfo, Splits, derive_seed, require
 from trainkit.data.download import Say
-from trainkit.data.order import derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor

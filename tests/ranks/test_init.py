@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from trainkit import ranks as ranks_env
 from trainkit.errors import UserError
-from trainkit.ranks import env as ranks_env
-from trainkit.ranks.env import (
+from trainkit.ranks import (
     NO_SECRET,
     PORTS,
     VARIABLE,
@@ -322,7 +322,7 @@ def test_a_restart_begins_its_search_elsewhere_and_others_anywhere() -> None:
 def test_the_module_prints_one_port_and_imports_no_torch() -> None:
     code = (
         "import atexit, runpy, sys, trainkit.process; atexit.register(lambda: print('torch' in sys.modules))\n"
-        "runpy.run_module('trainkit.ranks.env', run_name='__main__')"
+        "runpy.run_module('trainkit.ranks', run_name='__main__')"
     )
     env = {**os.environ, "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "2"}
     root = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainkit.report.charts import Axes, Bar, Picture, Scale, Series, bar_chart, drawing, line_chart, time_unit
+from trainkit.report.document import Axes, Bar, Picture, Scale, Series, bar_chart, drawing, line_chart, time_unit
 
 LOSS = Axes("Loss", "", "epoch", may_be_log=True, lost="not finite")
 

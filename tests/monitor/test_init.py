@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainkit import fileio, plugins
+from trainkit import fileio, monitor, plugins
 from trainkit.config.schema import Config
 from trainkit.config.task import metrics_of
 from trainkit.errors import RunFailedError
-from trainkit.monitor import loggers
-from trainkit.monitor.loggers import NullLogger, open_loggers
+from trainkit.monitor import NullLogger, open_loggers
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
@@ -159,7 +158,7 @@ def test_loggers_are_closed_when_training_raises(run_dir: RunDir, use: Any) -> N
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert loggers.duration(seconds) == text
+    assert monitor.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -178,4 +177,4 @@ def test_durations(seconds: float, text: str) -> None:
     ],
 )  # fmt: skip
 def test_a_record_is_one_line_with_units(record: dict[str, Any], line: str) -> None:
-    assert loggers.record_line(record, METRICS, total_steps=1600, eta_seconds=12) == line
+    assert monitor.record_line(record, METRICS, total_steps=1600, eta_seconds=12) == line

@@ -16,8 +16,8 @@ from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import TensorSamples
 from trainkit.errors import RefusedError
-from trainkit.swarm import agreement
-from trainkit.swarm.agreement import (
+from trainkit.swarm import session
+from trainkit.swarm.session import (
     code_facts,
     facts_of,
     installed,
@@ -73,7 +73,7 @@ def test_whatever_changes_what_is_computed_is_a_difference(was: bytes, becomes: 
 
 
 def test_every_version_of_python_reads_the_same_meaning() -> None:
-    assert agreement._hash([meaning_of(CODE)]) == "214ea2466304"
+    assert session._hash([meaning_of(CODE)]) == "214ea2466304"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_rooms_of_the_code_that_decide_what_is_computed_count(package: Path, fil
 
 
 def test_the_files_that_are_looked_at_exist() -> None:
-    found = code_facts(Path(agreement.__file__).parents[1], ())
+    found = code_facts(Path(session.__file__).parents[1], ())
     assert list(found) == ["code of data", "code of models", "code of tasks", "code of training", "code of swarm"]
 
 
@@ -209,7 +209,7 @@ def test_seed_shapes_and_samples_must_be_alike_and_weights_need_not(
     data: Callable[[Splits], Splits],
     differs: list[str],
 ) -> None:
-    monkeypatch.setattr(agreement, "code_facts", lambda package, plugins: {})  # alike here
+    monkeypatch.setattr(session, "code_facts", lambda package, plugins: {})  # alike here
     before = facts_of(CONFIG, splits, net())
     after = facts_of(CONFIG.model_copy(update={"seed": seed}), data(splits), model())
     assert [key for key in before if before[key] != after[key]] == differs
