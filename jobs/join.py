@@ -195,7 +195,7 @@ def loaded_rank(
 
     Raises UserError when the swarm does not answer.
     """
-    from trainkit.swarm import reader
+    from trainkit.swarm import view
     from trainkit.swarm.admission import warned
     from trainkit.swarm.spec import require_collaborative
 
@@ -206,7 +206,7 @@ def loaded_rank(
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
         return loaded, entry.text  # rank 0 tells the others
-    return reader.as_peer(entry, overrides, flags={}, env=env, allow_code=allow_code), entry.text
+    return view.as_peer(entry, overrides, flags={}, env=env, allow_code=allow_code), entry.text
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
 
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
-    from trainkit.swarm import reader
+    from trainkit.swarm import view
     from trainkit.swarm.admission import VARIABLE, entry_of, warned
     from trainkit.swarm.spec import require_collaborative
 
@@ -271,7 +271,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
         raise UserError(f"--array {count} is not possible.", why=why, fix="Use --array 8.")
     require_collaborative(load(request.preset).config)
     entry = warned(entry_of([request.join] if request.join else [], env, name="submit"))
-    loaded = reader.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
+    loaded = view.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
     # Jobs get the token from the environment: it must not appear in command lines or files.
     return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
 

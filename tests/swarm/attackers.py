@@ -97,7 +97,7 @@ def probe(*, serves: bool) -> None:
 
     from trainkit.swarm import exchange, session
     from trainkit.swarm.average import Averaging
-    from trainkit.swarm.sync_diloco import OuterState
+    from trainkit.swarm.sync import OuterState
 
     init, honest = Averaging.__init__, OuterState.probe
 

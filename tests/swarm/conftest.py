@@ -125,7 +125,7 @@ class Commands:
             "import sys\n"
             "from trainkit.swarm.admission import with_token\n"
             "from trainkit.swarm.session import meeting_place\n"
-            "from trainkit.swarm.reader import open_reader\n"
+            "from trainkit.swarm.view import open_reader\n"
             "with open_reader(with_token(sys.argv[1])) as read:\n"
             "    (manifest,) = read().manifests.values()\n"
             "    print(meeting_place(manifest.run_id, manifest.facts))\n"

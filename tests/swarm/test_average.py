@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.config.loading import load
 from trainkit.swarm.link import PART, Outcome
 from trainkit.swarm.robust import Round
-from trainkit.swarm.sync_diloco import PROBE_SIZE, Given
+from trainkit.swarm.sync import PROBE_SIZE, Given
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainkit.swarm.link import PART, Codec, Outcome, Sending
 from trainkit.swarm.messages import CLIENT, About, Gathered
 from trainkit.swarm.robust import Limits, Screen
-from trainkit.swarm.sync_diloco import PROBE_SIZE
+from trainkit.swarm.sync import PROBE_SIZE
 
 if TYPE_CHECKING:
     from trainkit.swarm.exchange import Exchange

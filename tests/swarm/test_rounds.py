@@ -23,10 +23,9 @@ from trainkit.ranks import RankEnv
 from trainkit.swarm.address import Memory
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
+from trainkit.swarm.session import Team
 from trainkit.swarm.spec import Hooks, PeerSpec
-from trainkit.swarm.sync_diloco import Average, Given
-from trainkit.swarm.sync_gradients import GatheringParts, GradientState
-from trainkit.swarm.team import Team
+from trainkit.swarm.sync import Average, GatheringParts, Given, GradientState
 from trainkit.training.build import alone, build
 
 pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
@@ -306,7 +305,7 @@ def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], 
     from trainkit.config.schema import CollaborativeConfig
     from trainkit.swarm.average import Averaging
     from trainkit.swarm.link import Link
-    from trainkit.swarm.sync_diloco import OuterState
+    from trainkit.swarm.sync import OuterState
 
     model = nn.Linear(64, 8, bias=False)
     nn.init.zeros_(model.weight)

@@ -83,7 +83,7 @@ def package(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f'"""{name}"""\nx = 1\n')
     (tmp_path / "swarm").mkdir()
-    for name in ("exchange", "link", "messages", "sync_diloco", "sync_gradients", "doctor"):
+    for name in ("exchange", "link", "messages", "sync", "doctor"):
         (tmp_path / "swarm" / f"{name}.py").write_text("x = 1\n")
     return tmp_path
 
@@ -95,7 +95,7 @@ def package(tmp_path: Path) -> Path:
         ("models/net", ["code of models"]),
         ("training/deep/er", ["code of training"]),
         ("training/new", ["code of training"]),
-        ("swarm/sync_diloco", ["code of swarm"]),
+        ("swarm/sync", ["code of swarm"]),
         ("swarm/doctor", []),
         ("report/page", []),
     ],

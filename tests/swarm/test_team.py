@@ -20,8 +20,8 @@ from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
-from trainkit.swarm import team
-from trainkit.swarm.sync_diloco import Average, OuterState
+from trainkit.swarm import session
+from trainkit.swarm.sync import Average, OuterState
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -38,7 +38,7 @@ def digest(model: nn.Module) -> str:
 
 def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, Any]:
     """Two rounds of a peer; what each rank has at their end. ``die``: the rank that is killed in the second."""
-    with distributed(env, use_gpu=False, collective_timeout=team.PATIENCE) as dist:
+    with distributed(env, use_gpu=False, collective_timeout=session.PATIENCE) as dist:
         if not env.is_main:
             beats = [0]
 
@@ -47,21 +47,21 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
                 if die == env.rank and beats[0] > 12:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            return {"weights": digest(team.follow(dist, beat=beat))}
+            return {"weights": digest(session.follow(dist, beat=beat))}
         config = settings(*overrides)
         splits = build_data(config.data)
         model = build_model(config.model, splits.info, config.seed + 1)  # which must come over the others' own
         common = OuterState(model, lr=0.7, momentum=0.9)
         found: dict[str, Any] = {}
         with (
-            team.spread(config, dist, splits, common, "QmPeer") as peer,
-            peer.batches(team.data_seed(config, "QmPeer"), 0) as batches,
+            session.spread(config, dist, splits, common, "QmPeer") as peer,
+            peer.batches(session.data_seed(config, "QmPeer"), 0) as batches,
         ):
             update = Updater(peer.parts)
             for number in range(2):
                 for step in range(3):
                     peer.before_update(1e-3, 10 * number + step)
-                    with team.together(peer.size):
+                    with session.together(peer.size):
                         update(batches, lr=1e-3, seed=10 * number + step)
                 found["samples"] = peer.read(update.meter)["samples"]
                 given = common.give(8)
@@ -92,7 +92,7 @@ def test_all_ranks_agree_bit_for_bit_and_all_their_samples_count() -> None:
 )
 def test_an_update_that_cannot_be_divided_is_refused(overrides: tuple[str, ...], ranks: int, says: str) -> None:
     with pytest.raises(UserError, match="divided") as error:
-        team._check_batch(settings(*overrides), ranks)
+        session._check_batch(settings(*overrides), ranks)
     assert says in str(error.value)
 
 

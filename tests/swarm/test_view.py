@@ -12,9 +12,20 @@ from typing import Any
 import pytest
 
 from trainkit.config.task import metrics_of
+from trainkit.errors import RunFailedError
 from trainkit.run.metrics import Contribution
-from trainkit.swarm.reader import SwarmRecords
-from trainkit.swarm.view import PeerRow, View, as_object, leaderboard_lines, status_lines, view_of
+from trainkit.swarm import view as swarm_view
+from trainkit.swarm.admission import by_address
+from trainkit.swarm.view import PeerRow, SwarmRecords, View, as_object, leaderboard_lines, status_lines, view_of
+
+ADDRESS_READER = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def test_a_swarm_that_takes_too_long_to_answer_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm_view, "_SECONDS", 0.01)
+    with pytest.raises(RunFailedError, match=r"no answer within 0\.01 s[\s\S]*jobs\.swarm doctor"):
+        swarm_view.run_at(by_address([ADDRESS_READER], name="join"))
+
 
 ANNA = PeerRow("anna", "anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
 BO = PeerRow("bo", "bo", "QmBo1234567", "client", 3, 0, 0, 0, 64, 10.0, 2.5, 0, 0, 9.0)
@@ -92,7 +103,7 @@ def test_the_object_for_programs_holds_everything_and_is_json() -> None:
 
 
 CREATOR = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-ADDRESS = f"/ip4/203.0.113.7/tcp/4711/p2p/{CREATOR}"
+ADDRESS_VIEW = f"/ip4/203.0.113.7/tcp/4711/p2p/{CREATOR}"
 
 
 def told(**own: Any) -> SwarmRecords:
@@ -116,12 +127,12 @@ def told(**own: Any) -> SwarmRecords:
 
 def test_a_peer_is_credited_by_its_invitation_whatever_it_calls_itself() -> None:
     peers = {"QmStranger": "mallory", CREATOR: "owner"}
-    rows = {row.peer: row.credited for row in view_of(replace(told(), names=peers), [ADDRESS], None).peers}
+    rows = {row.peer: row.credited for row in view_of(replace(told(), names=peers), [ADDRESS_VIEW], None).peers}
     assert rows == {"QmStranger": "mallory", CREATOR: "x"}
 
 
 def test_accuracy_and_contributions_are_the_creators_account() -> None:
-    view = view_of(told(), [ADDRESS], None)
+    view = view_of(told(), [ADDRESS_VIEW], None)
     assert view.val == {"loss": 0.5, "acc1": 90.0}
     assert [item.name for item in view.contributions] == ["anna"]
 
@@ -140,7 +151,7 @@ def test_accuracy_and_contributions_are_the_creators_account() -> None:
     ],
 )
 def test_what_a_stranger_writes_about_itself_cannot_harm_who_looks(own: dict[str, Any]) -> None:
-    view = view_of(told(**own), [ADDRESS], None)
+    view = view_of(told(**own), [ADDRESS_VIEW], None)
     lines = status_lines(view)
     assert len(lines) == (4 if len(own.get("name", "x" * 200)) <= 128 else 3), (
         "nonsense is not shown; what can be cleaned is"

@@ -1,6 +1,6 @@
 """The end of a round: find the others, average with them over hivemind, judge the average, and make the outer step.
 
-The average may arrive while the next round is being trained, and a round that fails costs nothing: see `sync_diloco`.
+The average may arrive while the next round is being trained, and a round that fails costs nothing: see `sync`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainkit.swarm.digest import has_drifted, reference_among
 from trainkit.swarm.exchange import _Averager
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, cuts, exchange_seconds, patience
 from trainkit.swarm.robust import Action, Round, Verdict
-from trainkit.swarm.sync_diloco import Average, CommonState, Given
+from trainkit.swarm.sync import Average, CommonState, Given
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainkit.swarm.admission import Admission, Member
 from trainkit.swarm.invitations import Pass, Role, UntrustedError, parsed
 from trainkit.swarm.messages import plain_msgpack
-from trainkit.swarm.sync_diloco import PROBE_SIZE
+from trainkit.swarm.sync import PROBE_SIZE
 
 _LONGEST_METADATA = 16_384
 # Relative distance beyond which a peer takes over the state of the owner's side. Rounding to fp16 gives about 1e-5.

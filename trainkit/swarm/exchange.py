@@ -37,7 +37,7 @@ from trainkit.swarm.invitations import Pass
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, read_gathered
 from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, voices_of
-from trainkit.swarm.sync_diloco import CommonState
+from trainkit.swarm.sync import CommonState
 
 
 class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]

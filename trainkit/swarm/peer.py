@@ -247,7 +247,7 @@ def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable
     Raises RunFailedError when rank 0 has died.
     """
     from trainkit.distributed.process_group import distributed
-    from trainkit.swarm.team import PATIENCE, follow
+    from trainkit.swarm.session import PATIENCE, follow
 
     with distributed(env, use_gpu=use_gpu, secret=secret, collective_timeout=PATIENCE) as dist:
         follow(dist, beat=beat)

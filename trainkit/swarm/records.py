@@ -21,7 +21,7 @@ from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Remark, Writer
 from trainkit.run.metrics import Contribution, Contributions, Counted
 from trainkit.swarm.robust import Round
-from trainkit.swarm.sync_diloco import CommonState
+from trainkit.swarm.sync import CommonState
 from trainkit.training.recorder import Progress
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from trainkit.swarm.average import finite, number
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.robust import FRESH_SECONDS, Tally, newest_round, tally
-from trainkit.swarm.session import LOST_AFTER, Session
-from trainkit.swarm.sync_gradients import GradientState
-from trainkit.swarm.team import together
+from trainkit.swarm.session import LOST_AFTER, Session, together
+from trainkit.swarm.sync import GradientState
 from trainkit.training.build import TrainState
 from trainkit.training.optim import lr_at
 from trainkit.training.recorder import MOST_ROLLBACKS
