@@ -24,7 +24,7 @@ from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
 from trainkit.launch.restarts import budget_spent, passing_failure
 from trainkit.launch.supervisor import Ending, Limits, Rank, Requests, signal_requests, supervise
-from trainkit.monitor.follow import RankLog
+from trainkit.diagnosis.evidence import RankLog
 from trainkit.process import run_program, visible_cpus
 from trainkit.programs import python_path, scrubbed
 from trainkit.ranks import Secret, free_port

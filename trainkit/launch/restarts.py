@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit import fileio
 from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
-from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of, read_events
 from trainkit.run.folder import PREFLIGHT, RunDir
@@ -25,6 +24,8 @@ MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
+KILLED = "killed by "
+"""How the error of a rank begins that a signal has ended."""
 REFUSED = 3
 _FAILED_PREFLIGHT = "failed preflight: "
 _MOST_SIGNALS = 64
@@ -99,12 +100,12 @@ def passing_failure(attempt: Attempt, code: int) -> str:
         if mendable:
             return mendable[0]
     errors += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := RankLog(log).error)]
-    if any(not is_lost_connection(error) and not is_killed(error) for error in errors):
+    if any(not is_lost_connection(error) and not error.startswith(KILLED) for error in errors):
         return ""
     trained = any(event.get("attempt") == attempt.number for event in read_events(attempt.run, "started"))
     if not trained and (unanswered := _UNANSWERED.search(batch_text(attempt.run, attempt.number))):
         return f"srun could not start the ranks: {unanswered[1].strip()}"
-    if killed := [*filter(is_killed, errors)]:
+    if killed := [error for error in errors if error.startswith(KILLED)]:
         return killed[0]
     if 0 < code - 128 <= _MOST_SIGNALS:
         return f"a rank was killed by signal {code - 128}"

@@ -20,6 +20,7 @@ from types import FrameType
 
 from trainkit.diagnosis.evidence import RankLog, is_lost_connection
 from trainkit.fileio import append, readable
+from trainkit.launch.restarts import KILLED
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.lease import is_stopped
@@ -36,7 +37,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _LOOK_SECONDS = 1.0
 _LATE_SECONDS = 10.0
 """A supervisor that has not looked for so long was stopped itself, and does not know what its ranks did meanwhile."""
-_KILLED = "killed by "
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,7 @@ class Death:
         if self.code >= 0:
             return f"exit code {self.code}"
         out_of_memory = " (which the kernel does when memory runs out)" if self.code == -signal.SIGKILL else ""
-        return f"{_KILLED}{signal.Signals(-self.code).name}{out_of_memory}"
-
-
-def is_killed(error: str) -> bool:
-    """Whether an error is the text of a `Death` by a signal."""
-    return error.startswith(_KILLED)
+        return f"{KILLED}{signal.Signals(-self.code).name}{out_of_memory}"
 
 
 class RankGroup:
