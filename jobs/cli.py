@@ -202,7 +202,7 @@ _INSTEAD = {
 
 def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
     """Suggest a replacement for an unknown flag: one of other programs, or a setting written as a flag."""
-    from trainkit.config.refusals import meant_by, setting_named  # needed for this mistake alone
+    from trainkit.config.loading import meant_by, setting_named  # needed for this mistake alone
     from trainkit.config.schema import SECTIONS
 
     name = flag.lstrip("-").lower().replace("_", "-")

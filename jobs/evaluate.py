@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.config.task import metrics_of
+from trainkit.config.components import metrics_of
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl, finite
 from trainkit.run.folder import RunDir, is_url

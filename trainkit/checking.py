@@ -6,10 +6,9 @@ from pathlib import Path
 
 from trainkit import plugins
 from trainkit.config.checks import check_strategy
+from trainkit.config.components import check_optimizer, check_schedule, check_task
 from trainkit.config.loading import Loaded
-from trainkit.config.optimizers import check_optimizer, check_schedule
 from trainkit.config.schema import Config
-from trainkit.config.task import check_task
 from trainkit.data import check_data, train_size
 from trainkit.data.base import steps_per_epoch
 from trainkit.errors import UserError

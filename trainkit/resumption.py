@@ -19,8 +19,8 @@ from trainkit.data import check_data
 from trainkit.errors import RefusedError, UserError
 from trainkit.finish import full_name
 from trainkit.launch import submission
+from trainkit.launch.batch_job import excluded_nodes
 from trainkit.launch.plan import Plan, validate
-from trainkit.launch.restarts import excluded_nodes
 from trainkit.run import folder as run_folder
 from trainkit.run.events import RunHistory, history_of
 from trainkit.run.folder import RunDir, runs_root

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit import fileio, monitor, plugins
+from trainkit.config.components import metrics_of
 from trainkit.config.schema import Config
-from trainkit.config.task import metrics_of
 from trainkit.errors import RunFailedError
 from trainkit.monitor import NullLogger, open_loggers
 from trainkit.run.folder import RunDir

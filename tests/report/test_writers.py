@@ -19,7 +19,7 @@ import pytest
 
 from tests.report.conftest import rows_of, write_sweep_of
 from trainkit import fileio
-from trainkit.config.task import LOSS
+from trainkit.config.components import LOSS
 from trainkit.errors import UserError
 from trainkit.report import figures, sections
 from trainkit.report.document import Items, Table

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainkit import fileio
-from trainkit.config.task import LOSS
+from trainkit.config.components import LOSS
 from trainkit.run import metrics
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (

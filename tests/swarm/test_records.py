@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.swarm.test_robust import POSSIBLE, SIZE, contributions
-from trainkit.config.task import metrics_of
+from trainkit.config.components import metrics_of
 from trainkit.errors import DiskError, RunFailedError
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir

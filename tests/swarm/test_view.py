@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.task import metrics_of
+from trainkit.config.components import metrics_of
 from trainkit.errors import RunFailedError
 from trainkit.run.metrics import Contribution
 from trainkit.swarm import view as swarm_view

@@ -20,8 +20,8 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.config.components import library_optimizers, objection
 from trainkit.config.loading import load
-from trainkit.config.optimizers import library_optimizers, objection
 from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError

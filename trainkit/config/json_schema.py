@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from trainkit import plugins
+from trainkit.config.components import usable_names
 from trainkit.config.loading import PACKAGED
-from trainkit.config.optimizers import usable_names
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
 from trainkit.errors import UserError, did_you_mean
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import fileio, plugins
-from trainkit.config.task import TaskMetrics, metrics_of
+from trainkit.config.components import TaskMetrics, metrics_of
 from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainkit import fileio, terminal
-from trainkit.config.task import LOSS, metrics_of
-from trainkit.config.task import Metric as Metric
-from trainkit.config.task import TaskMetrics as TaskMetrics
+from trainkit.config.components import LOSS, metrics_of
+from trainkit.config.components import Metric as Metric
+from trainkit.config.components import TaskMetrics as TaskMetrics
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 

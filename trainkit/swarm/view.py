@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainkit import fileio, programs, terminal
 from trainkit.config import yaml
+from trainkit.config.components import LOSS, metrics_of
 from trainkit.config.loading import Loaded, load
-from trainkit.config.task import LOSS, metrics_of
 from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from_json
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, described, read_metrics

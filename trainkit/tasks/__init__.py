@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from trainkit import plugins
-from trainkit.config.task import check_task, taken_of_train
+from trainkit.config.components import check_task, taken_of_train
 from trainkit.errors import UserError
 from trainkit.terminal import one_line
 

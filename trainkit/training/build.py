@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from trainkit import process
 from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
+from trainkit.config.components import TaskMetrics, judged_by, metrics_of
 from trainkit.config.schema import Config
-from trainkit.config.task import TaskMetrics, judged_by, metrics_of
 from trainkit.data.base import Batch, DataInfo, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import Batches, resolve_workers, train_batches

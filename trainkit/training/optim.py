@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit import plugins
 from trainkit.checkpoint.state import Held, follow_masters, load_moments, master_of, moments_of, plain_name
-from trainkit.config.optimizers import find_optimizer, given_to_own
+from trainkit.config.components import find_optimizer, given_to_own
 from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import UserError

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch import supervisor as module
-from trainkit.launch.supervisor import Death, Ending, Limits, Rank, RankGroup, Requests, signal_requests, supervise
+from trainkit.launch import controller as module
+from trainkit.launch.controller import Death, Ending, Limits, Rank, RankGroup, Requests, signal_requests, supervise
 from trainkit.ranks import signals
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
@@ -104,7 +104,7 @@ def test_what_a_rank_leaves_behind_ends_with_it(group: Group, tmp_path: Path) ->
 def test_ranks_do_not_outlive_whoever_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     program = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom trainkit.launch.supervisor import Rank, RankGroup\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom trainkit.launch.controller import Rank, RankGroup\n"
         f"group = RankGroup([Rank([sys.executable, '-c', {STUBBORN!r}], os.environ, Path('rank'))])\n"
         "print(group.pid(0), flush=True)\ntime.sleep(60)\n"
     )
@@ -263,8 +263,8 @@ def test_a_supervisor_that_was_stopped_finds_no_hang() -> None:
 STOPPED = """
 import os, sys, tempfile
 from pathlib import Path
-from tests.launch.test_supervisor import PRELUDE
-from trainkit.launch import supervisor as module
+from tests.launch.test_controller import PRELUDE
+from trainkit.launch import controller as module
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 
