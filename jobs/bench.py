@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.bench.arms import BENCHES, bench_of, check_asked
 from trainkit.bench.base import FEWEST_ROUNDS, Bench, BenchDir, Request
@@ -46,7 +46,7 @@ def parser() -> cli.Parser:
     )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 "--show takes no other words.", why=f"It was given '{args.name}' as well.", fix="Leave it out."
             )
         if args.host is not None:
-            return elsewhere.forward("bench", argv, args.host, env)
+            return login_node.forward("bench", argv, args.host, env)
         return _show(BenchDir(find_run(args.show, env).path), as_json=args.json)
     if args.name is None:
         raise UserError("NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}.")
@@ -73,9 +73,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.host is not None:  # the rest is checked on the login node
         flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
         loaded = loading.load(args.preset, args.overrides, flags=flags)
-        from jobs import sending
-
-        return sending.submit(argv, parser(), [loaded], env, verb="bench")
+        return login_node.submit(argv, parser(), [loaded], env, verb="bench")
     loaded = _loaded(bench, request, args, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")
     return _submit(bench, request, loaded, folder, args, ["python", "-m", "jobs.bench", *argv], env)
@@ -107,10 +105,10 @@ def _request(bench: Bench, args: argparse.Namespace) -> Request:
 
 def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
     """The configuration, checked. A bench starts again from nothing, so its job is not queued again."""
-    from trainkit.checking import check
     from trainkit.config import loading
     from trainkit.config.checks import strategy_traits
     from trainkit.run.ownership import require_own_code
+    from trainkit.start import check
 
     flags = cli.launch_flags(args)
     flags["launch.requeue"] = (False, f"bench {bench.name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from trainkit.finish import cancel
 from trainkit.run.folder import find_runs
 
@@ -12,14 +12,14 @@ from trainkit.run.folder import find_runs
 def parser() -> cli.Parser:
     parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     if args.host is not None:
-        return elsewhere.forward("cancel", argv, args.host, env)
+        return login_node.forward("cancel", argv, args.host, env)
     cancel([run for reference in args.runs for run in find_runs(reference, env)])
     return 0
 

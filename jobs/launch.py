@@ -13,19 +13,18 @@ from typing import NoReturn
 from jobs import cli
 from trainkit import fileio
 from trainkit.bench.base import refuse_bench
-from trainkit.checking import check
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.launch import containers
 from trainkit.launch.controller import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
-from trainkit.programs import scrubbed
+from trainkit.process import scrubbed
 from trainkit.ranks import VARIABLE, RankEnv, Secret, check_head
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import restore_code
-from trainkit.start import launch_settings, preset_or_run
+from trainkit.start import check, launch_settings, preset_or_run
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_words
@@ -31,14 +31,14 @@ def parser() -> cli.Parser:
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     if args.host is not None:
-        return elsewhere.forward("logs", argv, args.host, env)
+        return login_node.forward("logs", argv, args.host, env)
     run = find_run(args.run, env)
     attempts = run.attempts()
     if args.attempt is not None and args.attempt not in attempts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.log_book import report_on
 from trainkit.report.writers import RESULTS
@@ -24,7 +24,7 @@ def parser() -> cli.Parser:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)"
     )
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(argv)
     if args.host is not None:
         asked = [*args.runs, *["--compare"] * args.compare]
-        for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
+        for path in login_node.report(asked, args.host, args.out or Path("report"), env):
             if path.name == RESULTS:
                 print(terminal.lines(fileio.read_text(path)))
             print(terminal.path(path.absolute()))

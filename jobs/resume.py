@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from jobs.dry_run import print_plan
 from jobs.swarm import resume_by_hand
 from trainkit.resumption import Asked, fetched, is_by_hand, refuse_finished, resume
@@ -21,14 +21,14 @@ def parser() -> cli.Parser:
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     if args.host is not None:
-        return elsewhere.forward("resume", argv, args.host, env)
+        return login_node.forward("resume", argv, args.host, env)
     runs = [fetched(args.run, env, allow_code=args.allow_code)] if is_url(args.run) else find_runs(args.run, env)
     if len(runs) == 1 and is_by_hand(runs[0]):
         refuse_finished(runs[0])

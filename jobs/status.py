@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
@@ -104,14 +104,14 @@ def parser() -> cli.Parser:
     parser.add_argument("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     if args.host is not None:
-        return elsewhere.forward("status", argv, args.host, env)
+        return login_node.forward("status", argv, args.host, env)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
     root = runs_root(env)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from trainkit import terminal
 from trainkit.errors import UserError
 
@@ -56,7 +56,7 @@ def parser() -> cli.Parser:
     )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
@@ -124,7 +124,7 @@ def _print_settings(section: str | None) -> int:
 def _submit_there(
     argv: Sequence[str], args: argparse.Namespace, variants: Sequence[Sequence[str]], env: Mapping[str, str]
 ) -> int:  # fmt: skip
-    from jobs import sending
+    from jobs import login_node
     from trainkit.config import loading
 
     flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
@@ -136,7 +136,7 @@ def _submit_there(
             raise
         variants = []
     loadeds = [loading.load(args.preset, overrides, flags=flags) for overrides in variants]
-    return sending.submit(argv, parser(), loadeds, env)
+    return login_node.submit(argv, parser(), loadeds, env)
 
 
 def _estimate(prepared: Prepared) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from jobs import cli
 from trainkit import terminal
 from trainkit.bench.base import refuse_bench
-from trainkit.checking import check
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
@@ -20,7 +19,7 @@ from trainkit.run.events import Attempt, Writer, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.schedulers.base import require_no_job
-from trainkit.start import preset_or_run
+from trainkit.start import check, preset_or_run
 from trainkit.worker import own_attempt, train
 
 

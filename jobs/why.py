@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, elsewhere
+from jobs import cli, login_node
 from jobs.status import forecast_of, words
 from trainkit import terminal
 from trainkit.diagnosis.causes import Cause, cause_of
@@ -22,14 +22,14 @@ def parser() -> cli.Parser:
     parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
     parser.add_argument("run", metavar="RUN", help="a run's or a sweep's name or folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
-    elsewhere.add_host_flag(parser)
+    login_node.add_host_flag(parser)
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     if args.host is not None:
-        return elsewhere.forward("why", argv, args.host, env)
+        return login_node.forward("why", argv, args.host, env)
     runs = find_runs(args.run, env)
     if len(runs) > 1:
         _print_sweep(runs)

@@ -27,10 +27,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "trainkit.errors",
         "trainkit.importing",
-        "trainkit.process",
         "trainkit.terminal",
     ),
-    ("trainkit.programs", "trainkit.fileio", "trainkit.workarounds"),
+    ("trainkit.process",),
+    ("trainkit.fileio", "trainkit.workarounds"),
     ("trainkit.plugins",),
     ("trainkit.config",),
     ("trainkit.run",),
@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.schedulers",),
     ("trainkit.distributed",),
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models", "trainkit.tasks"),
-    ("trainkit.checking", "trainkit.training"),
+    ("trainkit.training",),
     ("trainkit.experiment",),
     ("trainkit.bench", "trainkit.swarm", "trainkit.inference"),
     ("trainkit.worker", "trainkit.finish", "trainkit.log_book"),
@@ -76,7 +76,7 @@ PLUGINS = (
 )  # fmt: skip
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
-SHARED = {"jobs", "jobs.cli", "jobs.elsewhere", "jobs.sending", "jobs.dry_run"}
+SHARED = {"jobs", "jobs.cli", "jobs.login_node", "jobs.dry_run"}
 VERBS = {
     "jobs.why": {"jobs.status"},  # whose forecast it tells
     "jobs.resume": {"jobs.swarm"},  # a swarm that was started in a terminal goes on there
@@ -122,8 +122,7 @@ READERS = {
     "trainkit.distributed.health": "takes what ranks of the same check say to one another",
     "trainkit.bench.run": "takes what ranks of the same bench say to one another",
     "trainkit.monitor.wandb": "takes what the process that has started it says",
-    "jobs.elsewhere": "unpacks the report that the user's own account has sent, its members bounded",
-    "jobs.sending": "packs the user's own files",
+    "jobs.login_node": "unpacks the report that the user's own account has sent, its members bounded",
 }
 READING_CALLS = re.compile(
     r"(json|yaml|numpy|np|torch|pickle|tomllib|csv|ast)\.(load|loads|load_all|safe_load|fromfile|memmap|genfromtxt|reader)"
@@ -131,9 +130,9 @@ READING_CALLS = re.compile(
     r"|(?!fileio\.).*\.(read_text|read_bytes)"
 )
 
-# Other programs are asked by trainkit/programs.py, which bounds what they say. What else starts one, and why:
+# Other programs are asked by trainkit/process.py, which bounds what they say. What else starts one, and why:
 STARTERS = {
-    "trainkit.programs": "is who asks",
+    "trainkit.process": "is who asks",
     "trainkit.site.ssh": "passes on what ssh says as it comes; what comes before that is bounded",
     "trainkit.launch.batch_job": "passes on what ranks of a check say as it comes; their result is bounded",
     "trainkit.launch.controller": "starts ranks, which write to their logs",
@@ -205,7 +204,6 @@ SHORTEST = 60
 SHORT = {
     **{f"jobs/{verb}.py": "a verb has a file of its name" for verb in ("cancel", "export", "report", "resume")},
     **{f"{package}/__main__.py": "Python wants this name for what is typed" for package in ("jobs", "trainkit")},
-    "trainkit/checking.py": "submit, train, launch and bench check this alike, and none loads another",
     "trainkit/errors.py": "every module imports it, and it none",
     "trainkit/importing.py": "is loaded before any library",
     "trainkit/log_book.py": "what `report` does, and notebooks too",

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import pytest
 
 from trainkit import plugins
-from trainkit.checking import check
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.plugins import convert, fill, timm_models, torchvision_models
+from trainkit.start import check
 
 STRATEGIES = "trainkit.strategies"
 SOURCE = """

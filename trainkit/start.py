@@ -14,23 +14,80 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit import terminal
+from trainkit import plugins, terminal
 from trainkit.bench.base import refuse_bench
-from trainkit.checking import check
 from trainkit.config import yaml
+from trainkit.config.checks import check_strategy
+from trainkit.config.components import check_optimizer, check_schedule, check_task
 from trainkit.config.loading import Loaded, find_preset, load, presets_named
-from trainkit.config.schema import LaunchConfig, is_one_line
+from trainkit.config.schema import Config, LaunchConfig, is_one_line
+from trainkit.data import check_data, train_size
+from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, UserError
 from trainkit.finish import full_name
 from trainkit.launch import submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
+from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.ownership import require_own_code
+from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
 from trainkit.schedulers.base import JobState, job_states, named
 from trainkit.site.profile import Site, discover
 from trainkit.worker import run_rank
+
+# Whether what a configuration names is there: data, model, task, strategy, loggers, their options. Without torch.
+
+
+def check(loaded: Loaded) -> None:
+    """Refuse names, options and values that would fail only once the run starts.
+
+    Raises UserError that names the setting and where it was written.
+    """
+    config = loaded.config
+    with loaded.pointing_at_sources():
+        _check_own_code(config)
+        check_data(config.data)
+        if (images := train_size(config.data)) is not None:
+            steps_per_epoch(images, config.train.global_batch_size)
+        check_model(config.model)
+        check_task(config)
+        _check_weights(config)
+        strategy = config.strategy
+        plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
+        check_strategy(config)
+        check_optimizer(config)
+        check_schedule(config.schedule)
+        for logger in config.monitor.loggers:
+            plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
+    refuse_settings(loaded)  # last: its detectors take longer than all the rest
+
+
+def _check_weights(config: Config) -> None:
+    file = config.model.checkpoint
+    if file is not None and not Path(file).expanduser().is_file():
+        raise UserError(
+            f"There is no file {file}.",
+            why="Training is to start from the weights in it.",
+            fix="Give a .safetensors or .pth file, such as `python -m jobs.export RUN FILE` writes.",
+            key="model.checkpoint",
+        )
+
+
+def _check_own_code(config: Config) -> None:
+    """The user's own modules can be imported, as far as that can be known without running them."""
+    launch = config.launch
+    # Where the job brings an environment of its own, what is missing here may be there.
+    here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
+    named = [("data", config.data.name), ("strategies", config.strategy.name)]
+    named.append(("tasks", config.task.name))
+    named += [("optim", config.optim.name), ("schedule", config.schedule.name)]
+    named += [("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES))
+    named += [("schedulers", launch.executor)] * (":" in launch.executor)
+    for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:
+        plugins.check_importable(f"trainkit.{room}", name, installed=here)
+
 
 _MOST_PEERS = 1000
 """Peers of one array: more is a typing error."""

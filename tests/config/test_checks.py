@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.checking import check
 from trainkit.config.checks import (
     StrategyTraits,
     check_strategy,
@@ -20,6 +19,7 @@ from trainkit.config.checks import (
 )
 from trainkit.config.loading import load
 from trainkit.errors import UserError
+from trainkit.start import check
 
 Write = Callable[[str], str]
 

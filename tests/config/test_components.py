@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.checking import check
 from trainkit.config.components import Metric, judged_by, metrics_of
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.errors import UserError
+from trainkit.start import check
 
 OWN = """
 METRICS = {"mae": ("years", "lower", "Mean absolute error")}

@@ -27,21 +27,29 @@ class Done:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def captured(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """What this process prints; a test file may say that it wants what programs of others print as well."""
+    return capsys
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
     """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
 
     def call(verb: str, *arguments: str) -> Done:
         monkeypatch.setattr(sys, "argv", [f"jobs/{verb}.py", *arguments])
-        capsys.readouterr()
+        captured.readouterr()
         try:
             code = cli.call(importlib.import_module(f"jobs.{verb}").main)
         except SystemExit as end:  # `--help`
             code = int(end.code or 0)
         finally:
-            captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err)
+            said = captured.readouterr()
+        return Done(code, said.out, said.err)
 
     return call
 

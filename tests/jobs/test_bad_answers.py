@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainkit import programs
+from trainkit import process
 from trainkit.schedulers import slurm_submission
 
 Command = Callable[..., Any]
@@ -60,7 +60,7 @@ def test_what_is_no_text_is_no_bug_and_moves_no_terminal(
 def test_who_talks_without_end_is_not_listened_to(
     command: Command, fake_slurm: Path, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "MOST", 1_000_000)
+    monkeypatch.setattr(process, "MOST", 1_000_000)
     all_say(fake_slurm, MOUTHFUL)
     for name in ("submit", "status", "show", "cancel"):
         done = command(*VERBS[name])
@@ -73,7 +73,7 @@ def test_who_talks_without_end_is_not_listened_to(
 def test_a_submission_goes_on_beside_a_scheduler_that_is_silent(
     command: Command, fake_slurm: Path, first: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     all_say(fake_slurm, SILENT, name)
     done = command(*VERBS["submit"])
     assert done.code == 0, done.err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jobs import cluster
-from trainkit import programs
+from trainkit import process
 from trainkit.errors import SchedulerError, UserError
 from trainkit.site import discover as read
 from trainkit.site.discover import ask_site
@@ -212,7 +212,7 @@ def test_a_command_that_was_silent_is_not_asked_again(
 ) -> None:
     slurm(fake_command)
     fake_command("scontrol", "exec sleep 60")
-    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     facts = ask_site(dict(os.environ))
     assert facts.gaps == (
         "scontrol show config: no answer within 0.5 s",
@@ -240,7 +240,7 @@ def test_a_profile_is_not_renewed_by_a_scheduler_that_is_silent(
     profile = tmp_path / "configs" / "clusters" / "mine.yaml"
     before = profile.read_bytes()
     fake_command("sacctmgr", "exec sleep 60")
-    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(SchedulerError, match="stays as it is"):
         cluster.main(["discover", "mine", "--force"], os.environ)
     assert profile.read_bytes() == before
@@ -251,7 +251,7 @@ def test_a_scheduler_that_is_silent_is_not_called_absent(
 ) -> None:
     for name in ("scontrol", "sinfo", "sacctmgr", "srun"):
         fake_command(name, "exec sleep 60")
-    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(SchedulerError, match="does not answer"):
         cluster.main(["show"], os.environ)
 

@@ -236,7 +236,7 @@ def check_combinations(config: Config) -> None:
             fix="Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out.",
         )
     if not config.strategy.is_own:  # a user's own file is read at submission and by those who train
-        with suppress(UserError):  # no such strategy: `trainkit.checking` says so
+        with suppress(UserError):  # no such strategy: `trainkit.start` says so
             require_strategy(config)
 
 

@@ -26,14 +26,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from trainkit import fileio, programs, terminal
+from trainkit import fileio, terminal
 from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
 from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
 from trainkit.errors import RefusedError, RunFailedError, SchedulerError, TrainkitError, UserError
 from trainkit.launch.plan import Plan, make_plan
-from trainkit.process import run_program
-from trainkit.programs import NoAnswer, NoProgram, scrubbed
+from trainkit.process import MOST, NoAnswer, NoProgram, run_program, scrubbed
 from trainkit.ranks import Secret, expand, free_port, start_for
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
@@ -490,9 +489,9 @@ def check_nodes(
         first = processes[0].stdout
         assert first is not None
         heard = 0
-        while line := first.readline(programs.MOST):
+        while line := first.readline(MOST):
             heard += len(line)
-            if heard > programs.MOST:
+            if heard > MOST:
                 raise _no_answer(f"Its first rank has said {terminal.size(heard)} and no result.")
             report = fileio.parse_object(line) if line.startswith('{"ranks"') else None
             if report is not None and fileio.is_time(report.get("time")):

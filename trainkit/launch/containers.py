@@ -16,7 +16,7 @@ from typing import Literal
 
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError
-from trainkit.programs import leaked
+from trainkit.process import leaked
 
 Runtime = Literal["pyxis", "apptainer", "docker"]
 

@@ -32,8 +32,7 @@ from trainkit.launch.batch_job import KILLED, budget_spent, passing_failure
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
 from trainkit.monitor import follow
-from trainkit.process import run_program, visible_cpus
-from trainkit.programs import python_path, scrubbed
+from trainkit.process import python_path, run_program, scrubbed, visible_cpus
 from trainkit.ranks import Secret, free_port
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
 from trainkit.run.events import Attempt, history_of, never_began, submitted

@@ -14,8 +14,7 @@ from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
-from trainkit.process import set_variables
-from trainkit.programs import leaked
+from trainkit.process import leaked, set_variables
 from trainkit.run import folder as run_folder
 from trainkit.run.events import Attempt, history_of, submitted
 from trainkit.run.folder import RunDir, make_private

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
-from trainkit import fileio, importing, programs
+from trainkit import fileio, importing, process
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.fileio import copy, create, is_own, link, make_folder, write
@@ -520,8 +520,8 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        return programs.ask(["git", *arguments], seconds=10).require().strip("\n")
-    except programs.NoAnswer:
+        return process.ask(["git", *arguments], seconds=10).require().strip("\n")
+    except process.NoAnswer:
         return None
 
 

@@ -18,9 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from trainkit import fileio, plugins, programs, terminal
+from trainkit import fileio, plugins, terminal
 from trainkit.errors import RefusedError, UserError
-from trainkit.programs import NoAnswer
+from trainkit.process import Answer as Said
+from trainkit.process import NoAnswer, ask
 from trainkit.run import folder
 from trainkit.run.events import RunHistory, Submission, history_of
 from trainkit.run.folder import RunDir, as_open_as
@@ -219,9 +220,9 @@ class Scheduler(ABC):
         """Commands that tell what the site is, by what they tell."""
         return {}
 
-    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> programs.Answer:
+    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> Said:
         """What a command of `questions` says. Raises NoAnswer."""
-        return programs.ask(command, env=env).shown()
+        return ask(command, env=env).shown()
 
     def has_pyxis(self, env: Mapping[str, str] | None = None) -> bool | None:
         """Whether it starts ranks in containers by itself; None if it does not say."""

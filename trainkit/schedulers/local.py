@@ -14,7 +14,7 @@ from pathlib import Path
 from trainkit import fileio
 from trainkit.errors import RefusedError
 from trainkit.launch.plan import Plan
-from trainkit.programs import scrubbed
+from trainkit.process import scrubbed
 from trainkit.run.events import Submission, cancelled, history_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId

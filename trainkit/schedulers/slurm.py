@@ -12,12 +12,12 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import fileio, programs, terminal
+from trainkit import fileio, process, terminal
 from trainkit.errors import RefusedError, SchedulerError, UserError
 from trainkit.launch.batch_job import CONTINUE
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import PART
-from trainkit.programs import NoAnswer, NoProgram, scrubbed
+from trainkit.process import NoAnswer, NoProgram, scrubbed
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base, slurm_script
@@ -98,7 +98,7 @@ class Slurm(base.Scheduler):
             "version": ("sinfo", "--version"),  # which asks nobody
         }
 
-    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> programs.Answer:
+    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> process.Answer:
         """What a command of `questions` says. Raises NoAnswer."""
         return run(*command, env=env).shown()
 

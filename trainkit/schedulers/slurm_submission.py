@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import fileio, programs, terminal
+from trainkit import fileio, terminal
 from trainkit.errors import SchedulerError, UserError
 from trainkit.launch.plan import Plan
-from trainkit.programs import NoAnswer, NoProgram, scrubbed
+from trainkit.process import Answer, NoAnswer, NoProgram, ask, scrubbed
 from trainkit.ranks import expand
 from trainkit.run.events import (
     PendingSubmission,
@@ -55,10 +55,10 @@ _LONGEST = 5000
 def run(
     *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, text: str = "",
     seconds: float | None = None,
-) -> programs.Answer:  # fmt: skip
+) -> Answer:  # fmt: skip
     """What one of SLURM's programs says, whatever the user has set for their own eyes. Raises NoAnswer."""
     env = {name: value for name, value in (os.environ if env is None else env).items() if not _HABITS.fullmatch(name)}
-    return programs.ask(command, env=env, cwd=cwd, text=text, seconds=seconds)
+    return ask(command, env=env, cwd=cwd, text=text, seconds=seconds)
 
 
 def told(*command: str) -> str:

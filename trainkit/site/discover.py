@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainkit import fileio, programs, terminal
+from trainkit import fileio, process, terminal
 from trainkit.errors import UserError
 from trainkit.ranks import expand
 from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
@@ -188,13 +188,13 @@ class _Ask:
     def is_here(self, program: str) -> bool:
         return shutil.which(program, path=self.env.get("PATH")) is not None
 
-    def run(self, command: Sequence[str]) -> programs.Answer | str:
+    def run(self, command: Sequence[str]) -> process.Answer | str:
         """Its answer, or in words why there is none."""
         if command[0] in self.silent:
             return "not asked, since it was silent before"
         try:
             return self.scheduler.ask(command, self.env)
-        except programs.NoAnswer as error:
+        except process.NoAnswer as error:
             self.silent.add(command[0])
             return error.words.removeprefix(f"{command[0]} gave ")
 

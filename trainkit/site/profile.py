@@ -25,8 +25,7 @@ from trainkit.config import yaml
 from trainkit.config.loading import SITE, Loaded, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
-from trainkit.process import visible_cpus
-from trainkit.programs import NoAnswer
+from trainkit.process import NoAnswer, visible_cpus
 from trainkit.ranks import expand
 from trainkit.schedulers.base import NoCluster, batch_here
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from trainkit import programs, terminal
+from trainkit import terminal
 from trainkit.errors import RefusedError, SchedulerError, TrainkitError, UserError
 from trainkit.fileio import make_own
+from trainkit.process import NoAnswer, ask
 
 FOLDER = "trainkit"
 """Below the home folder there, where none is given: what README's first lines have cloned and installed."""
@@ -299,8 +300,8 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
     """Options with which the connection is shared, and its loss is noticed; none where the user's configuration says
     so itself."""
     try:
-        settings = programs.ask([*ssh, "-G", "--", host.name], env=env).require()
-    except programs.NoAnswer:
+        settings = ask([*ssh, "-G", "--", host.name], env=env).require()
+    except NoAnswer:
         return []
     said = dict(line.partition(" ")[::2] for line in settings.splitlines())
     options = []

@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from trainkit import fileio, programs, terminal
+from trainkit import fileio, terminal
 from trainkit.config import yaml
 from trainkit.config.components import LOSS, metrics_of
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from_json
+from trainkit.process import NoAnswer, ask
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, described, read_metrics
 from trainkit.swarm import address, invitations, processes
@@ -160,8 +161,8 @@ def run_at(entry: Entry) -> str:
     """
     what = "The swarm could not be asked for its settings."
     try:
-        answer = programs.ask([sys.executable, "-m", "trainkit.swarm.view"], text=f"{entry.text}\n", seconds=_SECONDS)
-    except programs.NoAnswer as error:
+        answer = ask([sys.executable, "-m", "trainkit.swarm.view"], text=f"{entry.text}\n", seconds=_SECONDS)
+    except NoAnswer as error:
         words = error.words.replace(sys.executable, "The process that asks")
         raise RunFailedError(
             what,

@@ -64,14 +64,15 @@ def run_there(there: Path, name: str = "ddp-0001") -> RunDir:
 
 
 @pytest.fixture
-def command(there: Path, tmp_path: Path) -> Command:
+def captured(capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """With what ssh says."""
+    return capfd
+
+
+@pytest.fixture
+def command(there: Path, command: Command) -> Command:
     """``command("status", ...)`` is ``python -m jobs.status ... --host me@login`` in the test's folder."""
-
-    def call(verb: str, *arguments: str | bytes) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", f"jobs.{verb}", *arguments, *(() if "--host" in arguments else HOST)]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-
-    return call
+    return lambda *words: command(*map(os.fsdecode, words), *(() if "--host" in words else HOST))
 
 
 def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
@@ -84,11 +85,11 @@ def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
     # The same word stands for something else too.
     words = ("mine/mine.yaml", "train.epochs=2", "--dry-run")
     said = command("submit", "--run-dir", "mine/mine.yaml", *words)
-    assert said.returncode == 0, said.stderr
+    assert said.code == 0, said.err
     config = load(str(sent(there) / "configs" / "mine.yaml")).config
     assert (config.seed, config.optim.lr, config.launch.sbatch) == (7, 0.5, {"comment": "thesis"})
-    assert f"run folder {there}/mine/mine.yaml\n" in said.stdout
-    assert ["data.root", f"{there}/data"] in [line.split()[:2] for line in said.stderr.splitlines()]
+    assert f"run folder {there}/mine/mine.yaml\n" in said.out
+    assert ["data.root", f"{there}/data"] in [line.split()[:2] for line in said.err.splitlines()]
 
 
 def test_presets_with_secrets_and_what_is_no_preset_are_not_sent(command: Command, there: Path, tmp_path: Path) -> None:
@@ -98,9 +99,9 @@ def test_presets_with_secrets_and_what_is_no_preset_are_not_sent(command: Comman
     (tmp_path / "configs" / "other.yaml").write_text(f"extends: single\n# {SECRET}\n")
     (tmp_path / "configs" / "notes.txt").write_text("mine\n")
     said = command("submit", "mine", "--cluster", "site", "--dry-run")
-    assert said.returncode == 0, said.stderr
+    assert said.code == 0, said.err
     assert (sent(there) / "configs" / "clusters" / "site.yaml").is_file()
-    assert "Not sent: configs/other.yaml (line 2" in said.stderr
+    assert "Not sent: configs/other.yaml (line 2" in said.err
     assert load(str(sent(there) / "configs" / "mine.yaml")).config.seed == 3
     assert not (sent(there) / "configs" / "other.yaml").exists()
     assert not (sent(there) / "configs" / "notes.txt").exists()
@@ -110,25 +111,25 @@ def test_what_is_needed_and_has_a_secret_is_refused_here(command: Command, there
     profile = tmp_path / "site.yaml"
     profile.write_text(f"launch: {{partition: main}}\n# {SECRET}\n")
     refused = command("submit", "single", "--cluster", str(profile))
-    assert refused.returncode == 3
-    assert "The run needs configs/clusters/site.yaml (line 2" in refused.stderr
+    assert refused.code == 3
+    assert "The run needs configs/clusters/site.yaml (line 2" in refused.err
     secret = command("submit", "single", f"launch.setup=['export {SECRET}']")
-    assert (secret.returncode, "Welcome" in secret.stderr) == (3, False), "it is on no command line there"
+    assert (secret.code, "Welcome" in secret.err) == (3, False), "it is on no command line there"
 
 
 def test_answers_are_clean_and_commands_in_them_are_for_the_reader(command: Command, there: Path) -> None:
     run = run_there(there, "it's $HOME*")
     said = command("status", "--json")
-    assert (said.returncode, said.stdout[:2], said.stderr) == (0, "[\n", "Welcome\n")
+    assert (said.code, said.out[:2], said.err) == (0, "[\n", "Welcome\n")
     refused = command("resume", run.name)
-    assert refused.returncode == 2, "its own exit code"
-    assert f"`python -m jobs.cancel {shlex.quote(str(run.path))} --host me@login` first." in refused.stderr
+    assert refused.code == 2, "its own exit code"
+    assert f"`python -m jobs.cancel {shlex.quote(str(run.path))} --host me@login` first." in refused.err
 
 
 def test_a_run_of_the_login_node_is_repeated_from_here(command: Command, there: Path) -> None:
     run_there(there)
     said = command("submit", "runs/ddp-0001", "train.epochs=3", "--dry-run")
-    assert f"{there}/runs/ddp-0002" in said.stdout, said.stderr
+    assert f"{there}/runs/ddp-0002" in said.out, said.err
 
 
 @pytest.mark.parametrize("words", [["mine.yaml", "train.epochs=2"], ["data.root=photos"]])
@@ -137,16 +138,16 @@ def test_a_bench_is_submitted_and_shown_from_here(
 ) -> None:
     (tmp_path / "mine.yaml").write_text("extends: single\noptim: {lr: 0.5}\n")
     done = command("bench", "amp", *words, "--nodes", "1", "--executor", "local", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    told = dict(line.split()[:2] for line in done.stderr.splitlines() if line.startswith(("optim.lr ", "data.root ")))
+    assert done.code == 0, done.err
+    told = dict(line.split()[:2] for line in done.err.splitlines() if line.startswith(("optim.lr ", "data.root ")))
     expected = {"optim.lr": "0.5"} if words[0] == "mine.yaml" else {"data.root": str(there / "photos")}
     assert told.items() >= expected.items()
-    assert str(there / "runs" / "bench-amp-0001") in done.stdout
+    assert str(there / "runs" / "bench-amp-0001") in done.out
     run_there(there, "bench-amp-0001")
     (there / "runs" / "bench-amp-0001" / "bench.json").write_text('{"bench": "amp", "preset": "ddp"}')
     shown = command("bench", "--show", "bench-amp-0001")
-    assert shown.returncode == 0, shown.stderr
-    assert "Does mixed precision help here? amp, preset ddp; it has not begun." in shown.stdout
+    assert shown.code == 0, shown.err
+    assert "Does mixed precision help here? amp, preset ddp; it has not begun." in shown.out
 
 
 def test_the_results_of_a_sweep_there_are_printed_here(command: Command, there: Path) -> None:
@@ -155,8 +156,8 @@ def test_the_results_of_a_sweep_there_are_printed_here(command: Command, there: 
     points = [{"run": index, "overrides": [f"seed={index}"]} for index in "01"]
     (there / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
     said = command("report", "ddp-0001")
-    assert (said.returncode, "| folder | seed |" in said.stdout) == (0, True), said.stderr
-    assert {"results.md", "logbook.md"} <= {Path(line).name for line in said.stdout.splitlines()}
+    assert (said.code, "| folder | seed |" in said.out) == (0, True), said.err
+    assert {"results.md", "logbook.md"} <= {Path(line).name for line in said.out.splitlines()}
 
 
 @pytest.mark.parametrize("name", ["torch.py", ".bashrc", "a/..", "logbook.md", "a\x1b[2J.png", "link.png"])
@@ -174,8 +175,8 @@ def test_a_report_from_there_replaces_no_file_of_the_users(
             archive.addfile(member)
     (tmp_path / "ssh").write_text(f'#!/bin/sh\ncase " $* " in *" -G "*) exit 1 ;; esac\ncat {packed}\n')
     said = command("report", "ddp-0001", "--out", ".")
-    assert said.returncode == (2 if name == "logbook.md" else 0 if "link" in name else 1), said.stderr
-    assert (said.stdout, len(said.stderr.splitlines()), "\x1b" in said.stderr) == ("", 3 * (said.returncode > 0), False)
+    assert said.code == (2 if name == "logbook.md" else 0 if "link" in name else 1), said.err
+    assert (said.out, len(said.err.splitlines()), "\x1b" in said.err) == ("", 3 * (said.code > 0), False)
     assert {file: (tmp_path / file).read_text() for file in mine} == mine
     assert not list(tmp_path.glob("*.png"))
 
@@ -187,12 +188,12 @@ def test_folders_and_words_reach_the_other_side_as_they_were_typed(
     run_there(there)
     for folder in ("~/trainkit", "trainkit", str(there)):
         said = command("status", "ddp-0001", "--json", "--host", f"me@login:{folder}")
-        assert [run["run"] for run in json.loads(said.stdout)] == ["ddp-0001"], said.stderr
+        assert [run["run"] for run in json.loads(said.out)] == ["ddp-0001"], said.err
     said = command("status", b"no \xff run")
-    assert (said.returncode, len(said.stderr.splitlines())) == (2, 4), said.stderr  # Welcome, and three lines
+    assert (said.code, len(said.err.splitlines())) == (2, 4), said.err  # Welcome, and three lines
     for odd in (b"\xff", b"a\x1b[2Jb", b"a\xc2\x9bb"):
         said = command("status", "--host", b"me@login:" + odd)
-        assert (said.returncode, "is not a machine" in said.stderr, "\x1b" in said.stderr) == (2, True, False)
+        assert (said.code, "is not a machine" in said.err, "\x1b" in said.err) == (2, True, False)
 
 
 def test_an_older_version_there_is_told(command: Command, there: Path) -> None:
@@ -209,8 +210,8 @@ def test_an_older_version_there_is_told(command: Command, there: Path) -> None:
     (there / "jobs" / "status.py").touch()
     for words in (("status",), ("why", "ddp-0001")):
         said = command(*words)
-        assert (said.returncode, len(said.stderr.splitlines())) == (3, 4), said.stderr  # Welcome, and three lines
-        assert "The trainkit there is older than the one here." in said.stderr
+        assert (said.code, len(said.err.splitlines())) == (3, 4), said.err  # Welcome, and three lines
+        assert "The trainkit there is older than the one here." in said.err
 
 
 def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:

@@ -1,0 +1,250 @@
+"""``--host user@login``: a verb that runs on a login node, over ssh, with the code of this machine.
+
+`forward` runs a verb with the code that was sent last, `submit` sends the code first, `report` brings files back. What
+only `submit` needs is imported there: every verb imports this file, also for `--help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import json
+import re
+import secrets
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from trainkit import fileio, terminal
+from trainkit.errors import RunFailedError, UserError
+from trainkit.site.ssh import Host, Word, run_there, script
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
+
+HELP = "do it on this login node, over ssh: user@login, or user@login:FOLDER if it is not ~/trainkit there"
+_LONGEST = 1 << 28
+"""Bytes of a report."""
+_IN_MEMORY = 1 << 24
+_OF_A_REPORT = re.compile(r"(logbook|comparison|results)\.md|report\.html|[\w.-]+\.(svg|png)", re.ASCII)
+
+
+def add_host_flag(parser: argparse.ArgumentParser) -> None:
+    """``--host``, of the verbs that work from a laptop."""
+    parser.add_argument("--host", metavar="USER@LOGIN", help=HELP)
+
+
+def forward(verb: str, argv: Sequence[str], host: str, env: Mapping[str, str]) -> int:
+    """Run ``verb`` there, with the code that was sent last; its exit code."""
+    there = Host.parse(host)
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()  # then Ctrl-C reaches the command there
+    return run_there(there, script(there, f"jobs.{verb}", _without_host(argv)), env, _show, on_terminal=on_terminal)
+
+
+def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) -> list[Path]:
+    """Make the report there, and bring it here, into ``out``; the files."""
+    there = Host.parse(host)
+    made = f".trainkit/report-{secrets.token_hex(4)}"
+    making = script(there, "jobs.report", [*runs, "--out", Word(made)])
+    folder = f'"$root"/{made}'
+    line = (
+        f'said=$(mktemp)\n{making} >"$said"; code=$?\n'
+        f"if [ -d {folder} ]; then echo files; tar cf - -C {folder} .; rm -rf {folder}\n"
+        'else echo words; cat "$said"; fi; rm -f "$said"; exit "$code"'
+    )
+    with tempfile.SpooledTemporaryFile(_IN_MEMORY) as answer:
+
+        def hear(chunk: bytes) -> None:
+            if answer.tell() + len(chunk) > _LONGEST:
+                raise _torn(f"it has more than {_LONGEST:,} bytes")
+            answer.write(chunk)
+
+        code = run_there(there, line, env, hear)
+        answer.seek(0)
+        has_files = answer.readline(10) == b"files\n"
+        while not has_files and (chunk := answer.read(_IN_MEMORY)):
+            print(terminal.lines(chunk.decode(errors="replace")), end="")
+        if code:
+            sys.exit(code)  # it has said why
+        try:
+            return list(_unpacked(answer, out)) if has_files else []
+        except fileio.BROKEN_TAR as error:
+            raise _torn(terminal.one_line(error)) from None
+
+
+def _torn(words: str) -> RunFailedError:
+    fix = "Try again: it is made anew each time."
+    return RunFailedError("The report did not arrive whole.", why=f"{words}.", fix=fix)
+
+
+def _unpacked(packed: IO[bytes], out: Path) -> Iterator[Path]:
+    """Write the files of a report by their last names: with ``--out .`` they lie beside the user's code."""
+    from trainkit.report.writers import written_to
+
+    total = 0
+    with tarfile.open(fileobj=packed, mode="r:", tarinfo=fileio.TarMember) as archive:
+        for member in archive:
+            total += member.size
+            if total > _LONGEST or member.issparse():
+                raise tarfile.TarError(f"it holds more than {_LONGEST:,} bytes")
+            if (content := archive.extractfile(member) if member.isfile() else None) is None:
+                continue
+            name = Path(member.name).name
+            if not _OF_A_REPORT.fullmatch(name):
+                raise tarfile.TarError(f"{name!r:.100} is no file of a report")
+            with written_to(out / name) as target:
+                fileio.write(target, content.read())
+            yield target
+
+
+def submit(
+    argv: Sequence[str], parser: argparse.ArgumentParser, loadeds: Sequence[Loaded], env: Mapping[str, str],
+    verb: str = "submit",
+) -> int:  # fmt: skip
+    """Send a snapshot of the code, and submit there.
+
+    Args:
+        parser: of the command line; it knows a ``preset``, a ``run_dir`` and a ``cluster``.
+        loadeds: what is to be submitted, as far as this machine knows; nothing if the preset is a run there.
+
+    Raises:
+        RefusedError: a setting, or a file that the run cannot do without, looks like a secret.
+    """
+    from trainkit.config.loading import find_preset
+    from trainkit.run.secrets import refuse_settings
+
+    args = parser.parse_intermixed_args(list(argv))
+    there, presets = Host.parse(args.host), dict[str, str]()
+    changed: dict[str, str | Word] = {}  # argument -> its value there
+    more: list[Word] = []
+    if args.run_dir is not None and not args.run_dir.is_absolute():
+        changed["run_dir"] = Word(str(args.run_dir))
+    for loaded in loadeds:
+        refuse_settings(loaded)
+    if loadeds:
+        if text := _standing_alone(find_preset(args.preset)):
+            changed["preset"] = name = f"configs/{loadeds[0].name}.yaml"
+            presets[name] = text
+        root = loadeds[0].config.data.root
+        more = [Word(root, before="data.root=")] * (not Path(root).expanduser().is_absolute())
+    elif not Path(args.preset).expanduser().is_absolute():
+        changed["preset"] = Word(args.preset)
+    profile = Path(args.cluster or "")
+    if profile.suffix in (".yaml", ".yml") and profile.is_file():
+        changed["cluster"] = name = f"configs/clusters/{profile.name}"
+        presets[name] = fileio.read_text(profile, follow=True)
+    sent = _snapshot(presets, loadeds[0].config.plugin_names() if loadeds else ())
+    words = [*_words_there(parser, _without_host(argv), changed), *more]
+    try:
+        return run_there(there, script(there, f"jobs.{verb}", words, sent=sent), env, _show, content=sent)
+    except KeyboardInterrupt:
+        look = terminal.command("status", "--host", there)
+        print(f"\nDetached; what was submitted goes on.\n  state   {look}")
+        return 130
+
+
+def _show(chunk: bytes) -> None:
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+
+
+def _without_host(argv: Sequence[str]) -> list[str]:
+    """The words of a command line for the machine that ``--host`` names."""
+    before = ["", *argv]
+    words = [word for last, word in zip(before, argv, strict=False) if last != "--host"]
+    return [word for word in words if word != "--host" and not word.startswith("--host=")]
+
+
+def _words_there(
+    parser: argparse.ArgumentParser, words: Sequence[str], changed: Mapping[str, str | Word]
+) -> Iterator[str | Word]:
+    """A command line with other values of some arguments. Which word is one, the parser knows: others may be alike."""
+    probe = "/a word of its own"
+    of_word: dict[int, str] = {}
+    for index, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if word.startswith("-") and not equals:
+            continue
+        tried = [*words[:index], f"{flag}={probe}" if word.startswith("-") else probe, *words[index + 1 :]]
+        with suppress(UserError):
+            given = vars(parser.parse_intermixed_args(tried))
+            of_word.update((index, argument) for argument in changed if str(given[argument]) == probe)
+    for index, word in enumerate(words):
+        if index not in of_word:
+            yield word
+            continue
+        if word.startswith("-"):
+            yield word.partition("=")[0]
+        yield changed[of_word[index]]
+
+
+def _standing_alone(preset: Path) -> str | None:
+    """The text of a preset that needs no other file, if it or what it extends is in no folder that goes along."""
+    from trainkit.config import yaml
+    from trainkit.config.loading import OWN, PACKAGED, file_layer, files_of
+
+    along = (OWN.resolve(), PACKAGED.resolve())
+    if all(any(file.resolve().is_relative_to(folder) for folder in along) for file in files_of(preset)):
+        return None
+    tree: dict[str, Any] = {}
+    for key, (value, _) in file_layer(preset).items():
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return yaml.dump(tree)
+
+
+def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
+    """The code of this machine as one archive: the same bytes for the same code.
+
+    Args:
+        presets: texts by their names, that the run cannot do without.
+        own: names of plugins.
+    """
+    from trainkit.config.loading import OWN
+    from trainkit.run.folder import RunDir
+    from trainkit.run.snapshot import SENT, refusal, withheld_in, write_code, write_manifest
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder))
+        withheld = write_code(run, own)
+        # The user's own presets and profiles come before the packaged ones there as well. Other files stay here.
+        mine = [file for file in [*OWN.rglob("*.yaml"), *OWN.rglob("*.yml")] if file.is_file()]
+        texts = {file: fileio.read_bytes(file, follow=True) for file in mine}
+        texts |= {Path(name): text.encode() for name, text in presets.items()}
+        for file, content in texts.items():
+            fileio.make_folder((run.code / file).parent, run.path)
+            fileio.write(run.code / file, content, run.path)
+        for file in sorted((run.code / OWN).rglob("*")):
+            name = str(file.relative_to(run.code))
+            if file.is_file() and (found := withheld_in(file, name)):
+                if name in presets:
+                    raise refusal(found)
+                file.unlink()
+                withheld.append(found)
+        for item in withheld:
+            print(f"Not sent: {item}.", file=sys.stderr)
+        write_manifest(run, [])
+        git = fileio.read_object(run.manifest)["git"]
+        fileio.write(run.code / SENT, json.dumps({"git": git}), run.path)
+        packed = io.BytesIO()
+        with (
+            gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,
+            tarfile.open(fileobj=squeezed, mode="w") as archive,
+        ):
+            for path in sorted(path for path in run.code.rglob("*") if path.is_file()):
+                archive.add(path, str(path.relative_to(run.code)), filter=_anonymous)
+        return packed.getvalue()
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime = member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
