@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from markupsafe import Markup
+
 from trainkit.monitor.follow import summary_lines
 from trainkit.report import document, figures
-from trainkit.report.document import Charts, Html, tag
+from trainkit.report.document import Charts, tag
 from trainkit.report.facts import collect
 from trainkit.run.folder import RunDir
 
@@ -44,7 +46,7 @@ def way_of_a_run() -> str:
     back = f"M{last} {_TALL + 16}v22H{first}v-20"
     return (
         tag(
-            "svg", tag("style", Html(_STYLE)), tag("defs", marker),
+            "svg", tag("style", Markup(_STYLE)), tag("defs", marker),
             tag("rect", width="100%", height="100%", fill="#ffffff"), *_boxes(), tag("path", class_="way", d=back),
             tag("text", BACK, x=(first + last) // 2, y=_TALL + 58), xmlns="http://www.w3.org/2000/svg",
             viewBox=f"0 0 {width} {_TALL + 74}", width=width, height=_TALL + 74, role="img",
@@ -58,7 +60,7 @@ def _middle(step: int) -> int:
     return 16 + step * (_WIDE + _APART) + _WIDE // 2
 
 
-def _boxes() -> Iterator[Html]:
+def _boxes() -> Iterator[Markup]:
     for number, lines in enumerate(STEPS):
         x = _middle(number) - _WIDE // 2
         yield tag("rect", class_="box", x=x, y=14, width=_WIDE, height=_TALL, rx=8)

@@ -212,9 +212,7 @@ SHORT = {
 TWICE: dict[str, str] = {}
 """Names that files of two rooms have, besides base.py, and why."""
 LONGEST_NAME = 72
-LONG_NAMES = {
-    "tests/report": 1,
-}
+LONG_NAMES: dict[str, int] = {}
 """Folder of tests -> how many names of tests in it are longer; to come to nothing."""
 
 

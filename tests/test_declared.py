@@ -24,6 +24,7 @@ WITH_ANOTHER = {
     "scipy": "sklearn",
     "fsspec": "torch",
     "huggingface_hub": "timm",
+    "markupsafe": "jinja2",
     "msgpack": "hivemind",
     "multiaddr": "hivemind",
     "pydantic_core": "pydantic",

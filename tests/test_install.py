@@ -138,7 +138,7 @@ def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
     names = {str(file.relative_to(PROJECT)) for file in code}
     data = [*(PROJECT / "configs").rglob("*.*"), *(PROJECT / "slurm").glob("*.sbatch")]
     names |= {f"trainkit/{file.relative_to(PROJECT)}" for file in data}
-    names |= {f"trainkit/report/{name}" for name in ("chart.css", "page.css", "page.js")}
+    names |= {f"trainkit/report/{name}" for name in ("chart.css", "page.css", "page.html", "page.js")}
     names |= {"trainkit/diagnosis/causes.yaml"}
     with zipfile.ZipFile(wheel) as content:
         held = {name for name in content.namelist() if ".dist-info/" not in name}

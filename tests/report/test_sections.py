@@ -19,24 +19,23 @@ def settings(run_dir: RunDir) -> dict[str, str]:
     return {row[0]: row[1] for row in rows_of(sections.settings(Facts(run_dir, run_dir.name)))}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0.0 s"),
-        (0.04, "40 ms"),
-        (12.34, "12.3 s"),
-        (59.97, "1 min 00 s"),
-        (245, "4 min 05 s"),
-        (5440, "1 h 30 min"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert document.duration(seconds) == text
+SHOWN: dict[Callable[[Any], str], dict[Any, str]] = {
+    document.duration: {
+        0.0: "0.0 s",
+        0.04: "40 ms",
+        12.34: "12.3 s",
+        59.97: "1 min 00 s",
+        245: "4 min 05 s",
+        5440: "1 h 30 min",
+    },
+    document.memory: {812.4: "812 MB", 15565.0: "15.2 GB", None: "–"},  # noqa: RUF001
+    document.rate: {2010.2: "2,010", 10.5: "10.5", 0.42: "0.42"},
+}
 
 
-@pytest.mark.parametrize(("mb", "text"), [(812.4, "812 MB"), (15565.0, "15.2 GB"), (None, "–")])  # noqa: RUF001
-def test_memory(mb: float | None, text: str) -> None:
-    assert document.memory(mb) == text
+@pytest.mark.parametrize("write", SHOWN, ids=lambda write: write.__name__)
+def test_numbers_have_the_digits_that_a_reader_needs(write: Callable[[Any], str]) -> None:
+    assert {value: write(value) for value in SHOWN[write]} == SHOWN[write]
 
 
 def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
@@ -76,53 +75,27 @@ def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun)
     assert told["optimizer"] == muon
 
 
-def test_nodes_that_are_simulated_are_called_so(make_run: MakeRun) -> None:
-    run_dir = make_run("ddp-0001", "launch.nodes=2", ranks=4)
-    assert settings(run_dir)["ranks"] == "4 (2 nodes × 2 simulated on one machine) on node1"  # noqa: RUF001
+def test_an_interrupted_run_on_simulated_nodes_says_both(make_run: MakeRun) -> None:
+    told = settings(make_run("ddp-0001", "launch.nodes=2", ranks=4, steps=200, finished=False))
+    assert told["length"] == "200 of 400 steps = 10 epochs of 20"
+    assert told["ranks"] == "4 (2 nodes × 2 simulated on one machine) on node1"  # noqa: RUF001
 
 
-def test_an_interrupted_run_tells_how_far_it_came(make_run: MakeRun) -> None:
-    assert settings(make_run(steps=200, finished=False))["length"] == "200 of 400 steps = 10 epochs of 20"
-
-
-def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
+def test_results_are_those_of_best_last_and_test_and_of_averaged_weights(make_run: MakeRun) -> None:
     run_dir = make_run()
-    fileio.append_jsonl(
-        run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100}
-    )
-    run_dir.summary.write_text(json.dumps({"best_step": 380}))
-    rows = rows_of(sections.results(Facts(run_dir, "r")))
-    assert rows[0] == ("val, best checkpoint", "380", "19.0", "0.0400", "99.90 %", "100.00 %")
-    assert rows[1][:2] == ("val, last", "400")
-    assert rows[2] == ("test, best checkpoint", "380", "19.0", "0.0600", "98.90 %", "100.00 %")
-
-
-def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
-    run_dir = make_run()
-    both = {"loss": 0.04, "acc1": 99.0, "acc5": 100, "ema_loss": 0.03, "ema_acc1": 99.5, "ema_acc5": 100}
+    both = {"loss": 0.04, "acc1": 99.9, "acc5": 100, "ema_loss": 0.03, "ema_acc1": 99.5, "ema_acc5": 100}
     fileio.append_jsonl(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
-    rows = rows_of(sections.results(Facts(run_dir, "r")))
-    assert rows[1] == ("val, best checkpoint, averaged weights", "380", "19.0", "0.0300", "99.50 %", "100.00 %")
-    assert [name for name, *_ in rows if "averaged" in name] == ["val, best checkpoint, averaged weights"]
-
-
-def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
-    rows = rows_of(figures.hardware(collect([make_run(gpus=2)])[0]))
-    assert rows[1] == ("GPU 1 of node1", "91 %", "91 %", "9.3 GB of 16.0 GB", "65 W", "–")  # noqa: RUF001
-    assert rows[2][:2] == ("CPUs of node1", "85 %")
+    best, averaged, last, test = rows_of(sections.results(Facts(run_dir, "r")))
+    assert best == ("val, best checkpoint", "380", "19.0", "0.0400", "99.90 %", "100.00 %")
+    assert averaged == ("val, best checkpoint, averaged weights", "380", "19.0", "0.0300", "99.50 %", "100.00 %")
+    assert last[:2] == ("val, last", "400")
+    assert test == ("test, best checkpoint", "380", "19.0", "0.0600", "98.90 %", "100.00 %")
 
 
 def summarized(run_dir: RunDir, **more: object) -> Facts:
     run_dir.summary.write_text(json.dumps({**json.loads(run_dir.summary.read_text()), **more}))
     return Facts(run_dir, run_dir.name)
-
-
-def test_where_the_time_went_adds_up_to_all_of_it(make_run: MakeRun) -> None:
-    facts = summarized(make_run("ddp-0001"), seconds={"start": 5.0, "data": 15.0, "exposed": 0.0, "forward": 80.0})
-    assert [(row[0].split(":")[0], *row[1:]) for row in rows_of(figures.spent([facts]).parts)] == [
-        ("start", "5.0", "5.0 %"), ("data", "15.0", "15.0 %"), ("forward", "80.0", "80.0 %"), ("all", "100.0", "100 %"),
-    ]  # fmt: skip
 
 
 def test_of_a_run_that_goes_on_it_is_as_far_as_its_records_tell(make_run: MakeRun) -> None:

@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from trainkit import fileio
 from trainkit.config.loading import flatten
 from trainkit.report import document as doc
-from trainkit.report.document import (
-    COLOURS,
-    GREY,
-    NONE,
-    TIMES,
-    Axes,
-    Bar,
-    Picture,
-    Series,
-    bar_chart,
-    duration,
-    line_chart,
-    memory,
-    number,
-    plural,
-    rate,
-    text,
-)
+from trainkit.report.document import COLOURS, GREY, NONE, TIMES, Axes, Bar, Picture, Series, line_chart, number, text
 from trainkit.report.facts import Facts, name_of
 
 _WORK = ("model.", "data.name", "data.image_size", "data.pack")
@@ -39,6 +21,8 @@ _FOR_SPEED = (
     *("train.ema_decay", "train.deterministic", "checkpoint.asynchronous"),
 )
 """Settings that change how fast a run is, or how much memory it takes."""
+_NOT_COMPARED = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
+_NODES = ("launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node")
 _MOST_EFFICIENT = 1.05
 """The efficiency beyond which the slower run must have been held up."""
 _FEWEST = 3
@@ -54,72 +38,73 @@ def is_about_speed(keys: Iterable[str]) -> bool:
 
 
 class _Pair:
-    """A run beside the first: their ratios, and why they have none."""
+    """A run beside the first: their ratios, and why they have none; each reason is empty where they compare."""
 
     def __init__(self, facts: Facts, first: Facts) -> None:
-        self.facts, self.first = facts, first
-        self.differ = [
-            (key, f"{key} {text(own)} and not {text(theirs)}") for key, own, theirs in _different(facts, first)
-        ]
-        work = (said for key, said in self.differ if key.startswith(_WORK) and key not in _NO_WORK)
+        self.facts, self.first, self.both = facts, first, (first, facts)
+        own, theirs = dict(flatten(facts.config)), dict(flatten(first.config))
+        self.differ = {
+            key: f"{key} {text(own.get(key))} and not {text(theirs.get(key))}"
+            for key in {**own, **theirs}
+            if own.get(key) != theirs.get(key)
+        }
+        work = [said for key, said in self.differ.items() if key.startswith(_WORK) and key not in _NO_WORK]
         self.other_work = ", ".join(work)
         self.more = facts.processors / first.processors if facts.processors and first.processors else None
         speed, reference = facts.images_per_sec, first.images_per_sec
         ratio = speed / reference if speed and reference else None
         self.no_speed_up = self.other_work or self._hindered(ratio)
         self.speed_up = None if self.no_speed_up else ratio
-        self.other_length = self._other_length()
+        self.other_length, self.other_pass = self._other_length(), self._other_pass()
 
     def _hindered(self, ratio: float | None) -> str:
-        for item in (self.first, self.facts):
+        for item in self.both:
             if hindered := item.hindered_by:
                 return f"of {item.label} {hindered}"
             if 0 < len(item.speeds) < _FEWEST:
-                return f"{item.label} has {plural(len(item.speeds), 'train record')}, and the first updates are slow"
-        if ratio and self.more and self.more > 1 and ratio > self.more * _MOST_EFFICIENT:
-            return (
-                f"it came to {ratio:.2f}{TIMES} the speed with {self.more:g}{TIMES} the processors, so something held"
-                f" {self.first.label} up"
-            )
-        return ""
+                return (
+                    f"{item.label} has {doc.plural(len(item.speeds), 'train record')}, and the first updates are slow"
+                )
+        if not (ratio and self.more and self.more > 1 and ratio > self.more * _MOST_EFFICIENT):
+            return ""
+        came = f"it came to {ratio:.2f}{TIMES} the speed with {self.more:g}{TIMES} the processors"
+        return f"{came}, so something held {self.first.label} up"
 
     def _other_length(self) -> str:
-        """Why the times of the two are not compared; empty where they are."""
-        pair = (self.first, self.facts)
-        if unfinished := [item.label for item in pair if not item.finished]:
+        """Why the times of the two are not compared."""
+        if unfinished := [item.label for item in self.both if not item.finished]:
             return f"{' and '.join(unfinished)} did not come to the end"
-        if paused := [(item.label, still) for item in pair if (still := item.still_seconds)]:
-            return ", ".join(f"{label} stood still for {duration(still)} of its training" for label, still in paused)
-        theirs, own = (item.steps * item.count("train.global_batch_size") for item in pair)
+        if paused := [(item.label, still) for item in self.both if (still := item.still_seconds)]:
+            return ", ".join(
+                f"{label} stood still for {doc.duration(still)} of its training" for label, still in paused
+            )
+        theirs, own = (item.steps * item.count("train.global_batch_size") for item in self.both)
         return "" if own == theirs else f"it saw {own:,} images and not {theirs:,}"
 
-    def other_pass(self) -> str:
-        """Why the memory of the two is not compared; empty where it is."""
-        own, theirs = (item.started("micro_batch_size") for item in (self.facts, self.first))
-        kind, their_kind = (item.started("device") for item in (self.facts, self.first))
+    def _other_pass(self) -> str:
+        """Why the memory of the two is not compared."""
+        theirs, own = (item.started("micro_batch_size") for item in self.both)
+        their_kind, kind = (item.started("device") for item in self.both)
         if None in (kind, their_kind) or (own is None) != (theirs is None):
             return "one of the two has not told its device or the images of a pass"
         different = [] if own == theirs else [f"a rank takes {own} images in one pass and not {theirs}"]
         if kind != their_kind:
             different.append(f"it ran on {kind} and not {their_kind}")
         # On a CPU the memory is that of the process, which tried larger batches first.
-        both = (self.first, self.facts)
-        tried = [item.label for item in both if any(event.get("event") == "probed" for event in item.events)]
+        tried = [item.label for item in self.both if item.last_event("probed")]
         if kind == "cpu" and tried:
             different.append(f"train.micro_batch_size=auto has tried sizes in the process of {' and '.join(tried)}")
         return ", ".join(different)
 
     def _also_differs(self) -> str:
         """Other settings than strategy and ranks that change the speed."""
-        found = [
-            said for key, said in self.differ
-            if is_about_speed([key]) and not key.startswith(("strategy.", "launch.")) and key != "data.root"
-        ]  # fmt: skip
+        known = ("strategy.", "launch.", "data.root")
+        found = {key: said for key, said in self.differ.items() if is_about_speed([key]) and not key.startswith(known)}
         for key in ("precision", "device"):
-            mine, other = self.facts.started(key), self.first.started(key)
-            if mine and other and mine != other and not any(f".{key} " in said for said in found):
-                found.append(f"{key} {mine} and not {other}")
-        return ", ".join(found)
+            theirs, own = (item.started(key) for item in self.both)
+            if own and theirs and own != theirs and f"train.{key}" not in found:
+                found[key] = f"{key} {own} and not {theirs}"
+        return ", ".join(found.values())
 
     def sentences(self) -> Iterator[str]:
         """What does not compare, and why."""
@@ -135,41 +120,32 @@ class _Pair:
             yield f"The speed-up of {label} is also that of other settings: {also}."
         if self.other_length:
             yield f"{label} has no time ratio: {self.other_length}."
-        if passes := self.other_pass():
-            yield f"{label} has no memory saved: {passes}."
+        if self.other_pass:
+            yield f"{label} has no memory saved: {self.other_pass}."
 
-    def row(self) -> doc.Row:
-        """The cells of `comparison_table`."""
+    def cells(self, name: str) -> dict[str, str]:
+        """The row of `comparison_table`; ``name``: of the headline."""
         facts, first, metric = self.facts, self.first, self.facts.headline
         unit, seconds, theirs = f" {metric.unit}".rstrip(), facts.train_seconds, first.train_seconds
-        same_time = seconds and theirs and not (self.no_speed_up or self.other_length)
+        same_time = not (self.no_speed_up or self.other_length)
         used, first_used = (max(item.memory_of_ranks, default=None) for item in (facts, first))
-        same_pass = facts is not first and not self.other_work and not self.other_pass()
+        same_pass = facts is not first and not self.other_work and not self.other_pass
         saved = round(100 * (1 - used / first_used)) if same_pass and used and first_used else None
-        efficiency = self.speed_up / self.more * 100 if self.speed_up and self.more else None
-        return (
-            facts.label,
-            text(facts.setting("strategy.name")),
-            text(facts.processors),
-            str(facts.steps) if facts.begun else NONE,
-            number(facts.best, metric.spec, unit),
-            number(facts.tested, metric.spec, unit),
-            duration(seconds),
-            rate(facts.images_per_sec),
-            number(self.speed_up, ".2f", TIMES),
-            number(efficiency, ".0f", " %"),
-            number(theirs / seconds if same_time and seconds and theirs else None, ".2f", TIMES),
-            memory(used),
-            number(saved, "+", " %"),
-        )
-
-
-def _different(facts: Facts, first: Facts) -> Iterator[tuple[str, Any, Any]]:
-    """Settings of which the two have other values, with both."""
-    own, theirs = dict(flatten(facts.config)), dict(flatten(first.config))
-    for key in dict.fromkeys([*own, *theirs]):
-        if own.get(key) != theirs.get(key):
-            yield key, own.get(key), theirs.get(key)
+        return {
+            "run": facts.label,
+            "strategy": text(facts.setting("strategy.name")),
+            "processors": text(facts.processors),
+            "steps": str(facts.steps) if facts.begun else NONE,
+            f"val {name}": number(facts.best, metric.spec, unit),
+            f"test {name}": number(facts.tested, metric.spec, unit),
+            "training time": doc.duration(seconds),
+            "images/s": doc.rate(facts.images_per_sec),
+            "speed-up": number(self.speed_up, ".2f", TIMES),
+            "efficiency": number(100 * self.speed_up / self.more if self.speed_up and self.more else None, ".0f", " %"),
+            "time ratio": number(theirs / seconds if same_time and seconds and theirs else None, ".2f", TIMES),
+            "peak memory of a rank": doc.memory(used),
+            "memory saved": number(saved, "+", " %"),
+        }
 
 
 def comparison(runs: Sequence[Facts]) -> doc.Section:
@@ -195,12 +171,8 @@ def comparison(runs: Sequence[Facts]) -> doc.Section:
 
 def comparison_table(runs: Sequence[Facts]) -> doc.Table:
     """One row a run, set against the first."""
-    name = runs[0].described.headline
-    header = (
-        "run", "strategy", "processors", "steps", f"val {name}", f"test {name}", "training time", "images/s",
-        "speed-up", "efficiency", "time ratio", "peak memory of a rank", "memory saved",
-    )  # fmt: skip
-    return doc.Table(header, [_Pair(facts, runs[0]).row() for facts in runs], 2)
+    rows = [_Pair(facts, runs[0]).cells(runs[0].described.headline) for facts in runs]
+    return doc.Table(tuple(rows[0]), [tuple(row.values()) for row in rows], 2)
 
 
 def not_comparable(runs: Sequence[Facts]) -> list[str]:
@@ -213,13 +185,11 @@ def not_comparable(runs: Sequence[Facts]) -> list[str]:
 
 def differences(runs: Sequence[Facts]) -> tuple[doc.Row, list[doc.Row]]:
     """Header and rows of the settings that are not the same in all runs: a column a run, of many runs a row each."""
-    ignored = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
     flat = [dict(flatten(facts.config)) for facts in runs]
-    keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(ignored))
-    nodes = ["launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node"]
+    keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(_NOT_COMPARED))
     rows = [
         (key, *(text(settings.get(key)) for settings in flat))
-        for key in [*keys, *nodes]
+        for key in [*keys, *_NODES]
         if len({repr(settings.get(key)) for settings in flat}) > 1
     ]
     labels = [facts.label for facts in runs]
@@ -230,18 +200,18 @@ def differences(runs: Sequence[Facts]) -> tuple[doc.Row, list[doc.Row]]:
 
 
 def _throughput(runs: Sequence[Facts]) -> Picture | None:
-    """A bar a run; no ratio where speeds do not compare."""
+    """A bar a run; no ratio where speeds do not compare, or where the first has none."""
     known = [(facts, speed) for facts in runs if (speed := facts.images_per_sec)]
     bars = []
     for facts, speed in known:
-        reference, reference_speed = known[0]
-        pair = _Pair(facts, reference) if reference is runs[0] and facts is not reference else None
-        ratio = pair.speed_up if pair is not None else None
-        mark = reference_speed * pair.more if ratio and pair and pair.more and pair.more != 1 else None
-        told = rate(speed) + (f"  {ratio:.2f}{TIMES}" if ratio else "")
+        (reference, first_speed), told, mark = known[0], doc.rate(speed), None
+        pair = _Pair(facts, reference)
+        if reference is runs[0] and facts is not reference and pair.speed_up:
+            told += f"  {pair.speed_up:.2f}{TIMES}"
+            mark = first_speed * pair.more if pair.more and pair.more != 1 else None
         bars.append(Bar(facts.label, speed, told, GREY if facts is reference else 0, mark=mark))
     unit = "images/s, median" + "; |: linear scaling" * any(bar.mark for bar in bars)
-    return bar_chart("Training throughput", unit, bars)
+    return doc.bar_chart("Training throughput", unit, bars)
 
 
 def scaling(runs: Sequence[Facts]) -> doc.Section:
@@ -257,19 +227,24 @@ def scaling(runs: Sequence[Facts]) -> doc.Section:
     if len(speeds) < 2:
         return doc.Section("scaling", "Scaling", ())
     fewest, most = min(speeds), max(speeds)
-    up = [(float(many), speed / speeds[fewest]) for many, speed in speeds.items()]
-    share = [(many, 100 * ratio * fewest / many) for many, ratio in up]
+
+    def share(many: int, speed: float) -> tuple[float, float]:
+        """Speed-up, and percent of efficiency."""
+        return speed / speeds[fewest], 100 * speed / speeds[fewest] * fewest / many
+
+    up, percent = ([(float(many), share(many, speed)[at]) for many, speed in speeds.items()] for at in (0, 1))
     linear = Series("linear", [(float(fewest), 1.0), (float(most), most / fewest)], GREY, label="linear", dashed=True)
     measured = Series("measured", up, label=f"{up[-1][1]:.2f}{TIMES}")
-    efficiency = Series("efficiency", share, label=f"{share[-1][1]:.0f} %")
-    axes = Axes("Speed-up", TIMES, "processors", "scaling", low=0.0)
-    percent = Axes("Efficiency", "%", "processors", "scaling", low=0.0, high=100.0)
-    charts = [line_chart(axes, [linear, measured], x_from=0.0), line_chart(percent, [efficiency], x_from=0.0)]
+    efficiency = Series("efficiency", percent, label=f"{percent[-1][1]:.0f} %")
+    charts = [
+        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", low=0.0), [linear, measured], x_from=0.0),
+        line_chart(Axes("Efficiency", "%", "processors", "scaling", low=0.0, high=100.0), [efficiency], x_from=0.0),
+    ]
     rows = [
-        (facts.label, str(many), rate(speed), f"{speed / speeds[fewest]:.2f}{TIMES}",
-         f"{100 * speed / speeds[fewest] * fewest / many:.0f} %")
+        (facts.label, str(many), doc.rate(speed), f"{ratio:.2f}{TIMES}", f"{used:.0f} %")
         for facts, many, speed in told
-    ]  # fmt: skip
+        for ratio, used in [share(many, speed)]
+    ]
     note = f"Median images/s against {told[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
     note += "".join(f" Without {label}: {reason}." for label, reason in reasons.items() if reason)
     table = doc.Table(("run", "processors", "images/s", "speed-up", "efficiency"), rows, 1)
@@ -287,7 +262,7 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
     elif first.best is not None:
         tested = f", test {name} {metric.text(first.tested)}" if first.tested is not None else ""
         equal = sum(facts.best == first.best for facts in runs) - 1
-        others = f" and {plural(equal, 'other')}" if equal else ""
+        others = f" and {doc.plural(equal, 'other')}" if equal else ""
         unfinished = "" if first.finished else " It has not finished."
         best = f"{first.label}{others}, val {name} {metric.text(first.best)}"
         lines.append(f"Best by validation: {best}{tested}.{unfinished}")
@@ -313,7 +288,7 @@ def swept(runs: Sequence[Facts]) -> doc.Section:
 
 
 def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
-    """All runs; and, where seeds were swept, the means over them."""
+    """All runs; and, where seeds were swept, the means over them, the best first."""
     keys = list(dict.fromkeys(key for facts in runs for key in facts.point))
     others = [key for key in keys if key != "seed"]
     name, metric = runs[0].described.headline, runs[0].headline
@@ -321,21 +296,26 @@ def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
     groups: dict[doc.Row, list[Facts]] = {}
     for facts in runs:
         best = (number(facts.best, metric.spec), number((facts.best_val or {}).get("epoch"), ".1f"))
-        rest = (number(facts.tested, metric.spec), duration(facts.train_seconds), _remark(facts))
+        rest = (number(facts.tested, metric.spec), doc.duration(facts.train_seconds), _remark(facts))
         rows.append((facts.run_dir.path.name, *(facts.point.get(key, NONE) for key in keys), *best, *rest))
         groups.setdefault(tuple(facts.point.get(key, NONE) for key in others), []).append(facts)
     tables = [doc.Table(("folder", *keys, f"val {name}", "epoch", f"test {name}", "training time", ""), rows, 1)]
-    if "seed" in keys:
-        ordered = []
-        for values, group in groups.items():
-            bests, tests = [facts.best for facts in group], [facts.tested for facts in group]
-            known = [value for value in bests if value is not None]
-            mean = statistics.fmean(known) * (-1 if metric.higher_is_better else 1) if known else float("inf")
-            cells = (*values, str(len(group)), spread(bests, metric.spec), spread(tests, metric.spec))
-            ordered.append((mean, cells))
-        means = [cells for _, cells in sorted(ordered, key=lambda item: item[0])]
-        tables.append(doc.Table((*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd"), means, 1))
-    return tables
+    if "seed" not in keys:
+        return tables
+
+    def mean(group: Sequence[Facts]) -> float:
+        known = [facts.best for facts in group if facts.best is not None]
+        return statistics.fmean(known) * (-1 if metric.higher_is_better else 1) if known else float("inf")
+
+    means: list[doc.Row] = [
+        (
+            *values,
+            str(len(group)),
+            *(spread([getattr(f, key) for f in group], metric.spec) for key in ("best", "tested")),
+        )
+        for values, group in sorted(groups.items(), key=lambda item: mean(item[1]))
+    ]
+    return [*tables, doc.Table((*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd"), means, 1)]
 
 
 def _remark(facts: Facts) -> str:
@@ -358,24 +338,25 @@ def spread(values: Sequence[float | None], spec: str = ".2f") -> str:
 
 def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
     """The headline against one swept setting, a line for each choice of the others; seeds are averaged."""
-    try:
-        values = [float(facts.point.get(key, "")) for facts in runs]
-    except ValueError:
-        return None
-    placed = [
-        (x, facts.best, name_of({k: v for k, v in facts.point.items() if k not in (key, "seed")}))
-        for x, facts in zip(values, runs, strict=True)
-        if facts.best is not None
-    ]
-    if len({x for x, _, _ in placed}) < 2 or not all(map(fileio.is_number, values)):
+    choices: dict[str, dict[float, list[float]]] = {}
+    for facts in runs:
+        try:
+            value = float(facts.point.get(key, ""))
+        except ValueError:
+            return None
+        if not fileio.is_number(value):
+            return None
+        if facts.best is not None:
+            others = {k: v for k, v in facts.point.items() if k not in (key, "seed")}
+            choices.setdefault(name_of(others), {}).setdefault(value, []).append(facts.best)
+    if len({value for own in choices.values() for value in own}) < 2:
         return None
     series, name, metric = [], runs[0].described.headline, runs[0].headline
-    for colour, choice in enumerate(list(dict.fromkeys(name for _, _, name in placed))[:COLOURS]):
-        own = [(x, value) for x, value, name in placed if name == choice]
-        means = [(at, statistics.fmean(y for x, y in own if x == at)) for at in sorted({x for x, _ in own})]
+    for colour, (choice, own) in enumerate(list(choices.items())[:COLOURS]):
+        means = [(at, statistics.fmean(own[at])) for at in sorted(own)]
         series.append(Series(choice or f"val {name}", means, colour, label=choice or f"{means[-1][1]:.3g}"))
         for at, _ in means:
-            if len(ys := [y for x, y in own if x == at]) > 1:
-                series += [Series(f"{choice} single run".strip(), [(at, y)], colour, faint=True) for y in ys]
+            single = own[at] if len(own[at]) > 1 else []
+            series += [Series(f"{choice} single run".strip(), [(at, y)], colour, faint=True) for y in single]
     title = f"{metric.label}, validation"
     return line_chart(Axes(title, metric.unit, key, f"swept {key}", x_may_be_log=True), series)

@@ -1,8 +1,14 @@
-"""What a report is made of: sections, tables, and charts drawn as SVG."""
+"""What a report is made of: sections of text, tables and charts, which are drawn as SVG.
+
+All text in them is plain, and a run may be a stranger's: `tag` and the writers escape it. A chart is None where there
+is nothing to draw. Colours are the numbers 0 to 7 of ``chart.css``, which follow the reader's light or dark scheme.
+
+    rate = bar_chart("Images a second", "images/s", [Bar("fp32", 812, spread=(800, 820)), Bar("bf16", 1510)])
+    path.write_text(drawing([rate], title="Which precision is fastest?"))
+"""
 
 from __future__ import annotations
 
-import html
 import math
 import re
 import statistics
@@ -14,64 +20,52 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup, escape
+
 from trainkit import fileio
 from trainkit.report.facts import Facts
 
-# Charts as SVG: for the page, where `page.js` adds a read-out, and as files of their own for the log book and a
-# bench.
-#
-#     rate = bar_chart("Images a second", "images/s", [Bar("fp32", 812, spread=(800, 820)), Bar("bf16", 1510)])
-#     path.write_text(drawing([rate], title="Which precision is fastest?"))
-#
-# A chart is None where there is nothing to draw. Text is escaped: a run may be a stranger's. Colours are the numbers
-# 0 to 7 of ``chart.css``, which follow the reader's light or dark scheme.
-
 Point = tuple[float, float]
+Row = tuple[str, ...]
+TIMES = "\N{MULTIPLICATION SIGN}"
+NONE = "–"  # noqa: RUF001  an en dash: a value that this run does not have
+MEASURE = ("measure", "value")
 WIDTH, HEIGHT = 400, 230
 """Of a line chart."""
 COLOURS = 8
 GREY = 7
 STYLE = fileio.read_text(Path(__file__).parent / "chart.css", follow=True)
-_LEFT, _TOP, _BOTTOM = 44, 12, 30
+_LEFT, _TOP, _FOOT = 44, 12, HEIGHT - 30
 _LETTER, _LINE = 6.6, 14.0
 """Width of a letter and height of a line of text."""
 _NAME = 48
 """Letters that fit above a bar on a phone."""
 _DOTS_APART = 5
 """Pixels between points from which on each has a dot."""
-_LONG_CURVE = 120
-"""A curve of more points is drawn faintly, with its trend before it."""
+_LONG_CURVE, _TREND = 120, 60
+"""A curve of more points is drawn faintly, with the medians of so many columns before it."""
+_COLUMNS = 400
+"""Of a longer curve: of all points in one column, the lowest and the highest are drawn."""
 _TINY = 1e-100
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_COLUMNS = 400
-"""Of a long curve: of all points in one column, the lowest and the highest are drawn."""
 
 
-class Html(str):
-    """Markup. Everything else is text."""
-
-    __slots__ = ()
-
-
-def tag(name: str, *content: object, **attributes: object) -> Html:
-    """An element. Content that is not `Html` is escaped, None is left out.
-
-    Args:
-        attributes: ``class_`` is class, ``name_`` name, ``data_x`` data-x; None and False: left out, True: no value.
-    """
-    names = {"class_": "class", "name_": "name", "viewBox": "viewBox"}
-    written = "".join(
-        f" {names.get(key, key.replace('_', '-'))}" + ("" if value is True else f'="{html.escape(str(value))}"')
+def tag(name: str, *content: object, **attributes: object) -> Markup:
+    """An element of SVG. Text is escaped, None is left out; ``class_`` is class, ``data_x`` data-x."""
+    words = "".join(
+        f' {key if key == "viewBox" else key.rstrip("_").replace("_", "-")}="{escape(_written(value))}"'
         for key, value in attributes.items()
-        if value is not None and value is not False
+        if value is not None
     )
-    return Html(f"<{name}{written}>" + ("" if name in ("br", "img", "meta") else f"{join(content)}</{name}>"))
+    return Markup(f"<{name}{words}>{joined(content)}</{name}>")
 
 
-def join(parts: Iterable[object]) -> Html:
-    """All of it, in a row; what is not `Html` is escaped."""
-    there = (part for part in parts if part is not None)
-    return Html("".join(part if isinstance(part, Html) else html.escape(str(part), quote=False) for part in there))
+def joined(parts: Iterable[object]) -> Markup:
+    return Markup("").join(part for part in parts if part is not None)  # type: ignore[misc]  # escapes any object
+
+
+def _written(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class Picture:
 
     title: str
     unit: str
-    body: Html
+    body: Markup
     words: str
     """What it shows, for readers who do not see it."""
     height: float
@@ -88,20 +82,19 @@ class Picture:
     """0: as wide as the place where it stands."""
     data: Mapping[str, object] = field(default_factory=dict)
 
-    def svg(self, **place: object) -> Html:
+    def svg(self, **place: object) -> Markup:
         """The element; ``place``: x, y, width and height inside of a drawing."""
-        box = {"viewBox": f"0 0 {self.width} {self.height:g}"} if self.width else {"width": "100%", "class_": "fluid"}
-        size = {} if self.width else {"height": f"{self.height:g}"}
-        return tag("svg", self.body, **{**box, **size, "role": "img", "aria_label": self.words, **self.data, **place})
+        fluid = {"width": "100%", "class_": "fluid", "height": self.height}
+        box = {"viewBox": f"0 0 {self.width} {self.height:g}"} if self.width else fluid
+        return tag("svg", self.body, **{**box, "role": "img", "aria_label": self.words, **self.data, **place})
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve."""
+    """One curve, its points in order of x."""
 
     name: str
     points: Sequence[Point]
-    """In order of x."""
     colour: int = 0
     faint: bool = False
     """Less important than others: thin, without a label."""
@@ -138,8 +131,7 @@ class Axes:
     """What it means that a value is missing."""
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """One bar with ``text`` at its right; ``spread``: its lowest and highest value; ``mark``: a value to compare."""
 
     name: str
@@ -150,8 +142,7 @@ class Bar:
     mark: float | None = None
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """Values from ``low`` to ``high`` on pixels from ``start`` to ``end``; straight, or by logarithm."""
 
     low: float
@@ -161,34 +152,27 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
-        if self.log:
-            low, high, at = math.log10(low), math.log10(high), math.log10(at)
+        low, high, at = (math.log10(each) if self.log else each for each in (self.low, self.high, value))
         share = (at - low) / (high - low) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round values, inside the scale."""
+        """Round values inside the scale, about ``most``: multiples of 1, 2 or 5 times a power of ten."""
         if not self.log:
-            return linear_ticks(self.low, self.high, most)
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            if not self.high - self.low > _TINY:
+                return [self.low]
+            rough = (self.high - self.low) / most
+            power = 10.0 ** math.floor(math.log10(rough))
+            step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.9)
+            first, last = math.ceil(self.low / step - 1e-6), math.floor(self.high / step + 1e-6)
+            return [float(f"{at * step:.12g}") for at in range(first, last + 1)]
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for steps in ((1, 2, 5), (1, 3), (1,)):
-            found = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-            found = [value for value in found if self.low <= value <= self.high * (1 + 1e-9)]
+            every = [step * 10.0**power for power in powers for step in steps]
+            found = [value for value in every if self.low <= value <= self.high * (1 + 1e-9)]
             if len(found) <= most + 1:
                 return found
         return found[:: math.ceil(len(found) / most)]
-
-
-def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most ``most`` + 1 of them."""
-    if not high - low > _TINY:
-        return [low]
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.9)
-    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
-    return [round(at * step, 12 - math.floor(math.log10(step)) if step < 1 else 6) for at in range(first, last + 1)]
 
 
 def shown(value: float, digits: int = 4) -> str:
@@ -220,14 +204,16 @@ def line_chart(
         x_from, x_to: ends of the horizontal axis; None: as the points have it.
         marks: (x, colour) of vertical lines: where a later attempt went on.
     """
-    series = [item for item in series if item.points and all(map(_is_drawable, (*item.points, *item.spread)))]
+    series = [item for item in series if item.points and _is_drawable(*item.points, *item.spread)]
     places = [x for item in series for x, _ in item.points]
     x_from = min(places, default=0.0) if x_from is None else x_from
     x_to = max(places, default=0.0) if x_to is None else x_to
     if not series or not _is_drawable((x_from, x_to)):
         return None
-    values = [value for item in series for _, value in item.points]
-    y = _vertical(axes, [*values, *(value for item in series for ends in item.spread for value in ends)])
+    values = [
+        value for item in series for value in (*(y for _, y in item.points), *(e for ends in item.spread for e in ends))
+    ]
+    y = _vertical(axes, values)
     labels = [item for item in series if item.label]
     margin = 10 + _LETTER * max((len(item.label) for item in labels), default=0) + 8 * bool(labels)
     right = WIDTH - min(margin, WIDTH / 3)
@@ -235,42 +221,45 @@ def line_chart(
         x = Scale(x_from / 1.2, x_to * 1.2, _LEFT, right, log=True)
     else:
         x = Scale(x_from, x_to if x_to - x_from > _TINY else x_from + 1, _LEFT, right)
-    foot = HEIGHT - _BOTTOM
     body = _grid(axes, x, y)
-    body += [tag("path", d=f"M{x(at):.1f} {_TOP}V{foot}", class_=f"restart c{colour:g}") for at, colour in marks]
+    body += [tag("path", d=f"M{x(at):.1f} {_TOP}V{_FOOT}", class_=f"restart c{colour:g}") for at, colour in marks]
     body += [_curve(item, x, y) for item in series]
     body += _end_labels(labels, x, y)
     if axes.lost and (lost := [(item.colour, place) for item in series for place in item.lost]):
         at_foot = sorted({(colour, round(x(place))) for colour, place in lost})
-        body += [tag("path", d=f"M{at} {foot}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
-        first = shown(min(place for _, place in lost))
+        body += [tag("path", d=f"M{at} {_FOOT}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
         goes_on = any(item.points[-1][0] > item.lost[0] for item in series if item.lost)
-        more = f" and {len(lost) - 1} more places" if len(lost) > 1 else ""
-        words = f"{axes.lost} at {first}{more}" if goes_on else f"{axes.lost} from {first} on"
-        body.append(tag("text", words, x=_LEFT + 4, y=foot - 11, class_="said c1"))
+        more = f" and {len(lost) - 1} more places" * (len(lost) > 1) if goes_on else " on"
+        words = f"{axes.lost} {'at' if goes_on else 'from'} {shown(min(place for _, place in lost))}{more}"
+        body.append(tag("text", words, x=_LEFT + 4, y=_FOOT - 11, class_="said c1"))
     data = {
         "data_group": axes.group, "data_x": axes.x, "data_plot": f"{x.start:g} {x.end:g} {y.end:g} {y.start:g}",
         "data_range": f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}",
         "data_log": "x" * x.log + "y" * y.log or None,
     }  # fmt: skip
+    told = "; ".join(
+        f"{item.name} from {shown(y0)} at {axes.x} {shown(x0)} to {shown(y1)} at {shown(x1)}"
+        for item in series[:12]
+        for (x0, y0), (x1, y1) in [(item.points[0], item.points[-1])]
+    )
     unit = ", ".join(filter(None, [axes.unit, "log scale" * y.log]))
-    return Picture(axes.title, unit, join(body), _in_words(axes, series), HEIGHT, WIDTH, data)
+    return Picture(axes.title, unit, joined(body), f"{axes.title}: {told}", HEIGHT, WIDTH, data)
 
 
-def _is_drawable(pair: Point) -> bool:
+def _is_drawable(*pairs: Point) -> bool:
     """A stranger may have recorded numbers that no picture has room for."""
-    return all(fileio.is_number(value) for value in pair)
+    return all(fileio.is_number(value) for pair in pairs for value in pair)
 
 
 def _is_wide(values: Sequence[float], above: float = 20) -> bool:
     """Whether they need a logarithmic scale: all above 0, and over a factor of ``above``."""
-    return bool(values) and min(values) > _TINY and max(values) / min(values) > above
+    return min(values) > _TINY and max(values) / min(values) > above
 
 
 def _vertical(axes: Axes, values: Sequence[float]) -> Scale:
     low, high = min(values), max(values)
     if axes.may_be_log and _is_wide(values):
-        return Scale(low / 1.1, high * 1.1, HEIGHT - _BOTTOM, _TOP, log=True)
+        return Scale(low / 1.1, high * 1.1, _FOOT, _TOP, log=True)
     low = low if axes.low is None else min(axes.low, low)
     high = high if axes.high is None else max(axes.high, high)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
@@ -278,47 +267,41 @@ def _vertical(axes: Axes, values: Sequence[float]) -> Scale:
     high = high if axes.high is not None else high + room
     if axes.unit == "%":  # nothing is more than all
         low, high = max(low, min(0.0, *values)), min(high, max(100.0, *values))
-    return Scale(low, high, HEIGHT - _BOTTOM, _TOP)
+    return Scale(low, high, _FOOT, _TOP)
 
 
-def _grid(axes: Axes, x: Scale, y: Scale) -> list[Html]:
-    found, foot = [], HEIGHT - _BOTTOM
+def _grid(axes: Axes, x: Scale, y: Scale) -> list[Markup]:
+    found = []
     for value in y.ticks():
         found.append(tag("path", d=f"M{_LEFT} {y(value):.1f}H{x.end:.1f}", class_="grid"))
-        found.append(tag("text", shown(value, 6), x=_LEFT - 6, y=f"{y(value):.1f}", dy="0.35em", class_="tick end"))
-    found.append(tag("path", d=f"M{_LEFT} {foot}H{x.end:.1f}", class_="axis c7"))
+        found.append(tag("text", shown(value, 6), x=_LEFT - 6, y=y(value), dy="0.35em", class_="tick end"))
+    found.append(tag("path", d=f"M{_LEFT} {_FOOT}H{x.end:.1f}", class_="axis c7"))
     last_end = -1e9
     for value in axes.x_ticks or x.ticks(6):
         half = len(shown(value)) * _LETTER / 2
         if x(value) - half > last_end + 4:
-            found.append(tag("text", shown(value), x=f"{x(value):.1f}", y=foot + 14, class_="tick middle"))
+            found.append(tag("text", shown(value), x=x(value), y=_FOOT + 14, class_="tick middle"))
             last_end = x(value) + half
-    found.append(tag("text", axes.x, x=f"{x.end:.1f}", y=HEIGHT - 3, class_="tick end"))
-    return found
+    return [*found, tag("text", axes.x, x=x.end, y=HEIGHT - 3, class_="tick end")]
 
 
-def _curve(item: Series, x: Scale, y: Scale) -> Html:
-    drawn = _thinned(item.points)
-    is_long = len(drawn) > _LONG_CURVE
-    style = "line" + " faint" * (item.faint or is_long) + " dashed" * item.dashed
+def _curve(item: Series, x: Scale, y: Scale) -> Markup:
+    drawn, trend = _thinned(item.points), _trend(item)
+    style = "line" + " faint" * (item.faint or bool(trend)) + " dashed" * item.dashed
     parts = [tag("path", d=_path(drawn, item.lost, x, y), class_=style)]
-    if is_long:
-        trend = _path(_smoothed(item.points), item.lost, x, y)
-        parts.append(tag("path", d=trend, class_="line" + " thin" * item.faint))
-    elif not item.dashed and (len(drawn) == 1 or (not item.faint and _width(drawn, x) > _DOTS_APART * len(drawn))):
-        parts += [tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=2.2) for a, b in drawn]
+    apart = x(drawn[-1][0]) - x(drawn[0][0]) > _DOTS_APART * len(drawn) and not item.faint
+    if trend:
+        parts.append(tag("path", d=_path(trend, item.lost, x, y), class_="line" + " thin" * item.faint))
+    elif not item.dashed and (len(drawn) == 1 or apart):
+        parts += [tag("circle", cx=x(a), cy=y(b), r=2.2) for a, b in drawn]
     for (at, _), (low, high) in zip(item.points, item.spread, strict=False):
         parts.append(tag("path", d=f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}", class_="whisker"))
     if item.ring is not None and _is_drawable(item.ring):
-        parts.append(tag("circle", cx=f"{x(item.ring[0]):.1f}", cy=f"{y(item.ring[1]):.1f}", r=4.5, class_="ring"))
+        parts.append(tag("circle", cx=x(item.ring[0]), cy=y(item.ring[1]), r=4.5, class_="ring"))
     return tag(
         "g", *parts, class_=f"series c{item.colour % COLOURS}", data_name=item.name,
         data_x=" ".join(f"{a:.8g}" for a, _ in drawn), data_y=" ".join(f"{b:.5g}" for _, b in drawn),
     )  # fmt: skip
-
-
-def _width(points: Sequence[Point], x: Scale) -> float:
-    return x(points[-1][0]) - x(points[0][0])
 
 
 def _path(points: Sequence[Point], lost: Sequence[float], x: Scale, y: Scale) -> str:
@@ -329,6 +312,10 @@ def _path(points: Sequence[Point], lost: Sequence[float], x: Scale, y: Scale) ->
     return "".join(words)
 
 
+def _y(point: Point) -> float:
+    return point[1]
+
+
 def _thinned(points: Sequence[Point]) -> list[Point]:
     """The points themselves, or of a long curve the lowest and the highest in each column, and its ends."""
     if len(points) <= 2 * _COLUMNS:
@@ -337,9 +324,9 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return sorted({points[0], points[-1], *ends})
 
 
-def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """The median in each of 60 columns."""
-    groups = _in_columns(points, 60)
+def _trend(item: Series) -> list[Point]:
+    """Of a long curve the medians; empty for a short one."""
+    groups = _in_columns(item.points, _TREND) if len(_thinned(item.points)) > _LONG_CURVE else []
     return [(group[len(group) // 2][0], statistics.median(map(_y, group))) for group in groups]
 
 
@@ -349,38 +336,21 @@ def _in_columns(points: Sequence[Point], columns: int) -> list[list[Point]]:
     return [list(group) for _, group in groupby(points, lambda point: min(int((point[0] - low) / width), columns - 1))]
 
 
-def _y(point: Point) -> float:
-    return point[1]
-
-
-def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Html]:
+def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Markup]:
     """The labels at the right, apart from one another, each with a dot in its curve's colour."""
-    ends = sorted(((y(_end(item)), item) for item in labels), key=lambda end: end[0])
+    ends = sorted(((y((_trend(item) or item.points)[-1][1]), item) for item in labels), key=lambda end: end[0])
     places: list[float] = []
     for wanted, _ in ends:
-        places.append(wanted if not places else max(wanted, places[-1] + _LINE))
+        places.append(max([wanted, *(place + _LINE for place in places[-1:])]))
+    limit = float(_FOOT)
     for at in reversed(range(len(places))):
-        limit = HEIGHT - _BOTTOM if at == len(places) - 1 else places[at + 1] - _LINE
         places[at] = min(places[at], limit)
+        limit = places[at] - _LINE
     found = []
     for (_, item), place in zip(ends, places, strict=True):
-        dot = f"dot c{item.colour % COLOURS}"
-        found.append(tag("circle", cx=f"{x.end + 6:.1f}", cy=f"{place:.1f}", r=3, class_=dot))
-        found.append(tag("text", item.label, x=f"{x.end + 13:.1f}", y=f"{place:.1f}", dy="0.35em", class_="label"))
+        found.append(tag("circle", cx=x.end + 6, cy=place, r=3, class_=f"dot c{item.colour % COLOURS}"))
+        found.append(tag("text", item.label, x=x.end + 13, y=place, dy="0.35em", class_="label"))
     return found
-
-
-def _end(item: Series) -> float:
-    """Where the drawn line ends."""
-    return _smoothed(item.points)[-1][1] if len(item.points) > _LONG_CURVE else item.points[-1][1]
-
-
-def _in_words(axes: Axes, series: Sequence[Series]) -> str:
-    def ends(item: Series) -> str:
-        (x0, y0), (x1, y1) = item.points[0], item.points[-1]
-        return f"{item.name} from {shown(y0)} at {axes.x} {shown(x0)} to {shown(y1)} at {shown(x1)}"
-
-    return f"{axes.title}: " + "; ".join(ends(item) for item in series[:12])
 
 
 def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None = None) -> Picture | None:
@@ -399,20 +369,22 @@ def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None 
 
     body = []
     for at, bar in enumerate(bars):
-        y, top = step * at + 16 * above, step * at + 14 - above
+        y = step * at + 16 * above
         name = bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…"
         place, style = {"x": f"{begins}%", "y": y + 4}, f"part c{bar.colour % COLOURS}"
-        body.append(tag("text", name, x=0, y=top))
+        body.append(tag("text", name, x=0, y=step * at + 14 - above))
         body.append(tag("rect", **place, width=f"{room}%", height=13, class_="track"))
         body.append(tag("rect", **place, width=f"{wide(bar.value):.2f}%", height=13, class_=style))
         body.append(tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"))
-        marks = [(bar.spread, y + 10.5, y + 10.5, "whisker")] if bar.spread is not None else []
-        marks += [((bar.mark, bar.mark), y + 1, y + 20, "mark c1")] if bar.mark is not None else []
-        for ends, y1, y2, style in marks:
-            x1, x2 = (f"{begins + wide(end):.2f}%" for end in ends)
-            body.append(tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=style))
+        for ends, y1, y2, style in (
+            (bar.spread, y + 10.5, y + 10.5, "whisker"),
+            (bar.mark and (bar.mark, bar.mark), y + 1, y + 20, "mark c1"),
+        ):
+            if ends:
+                x1, x2 = (f"{begins + wide(end):.2f}%" for end in ends)
+                body.append(tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=style))
     words = "; ".join(f"{bar.name} {bar.text or shown(bar.value)}" for bar in bars)
-    return Picture(title, unit, join(body), f"{title}: {words}", step * len(bars) + 2)
+    return Picture(title, unit, joined(body), f"{title}: {words}", step * len(bars) + 2)
 
 
 def drawing(
@@ -436,8 +408,7 @@ def drawing(
     columns = min(columns, len(there)) if narrow else columns
     edge, gap, width = 16, 28, WIDTH if narrow or columns > 1 else 2 * WIDTH
     whole = columns * (width + gap) - gap + 2 * edge
-    letters = int((whole - 2 * edge) / _LETTER)
-    body, y = [], float(edge)
+    body, y, letters = [], float(edge), int((whole - 2 * edge) / _LETTER)
     for line in textwrap.wrap(title, letters):
         body.append(tag("text", line, x=edge, y=y + 12, class_="tick"))
         y += 20
@@ -446,37 +417,27 @@ def drawing(
         needed = 24 + _LETTER * len(name) + 18
         if x > edge and x + needed > whole - edge:
             x, y = float(edge), y + 18
-        body.append(tag("rect", x=f"{x:g}", y=f"{y + 6:g}", width=18, height=4, class_=f"part c{colour % COLOURS}"))
-        body.append(tag("text", name, x=f"{x + 24:g}", y=f"{y + 12:g}"))
+        body.append(tag("rect", x=x, y=y + 6, width=18, height=4, class_=f"part c{colour % COLOURS}"))
+        body.append(tag("text", name, x=x + 24, y=y + 12))
         x += needed
     y += 26 * bool(legend)
     for first in range(0, len(there), columns):
         row = there[first : first + columns]
-        for at, picture in enumerate(row):
-            left = edge + at * (width + gap)
+        for left, picture in zip(range(edge, whole, width + gap), row, strict=False):
             unit = tag("tspan", picture.unit, class_="tick", dx=6)
-            body.append(tag("text", picture.title, unit, x=left, y=f"{y + 12:g}", class_="title"))
-            size = {"width": picture.width or width, "height": f"{picture.height:g}"}
-            body.append(picture.svg(x=left, y=f"{y + 22:g}", **size))
+            body.append(tag("text", picture.title, unit, x=left, y=y + 12, class_="title"))
+            body.append(picture.svg(x=left, y=y + 22, width=picture.width or width, height=picture.height))
         y += 22 + max(picture.height for picture in row) + 18
     for line in textwrap.wrap(foot, letters):
-        body.append(tag("text", line, x=edge, y=f"{y + 8:g}"))
+        body.append(tag("text", line, x=edge, y=y + 8))
         y += 18
-    size, words = {"width": whole, "height": f"{y + edge - 8:g}"}, "; ".join(picture.words for picture in there)
-    paper, style = tag("rect", width="100%", height="100%", class_="paper"), Html(f"<style>{STYLE}</style>")
-    about = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {whole} {size['height']}", **size, "role": "img"}
-    whole_svg = tag("svg", style, paper, *body, **about, aria_label=words)
+    high = y + edge - 8
+    whole_svg = tag(
+        "svg", tag("style", Markup(STYLE)), tag("rect", width="100%", height="100%", class_="paper"), *body,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {whole} {high:g}", width=whole, height=high, role="img",
+        aria_label="; ".join(picture.words for picture in there),
+    )  # fmt: skip
     return _NOT_OF_XML.sub("\N{REPLACEMENT CHARACTER}", whole_svg) + "\n"
-
-
-# What a report is made of: sections of text, tables and charts, which `write_html` and `write_markdown` write.
-#
-# All text in them is plain, and a run may be a stranger's: the writers escape it.
-
-Row = tuple[str, ...]
-TIMES = "\N{MULTIPLICATION SIGN}"
-NONE = "–"  # noqa: RUF001  an en dash: a value that this run does not have
-MEASURE = ("measure", "value")
 
 
 class Code(str):
@@ -515,15 +476,9 @@ class Charts:
         return any(self.pictures)
 
 
-class Text(NamedTuple):
-    """A paragraph; of its words those that are `Code` are shown as such."""
-
-    words: Sequence[str]
-
-
 @dataclass(frozen=True)
 class Items:
-    """A list."""
+    """A list; of the words of a line those that are `Code` are shown as such."""
 
     lines: Sequence[Sequence[str]]
 
@@ -531,11 +486,16 @@ class Items:
         return bool(self.lines)
 
 
+class Text(NamedTuple):
+    """A paragraph, of words as in `Items`."""
+
+    words: Sequence[str]
+
+
 class Block(NamedTuple):
     """Lines of code or output."""
 
     text: str
-    caption: str = ""
 
 
 class Heading(NamedTuple):
@@ -558,8 +518,8 @@ class Photo(NamedTuple):
     """In base64."""
     label: str
     told: str
-    confidence: float
-    is_large: bool = False
+    sure: str
+    is_large: bool
 
 
 class Gallery(NamedTuple):
@@ -573,10 +533,9 @@ Part = Table | Charts | Text | Items | Block | Heading | Fold | Gallery
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; left out where it has no parts."""
+    """A part of the report, with its name for links; left out where it has no parts."""
 
     name: str
-    """For links."""
     title: str
     parts: Sequence[Part]
     note: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,31 +15,16 @@ from trainkit import fileio, plugins, terminal
 from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
+from trainkit.run import metrics as recorded
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import (
-    Contribution,
-    Contributions,
-    Divergence,
-    Metric,
-    TaskMetrics,
-    Thinned,
-    best_evaluation,
-    best_of,
-    described,
-    read_thinned,
-    setbacks_of,
-    steps_done,
-    thinned,
-)
+from trainkit.run.metrics import Metric
 
 _SHOWN_BYTES = 16384
 _STILL = 0.05
 """A share of the training time: with longer pauses, a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
 """Of all hosts together."""
-
-
 _TAKEN = 10.0
 """Percent of the CPU time that a run wanted and others had (`trainkit.monitor.hardware`), beyond which its speed is
 not compared.
@@ -55,6 +40,11 @@ def cpus_taken(taken: float | None, load: float | None = None) -> str:
         return ""
     told = f" (load {load:.1f})" if load is not None else ""
     return f"the CPUs were taken: others had {taken:.0f} % of the time that it wanted{told}"
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    """Those that are numbers: whoever wrote the folder may have put anything there."""
+    return [float(value) for value in values if fileio.is_number(value)]
 
 
 class Usage(NamedTuple):
@@ -73,15 +63,14 @@ class HostSamples:
 
     @cached_property
     def _curves(self) -> dict[tuple[int | None, str], list[tuple[float, float]]]:
-        found: dict[tuple[int | None, str], list[tuple[float, float]]] = {}
+        found = defaultdict(list)
         for sample in self.samples:
             gpus = sample.get("gpus")
-            holders = [item for item in gpus if isinstance(item, dict)] if isinstance(gpus, list) else []
-            for holder in (sample, *(gpu for gpu in holders if fileio.is_whole(gpu.get("index")))):
-                index = None if holder is sample else holder["index"]
+            each = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+            for index, holder in [(None, sample), *((gpu.get("index"), gpu) for gpu in each)]:
                 for key, value in holder.items():
-                    if fileio.is_number(value):
-                        found.setdefault((index, key), []).append((sample["time"], value))
+                    if fileio.is_number(value) and (holder is sample or fileio.is_whole(index)):
+                        found[index, key].append((sample["time"], value))
         return found
 
     def gpus(self) -> list[int]:
@@ -93,7 +82,6 @@ class HostSamples:
         return self._curves.get((gpu, key), [])
 
     def usage(self, key: str, gpu: int | None = None) -> Usage | None:
-        """Mean and highest value of a reading."""
         values = [float(value) for _, value in self.curve(key, gpu)]
         return Usage(statistics.fmean(values), max(values)) if values else None
 
@@ -118,8 +106,23 @@ class Span:
 
     @property
     def went_well(self) -> bool:
-        """Whether it ended as it should."""
         return self.how.startswith(("finished", "told to stop", "requeued", "PREEMPTED"))
+
+    def tell(self, kind: Any, event: Mapping[str, Any]) -> None:
+        """Take in an event of the attempt."""
+        self.ended = max(self.ended, event.get("time") or 0.0)
+        if isinstance(step := event.get("step"), int):
+            self.to_step = max(self.to_step, step)
+        if kind == "handed_back":
+            signals = ", ".join(dict.fromkeys(event.get("signals") or ()))
+            self.how = self.how or f"told to stop{f' ({signals})' if signals else ''}, saved"
+        elif kind == "requeued":
+            self.how = f"{self.how}, requeued" if self.how else "requeued"
+        elif kind == "failed" and not self.how.startswith("failed"):
+            self.how = f"failed on rank {event.get('rank', '?')}: {event.get('error', 'unknown')}"
+        elif kind == "ended" and not self.how:
+            state = event.get("state")
+            self.how = "finished" if state == "COMPLETED" else str(state or "ended")
 
 
 class Facts:
@@ -145,6 +148,11 @@ class Facts:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    def count(self, key: str) -> int:
+        """A setting that is a whole number, else 0."""
+        value = self.setting(key)
+        return value if fileio.is_whole(value) else 0
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         """``summary.json``; empty for a run that did not get to its end."""
@@ -155,9 +163,9 @@ class Facts:
         return dict(fileio.plain(fileio.read_object(self.run_dir.manifest)))
 
     @cached_property
-    def described(self) -> TaskMetrics:
+    def described(self) -> recorded.TaskMetrics:
         """What the task measures."""
-        return described(self.run_dir)
+        return recorded.described(self.run_dir)
 
     @property
     def headline(self) -> Metric:
@@ -166,47 +174,47 @@ class Facts:
 
     def headline_of(self, record: Mapping[str, Any] | None) -> float | None:
         """Its value in a record; None where there is none."""
-        value = record.get(self.described.headline) if record else None
-        return float(value) if fileio.is_number(value) else None
+        return next(iter(numbers([(record or {}).get(self.described.headline)])), None)
 
     @cached_property
-    def metrics(self) -> Thinned:
+    def metrics(self) -> recorded.Thinned:
         """All records; of an enormous run some of the train records."""
-        return read_thinned(self.run_dir)
+        return recorded.read_thinned(self.run_dir)
+
+    def of_split(self, split: str) -> list[dict[str, Any]]:
+        return [record for record in self.metrics.records if record["split"] == split]
 
     @cached_property
     def train(self) -> list[dict[str, Any]]:
-        return [record for record in self.metrics.records if record["split"] == "train"]
+        return self.of_split("train")
 
     @cached_property
     def drawn(self) -> list[dict[str, Any]]:
         """The train records for curves: of an enormous run also the extremes between those that stand for others."""
-        outliers = self.metrics.outliers
-        return sorted([*self.train, *outliers], key=lambda record: record["step"]) if outliers else self.train
+        return sorted([*self.train, *self.metrics.outliers], key=lambda record: record["step"])
 
     @cached_property
     def val(self) -> list[dict[str, Any]]:
-        return [record for record in self.metrics.records if record["split"] == "val"]
+        return self.of_split("val")
 
     @cached_property
     def test(self) -> dict[str, Any] | None:
         """The record at the end of training, else the last one that `evaluate` wrote of the best weights."""
-        own = next((record for record in reversed(self.metrics.records) if record["split"] == "test"), None)
-        return own or best_evaluation(self.run_dir)
+        return next(reversed(self.of_split("test")), None) or recorded.best_evaluation(self.run_dir)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.run_dir)
 
     @cached_property
-    def setbacks(self) -> Divergence:
+    def setbacks(self) -> recorded.Divergence:
         """Lost updates, and the step from which on the loss is not a number."""
-        return setbacks_of(self.events, self.train, self.steps)
+        return recorded.setbacks_of(self.events, self.train, self.steps)
 
     @cached_property
-    def contributions(self) -> list[Contribution]:
+    def contributions(self) -> list[recorded.Contribution]:
         """The contributors of a collaborative run, most samples first."""
-        return Contributions.of(self.run_dir).best_first()
+        return recorded.Contributions.of(self.run_dir).best_first()
 
     @cached_property
     def hosts(self) -> list[HostSamples]:
@@ -214,9 +222,8 @@ class Facts:
         found = []
         files = sorted(self.run_dir.path.glob("system-*.jsonl"))
         for file in files:
-            records, *_ = thinned(file, max(_MOST_SAMPLES // len(files), 500))
-            samples = [sample for sample in records if fileio.is_time(sample.get("time"))]
-            if samples:
+            records, *_ = recorded.thinned(file, max(_MOST_SAMPLES // len(files), 500))
+            if samples := [sample for sample in records if fileio.is_time(sample.get("time"))]:
                 found.append(HostSamples(terminal.one_line(file.stem.removeprefix("system-")), samples))
         return found
 
@@ -231,36 +238,30 @@ class Facts:
                 found.append((host, "\n".join(terminal.one_line(line, 200) for line in lines)))
         return found
 
+    def events_of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event.get("event") in kinds]
+
     def last_event(self, *kinds: str) -> Mapping[str, Any]:
         """The newest event of these kinds; empty if there is none."""
-        return next((event for event in reversed(self.events) if event.get("event") in kinds), {})
+        return next(reversed(self.events_of(*kinds)), {})
 
     def started(self, key: str) -> Any:
-        """A field of the newest ``started`` event, or of the summary, or None."""
-        for event in reversed(self.events):
-            if event.get("event") == "started" and key in event:
-                return event[key]
-        return self.summary.get(key)
+        """A field of the newest ``started`` event that has it, or of the summary, or None."""
+        return next(
+            (event[key] for event in reversed(self.events_of("started")) if key in event), self.summary.get(key)
+        )
 
     @property
     def memory_of_ranks(self) -> list[float]:
         """Peak memory of every rank in MB; of a run that has not ended that of rank 0, if it is known."""
         told = self.summary.get("max_memory_mb_of_ranks")
-        known = [float(value) for value in told if fileio.is_number(value)] if isinstance(told, list) else []
-        return known or ([self.max_memory_mb] if self.max_memory_mb is not None else [])
-
-    def count(self, key: str) -> int:
-        """A setting that is a whole number, else 0."""
-        value = self.setting(key)
-        return value if fileio.is_whole(value) else 0
+        return (numbers(told) if isinstance(told, list) else []) or numbers([self.max_memory_mb])
 
     @property
     def steps(self) -> int:
         """Optimizer updates that were done."""
         steps = self.summary.get("steps")
-        if fileio.is_whole(steps):
-            return steps
-        return steps_done(self.events, self.train + self.val)
+        return steps if fileio.is_whole(steps) else recorded.steps_done(self.events, self.train + self.val)
 
     @property
     def begun(self) -> bool:
@@ -280,7 +281,7 @@ class Facts:
     @property
     def best_val(self) -> dict[str, Any] | None:
         """The validation record of the best checkpoint."""
-        return best_of(self.val, self.summary.get("best_step"), self.described)
+        return recorded.best_of(self.val, self.summary.get("best_step"), self.described)
 
     @property
     def best(self) -> float | None:
@@ -302,7 +303,7 @@ class Facts:
     @property
     def speeds(self) -> list[float]:
         """Images a second, of each train record."""
-        return [record["images_per_sec"] for record in self.train if fileio.is_number(record.get("images_per_sec"))]
+        return numbers(record.get("images_per_sec") for record in self.train)
 
     @property
     def images_per_sec(self) -> float | None:
@@ -330,7 +331,7 @@ class Facts:
 
         Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
         """
-        begins = [step for event in read_events(self.run_dir, "started") if fileio.is_whole(step := event.get("step"))]
+        begins = [step for event in self.events_of("started") if fileio.is_whole(step := event.get("step"))]
         batch, usual, still, before = self.count("train.global_batch_size"), self.images_per_sec, 0.0, 0
         for record in self.train:
             step, speed = record["step"], record.get("images_per_sec")
@@ -354,37 +355,38 @@ class Facts:
     @property
     def wall_seconds(self) -> float | None:
         """From the first start to the last record or event, with the waits between attempts."""
-        timed = [event for event in self.events if "time" in event]
-        starts = [event["time"] for event in timed if event.get("event") == "started"]
-        times = [record["time"] for record in self.train + self.val if fileio.is_number(record.get("time"))]
-        return max([*times, *(event["time"] for event in timed)]) - min(starts) if starts else None
+        starts = [event["time"] for event in self.events_of("started") if "time" in event]
+        times = numbers(item.get("time") for item in (*self.train, *self.val, *self.events))
+        return max(times) - min(starts) if starts else None
 
     @property
     def max_memory_mb(self) -> float | None:
         """Peak memory of rank 0: of the GPU's allocator, or of the process on the CPU."""
-        found = [self.summary.get("max_memory_mb"), *(record.get("max_memory_mb") for record in self.train)]
-        return max((float(value) for value in found if fileio.is_number(value)), default=None)
+        return max(numbers(item.get("max_memory_mb") for item in (self.summary, *self.train)), default=None)
 
     @property
     def attempts(self) -> int:
         """How often it was started."""
-        return max(len(self.run_dir.attempts()), len(read_events(self.run_dir, "started")))
+        return max(len(self.run_dir.attempts()), len(self.events_of("started")))
 
     @property
     def requeues(self) -> int:
         """How often it was stopped and put back into the queue."""
-        return len(read_events(self.run_dir, "requeued"))
+        return len(self.events_of("requeued"))
 
     def restarts(self, by: str) -> list[float]:
         """The places, in "step" or "epoch", at which later attempts went on."""
-        resumed = [event for event in self.events if event.get("event") == "started" and event.get("step")]
+        resumed = [event for event in self.events_of("started") if event.get("step")]
         each = [1 if by == "step" else event.get("steps_per_epoch") for event in resumed]
         return [event["step"] / steps for event, steps in zip(resumed, each, strict=True) if steps]
 
     @property
     def processors(self) -> int | None:
         """How many ranks share the work, or GPUs where one process drives several by DataParallel."""
-        if _takes_all_gpus(str(self.setting("strategy.name"))):
+        strategy = str(self.setting("strategy.name"))
+        # Only our own strategies are asked: the code of another may be gone, or a stranger's.
+        known = strategy in plugins.available("trainkit.strategies")
+        if known and strategy_traits(strategy).gpus_per_rank == "all":
             return sum(len(host.gpus()) for host in self.hosts) or 1
         world_size = self.started("world_size")
         return world_size if isinstance(world_size, int) else None
@@ -399,9 +401,42 @@ class Facts:
         each = -(-ranks // len(hosts)) if known else 0
         if each * (threads or 0) > (cpus or 0):
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
-        taken = [usage.mean for host in self.hosts if (usage := host.usage("cpu_taken"))]
-        load = [usage.mean for host in self.hosts if (usage := host.usage("load"))]
+        taken, load = (
+            [usage.mean for host in self.hosts if (usage := host.usage(key))] for key in ("cpu_taken", "load")
+        )
         return cpus_taken(max(taken, default=None), max(load, default=0.0))
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The attempts that began to train, in order."""
+        found: list[Span] = []
+        for event in self.events:
+            kind, time, step = (event.get(key) for key in ("event", "time", "step"))
+            newest = found[-1].number if found and kind in ("handed_back", "requeued", "failed", "ended") else None
+            attempt = event.get("attempt", newest)
+            if kind == "started" and time is not None:
+                hosts = [host for host in event.get("hosts") or () if isinstance(host, str)]
+                number, step = attempt if isinstance(attempt, int) else len(found), step if isinstance(step, int) else 0
+                found.append(Span(number, time, time, step, step, event.get("world_size"), hosts))
+            elif span := next((span for span in reversed(found) if span.number == attempt), None):
+                span.tell(kind, event)
+        for before, until in zip(found, [*(span.began for span in found[1:]), float("inf")], strict=False):
+            # After the last event of an attempt that was killed, or goes on, there are still its records.
+            late = [] if before.how else [r for r in self.metrics.records if before.ended < r.get("time", 0.0) < until]
+            for record in late:
+                before.ended, before.to_step = max(before.ended, record["time"]), max(before.to_step, record["step"])
+        return found
+
+    @property
+    def processor_hours(self) -> float | None:
+        """Hours of all processors for which the run held them: of every attempt, from the start of its processes."""
+        if not self.spans or not self.processors:
+            return None
+        one_process = self.started("world_size") == 1  # which drives all GPUs under DataParallel
+        held = (
+            span.seconds * ((one_process and self.processors) or span.ranks or self.processors) for span in self.spans
+        )
+        return (sum(held) + self.spent.get("start", 0.0) * self.processors) / 3600
 
 
 def collect(runs: Sequence[RunDir]) -> list[Facts]:
@@ -409,28 +444,23 @@ def collect(runs: Sequence[RunDir]) -> list[Facts]:
     by the settings that it varied."""
     sweeps = {folder: points_of(folder) for folder in dict.fromkeys(run.path.parent for run in runs)}
     points = [sweeps[run.path.parent].get(run.path.name, {}) for run in runs]
-    names = [name_of(point) or terminal.one_line(run.name) for run, point in zip(runs, points, strict=True)]
-    labels = [
-        name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"
-        for run, name in zip(runs, names, strict=True)
-    ]
-    unique = [label if labels.count(label) == 1 else str(run.path) for label, run in zip(labels, runs, strict=True)]
-    return [Facts(run, label, point) for run, label, point in zip(runs, unique, points, strict=True)]
-
-
-def _takes_all_gpus(strategy: str) -> bool:
-    # Only our own strategies are asked: the code of another may be gone, or a stranger's.
-    known = strategy in plugins.available("trainkit.strategies")
-    return known and strategy_traits(strategy).gpus_per_rank == "all"
+    labels = [name_of(point) or terminal.one_line(run.name) for run, point in zip(runs, points, strict=True)]
+    for longer in (
+        [f"{run.path.parent.name}/{label}" for run, label in zip(runs, labels, strict=True)],
+        [str(run.path) for run in runs],
+    ):
+        labels = [other if labels.count(label) > 1 else label for label, other in zip(labels, longer, strict=True)]
+    return [Facts(*each) for each in zip(runs, labels, points, strict=True)]
 
 
 def points_of(sweep: Path) -> dict[str, dict[str, str]]:
     """By run the settings that a sweep varied, as they were written in ``sweep.json``; empty for other folders."""
     try:
         told = fileio.parse(fileio.read_text(sweep / "sweep.json"))
-        found = {str(item["run"]): dict(_pair(str(word)) for word in item["overrides"]) for item in told}
+        words = {str(item["run"]): [terminal.one_line(str(word)) for word in item["overrides"]] for item in told}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
+    found = {run: {key: value for key, _, value in (each.partition("=") for each in own)} for run, own in words.items()}
     first = next(iter(found.values()), {})
     shared = {key for key in first if len(found) > 1 and all(other.get(key) == first[key] for other in found.values())}
     return {run: {key: value for key, value in point.items() if key not in shared} for run, point in found.items()}
@@ -443,60 +473,3 @@ def name_of(point: Mapping[str, str]) -> str:
         f"{last if short.count(last) == 1 else key}={value}"
         for last, (key, value) in zip(short, point.items(), strict=True)
     )
-
-
-def _pair(override: str) -> tuple[str, str]:
-    key, _, value = terminal.one_line(override).partition("=")
-    return key, value
-
-
-def spans(facts: Facts) -> list[Span]:
-    """The attempts of a run that began to train, in order."""
-    found: list[Span] = []
-    for event in facts.events:
-        kind, time = event.get("event"), event.get("time")
-        newest = found[-1].number if found and kind in ("handed_back", "requeued", "failed", "ended") else None
-        attempt = event.get("attempt", newest)
-        step = event["step"] if isinstance(event.get("step"), int) else None
-        if kind == "started" and time is not None:
-            hosts = [host for host in event.get("hosts") or () if isinstance(host, str)]
-            number = attempt if isinstance(attempt, int) else len(found)
-            found.append(Span(number, time, time, step or 0, step or 0, event.get("world_size"), hosts))
-            continue
-        span = next((span for span in reversed(found) if span.number == attempt), None)
-        if span is None:
-            continue
-        span.ended = max(span.ended, time or 0.0)
-        span.to_step = max(span.to_step, step or 0)
-        span.how = _how(span.how, kind, event)
-    ends = [*(span.began for span in found[1:]), float("inf")]
-    for before, until in zip(found, ends, strict=False):
-        # After the last event of an attempt that was killed, or goes on, there are still its records.
-        late = [] if before.how else [r for r in facts.metrics.records if before.ended < r.get("time", 0.0) < until]
-        for record in late:
-            before.ended, before.to_step = max(before.ended, record["time"]), max(before.to_step, record["step"])
-    return found
-
-
-def _how(before: str, kind: Any, event: Mapping[str, Any]) -> str:
-    if kind == "handed_back":
-        signals = ", ".join(dict.fromkeys(event.get("signals") or ()))
-        return before or f"told to stop{f' ({signals})' if signals else ''}, saved"
-    if kind == "requeued":
-        return f"{before}, requeued" if before else "requeued"
-    if kind == "failed" and not before.startswith("failed"):
-        return f"failed on rank {event.get('rank', '?')}: {event.get('error', 'unknown')}"
-    if kind == "ended" and not before:
-        state = event.get("state")
-        return "finished" if state == "COMPLETED" else str(state or "ended")
-    return before
-
-
-def processor_hours(facts: Facts) -> float | None:
-    """Hours of all processors for which the run held them: of every attempt, from the start of its processes."""
-    found, now = spans(facts), facts.processors
-    if not found or not now:
-        return None
-    one_process = facts.started("world_size") == 1  # which drives all GPUs under DataParallel
-    seconds = sum(span.seconds * (now if one_process else span.ranks or now) for span in found)
-    return (seconds + facts.spent.get("start", 0.0) * now) / 3600

@@ -8,13 +8,14 @@ import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import Any
 
+from markupsafe import Markup
+
 from trainkit import fileio, terminal
 from trainkit.ranks import fold
-from trainkit.report import document
 from trainkit.report import document as doc
 from trainkit.report.document import (
     COLOURS,
@@ -22,7 +23,6 @@ from trainkit.report.document import (
     NONE,
     Axes,
     Bar,
-    Html,
     Picture,
     Point,
     Series,
@@ -31,11 +31,10 @@ from trainkit.report.document import (
     memory,
     number,
     plural,
-    rate,
     tag,
     text,
-)
-from trainkit.report.facts import Facts, HostSamples, spans
+)  # fmt: skip
+from trainkit.report.facts import Facts, HostSamples
 
 _FEW_EPOCHS = 2.0
 """An axis of so few epochs would have two numbers: steps are drawn."""
@@ -52,72 +51,67 @@ def curves(runs: Sequence[Facts]) -> doc.Section:
     by = "epoch" if max((r["epoch"] for r in records if "epoch" in r), default=0.0) > _FEW_EPOCHS else "step"
     x_to, one = max((r[by] for r in records if by in r), default=1.0), len(drawn) == 1
     marks = [(x, GREY if one else colour) for colour, facts in enumerate(drawn) for x in facts.restarts(by)]
-    described = {name: each for facts in drawn for name, each in facts.described.metrics.items()}
+    metrics = {name: each for facts in drawn for name, each in facts.described.metrics.items()}
     pictures = []
-    for key in [*described, "lr", "images_per_sec"]:
-        metric = described.get(key)
-        series = [_series(f.drawn, by, key, f, "train", colour, one) for colour, f in enumerate(drawn)]
-        of_train = len(series)
-        series += [_series(f.val, by, key, f, "val", colour, one) for colour, f in enumerate(drawn) if metric]
-        if not any(item.label for item in series):  # of runs that were never validated
-            series = [replace(item, faint=False, label=_end_value(key, item.points, facts))
-                      for item, facts in zip(series[:of_train], drawn, strict=True)]  # fmt: skip
-        title = metric.label if metric else "Learning rate" if key == "lr" else "Throughput"
-        unit = metric.unit if metric and key != "loss" else "images/s" if key == "images_per_sec" else ""
-        lost, low = "not finite" if key == "loss" else "", None if metric else 0.0
-        axes = Axes(title, unit, by, "curves", low=low, may_be_log=key == "loss", lost=lost)
-        pictures.append(line_chart(axes, series, x_from=0.0, x_to=x_to, marks=marks))
-    notes = []
-    if not one and any(facts.val for facts in drawn):
-        notes.append("Thick: validation. Thin: training.")
-    if one and drawn[0].best is not None:
-        notes.append("Ring: the best checkpoint.")
-    if marks:
-        notes.append("Dotted lines: a later attempt went on.")
-    if (every := max((facts.metrics.every for facts in drawn), default=1)) > 1:
-        notes.append(
-            f"Of the train records one in {every} is in the curves, medians and estimates here; in the curves also"
-            " those with the largest and the smallest loss of each stretch, and the first that is no number."
+    for key in [*metrics, "lr", "images_per_sec"]:
+        metric = metrics.get(key)
+        title, unit = ("Learning rate", "") if key == "lr" else ("Throughput", "images/s")
+        if metric:
+            title, unit = metric.label, metric.unit if key != "loss" else ""
+        series = [_series(facts, key, by, "train", colour, one) for colour, facts in enumerate(drawn)]
+        val = [_series(facts, key, by, "val", colour, one) for colour, facts in enumerate(drawn) if metric]
+        if not any(item.label for item in (*series, *val)):  # of runs that were never validated
+            ends = [_end_value(key, item.points, facts) for item, facts in zip(series, drawn, strict=True)]
+            series = [replace(item, faint=False, label=end) for item, end in zip(series, ends, strict=True)]
+        is_loss = key == "loss"
+        axes = Axes(
+            title, unit, by, "curves", low=None if metric else 0.0, may_be_log=is_loss, lost="not finite" * is_loss
         )
-    if len(known) > COLOURS:
-        notes.append(f"The best {COLOURS} of {len(known)} runs, by validation.")
+        pictures.append(line_chart(axes, [*series, *val], x_from=0.0, x_to=x_to, marks=marks))
+    every = max((facts.metrics.every for facts in drawn), default=1)
+    notes = {
+        "Thick: validation. Thin: training.": not one and any(facts.val for facts in drawn),
+        "Ring: the best checkpoint.": one and drawn[0].best is not None,
+        "Dotted lines: a later attempt went on.": bool(marks),
+        f"Of the train records one in {every} is in the curves, medians and estimates here; in the curves also those"
+        " with the largest and the smallest loss of each stretch, and the first that is no number.": every > 1,
+        f"The best {COLOURS} of {len(known)} runs, by validation.": len(known) > COLOURS,
+    }
     legend = [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)]
     whole = doc.Charts("curves", pictures, "loss, metrics, learning rate and throughput", legend)
-    return doc.Section("curves", "Curves", [whole] if whole else [], " ".join(notes))
+    return doc.Section("curves", "Curves", [whole] if whole else [], " ".join(note for note in notes if notes[note]))
 
 
-def _series(
-    records: Sequence[dict[str, Any]], by: str, key: str, facts: Facts, split: str, colour: int, one: bool
-) -> Series:
-    metric = facts.described.find(key)
-    placed = [record for record in records if fileio.is_number(record.get(by))]
-    points = [(float(record[by]), float(record[key])) for record in placed if fileio.is_number(record.get(key))]
-    lost = [float(record[by]) for record in placed if key in record and record[key] is None]
-    end = _end_value(key, points, facts)
-    name = split if metric else "images/s" if key == "images_per_sec" else key
-    ring = None
-    if one and split == "val" and key == facts.described.headline and facts.best is not None:
+def _series(facts: Facts, key: str, by: str, split: str, colour: int, one: bool) -> Series:
+    metric, is_val = facts.described.find(key), split == "val"
+    placed = [r for r in (facts.val if is_val else facts.drawn) if fileio.is_number(r.get(by))]
+    points = [(float(r[by]), float(r[key])) for r in placed if fileio.is_number(r.get(key))]
+    lost = [float(r[by]) for r in placed if key in r and r[key] is None]
+    end, ring = _end_value(key, points, facts), None
+    if one and is_val and key == facts.described.headline and facts.best is not None:
         ring = next(((x, y) for x, y in points if x == (facts.best_val or {}).get(by)), None)
-    return Series(
-        name=name if one else f"{facts.label} {split}" if metric else facts.label,
-        points=points,
-        colour=colour if not one else 0 if split == "train" else 1,
-        faint=not one and metric is not None and split == "train",
-        label=end if not metric else f"{split} {end}" if one and end else end if split == "val" else "",
-        lost=lost if len(lost) < len(placed) else [],
-        ring=ring,
-    )
+    what = {
+        "name": f"{facts.label} {split}" if metric else facts.label, "colour": colour,
+        "faint": metric is not None and not is_val, "label": end if is_val or not metric else "",
+    }  # fmt: skip
+    if one:
+        name = split if metric else "images/s" if key == "images_per_sec" else key
+        what = {"name": name, "colour": int(is_val), "label": f"{split} {end}" if metric and end else end}
+    return Series(points=points, lost=lost if len(lost) < len(placed) else [], ring=ring, **what)  # type: ignore[arg-type]
 
 
 def _end_value(key: str, points: Sequence[Point], facts: Facts) -> str:
     if not points:
         return ""
-    if key == "lr":
-        return f"peak {max(y for _, y in points):.3g}"
+    values = [y for _, y in points]
     if key == "images_per_sec":
-        return f"median {rate(median(y for _, y in points))}"
+        return f"median {doc.rate(median(values))}"
     metric = facts.described.find(key)
-    return f"{points[-1][1]:{'.1f' if metric and metric.unit == '%' else '.3g'}}"
+    return (
+        f"peak {max(values):.3g}"
+        if key == "lr"
+        else f"{values[-1]:{'.1f' if metric and metric.unit == '%' else '.3g'}}"
+    )
 
 
 # kind of event -> its mark, its colour, and what it means; the shapes differ, for colours may not be seen
@@ -138,22 +132,22 @@ _WORDS = {
 
 
 class _Lane:
-    """A run's time, from its first submission."""
+    """A run's time, from its first submission; without events where nothing of it has a time."""
 
     def __init__(self, facts: Facts) -> None:
-        self.facts, self.attempts = facts, spans(facts)
-        self.events = [event for event in facts.events if fileio.is_time(event.get("time"))]
-        starts = [event["time"] for event in self.events if event["event"] in ("submitted", "started")]
-        last = [record["time"] for record in (*facts.train[-1:], *facts.val[-1:]) if fileio.is_time(record.get("time"))]
-        self.exists = bool(starts)
-        self.began = min(starts, default=0.0)
-        self.ended = max([*last, *(event["time"] for event in self.events)], default=0.0)
+        self.facts = facts
+        events = [event for event in facts.events if fileio.is_time(event.get("time"))]
+        starts = [event["time"] for event in events if event["event"] in ("submitted", "started")]
+        self.events, self.began = events if starts else [], min(starts, default=0.0)
+        times = [record.get("time") for record in (*facts.train[-1:], *facts.val[-1:], *events)]
+        self.ended = max((time for time in times if fileio.is_time(time)), default=0.0)
 
     def marks(self, longest: float) -> list[dict[str, Any]]:
         """Events that are shown, no two on each other: of several in one place a failure, else the first."""
         kept: list[dict[str, Any]] = []
-        marked = (event for event in self.events if event["event"] in _GLYPHS)
-        for event in sorted(marked, key=lambda event: float(event["time"])):
+        for event in sorted(
+            (event for event in self.events if event["event"] in _GLYPHS), key=lambda e: float(e["time"])
+        ):
             if not kept or event["time"] - kept[-1]["time"] >= 0.015 * longest:
                 kept.append(event)
             elif event["event"] == "failed":
@@ -164,26 +158,25 @@ class _Lane:
         facts, whole = self.facts, self.ended - self.began
         if not facts.begun:
             return f"It has not begun, {duration(whole)} after it was queued." if whole > 0 else "It has not begun."
-        running = sum(span.seconds for span in self.attempts)
-        words = [plural(facts.attempts, "attempt"), f"{duration(running)} of training"]
-        if whole - running > 0.02 * running:
-            words.append(f"{duration(whole - running)} waiting and starting")
-        return ", ".join(words + [plural(facts.requeues, "requeue")] * (facts.requeues > 0)) + "."
+        running = sum(span.seconds for span in facts.spans)
+        waiting = f", {duration(whole - running)} waiting and starting" * (whole - running > 0.02 * running)
+        requeues = f", {plural(facts.requeues, 'requeue')}" * (facts.requeues > 0)
+        return f"{plural(facts.attempts, 'attempt')}, {duration(running)} of training{waiting}{requeues}."
 
 
 def timeline(runs: Sequence[Facts]) -> doc.Section:
     """When each run waited, ran, saved and was interrupted: a lane a run, and its events in words."""
-    lanes = [lane for facts in runs if (lane := _Lane(facts)).exists]
+    lanes = [lane for facts in runs if (lane := _Lane(facts)).events]
     longest, drawn = max((lane.ended - lane.began for lane in lanes), default=0.0), lanes[:_MOST_LANES]
-    titles = [f"{lane.facts.label}: " * (len(runs) > 1) + lane.in_words() for lane in drawn]
-    pictures = [_drawn(lane, longest, title) for lane, title in zip(drawn, titles, strict=True)]
+    pictures = [_drawn(lane, longest, f"{lane.facts.label}: " * (len(runs) > 1)) for lane in drawn]
     marked = {event["event"] for lane in drawn for event in lane.marks(longest)}
     note = "From the first submission. Bars: training; dotted: waiting; ticks: checkpoints. " + " ".join(
         f"{glyph} {words}." for kind, (glyph, _, words) in _GLYPHS.items() if kind in marked
     )
+    captions = [lane.facts.label if len(lanes) > 1 else "What happened" for lane in drawn]
     tables: list[doc.Part] = [
-        doc.Table(("after", "event", ""), rows, caption=lane.facts.label if len(lanes) > 1 else "What happened")
-        for lane in drawn
+        doc.Table(("after", "event", ""), rows, caption=caption)
+        for lane, caption in zip(drawn, captions, strict=True)
         if (rows := _happened(lane))
     ]
     if len(tables) > 3:
@@ -192,53 +185,53 @@ def timeline(runs: Sequence[Facts]) -> doc.Section:
     return doc.Section("timeline", "Time line", [whole, *tables] if lanes else [], note)
 
 
-def _drawn(lane: _Lane, longest: float, title: str) -> Picture:
+def _drawn(lane: _Lane, longest: float, label: str) -> Picture:
     def at(time: float) -> str:
         return f"{100 * min(1.0, max(0.0, (time - lane.began) / (longest or 1.0))):.2f}%"
 
-    marks = lane.marks(longest)
+    def line(begins: float, ends: float, y1: int, y2: int, style: str) -> Markup:
+        return tag("line", x1=at(begins), x2=at(ends), y1=y1, y2=y2, class_=style)
+
+    marks, spans = lane.marks(longest), lane.facts.spans
     top = 16 if marks else 2
-    middle, foot = top + 11, top + 22
-    found = []
-    ends = [lane.began, *(span.ended for span in lane.attempts)]
-    begins = [*(span.began for span in lane.attempts), lane.ended]
-    for before, after in list(zip(ends, begins, strict=True))[:_MOST_MARKS]:
-        if after > before:
-            found.append(tag("line", x1=at(before), x2=at(after), y1=middle, y2=middle, class_="waiting c7"))
-    for span in lane.attempts[:_MOST_MARKS]:
+    foot = top + 22
+    ends, begins = [lane.began, *(span.ended for span in spans)], [*(span.began for span in spans), lane.ended]
+    waits = list(zip(ends, begins, strict=True))[:_MOST_MARKS]
+    found = [line(before, after, top + 11, top + 11, "waiting c7") for before, after in waits if after > before]
+    for span in spans[:_MOST_MARKS]:
         width = f"{max(0.15, 100 * span.seconds / (longest or 1.0)):.2f}%"
-        goes_on = span is lane.attempts[-1] and not span.how
+        goes_on = span is spans[-1] and not span.how
         style = "attempt c0" if span.went_well or goes_on else "attempt c1"
         found.append(tag("rect", x=at(span.began), y=top, width=width, height=22, rx=2, class_=style))
     saved = [event["time"] for event in lane.events if event["event"] == "saved"]
-    for time in saved[:: max(1, len(saved) // _MOST_MARKS)]:
-        found.append(tag("line", x1=at(time), x2=at(time), y1=foot - 6, y2=foot, class_="saved c0"))
+    found += [line(time, time, foot - 6, foot, "saved c0") for time in saved[:: max(1, len(saved) // _MOST_MARKS)]]
     for event in marks:
         glyph, colour, words = _GLYPHS[event["event"]]
         said = tag("title", f"{words}, after {duration(event['time'] - lane.began)}")
         found.append(tag("text", glyph, said, x=at(event["time"]), y=12, class_=f"glyph c{colour}"))
-    unit, seconds = document.time_unit(longest)
-    for tick in document.linear_ticks(0.0, longest / seconds, 6) if longest > 0 else ():
+    unit, seconds = doc.time_unit(longest)
+    for tick in doc.Scale(0.0, longest / seconds, 0, 1).ticks(6) if longest > 0 else ():
         share = 100 * tick * seconds / longest
         style = "tick" + ("" if share < 3 else " end" if share > 96 else " middle")
-        found.append(tag("text", f"{document.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=style))
-    return Picture(title, "", document.join(found), f"Time line of {lane.facts.label}: {lane.in_words()}", foot + 18)
+        found.append(tag("text", f"{doc.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=style))
+    told = lane.in_words()
+    return Picture(label + told, "", doc.joined(found), f"Time line of {lane.facts.label}: {told}", foot + 18)
 
 
 def _happened(lane: _Lane) -> list[doc.Row]:
     told: list[dict[str, Any]] = []
-    for event in lane.events:
+    for event in (event for event in lane.events if event["event"] in _WORDS):
         # The ranks and the command that looks after them may both write that it has ended.
-        again = event["event"] == "ended" and told and told[-1]["event"] == "ended"
-        if event["event"] in _WORDS and not (again and told[-1].get("state") == event.get("state")):
+        if not (
+            told and event["event"] == told[-1]["event"] == "ended" and told[-1].get("state") == event.get("state")
+        ):
             told.append(event)
-    left_out = max(0, len(told) - _MOST_ROWS)
-    listed = told[: _MOST_ROWS // 2] + told[-_MOST_ROWS // 2 :] if left_out else told
+    half, left_out = _MOST_ROWS // 2, max(0, len(told) - _MOST_ROWS)
     rows: list[doc.Row] = [
-        (duration(max(0.0, event["time"] - lane.began)), _WORDS[event["event"]], _details(event)) for event in listed
+        (duration(max(0.0, event["time"] - lane.began)), _WORDS[event["event"]], _details(event)) for event in told
     ]
     if left_out:
-        rows.insert(_MOST_ROWS // 2, ("", f"{left_out} more", ""))
+        rows = [*rows[:half], ("", f"{left_out} more", ""), *rows[-half:]]
     if rows:
         when = datetime.fromtimestamp(lane.began).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
         rows[0] = (*rows[0][:2], ", ".join(filter(None, (rows[0][2], when))))
@@ -271,7 +264,7 @@ def attempts(facts: Facts) -> list[doc.Part]:
             fold(span.hosts) if span.hosts else NONE, text(span.ranks), f"{span.from_step} to {span.to_step}",
             duration(span.seconds), terminal.one_line(span.how, 200) or "killed without a word, or goes on",
         )
-        for span in spans(facts)[-2 * _MOST_ROWS :]
+        for span in facts.spans[-2 * _MOST_ROWS :]
     ]  # fmt: skip
     return [doc.Table(("attempt", "began", "on", "ranks", "steps", "time", "ended"), rows)]
 
@@ -295,21 +288,17 @@ def spent(runs: Sequence[Facts]) -> doc.Section:
     several = len(known) > 1
     bars = [_stacked(f"{label}, {duration(total)}" * several, parts, label, total) for label, parts, total in known]
     rows: list[doc.Row] = []
-    for name in [*names, "all"] if known else ():
-        cells = [name + (f": {_MEANING[name]}" if name in _MEANING else "")]
-        for _, parts, total in known:
-            if name == "all":
-                cells += [number(total, ",.1f"), "100 %"]
-            else:
-                share = 100 * parts.get(name, 0.0) / total
-                cells += [number(parts.get(name), ",.1f"), number(share if name in parts else None, ".1f", " %")]
-        rows.append(tuple(cells))
+    for name in names:
+        shares = [(parts.get(name), 100 * parts[name] / total if name in parts else None) for _, parts, total in known]
+        cells = [cell for own, share in shares for cell in (number(own, ",.1f"), number(share, ".1f", " %"))]
+        rows.append((name + (f": {_MEANING[name]}" if name in _MEANING else ""), *cells))
+    rows.append(("all", *(cell for *_, total in known for cell in (number(total, ",.1f"), "100 %"))))
     heads = [head for label, *_ in known for head in (f"{label}, s" if several else "seconds", "of all")]
     note = "Time of rank 0 over all attempts; at any moment it is spent on exactly one thing."
     legend = [(name, _PARTS.get(name, GREY)) for name in names]
     whole = doc.Charts("time", bars, "where the time of rank 0 went", legend, wide=True)
-    whole_table = doc.Table(("part", *heads), rows, 1)
-    return doc.Section("time", "Where the time went", [whole, whole_table] if known else [], note)
+    table = doc.Table(("part", *heads), rows, 1)
+    return doc.Section("time", "Where the time went", [whole, table] if known else [], note)
 
 
 def _stacked(title: str, parts: Mapping[str, float], run: str, total: float) -> Picture:
@@ -324,7 +313,7 @@ def _stacked(title: str, parts: Mapping[str, float], run: str, total: float) -> 
             found.append(tag("text", f"{name} {share:.0f} %", x=f"{before + share / 2:.3f}%", y=17, class_=style))
         before += share
     words = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items())
-    return Picture(title, "", document.join(found), f"{run}: {words}", 26)
+    return Picture(title, "", doc.joined(found), f"{run}: {words}", 26)
 
 
 def hardware(facts: Facts) -> list[doc.Part]:
@@ -332,21 +321,22 @@ def hardware(facts: Facts) -> list[doc.Part]:
     header = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
     rows: list[doc.Row] = []
     for host in facts.hosts:
-        for device, gpu in [*((f"GPU {index} of", index) for index in host.gpus()), ("CPUs of", None)]:
+        for gpu in [*host.gpus(), None]:
             use = host.usage("cpu_percent" if gpu is None else "util_percent", gpu)
             used, total = (host.usage(f"memory_{key}_mb", gpu) for key in ("used", "total"))
-            power, heat = (host.usage(key, gpu) if gpu is not None else None for key in ("power_w", "temperature_c"))
+            power, heat = ((gpu is not None and host.usage(key, gpu)) or None for key in ("power_w", "temperature_c"))
             held = memory(used and used.highest) + (f" of {memory(total.highest)}" if used and total else "")
             mean, highest = (number(value, ".0f", " %") for value in use or (None, None))
             watts, celsius = number(power and power.mean, ".0f", " W"), number(heat and heat.highest, ".0f", " °C")
-            rows.append((f"{device} {host.host}", mean, highest, held, watts, celsius))
+            device = "CPUs" if gpu is None else f"GPU {gpu}"
+            rows.append((f"{device} of {host.host}", mean, highest, held, watts, celsius))
     pictures = [picture for host in facts.hosts[:_MOST_HOSTS] for picture in _host(host, facts.label)]
-    drawn = doc.Charts("hardware", pictures, "use of the hardware over time")
-    parts: list[doc.Part] = [doc.Table(header, rows, 1), drawn]
+    parts: list[doc.Part] = [doc.Table(header, rows, 1)]
+    parts.append(doc.Charts("hardware", pictures, "use of the hardware over time"))
     if len(facts.hosts) > _MOST_HOSTS:
         parts.append(doc.Text([f"Curves of {_MOST_HOSTS} of {len(facts.hosts)} nodes."]))
-    for host_name, shown in facts.gpus_shown[:_MOST_HOSTS]:
-        parts.append(doc.Fold(f"GPUs of {host_name}, as nvidia-smi has them", [doc.Block(shown)]))
+    for name, shown in facts.gpus_shown[:_MOST_HOSTS]:
+        parts.append(doc.Fold(f"GPUs of {name}, as nvidia-smi has them", [doc.Block(shown)]))
     if facts.started("device") == "cpu":
         parts.append(doc.Text(["No GPU took part: there is nothing for nvidia-smi to show."]))
     return parts
@@ -357,24 +347,24 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
     began, seconds = min(times), max(times) - min(times)
     if seconds <= 0:
         return []
-    unit, scale = document.time_unit(seconds)
+    unit, scale = doc.time_unit(seconds)
+
+    def drawn(name: str, points: list[Point], colour: int, by: float, called: str = "") -> Series:
+        label = f"{called or name} {points[-1][1]:{'.1f' if by > 1 else '.0f'}}" if points else ""
+        return Series(name, points, colour % COLOURS, label=label, lost=_pauses(points))
 
     def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0) -> Series:
         points = sorted(((time - began) / scale, value / by) for time, value in host.curve(key, gpu))
-        label = f"{name} {points[-1][1]:{'.1f' if by > 1 else '.0f'}}" if points else ""
-        return Series(name, points, colour % COLOURS, label=label, lost=_pauses(points))
+        return drawn(name, points, colour, by)
 
     def of_gpus(key: str, by: float = 1.0) -> list[Series]:
         lines = [line(f"GPU {index}", key, at, index, by) for at, index in enumerate(host.gpus())]
         if len(lines) <= _MOST_LABELS:
             return lines
-        values: dict[float, list[float]] = {}
-        for x, y in (point for item in lines for point in item.points):
-            values.setdefault(x, []).append(y)
-        mean = [(x, fmean(values[x])) for x in sorted(values)]
-        label = f"GPUs {mean[-1][1]:{'.1f' if by > 1 else '.0f'}}" if mean else ""
+        points = sorted(point for item in lines for point in item.points)
+        mean = [(x, fmean(y for _, y in group)) for x, group in groupby(points, lambda point: point[0])]
         faint = [replace(item, colour=0, faint=True, label="") for item in lines]
-        return [*faint, Series("GPUs, mean", mean, 0, label=label, lost=_pauses(mean))]
+        return [*faint, drawn("GPUs, mean", mean, 0, by, "GPUs")]
 
     machine = [line("node", "memory_used_mb", 7, None, 1024.0), line("job", "process_memory_mb", 5, None, 1024.0)]
     kinds = (
@@ -391,10 +381,9 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
 
 def _pauses(points: Sequence[Point]) -> list[float]:
     """Places where samples are missing, between two attempts."""
-    if len(points) < 3:
-        return []
-    usual = median(after[0] - before[0] for before, after in pairwise(points))
-    return [(a[0] + b[0]) / 2 for a, b in pairwise(points) if b[0] - a[0] > 3 * usual > 0]
+    steps = [(a[0], b[0]) for a, b in pairwise(points)]
+    usual = median(b - a for a, b in steps) if len(steps) > 1 else 0.0
+    return [(a + b) / 2 for a, b in steps if b - a > 3 * usual > 0]
 
 
 class _Counts:
@@ -434,7 +423,7 @@ def classes(runs: Sequence[Facts]) -> doc.Section:
         worst = found if len(found) <= _MOST_NAMED else found[:_MOST_BARS]
         title = "Accuracy by class" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
         bars = [Bar(name, 100 * share, f"{100 * share:.1f} % of {total:,}") for share, name, total in worst]
-        pictures = [_matrix(counts), document.bar_chart(title, "worst first", bars, high=100)]
+        pictures = [_matrix(counts), doc.bar_chart(title, "worst first", bars, high=100)]
         parts.append(doc.Charts("classes", pictures, "classes"))
         parts.append(doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused"))
         parts += [doc.Text(["None was told wrong."])] * (not rows)
@@ -461,35 +450,27 @@ def _matrix(counts: _Counts) -> Picture | None:
         return None
     named, longest = many <= _MOST_NAMED, max(map(len, counts.names))
     margin = min(6.5 * min(longest, 14) + 10, 100) if named else 6
-    size = (400 - margin) / many
-    found: list[Html] = []
+    size, edge = (400 - margin) / many, margin - 5
+    found: list[Markup] = []
     for at, name in enumerate(counts.names if named else ()):
-        short, middle, edge = name if len(name) <= 14 else name[:13] + "…", margin + (at + 0.5) * size, margin - 5
-        found.append(tag("text", short, x=f"{edge:.1f}", y=f"{middle:.1f}", dy="0.35em", class_="tick end"))
-        place = {"class_": "tick middle"}
-        if longest > 2:
-            place = {"class_": "tick", "dy": "0.3em", "transform": f"rotate(-90 {middle:.1f} {edge:.1f})"}
-        found.append(tag("text", short, x=f"{middle:.1f}", y=f"{edge:.1f}", **place))
+        short, middle = name if len(name) <= 14 else name[:13] + "…", margin + (at + 0.5) * size
+        found.append(tag("text", short, x=edge, y=middle, dy="0.35em", class_="tick end"))
+        turned = {"class_": "tick", "dy": "0.3em", "transform": f"rotate(-90 {middle:.1f} {edge:.1f})"}
+        found.append(tag("text", short, x=middle, y=edge, **turned if longest > 2 else {"class_": "tick middle"}))
     for (label, told), count in sorted(counts.pairs.items()):
         share, right = count / counts.totals[label], label == told
         opacity = 0.12 + 0.88 * share if right else 0.3 + 0.7 * share
         taken = "told right" if right else f"taken for {counts.names[told]}"
-        words = f"{counts.names[label]} {taken}: {count:,} of {counts.totals[label]:,}"
-        x, y = margin + told * size, margin + label * size
-        found.append(
-            tag("rect", tag("title", words) if named else None, x=f"{x:.1f}", y=f"{y:.1f}", width=f"{size:.2f}",
-                height=f"{size:.2f}", fill_opacity=f"{opacity:.2f}", class_="cell c0" if right else "cell c1")
-        )  # fmt: skip
+        said = tag("title", f"{counts.names[label]} {taken}: {count:,} of {counts.totals[label]:,}") if named else None
+        x, y, style = margin + told * size, margin + label * size, "cell c0" if right else "cell c1"
+        found.append(tag("rect", said, x=x, y=y, width=size, height=size, fill_opacity=opacity, class_=style))
         if size >= 22 and count < 10 ** int(size / 7):
             style = "count over" if opacity > 0.6 else "count"
-            found.append(
-                tag("text", count, x=f"{x + size / 2:.1f}", y=f"{y + size / 2:.1f}", dy="0.35em", class_=style)
-            )
-    whole, corner = f"{400 - margin:.1f}", f"{margin:.1f}"
-    found.append(tag("rect", x=corner, y=corner, width=whole, height=whole, class_="frame"))
+            found.append(tag("text", count, x=x + size / 2, y=y + size / 2, dy="0.35em", class_=style))
+    found.append(tag("rect", x=margin, y=margin, width=400 - margin, height=400 - margin, class_="frame"))
     total = sum(counts.totals)
     words = f"Confusion matrix of {many} classes: {total - sum(counts.right)} of {total} told wrong"
-    return Picture("Confusion matrix", "rows: the class; columns: taken for", document.join(found), words, 400, 400)
+    return Picture("Confusion matrix", "rows: the class; columns: taken for", doc.joined(found), words, 400, 400)
 
 
 def mistakes(runs: Sequence[Facts]) -> doc.Section:
@@ -519,4 +500,4 @@ def _photo(item: Any) -> doc.Photo | None:
     if not known or not fileio.is_number(item.get("confidence")):
         return None
     label, told = (terminal.one_line(item.get(key, "?"), 60) for key in ("label", "told"))
-    return doc.Photo(png, label, told, item["confidence"], int.from_bytes(content[16:20], "big") > 40)
+    return doc.Photo(png, label, told, f"{100 * item['confidence']:.1f} %", int.from_bytes(content[16:20], "big") > 40)

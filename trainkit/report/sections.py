@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ from trainkit.ranks import fold
 from trainkit.report import document as doc
 from trainkit.report.comparison import comparison, is_about_speed, scaling, swept
 from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
-from trainkit.report.facts import Facts, processor_hours
+from trainkit.report.facts import Facts, numbers
 from trainkit.report.figures import attempts, classes, curves, hardware, mistakes, spent, timeline
 
 _NOT_OF_THE_TRAINING = ("launch.", "monitor.", "collaborative.initial_peers", "data.root")
@@ -152,16 +152,19 @@ def results(facts: Facts) -> list[doc.Part]:
     best, last, metrics = facts.best_val, facts.val[-1] if facts.val else None, facts.described.metrics
     step = facts.summary.get("best_step")
     tested = best if best is not None and best["step"] == step else {"step": step}
-    records = (("val, best checkpoint", best, best), ("val, last", last, last))
-    for name, record, at in (*records, ("test, best checkpoint", facts.test, tested)):
-        for prefix, whose in (("", ""), ("ema_", ", averaged weights")):
-            if record is None or at is None or (prefix and "ema_loss" not in record):
-                continue
-            values = (
-                number(record.get(prefix + key), metric.spec, f" {metric.unit}".rstrip())
-                for key, metric in metrics.items()
-            )
-            found.append((name + whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
+    rows = (
+        ("val, best checkpoint", best, best),
+        ("val, last", last, last),
+        ("test, best checkpoint", facts.test, tested),
+    )
+    for (name, record, at), prefix in product(rows, ("", "ema_")):
+        if record is None or at is None or (prefix and "ema_loss" not in record):
+            continue
+        values = (
+            number(record.get(prefix + key), each.spec, f" {each.unit}".rstrip()) for key, each in metrics.items()
+        )
+        whose = name + ", averaged weights" * bool(prefix)
+        found.append((whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
     return [doc.Table(("split", "step", "epoch", *metrics), found, 1)]
 
 
@@ -169,8 +172,8 @@ def cost(facts: Facts) -> list[doc.Part]:
     """Time, speed, memory, energy, restarts."""
     estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, ranks, speed = facts.train_seconds, facts.memory_of_ranks, facts.images_per_sec
-    kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if fileio.is_number(value)]
-    on_cpu, hours = facts.started("device") == "cpu", processor_hours(facts)
+    kept = numbers(_list(facts.summary.get("max_memory_reserved_mb_of_ranks")))
+    on_cpu, hours = facts.started("device") == "cpu", facts.processor_hours
     of_process = " (of its process, on the CPU)" if facts.max_memory_mb and on_cpu else ""
     gpu_hours = number(hours, ".3g")
     if on_cpu and hours is not None:
@@ -198,20 +201,17 @@ def rounds(facts: Facts) -> list[doc.Part]:
     """Of a collaborative run: its rounds and what was sent in them, and who has contributed how much."""
     told = [record for record in facts.train if fileio.is_number(record.get("round"))]
     rows: list[doc.Row] = []
-
-    def total(key: str) -> float:
-        return float(sum(record[key] for record in told if fileio.is_number(record.get(key))))
-
     if told:
-        planned, groups = facts.setting("collaborative.rounds"), [record.get("peers") for record in told]
-        together = [group for group in groups if fileio.is_number(group) and group > 1]
-        expected = total("parts_expected")
+        keys = ("parts", "parts_expected", "bytes_up", "bytes_down")
+        parts, expected, up, down = (sum(numbers(record.get(key) for record in told)) for key in keys)
+        planned, groups = facts.setting("collaborative.rounds"), numbers(record.get("peers") for record in told)
+        together = [int(group) for group in groups if group > 1]
         rows = [
             ("rounds", f"{told[-1]['round']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")),
             ("averaged with others", f"{len(together):,}, by up to {max(together)} peers" if together else "none"),
-            ("parts received", number(100 * total("parts") / expected, ".1f", " %") if expected else NONE),
-            ("sent", terminal.size(int(total("bytes_up")))),
-            ("received", terminal.size(int(total("bytes_down")))),
+            ("parts received", number(100 * parts / expected, ".1f", " %") if expected else NONE),
+            ("sent", terminal.size(int(up))),
+            ("received", terminal.size(int(down))),
         ]
     shown, more = facts.contributions[:_MOST_NAMES], facts.contributions[_MOST_NAMES:]
     samples = sum(item.samples for item in facts.contributions)

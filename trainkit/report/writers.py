@@ -1,4 +1,8 @@
-"""Write a report: as a page of HTML, and as Markdown."""
+"""Write a report: as a page of HTML, and as a log book in Markdown with its charts beside it.
+
+Works for runs that are going on, were interrupted or lack files: the report says what is missing. Each function raises
+UserError where it cannot write, or where a file of its name is somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -11,88 +15,64 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+import jinja2
+from markupsafe import Markup
+
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.report import document as doc
 from trainkit.report.comparison import MOST_DRAWN, comparison_table, outcome, sweep_tables
-from trainkit.report.document import (
-    COLOURS,
-    NONE,
-    STYLE,
-    Html,
-    Picture,
-    drawing,
-    duration,
-    join,
-    memory,
-    number,
-    rate,
-    tag,
-    text,
-)
+from trainkit.report.document import COLOURS, NONE, duration, memory, number, rate, text
 from trainkit.report.facts import Facts
 from trainkit.report.figures import curves
 from trainkit.report.sections import SEVERAL, headline, is_sweep, of_runs, of_several
 from trainkit.run.folder import run_at
 
-# The log book: ``logbook.md`` with its charts beside it as SVG, ready to be committed or handed in.
-
 RESULTS = "results.md"
 _LONGEST_SLUG = 100
 """No file system takes a name of more than 255 bytes, and a sweep of many settings makes long ones."""
 _BY = "<!-- Written by `python -m jobs.report`"
-MARKDOWN_MARK = f"{_BY}. A new report replaces this file: copy it before you edit it. -->"
+_LONG = 60
+"""Letters from which on a cell is broken into lines: one long name would push the other columns off the page."""
+_MOST_LINES = 12
 
 
 def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
-    """Write ``out/logbook.md`` and its charts; the paths of what was written, the log book first.
-
-    Works for runs that are going on, were interrupted or lack files: the log book says what is missing.
-
-    Raises:
-        UserError: no metrics in any of the runs; ``out`` cannot be written; a ``logbook.md`` there is somebody else's.
-    """
+    """Write ``out/logbook.md`` and its charts; the paths, the log book first. Refused where no run has begun."""
     _require_something(runs)
     with written_to(out / "logbook.md"):
         book = _Book(out)
         if len(runs) == 1:
-            book.run(runs[0], "# Log book: ", "##", draw=True)
+            book.run(runs[0], "# Log book: ", "##")
             return book.write("logbook.md")
         book.lines.append(f"# Log book of {len(runs)} runs")
         book.compare(runs)
-        if rest := runs[MOST_DRAWN:]:
-            one = terminal.code(terminal.command("report", rest[0].run_dir.path))
-            book.lines.append(f"Here are pictures of the first {MOST_DRAWN}; every other has its own by {one}.")
-        for number, facts in enumerate(runs):
-            book.run(facts, "## ", "###", draw=number < MOST_DRAWN)
+        book.runs(
+            runs[:MOST_DRAWN],
+            runs[MOST_DRAWN:],
+            f"Here are pictures of the first {MOST_DRAWN}; every other has its own",
+        )
+        for facts in runs[MOST_DRAWN:]:
+            book.run(facts, "## ", "###", draw=False)
         return book.write("logbook.md")
 
 
 def write_sweep(sweep: Path, runs: Sequence[Facts], out: Path) -> list[Path]:
-    """Write ``out/logbook.md`` of a sweep: its results, the best first, and the log books of the best runs.
-
-    Raises UserError where it cannot be written.
-    """
+    """Write ``out/logbook.md`` of a sweep: its results, the best first, and the log books of the best runs."""
     found = sorted(runs, key=lambda facts: facts.rank)
     with written_to(out / "logbook.md"):
         book = _Book(out)
         name = terminal.literal(terminal.one_line(sweep.name))
         book.lines += [f"# Log book of the sweep {name}", terminal.literal(" ".join(outcome(found)))]
-        for section in (*of_several(found), curves(found[:COLOURS])):
-            book.section(section, "##")
-        if rest := found[COLOURS:]:
-            one = terminal.code(terminal.command("report", rest[0].run_dir.path))
-            book.lines.append(f"Here are the best {COLOURS} of them; every other has its log book by {one}.")
-        for facts in found[:COLOURS]:
-            book.run(facts, "## ", "###", draw=True)
+        book.sections([*of_several(found), curves(found[:COLOURS])], "##")
+        book.runs(
+            found[:COLOURS], found[COLOURS:], f"Here are the best {COLOURS} of them; every other has its log book"
+        )
         return book.write("logbook.md")
 
 
 def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]:
-    """Write ``out/comparison.md``, the comparison alone, with its charts; its table, and the paths.
-
-    Raises UserError as `write_logbook` does.
-    """
+    """Write ``out/comparison.md``, the comparison alone, with its charts; its table, and the paths."""
     _require_something(runs)
     with written_to(out / "comparison.md"):
         book = _Book(out)
@@ -101,10 +81,7 @@ def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]
 
 
 def write_results(runs: Sequence[Facts], out: Path) -> str:
-    """Write ``out/results.md``, the table of a sweep; its text.
-
-    Raises UserError where it cannot be written.
-    """
+    """Write ``out/results.md``, the table of a sweep; its text."""
     text = "\n\n".join(map(_table, sweep_tables(sorted(runs, key=lambda facts: facts.rank)))) + "\n"
     with written_to(out / RESULTS) as path:
         fileio.write(path, text, run_at(out))
@@ -115,60 +92,69 @@ class _Book:
     """A file in Markdown that is being written, with the charts beside it that are written already."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.lines, self.written = out, [MARKDOWN_MARK], list[Path]()
+        self.out, self.charts = out, list[Path]()
+        self.lines = [f"{_BY}. A new report replaces this file: copy it before you edit it. -->"]
 
     def write(self, name: str) -> list[Path]:
         """Write it; its path, and those of the charts."""
         fileio.write(self.out / name, "\n\n".join(filter(None, self.lines)) + "\n", run_at(self.out))
-        return [self.out / name, *self.written]
+        return [self.out / name, *self.charts]
 
     def compare(self, runs: Sequence[Facts]) -> None:
         """The sections that set runs against each other, and their curves."""
-        for section in [*(section(runs) for section in SEVERAL), curves(runs[:MOST_DRAWN])]:
-            self.section(section, "##")
+        self.sections([*(section(runs) for section in SEVERAL), curves(runs[:MOST_DRAWN])], "##")
 
-    def run(self, facts: Facts, title: str, heading: str, *, draw: bool) -> None:
+    def runs(self, drawn: Sequence[Facts], others: Sequence[Facts], words: str) -> None:
+        """The sections on each of the runs that are drawn, and in ``words`` what becomes of the others."""
+        if others:
+            one = terminal.code(terminal.command("report", others[0].run_dir.path))
+            self.lines.append(f"{words} by {one}.")
+        for facts in drawn:
+            self.run(facts, "## ", "###")
+
+    def run(self, facts: Facts, title: str, heading: str, *, draw: bool = True) -> None:
         """The sections on one run. Its charts have names of their own, also where two runs' would be alike."""
         started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
         when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
-        told, alarm = headline(facts)
-        alarm = f" **{terminal.literal(alarm)}**" if alarm else ""
-        self.lines += [f"{title}{terminal.literal(facts.label)}", f"{terminal.literal(told)}{alarm}{when}"]
+        told, alarm = map(terminal.literal, headline(facts))
+        self.lines += [f"{title}{terminal.literal(facts.label)}", told + f" **{alarm}**" * bool(alarm) + when]
         slug = re.sub(r"[^A-Za-z0-9_.]+", "-", facts.label)[:_LONGEST_SLUG].strip("-.") or "run"
-        taken = {path.name.rpartition("-")[0] for path in self.written}
+        taken = {path.name.rpartition("-")[0] for path in self.charts}
         own = next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
-        for section in of_runs([facts]):
-            self.section(section, heading, f"{own}-" if draw else None)
+        self.sections(of_runs([facts]), heading, f"{own}-" if draw else None)
 
-    def section(self, section: doc.Section, heading: str, prefix: str | None = "") -> None:
-        """A section, unless it is empty; ``prefix``: of the names of its charts, which None leaves out."""
-        parts = [self._part(part, heading, prefix) for part in section.parts if part]
-        if any(parts):
-            self.lines += [f"{heading} {section.title}", terminal.literal(section.note), *parts]
+    def sections(self, sections: Sequence[doc.Section], heading: str, prefix: str | None = "") -> None:
+        """Those that are not empty; ``prefix``: of the names of their charts, which None leaves out."""
+        for section in sections:
+            parts = [self._part(part, heading, prefix) for part in section.parts if part]
+            if any(parts):
+                self.lines += [f"{heading} {section.title}", terminal.literal(section.note), *parts]
 
     def _part(self, part: doc.Part, heading: str, prefix: str | None) -> str:
-        if isinstance(part, doc.Table):
-            return (f"{terminal.literal(part.caption)}:\n\n" if part.caption else "") + _table(part)
-        if isinstance(part, doc.Charts):
-            return "" if prefix is None else self._charts(part, self.out / f"{prefix}{part.name}.svg")
-        if isinstance(part, doc.Items):
-            return "\n".join(f"- {_words(line)}" for line in part.lines)
-        if isinstance(part, doc.Text):
-            return _words(part.words)
-        if isinstance(part, doc.Block):
-            return terminal.block(part.text)
-        if isinstance(part, doc.Heading):
-            return f"{heading}# {terminal.literal(part.text)}"
-        if isinstance(part, doc.Fold):
-            inner = [self._part(item, heading, prefix) for item in part.parts if item]
-            return "\n\n".join([f"{terminal.literal(part.title)}:", *inner])
-        rows = [(photo.label, photo.told, f"{100 * photo.confidence:.1f} %") for photo in part.photos]
-        return _table(doc.Table(("class", "taken for", "sure"), rows, 2))
+        match part:
+            case doc.Table():
+                return (f"{terminal.literal(part.caption)}:\n\n" if part.caption else "") + _table(part)
+            case doc.Charts():
+                return "" if prefix is None else self._charts(part, self.out / f"{prefix}{part.name}.svg")
+            case doc.Items(lines):
+                return "\n".join(f"- {_words(line)}" for line in lines)
+            case doc.Text(words):
+                return _words(words)
+            case doc.Block(text):
+                return terminal.block(text)
+            case doc.Heading(text):
+                return f"{heading}# {terminal.literal(text)}"
+            case doc.Fold(title, parts):
+                inner = [self._part(item, heading, prefix) for item in parts if item]
+                return "\n\n".join([f"{terminal.literal(title)}:", *inner])
+            case doc.Gallery(photos):
+                rows = [(photo.label, photo.told, photo.sure) for photo in photos]
+                return _table(doc.Table(("class", "taken for", "sure"), rows, 2))
 
     def _charts(self, part: doc.Charts, path: Path) -> str:
-        text = drawing(part.pictures, legend=part.legend, columns=1 if part.wide else 2)
+        text = doc.drawing(part.pictures, legend=part.legend, columns=1 if part.wide else 2)
         fileio.write(path, text.encode(errors="replace"), run_at(self.out))
-        self.written.append(path)
+        self.charts.append(path)
         return f"![{terminal.literal(part.title)}]({path.name})"
 
 
@@ -211,86 +197,64 @@ def written_to(path: Path) -> Iterator[Path]:
         ) from None
 
 
-# ``report.html``: one file that shows one run or compares several; it needs no network, and no script to be read.
-#
-# What a run says is escaped (`charts.tag`), for a run may be a stranger's. Should something slip through all the
-# same, the page's policy runs no script but its own and loads nothing from anywhere.
-
-FILE = "report.html"
-HTML_MARK = "<!-- Written by `python -m jobs.report`, which replaces it the next time. -->"
-_HERE = Path(__file__).parent
-_LONG = 60
-"""Letters from which on a cell is broken into lines: one long name would push the other columns off the page."""
-_MOST_LINES = 12
-
-
 def write_page(runs: Sequence[Facts], out: Path) -> Path:
-    """Write ``out/report.html``; its path.
-
-    Works for runs that are going on, were interrupted or lack files: the page says what is missing.
-
-    Raises:
-        UserError: it cannot be written, or a ``report.html`` there is somebody else's.
-    """
-    with written_to(out / FILE) as path:
-        fileio.write(path, page(runs).encode(errors="replace"), run_at(out))
+    """Write ``out/report.html``, one file that shows one run or compares several; its path."""
+    with written_to(out / "report.html") as path:
+        fileio.write(path, _page(runs).encode(errors="replace"), run_at(out))
     return path
 
 
-def page(runs: Sequence[Facts]) -> str:
-    """The whole document."""
+def _page(runs: Sequence[Facts]) -> str:
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    sweep = is_sweep(runs)
-    if sweep:
+    if sweep := is_sweep(runs):
         title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {title}"
         runs = sorted(runs, key=lambda facts: facts.rank)
     every = (*of_several(runs), *of_runs(runs[:COLOURS] if sweep else runs))
-    sections = [each for each in every if any(each.parts)]
-    style, script = (fileio.read_text(_HERE / name, follow=True) for name in ("page.css", "page.js"))
-    style += STYLE
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=f"{policy}; base-uri 'none'; form-action 'none'"),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="referrer", content="no-referrer"),
-        tag("title", f"{title} · trainkit"),
-        Html(f"<style>{style}</style>"),
+    here = Path(__file__).parent
+    template, style, script = (fileio.read_text(here / f"page.{kind}", follow=True) for kind in ("html", "css", "js"))
+    style += doc.STYLE
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.tests["code"] = lambda word: isinstance(word, doc.Code)
+    return environment.from_string(template).render(
+        mark=f"{_BY}, which replaces it the next time. -->",
+        policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
+        title=title,
+        style_sheet=style,
+        script=script,
+        lead=_lead(runs, sweep),
+        figures=_figures(runs[0]) if len(runs) == 1 else None,
+        sections=[each for each in every if any(each.parts)],
+        style=_style,
+        now=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     )
-    links = [tag("li", tag("a", each.title, href=f"#{each.name}")) for each in sections]
-    figures = _figures(runs[0]) if len(runs) == 1 else None
-    body = tag(
-        "body",
-        tag("header", tag("h1", title), *_lead(runs, sweep), figures),
-        tag("nav", tag("ul", *links), aria_label="parts of this report"),
-        tag("main", *map(_section, sections)),
-        tag("footer", tag("p", f"Made by trainkit, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.")),
-        Html(f"<script>{script}</script>"),
-    )
-    return f"<!doctype html>\n{HTML_MARK}\n{tag('html', head, body, lang='en')}\n"
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _lead(runs: Sequence[Facts], sweep: bool) -> list[Html]:
+def _style(part: doc.Table, column: int, cell: str = "") -> Markup:
+    """The class of a cell of a table, as an attribute."""
+    name = "long" if len(cell) > _LONG else "number" if column >= part.numbers_from else ""
+    return Markup(f' class="{name}"' if name else "")
+
+
+def _lead(runs: Sequence[Facts], sweep: bool) -> list[tuple[str, str]]:
+    """Paragraphs, each with an alarm or none."""
     if sweep:
         more = [f"Below the results are the best {COLOURS} of them."] * (len(runs) > COLOURS)
-        return [tag("p", sentence, class_="lead") for sentence in [*outcome(runs), *more]]
+        return [(sentence, "") for sentence in [*outcome(runs), *more]]
     lines = []
     for facts in runs[:_MOST_LINES]:
         name = f"{facts.label}: " if len(runs) > 1 else ""
-        named = (facts.setting(f"{key}.name") for key in ("model", "data", "strategy"))
-        about = ", ".join(str(item) for item in named if item)
+        about = ", ".join(str(item) for key in ("model", "data", "strategy") if (item := facts.setting(f"{key}.name")))
         told, alarm = headline(facts)
-        said = tag("span", f" {alarm}", class_="alarm c1") if alarm else None
-        lines.append(tag("p", f"{name}{about}{'. ' if about else ''}{told}", said, class_="lead"))
+        lines.append((f"{name}{about}{'. ' if about else ''}{told}", alarm))
     return lines
 
 
-def _figures(facts: Facts) -> Html:
+def _figures(facts: Facts) -> list[tuple[str, str]]:
+    """What a reader wants to know first, where it is known."""
     name, metric, loss = facts.described.headline, facts.headline, (facts.test or {}).get("loss")
     unit = f" {metric.unit}".rstrip()
     pairs = [
@@ -303,73 +267,4 @@ def _figures(facts: Facts) -> Html:
         ("processors", text(facts.processors)),
         ("attempts", text(facts.attempts or None)),
     ]
-    shown = [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs if value != NONE]
-    return tag("dl", *shown, class_="figures")
-
-
-def _section(section: doc.Section) -> Html:
-    note = tag("p", section.note, class_="note") if section.note else None
-    heading = tag("h2", section.title, id=f"{section.name}-title")
-    parts = map(_part, section.parts)
-    return tag("section", heading, note, *parts, id=section.name, aria_labelledby=f"{section.name}-title")
-
-
-def _part(part: doc.Part) -> Html | None:
-    if not part:
-        return None
-    if isinstance(part, doc.Table):
-        return table(part)
-    if isinstance(part, doc.Charts):
-        block = " block" * part.wide
-        keys = [tag("li", tag("span", class_=f"swatch c{c}{block}"), name) for name, c in part.legend]
-        legend = tag("ul", *keys, class_="legend", aria_label="colours") if keys else None
-        pictures = [_figure(picture) for picture in part.pictures if picture is not None]
-        return join([legend, tag("div", *pictures, class_="lanes" if part.wide else "charts")])
-    if isinstance(part, doc.Items):
-        return tag("ul", *(tag("li", *map(_word, words)) for words in part.lines))
-    if isinstance(part, doc.Text):
-        return tag("p", *map(_word, part.words), class_="note")
-    if isinstance(part, doc.Block):
-        return tag("pre", part.text, tabindex=0)
-    if isinstance(part, doc.Heading):
-        return tag("h3", part.text)
-    if isinstance(part, doc.Fold):
-        return tag("details", tag("summary", part.title), *map(_part, part.parts))
-    return tag("div", *map(_photo, part.photos), class_="gallery")
-
-
-def _word(word: str) -> Html | str:
-    return tag("code", word) if isinstance(word, doc.Code) else word
-
-
-def _figure(picture: Picture) -> Html:
-    unit = tag("span", picture.unit, class_="unit") if picture.unit else None
-    caption = tag("figcaption", picture.title, " ", unit) if picture.title or unit else None
-    has_readout = "data_plot" in picture.data
-    return tag("figure", caption, tag("div", picture.svg(), class_="plot"), class_="chart" if has_readout else None)
-
-
-def table(part: doc.Table) -> Html:
-    """A table that scrolls by itself where it is wider than the page."""
-
-    def style(at: int, cell: str) -> str | None:
-        return "long" if len(cell) > _LONG else "number" if at >= part.numbers_from else None
-
-    top = [tag("th", cell, scope="col", class_=style(at, "")) for at, cell in enumerate(part.header)]
-    body = []
-    for first, *others in part.rows:
-        head = tag("th", first, scope="row", class_="long" if len(first) > _LONG else None)
-        body.append(tag("tr", head, *(tag("td", cell, class_=style(at, cell)) for at, cell in enumerate(others, 1))))
-    name = tag("caption", part.caption) if part.caption else None
-    whole = tag("table", name, tag("thead", tag("tr", *top)), tag("tbody", *body))
-    label = part.caption or part.header[0] or "table"
-    return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=label)
-
-
-def _photo(photo: doc.Photo) -> Html:
-    sure = f"{100 * photo.confidence:.1f} %"
-    words = f"{photo.label}, taken for {photo.told} with {sure}"
-    style = "photo" if photo.is_large else None
-    picture = tag("img", src=f"data:image/png;base64,{photo.png}", alt=words, class_=style)
-    said = tag("span", photo.label, " ", tag("span", "taken for", class_="muted"), " ", tag("b", photo.told))
-    return tag("figure", picture, tag("figcaption", said, tag("br"), tag("span", f"{sure} sure", class_="muted")))
+    return [(name, value) for name, value in pairs if value != NONE]
