@@ -124,7 +124,7 @@ def test_of_very_many_runs_those_named_first_have_pictures(
 
 
 @pytest.mark.parametrize(("name", "write"), [("logbook.md", write_logbook), ("report.html", write_page)])
-def test_what_cannot_be_written_is_refused_and_nothing_of_somebody_else_replaced(
+def test_what_cannot_be_written_is_refused_and_nothing_is_replaced(
     make_run: MakeRun, tmp_path: Path, name: str, write: Callable[..., object]
 ) -> None:
     (tmp_path / name).write_text("# Mine\n")
