@@ -27,7 +27,18 @@ from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.base import require_no_job
-from trainkit.swarm.admission import created_run, entry_of, invite, is_setting, revoke, seconds_of, warned
+from trainkit.swarm.admission import (
+    KEY_FILE,
+    addresses_of,
+    entry_of,
+    invite,
+    is_setting,
+    owner_of,
+    revoke,
+    run_with,
+    seconds_of,
+    warned,
+)
 from trainkit.swarm.spec import PeerSpec
 
 WATCH_SECONDS = 2.0
@@ -99,7 +110,9 @@ def _invite_parser() -> cli.Parser:
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     seconds = seconds_of(args.expires)
-    print("\n".join(invite(created_run(args.run, env), args.name, seconds, "reducer" if args.reduce else "volunteer")))
+    run = run_with(KEY_FILE, args.run, env)
+    lines = invite(owner_of(run.path), addresses_of(run), args.name, seconds, "reducer" if args.reduce else "volunteer")
+    print("\n".join(lines))
     return 0
 
 
@@ -109,7 +122,7 @@ def _revoke_parser() -> cli.Parser:
 
 
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    print(revoke(created_run(args.run, env), args.name))
+    print(revoke(run_with(KEY_FILE, args.run, env), args.name))
     return 0
 
 
@@ -119,7 +132,7 @@ def _unban_parser() -> cli.Parser:
 
 
 def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from trainkit.swarm.bans import unban
+    from trainkit.swarm.access import unban
     from trainkit.swarm.view import run_seen
 
     run = run_seen(args.run, env)
@@ -189,7 +202,7 @@ def _doctor_parser() -> cli.Parser:
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Examine what joining needs. Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does."""
-    from trainkit.swarm.doctor import examine
+    from trainkit.swarm.address import examine
 
     worst = 0
     for finding in examine(warned(entry_of(args.words, env, name="doctor")), env):

@@ -75,7 +75,7 @@ def random_state(*, ahead: int) -> None:
     import torch
 
     from trainkit.swarm import exchange
-    from trainkit.swarm.digest import digest_of, sign_digest
+    from trainkit.swarm.exchange import digest_of, sign_digest
 
     def state(self: Any) -> Any:
         print("GAVE AWAY random weights", flush=True)
@@ -247,7 +247,7 @@ def other_torch() -> None:
 
 def deaf() -> None:
     """Go on after having been told to leave."""
-    from trainkit.swarm.bans import Excluded
+    from trainkit.swarm.access import Excluded
 
     Excluded.require_welcome = lambda self: None  # type: ignore[method-assign]
 

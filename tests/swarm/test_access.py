@@ -14,8 +14,8 @@ import pytest
 
 from trainkit.errors import RefusedError, UserError
 from trainkit.swarm import invitations
+from trainkit.swarm.access import Ban, Excluded, bans_list
 from trainkit.swarm.admission import Admission, own_pass, peer_key, revoked_list
-from trainkit.swarm.bans import Ban, Excluded, bans_list
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.messages import MOST_PEERS, Manifest, PeerProgress
 
@@ -442,3 +442,17 @@ def test_a_peer_has_so_many_calls_at_once_and_no_more(monkeypatch: pytest.Monkey
         return [*refused, later.closed]
 
     assert asyncio.run(run()) == [False] * access.MOST_CALLS + [True] * 3 + [False, False]
+
+
+@pytest.mark.parametrize(("keys", "answered"), [(16, True), (17, False)])
+def test_a_member_asks_for_so_many_records_at_once_and_no_more(
+    keys: int, answered: bool, peers: dict[str, Any]
+) -> None:
+    from hivemind.proto import dht_pb2
+
+    async def validated(request: Any) -> bool:
+        await peers["volunteer"].authorizer().sign_request(request, None)
+        return bool(await peers["owner"].authorizer().validate_request(request))
+
+    for kind in (dht_pb2.FindRequest, dht_pb2.StoreRequest):
+        assert asyncio.run(validated(kind(keys=[b"x" * 20] * keys))) == answered

@@ -24,7 +24,7 @@ from trainkit.swarm.admission import (
     Owner,
     credential,
     entry_of,
-    invited,
+    invite,
     keep_key,
     key_of,
     owner_of,
@@ -269,7 +269,7 @@ def test_a_token_that_others_see_is_warned_of_by_every_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nobody listens at the address: the warning comes before that is known."""
-    for asked in ("reader.run_at", "doctor.examine", "reader.open_reader"):
+    for asked in ("view.run_at", "address.examine", "view.open_reader"):
         monkeypatch.setattr(f"trainkit.swarm.{asked}", _nobody)
     more, env = given(way, TOKEN)
     monkeypatch.setenv("TRAINKIT_TOKEN", env.get("TRAINKIT_TOKEN", "").strip())
@@ -310,7 +310,7 @@ def test_who_was_invited_by_name_is_called_so_and_guests_are_many() -> None:
 
 
 def test_the_line_with_a_token_shows_it_to_nobody_else_here(tmp_path: Path) -> None:
-    _, line = invited(Owner(tmp_path, Key(b"o" * 32)), (ADDRESS,), "anna", 600.0, "volunteer")
+    _, line = invite(Owner(tmp_path, Key(b"o" * 32)), (ADDRESS,), "anna", 600.0, "volunteer")
     variable, *command = line.split()
     assert command == ["python", "-m", "jobs.join"]
     name, _, token = variable.partition("=")

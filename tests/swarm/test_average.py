@@ -38,7 +38,7 @@ ANNA, BOB = slice(PART, 2 * PART), slice(2 * PART, VALUES)
 def judged(
     average: Tensor, *, own: Tensor = OWN, reducers: tuple[str, ...] = REDUCERS, slower: float = 1.0
 ) -> dict[str, tuple[str, str]]:
-    from trainkit.swarm.average import untrue
+    from trainkit.swarm.robust import untrue
 
     found = untrue(average, own, PARAMETERS, reducers, own_id="me", slower=slower)
     return {verdict.peer: (verdict.action, verdict.why) for verdict in found}
@@ -99,13 +99,13 @@ def test_who_has_trained_nothing_can_judge_no_direction() -> None:
 def test_how_much_slower_a_peer_is_follows_from_what_all_say(
     others: dict[str, float], own: float, times: float
 ) -> None:
-    from trainkit.swarm.average import slower_than
+    from trainkit.swarm.robust import slower_than
 
     assert slower_than(others, own) == times
 
 
 def test_one_that_claims_any_speed_changes_nothing() -> None:
-    from trainkit.swarm.average import slower_than
+    from trainkit.swarm.robust import slower_than
 
     assert slower_than({"a": 100.0, "liar": 1e9}, 100.0) == 1.0
 

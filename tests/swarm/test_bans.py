@@ -14,11 +14,11 @@ from jobs import swarm
 from trainkit import fileio
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
+from trainkit.swarm.access import STRIKES, Ban, Bans, banned_with, bans_list, read_bans
 from trainkit.swarm.admission import Admission, Member, keep_key, own_pass, revoked_list
-from trainkit.swarm.bans import STRIKES, Ban, Bans, Sentry, Strikes, banned_with, bans_list, read_bans
 from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
 from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.robust import Findings, Round, Verdict
+from trainkit.swarm.robust import Findings, Round, Sentry, Strikes, Verdict
 
 EVE = Ban("QmEve", "eve", "sent values that are not finite")
 DROPPED = Verdict("QmEve", "dropped", EVE.why)
@@ -191,7 +191,7 @@ pytestmark = pytest.mark.usefixtures("hivemind_here")
 @pytest.mark.parametrize("submitted", [True, False])
 def test_a_ban_is_kept_in_the_run_folder_even_before_it_has_a_key(tmp_path: Path, submitted: bool) -> None:
     """A submitted run has a folder before it has created its swarm."""
-    from trainkit.swarm.bans import Excluded
+    from trainkit.swarm.access import Excluded
 
     key = Key.generate()
     if not submitted:

@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Sequence
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ import pytest
 
 from tests.swarm.conftest import Commands, wait_for
 from trainkit.errors import RunFailedError
+from trainkit.swarm import processes
 from trainkit.swarm.messages import PeerProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -46,39 +49,46 @@ def test_that_a_peer_only_calls_out_is_known_without_its_node(client_mode: bool)
     assert SwarmDHT(Dead(), identity, [], client_mode=client_mode).client_mode is client_mode
 
 
-@pytest.mark.parametrize("asked", ["peer_id", "get_visible_maddrs"])
-def test_a_node_whose_process_has_died_is_not_waited_for_without_limit(
-    asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unanswering(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """A node of the DHT in the process of that id, which never answers."""
     import hivemind
 
     from trainkit.swarm import exchange
 
-    monkeypatch.setattr(exchange, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(hivemind.DHT, "run_coroutine", lambda self, coroutine, return_future: Future())
-    node: Any = exchange.DHT.__new__(exchange.DHT)
-    node._closed, node._popen, node._peer_id, node._parent_pid = False, None, None, -1
-    with pytest.raises(RunFailedError, match="helper process of this peer has died"):
-        _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
+
+    def node(pid: int) -> Any:
+        found: Any = exchange.DHT.__new__(exchange.DHT)
+        found._closed, found._popen, found._parent_pid = False, SimpleNamespace(pid=pid), -1
+        found._peer_id = None
+        return found
+
+    return node
 
 
-@pytest.mark.parametrize(("keys", "answered"), [(1, True), (16, True), (17, False), (200_000, False)])
-def test_a_member_asks_for_so_many_records_at_once_and_no_more(
-    keys: int, answered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hivemind.proto import dht_pb2
-    from hivemind.utils.auth import TokenAuthorizerBase
+@pytest.mark.parametrize("asked", ["peer_id", "get_visible_maddrs"])
+def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, unanswering: Callable[[int], Any]) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    said = {ended.pid: "A helper process of this peer has died: its node of the DHT.", os.getppid(): "not answered for"}
+    for pid, words in said.items():
+        node = unanswering(pid)
+        with pytest.raises(RunFailedError, match=words):
+            _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 
-    from trainkit.swarm.access import Authorizer
 
-    async def signed(self: Any, request: Any) -> bool:
-        return True
-
-    monkeypatch.setattr(TokenAuthorizerBase, "validate_request", signed)
-    monkeypatch.setattr(Authorizer, "_member", lambda self, token: SimpleNamespace(trusted=True))
-    authorizer: Any = Authorizer.__new__(Authorizer)
-    for kind in (dht_pb2.FindRequest, dht_pb2.StoreRequest):
-        assert asyncio.run(authorizer.validate_request(kind(keys=[b"x" * 20] * keys))) == answered
+def test_a_helper_that_lives_gets_more_time_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.2)
+    for load in (64.0, 0.0):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load * (os.cpu_count() or 1), 0.0, 0.0))
+        asked: Future[str] = Future()
+        timer = threading.Timer(0.8, asked.set_result, ["late"])
+        timer.start()
+        with nullcontext() if load else pytest.raises(RunFailedError, match=f"Its process {os.getpid()} lives"):
+            assert processes.answer_of(asked, "averager", os.getpid()) == "late"
+        timer.join()
 
 
 @pytest.mark.swarm

@@ -34,7 +34,7 @@ def order(roles: dict[str, Role | None], said: dict[str, Any]) -> list[bytes]:
     """Who is asked. ``roles``: None for strangers; ``said``: how important each says it is."""
     from hivemind.p2p import PeerID
 
-    from trainkit.swarm.digest import in_order
+    from trainkit.swarm.exchange import in_order
 
     known = {str(PeerID(named(peer))): role for peer, role in roles.items()}
 
@@ -59,7 +59,7 @@ def test_who_gives_it_away_no_more_is_not_asked() -> None:
 
 @pytest.mark.parametrize("found", [None, 7, {"x": SimpleNamespace(value=1.0)}, {b"x": 7}])
 def test_a_record_of_anything_else_names_nobody(found: object) -> None:
-    from trainkit.swarm.digest import in_order
+    from trainkit.swarm.exchange import in_order
 
     async def look_up(peer: str) -> Member | None:
         raise AssertionError
@@ -83,14 +83,14 @@ def messages(*tensors: Tensor, digest: object, piece: int = 300) -> list[Any]:
 
 
 def signed(*tensors: Tensor, role: Role = "owner", run: str = RUN, key: Key = OWNER) -> bytes:
-    from trainkit.swarm.digest import digest_of, sign_digest
+    from trainkit.swarm.exchange import digest_of, sign_digest
 
     return sign_digest(invitations.grant(key, "digits-0001", "x", role, time.time() + 60), digest_of(run, 7, tensors))
 
 
 def read(sent: list[Any]) -> tuple[int, list[Tensor], int]:
     """Round and tensors, and how many messages were taken."""
-    from trainkit.swarm.digest import read_state
+    from trainkit.swarm.exchange import read_state
 
     taken = 0
 
@@ -151,7 +151,7 @@ def by(role: Role, owner: Key = OWNER) -> Pass:
 
 @pytest.mark.parametrize("content", [[], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5])
 def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
-    from trainkit.swarm.digest import read_digest
+    from trainkit.swarm.exchange import read_digest
 
     said = by("owner").state("state", json.dumps(content).encode())
     with pytest.raises(UntrustedError, match="it is no digest"):
@@ -161,7 +161,7 @@ def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
 @pytest.mark.parametrize("own", [by("volunteer"), by("owner", Key(b"s" * 32)), invitations.open_pass("eve", 2e9)])
 @pytest.mark.parametrize("open_run", [False, True])
 def test_neither_a_volunteer_nor_a_stranger_says_which_state_is_the_runs(own: Pass, open_run: bool) -> None:
-    from trainkit.swarm.digest import digest_of, read_digest, sign_digest
+    from trainkit.swarm.exchange import digest_of, read_digest, sign_digest
 
     statement = sign_digest(own, digest_of(RUN, 7, STATE))
     with pytest.raises(UntrustedError):
@@ -169,7 +169,7 @@ def test_neither_a_volunteer_nor_a_stranger_says_which_state_is_the_runs(own: Pa
 
 
 def test_weights_and_momentum_cannot_be_shifted_into_each_other() -> None:
-    from trainkit.swarm.digest import digest_of
+    from trainkit.swarm.exchange import digest_of
 
     theta, momentum = STATE
     assert digest_of(RUN, 7, [theta, momentum]) != digest_of(RUN, 7, [torch.cat([theta, momentum[:1]]), momentum[1:]])

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from trainkit.config.schema import CollaborativeConfig
-from trainkit.swarm import doctor
-from trainkit.swarm.address import MEGABIT
+from trainkit.swarm import address
+from trainkit.swarm.address import MEGABIT, Finding, examine
 from trainkit.swarm.admission import Entry, by_address
-from trainkit.swarm.doctor import Finding, examine
 from trainkit.swarm.invitations import Key, grant
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -20,7 +19,7 @@ PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 @pytest.fixture
 def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
     """What the doctor finds about an address, short of asking the swarm."""
-    monkeypatch.setattr(doctor, "_swarm", lambda entry, env: iter([Finding("swarm", " ".join(entry.addresses))]))
+    monkeypatch.setattr(address, "_swarm", lambda entry, env: iter([Finding("swarm", " ".join(entry.addresses))]))
 
     def look(*addresses: str) -> dict[str, Finding]:
         entry = by_address(addresses, name="doctor")
@@ -78,7 +77,7 @@ def test_one_address_that_answers_is_enough(about: Callable[..., dict[str, Findi
 def upload(rate: float, **settings: Any) -> Finding:
     """What is said of a link of so many Mbit/s, for a model of 3 million weights and rounds of 12 s."""
     rounds = CollaborativeConfig(round_seconds=12.0, **settings)
-    return doctor._upload(rate * MEGABIT, 3_000_000, rounds)
+    return address._upload(rate * MEGABIT, 3_000_000, rounds)
 
 
 def test_an_upload_is_told_with_what_it_means_for_this_run() -> None:
@@ -95,7 +94,7 @@ def test_who_is_slow_can_join_nonetheless_and_who_cannot_send_at_all_cannot() ->
 def test_a_disk_without_room_is_told_before_anything_is_joined(
     about: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(address, "_LEAST_FREE", 1 << 60)
     found = about(f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}")
     assert (found["disk"].exit_code, found["disk"].remedy) == (
         2,
@@ -105,7 +104,7 @@ def test_a_disk_without_room_is_told_before_anything_is_joined(
 
 @pytest.mark.parametrize(("ahead", "exit_code"), [(0.2, 0), (-0.9, 0), (2.0, 2), (-40.0, 2)])
 def test_a_clock_that_is_off_is_told(ahead: float, exit_code: int) -> None:
-    finding = doctor._clock(ahead)
+    finding = address._clock(ahead)
     assert finding.exit_code == exit_code
     assert ("timedatectl" in finding.remedy) == bool(exit_code)
 

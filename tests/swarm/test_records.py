@@ -25,10 +25,10 @@ from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import StaleAttemptError
 from trainkit.run.metrics import Contribution, Contributions
-from trainkit.swarm.bans import Bans, Sentry
+from trainkit.swarm.access import Bans
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import Credits, PatientRecord, PeerRound
-from trainkit.swarm.robust import Limits, Round, Screen, Verdict
+from trainkit.swarm.robust import Limits, Round, Screen, Sentry, Verdict
 from trainkit.training.recorder import Progress, Recorder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from tests.swarm.attacked import HARDER, Swarm
 from tests.swarm.conftest import Command, started_in
 from tests.swarm.internet import internet_or_loopback
-from trainkit.swarm.bans import Bans
+from trainkit.swarm.access import Bans
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 

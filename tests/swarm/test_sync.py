@@ -200,7 +200,7 @@ def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str)
 
 def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None:
     """Weights that differ anywhere have another one in every round."""
-    from trainkit.swarm.digest import has_drifted
+    from trainkit.swarm.robust import has_drifted
 
     probes = [state()[1].probe() for _ in range(3)]
     assert all(torch.equal(first, second) for first, second in pairwise(probes))

@@ -1,23 +1,28 @@
-"""Who may ask, write and call what: a peer's identity, signed records, requests to the DHT, and bounds on hivemind.
+"""Who may ask, write and call what: a peer's identity, signed records, requests to the DHT, bounds, and who is out.
 
 An address ends with the id of a peer, and that id is the hash of the peer's public key: libp2p lets nobody else answer
 there. What the peer may do beyond that its pass says, which comes from the run's owner (see `invitations`).
+
+The owner's side shares one list of bans (``bans.jsonl``): every reducer keeps it and signs what it tells the others of
+it, and what was said last about an id counts. So a ban outlives the peer that pronounced it, and lifting it anywhere
+lifts it everywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import base58
 from cryptography.hazmat.primitives import serialization
@@ -32,27 +37,35 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.auth import TokenAuthorizerBase
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from pydantic import Field, TypeAdapter, ValidationError
 
-from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit import fileio, terminal
+from trainkit.errors import RefusedError, UserError
 from trainkit.process import end_with_parent
-from trainkit.swarm.admission import Admission, Member, credential, peer_id_of, peer_key
+from trainkit.swarm import invitations
+from trainkit.swarm.admission import (
+    KEY_FILE,
+    Admission,
+    Member,
+    credential,
+    entries,
+    owner_of,
+    peer_id_of,
+    peer_key,
+    remember,
+)
 from trainkit.swarm.invitations import Pass, UntrustedError, pack, unpack
-from trainkit.swarm.messages import MOST_PEERS, is_credits, is_manifest, progress_of
-
-# Records in the DHT carry who wrote them: the DHT admits nobody whom the run's owner has not admitted.
-#
-# Every record, hivemind's own for matchmaking included, lies under the peer id of its writer and holds the value, the
-# writer's credential, and a signature by the key that the peer id is the hash of. Everybody who stores or reads it
-# checks all of that. What a record may be depends on the writer's role: a volunteer tells of itself and of nothing
-# else.
-#
-# The answer depends on the record and the owner's key only, not on the time or on who was revoked meanwhile: of many
-# records under one key hivemind refuses all as soon as it refuses one, so those who store and those who read must
-# agree. Revoked peers cannot store (see `Authorizer`), and what they have stored expires.
-
-MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
-CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
+from trainkit.swarm.messages import (
+    BANNED,
+    CREDITS,
+    MANIFEST,
+    MOST_PEERS,
+    PROGRESS,
+    REVOKED,
+    is_credits,
+    is_manifest,
+    progress_of,
+)
 
 _LONGEST_VALUE = 8192
 _LONGEST = {MANIFEST: 1 << 17, CREDITS: 1 << 16, REVOKED: 1 << 16, BANNED: 1 << 16}
@@ -66,7 +79,16 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Signs what this peer stores, and refuses what was not signed by its writer."""
+    """Signs what this peer stores, and refuses what was not signed by its writer.
+
+    Every record, hivemind's own for matchmaking included, lies under the peer id of its writer and holds the value, the
+    writer's credential, and a signature by the key that the peer id is the hash of. What a record may be depends on the
+    writer's role: a volunteer tells of itself and of nothing else.
+
+    The answer depends on the record and the owner's key only, not on the time or on who was revoked meanwhile: of many
+    records under one key hivemind refuses all as soon as it refuses one, so those who store and those who read must
+    agree. Revoked peers cannot store (see `Authorizer`), and what they have stored expires.
+    """
 
     def __init__(self, key: RSAPrivateKey, credential: bytes, admission: Admission) -> None:
         self._key, self._credential, self._admission = key, credential, admission
@@ -74,14 +96,12 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         # hivemind keeps only the hash of a key.
         self._longest = {hashed(name): size for name, size in _LONGEST.items()}
         self._shapes = {hashed(name): has_shape for name, has_shape in _SHAPES.items()}
-        self._by_owner, self._by_all = {hashed(MANIFEST), hashed(CREDITS)}, {hashed(PROGRESS)}
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """The value as others take it, if it lies where this peer may write."""
         if record.subkey != self._subkey:
             return bytes(record.value)
-        signature = self._key.sign(_content(record, record.value))
-        return pack([record.value, self._credential, signature])
+        return pack([record.value, self._credential, self._key.sign(_content(record, record.value))])
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether its writer has signed it, is admitted, and may write it, and the value has the shape of its key.
@@ -93,7 +113,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             if len(value) > self._longest.get(record.key, _LONGEST_VALUE):
                 return False
             writer = self._admission.invited(credential, record.expiration_time)
-            if record.subkey != _subkey(writer.peer_id) or not self._may_write(record.key, writer.role, writer.peer_id):
+            if record.subkey != _subkey(writer.peer_id) or not _may_write(record.key, writer):
                 return False
             if not _public_key(writer.public_key).verify(_content(record, value), signature):
                 return False
@@ -106,13 +126,12 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         """The value as it was before `sign_value`."""
         return unpack(record.value, 3)[0]
 
-    def _may_write(self, key: bytes, role: str, peer_id: str) -> bool:
-        if key in self._by_owner:
-            return role == "owner"
-        if key in self._by_all or key == hashed(peer_key(peer_id)):
-            return True
-        # Who reduces and who gives its state away, by hivemind's records; and the lists of those who are out.
-        return role != "volunteer"
+
+def _may_write(key: bytes, writer: Member) -> bool:
+    if key in (hashed(MANIFEST), hashed(CREDITS)):
+        return writer.role == "owner"
+    # Of the owner's side: who reduces and who gives its state away, by hivemind's records; and the lists of who is out.
+    return writer.trusted or key in (hashed(PROGRESS), hashed(peer_key(writer.peer_id)))
 
 
 def der_of(key: RSAPrivateKey) -> bytes:
@@ -152,12 +171,6 @@ def _content(record: DHTRecord, value: bytes) -> bytes:
     return pack([b"trainkit record", record.key, record.subkey, value, struct.pack(">d", record.expiration_time)])
 
 
-# hivemind's hook for access to the DHT: each request and each answer carries the credential of its sender.
-#
-# A peer without one reads nothing and writes nothing; a peer that is out by now may still ask why. hivemind's protocol
-# (its issue 253) signs every message with the peer's key and refuses repeated ones; ours is only what counts as a
-# token.
-
 _NOTHING = bytes(DHTID.HASH_NBYTES)  # a key under which nobody stores
 # A peer of ours asks for one at a time. A message has room for 200,000, and meanwhile nobody else gets an answer.
 _MOST_KEYS = 16
@@ -165,7 +178,11 @@ _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 725 in this form
 
 
 class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
-    """Takes requests of those who are admitted, and answers of the owner's side: nobody else keeps the DHT."""
+    """Takes requests of those who are admitted, and answers of the owner's side: nobody else keeps the DHT.
+
+    hivemind signs every message with the peer's key and refuses repeated ones; here the token of each request and of
+    each answer is its sender's credential. A peer without one reads and writes nothing.
+    """
 
     def __init__(self, key: RSAPrivateKey, credential: bytes, admission: Admission) -> None:
         super().__init__(key)
@@ -182,18 +199,13 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
     def is_token_valid(self, access_token: AccessToken) -> bool:
         """Whether its holder was invited; asked of both sides, and more is asked of each below."""
-        try:
-            return self._holder(access_token, self.admission.invited(access_token.signature, time.time())) is not None
-        except (UntrustedError, ValueError):
-            return False
+        return _holder(access_token, partial(self.admission.invited, until=time.time())) is not None
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer."""
-        if len(getattr(request, "keys", ())) > _MOST_KEYS:
+        if len(getattr(request, "keys", ())) > _MOST_KEYS or not await super().validate_request(request):
             return False
-        if not await super().validate_request(request):
-            return False
-        member = self._member(request.auth.client_access_token)
+        member = _holder(request.auth.client_access_token, self.admission.introduce)
         if member is None or not member.trusted:
             # Not into the routing tables: others would ask it for records.
             request.ClearField("peer")
@@ -203,19 +215,16 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Whether to believe it."""
-        member = self._member(response.auth.service_access_token)
+        member = _holder(response.auth.service_access_token, self.admission.introduce)
         return member is not None and member.trusted and bool(await super().validate_response(response, request))
 
-    def _member(self, token: AccessToken) -> Member | None:
-        try:
-            return self._holder(token, self.admission.introduce(token.signature))
-        except (UntrustedError, ValueError):
-            return None
 
-    def _holder(self, token: AccessToken, member: Member) -> Member | None:
-        if len(token.public_key) > _LONGEST_KEY or _der_of_ssh(token.public_key) != member.public_key:
-            return None
-        return member
+def _holder(token: AccessToken, look_up: Callable[[bytes], Member]) -> Member | None:
+    with suppress(UntrustedError, ValueError):
+        member = look_up(token.signature)
+        if len(token.public_key) <= _LONGEST_KEY and _der_of_ssh(token.public_key) == member.public_key:
+            return member
+    return None
 
 
 def _keep_who_is_out(request: Any) -> None:
@@ -225,9 +234,9 @@ def _keep_who_is_out(request: Any) -> None:
     """
     if isinstance(request, dht_pb2.FindRequest):
         request.keys[:] = [key if key in (hashed(REVOKED), hashed(BANNED)) else _NOTHING for key in request.keys]
-    for field in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
-        if isinstance(request, dht_pb2.StoreRequest):
-            request.ClearField(field)
+    if isinstance(request, dht_pb2.StoreRequest):
+        for name in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
+            request.ClearField(name)
 
 
 @dataclass(frozen=True)
@@ -296,9 +305,6 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
         yield Identity(file, key, path is not None, own, admission)
 
 
-# What a node's process must not take or leave behind. hivemind's nodes keep every record that is valid, and read as
-# many as somebody sends; of many they refuse all as soon as one of them is not valid.
-
 # A round, and three more in which nobody has heard of a peer, are shorter.
 _LONGEST_NEWS = 3600.0
 
@@ -306,8 +312,10 @@ _LONGEST_NEWS = 3600.0
 def bound_node() -> None:
     """Bound the records that this process keeps and reads. Call it before the node starts; there is one in a process.
 
-    Records of progress must not outlast an hour: whoever floods them gives up their place by then. Every program that
-    the process starts through asyncio is killed when it dies: hivemind starts libp2p's daemon so, and has no hook.
+    hivemind's nodes keep every record that is valid, and read as many as somebody sends; of many they refuse all as
+    soon as one is not valid. Records of progress must not outlast an hour: whoever floods them gives up their place by
+    then. Every program that the process starts through asyncio is killed when it dies: hivemind starts libp2p's daemon
+    so, and has no hook.
     """
     validate, store = DHTProtocol._validate_record, DHTLocalStorage.store_subkey
     progress = DHTID.generate(source=PROGRESS)
@@ -349,14 +357,8 @@ def _detach_from_terminal() -> None:
     end_with_parent()
 
 
-# How much the averager's process takes of a call: how many a peer may open, how long it may be silent, and say at once.
-#
-# hivemind's streams wait for ever for the first word, for the rest of a message, and for somebody to read the
-# answers; and they make room for a message of whatever length its first eight bytes announce. All that before anybody
-# is asked who they are, so it is open to whoever reaches the port.
-
-# Of one peer at once. An honest one looks for a group, sends its parts and fetches a state; and may do so anew while
-# what it has given up is still being closed.
+# Calls of one peer at once. An honest one looks for a group, sends its parts and fetches a state; and may do so anew
+# while what it has given up is still being closed.
 MOST_CALLS = 8
 # A part is 256 kB, the list of a full group 1 MB.
 LONGEST_MESSAGE = 1 << 21
@@ -366,7 +368,12 @@ REST_SECONDS = 30.0
 
 
 def bound_calls() -> None:
-    """Call it in the averager's process before it listens."""
+    """Bound what the averager's process takes of a call. Call it before it listens.
+
+    hivemind's streams wait for ever for the first word, for the rest of a message, and for somebody to read the
+    answers; and they make room for a message of whatever length its first eight bytes announce. All that before anybody
+    is asked who they are, so it is open to whoever reaches the port.
+    """
     add = P2P.add_binary_stream_handler
     calls: Counter[str] = Counter()
 
@@ -397,11 +404,11 @@ class Reader:
 
     async def readexactly(self, size: int) -> bytes:
         """As asyncio's: a message's mark (one byte), its length (eight), or the message."""
-        if size > LONGEST_MESSAGE:
-            raise asyncio.IncompleteReadError(b"", size)
         # Between messages there may be silence, as long as a search for a group lasts.
         limit = None if size == 1 and self._limit == REST_SECONDS else self._limit
         try:
+            if size > LONGEST_MESSAGE:
+                raise asyncio.TimeoutError
             found = await asyncio.wait_for(self._reader.readexactly(size), limit)
         except asyncio.TimeoutError:
             raise asyncio.IncompleteReadError(b"", size) from None
@@ -419,3 +426,214 @@ class Writer:
     async def drain(self) -> None:
         """Raises TimeoutError when nobody takes what was written."""
         await asyncio.wait_for(self._writer.drain(), REST_SECONDS)
+
+
+BANS_FILE = "bans.jsonl"
+STRIKES = 3
+"""A peer is banned whose contribution was dropped in so many rounds in a row; one may be a fault on the way."""
+# Of them at once; strangers can make up as many ids as they like.
+_MOST_BANS = 1000
+# Bytes of a list as it is told; a record of the DHT holds no more. The newest are told.
+_LONGEST_LIST = 60_000
+# A ban from further in the future would be the last word for ever; clocks agree within three seconds.
+_AHEAD_SECONDS = 60.0
+_Text = Annotated[str, Field(max_length=200)]
+
+
+class Ban(NamedTuple):
+    """Somebody who may not take part any more; or, ``lifted``, may again."""
+
+    id: _Text
+    """Of a peer, or of an invitation: then a banned guest does not come back with a new key."""
+    name: _Text
+    why: _Text
+    time: Annotated[float, Field(ge=0, le=fileio.LATEST)] = 0.0
+    """When it was said, in seconds since 1970."""
+    lifted: bool = False
+
+
+_BAN, _BANS = TypeAdapter(Ban), TypeAdapter(list[Ban])
+
+
+class Bans:
+    """The list. In a run folder each line bans or lifts a ban, so that a run and a command can both write."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """``file``: None for a list that ends with its peer, or until `keep_in`."""
+        self._file = file
+        self._said: dict[str, Ban] = {}
+        self._stamp: tuple[int, int] | None = None
+
+    def keep_in(self, folder: Path) -> None:
+        """From now on in the run's folder, with what is there already."""
+        said, self._file = list(self.said()), folder / BANS_FILE
+        self.merge(said)
+
+    def read(self) -> dict[str, Ban]:
+        """Id -> ban, as it is now; cheap when nothing has changed."""
+        return {ban.id: ban for ban in self.said() if not ban.lifted}
+
+    def said(self) -> Iterable[Ban]:
+        """The last word about each id, oldest first; also of bans that were lifted."""
+        if self._file is not None:
+            with suppress(FileNotFoundError):
+                status = self._file.stat()
+                if (stamp := (status.st_size, status.st_mtime_ns)) != self._stamp:
+                    self._stamp = stamp
+                    for record in fileio.read_jsonl(self._file):
+                        known = {key: record[key] for key in Ban._fields if key in record}
+                        with suppress(ValidationError):
+                            self._note(_BAN.validate_python({"name": "", "why": "", **known}))
+        return self._said.values()
+
+    def add(self, ban: Ban) -> None:
+        """From now on."""
+        if ban.id not in self.read():
+            self._write_if_room(ban._replace(time=time.time()))
+
+    def lift(self, name: str) -> list[Ban]:
+        """Let those of that name (or id) take part again; who they were. Raises OSError."""
+        found = [ban for ban in self.read().values() if name in (ban.name, ban.id)]
+        for ban in found:
+            self._write(ban._replace(time=time.time(), lifted=True))
+        return found
+
+    def merge(self, others: Iterable[Ban]) -> None:
+        """Take over what others have said later than what is known here."""
+        known = {ban.id: ban for ban in self.said()}
+        for ban in others:
+            if ban.id not in known or ban.time > known[ban.id].time:
+                self._write_if_room(ban)
+
+    def _write_if_room(self, ban: Ban) -> None:
+        with suppress(OSError):  # a full disk: it holds as long as this peer lives, and others know of it
+            self._write(ban)
+
+    def _write(self, ban: Ban) -> None:
+        self._note(ban)
+        if self._file is not None:
+            record = ban._asdict()
+            fileio.append_jsonl(self._file, {key: value for key, value in record.items() if value is not False})
+
+    def _note(self, ban: Ban) -> None:
+        known = self._said.get(ban.id)
+        if known is None or known.time <= ban.time:
+            remember(self._said, ban.id, ban, _MOST_BANS)
+
+
+def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
+    """What this peer tells the others of who is banned, signed."""
+    rows: list[bytes] = []
+    room = _LONGEST_LIST
+    for ban in reversed(list(bans)):
+        short = ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:200])
+        row = json.dumps(short, ensure_ascii=False).encode()
+        room -= len(row) + 1
+        if room < 0:
+            break
+        rows.append(row)
+    return own.state("bans", b"[" + b",".join(reversed(rows)) + b"]")
+
+
+def read_bans(admission: Admission, statement: bytes) -> list[Ban]:
+    """What somebody of the owner's side says about who is banned.
+
+    Raises UntrustedError when a volunteer or a stranger has signed it.
+    """
+    found = admission.read(statement, "bans")
+    if found.grant.role == "volunteer":
+        raise UntrustedError("a volunteer bans nobody")
+    latest = time.time() + _AHEAD_SECONDS
+    return [ban for ban in invitations.parsed(_BANS, found.content, "list of bans") if ban.time <= latest]
+
+
+def banned_with(member: Member | None, peer_id: str, own_id: str) -> str:
+    """What is banned with a peer, by ``own_id``; empty for whom it must not ban.
+
+    A volunteer goes with its invitation, or it would come back with a new key. Of the owner's side, and of an
+    invitation for many, only the peer goes, or one of them could have all the others banned. Nobody bans the owner,
+    without whom there is no run, or itself: two newcomers are a majority against either.
+    """
+    if peer_id == own_id or (member is not None and member.role == "owner"):
+        return ""
+    return peer_id if member is None or member.trusted or member.name == invitations.GUESTS else member.invitation
+
+
+def unban(run: Path, name: str) -> list[Ban]:
+    """Let those of that name take part again in the run of a folder; the run reads it before its next round.
+
+    Raises UserError when nobody of that name is banned.
+    """
+    bans = Bans(run / BANS_FILE)
+    lifted = bans.lift(name)
+    if not lifted:
+        names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
+        raise UserError(
+            f"Nobody called {terminal.name(name)} is banned from {run.name}.",
+            why=f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it.",
+            fix="Give the name as the run has printed it, or the run behind it.",
+        )
+    return lifted
+
+
+class Excluded:
+    """What one peer knows of who is out: invitations that the owner has revoked, and bans by its side.
+
+    Both are signed lists in the DHT. Whoever is of the owner's side stores them anew in every round, so that they
+    outlive whoever has made them. Who is out may still ask for these lists, and for nothing else, and so learns of it.
+    """
+
+    def __init__(self, own: Pass, peer_id: str, admission: Admission) -> None:
+        self._own, self._peer_id, self._admission = own, peer_id, admission
+        self._revoked = b""
+        self.bans = Bans()
+
+    def remember(self, folder: Path) -> None:
+        """What the owner has decided so far, by the run's folder, before anybody else can ask."""
+        # A submitted run has a folder before it has a key.
+        if (folder / KEY_FILE).exists() and (revoked := owner_of(folder).revoked()):
+            self.hear(REVOKED, revoked)
+        self.bans.keep_in(folder)
+        self._admission.ban(self.bans.read())
+
+    def hear(self, key: str, statement: bytes) -> None:
+        """Take over what somebody says. Bans count once `Sentry` has seen them.
+
+        Raises UntrustedError unless it is signed by somebody who may say so.
+        """
+        if key == BANNED:
+            self.bans.merge(read_bans(self._admission, statement))
+        elif self._admission.revoke(statement):
+            self._revoked = statement
+
+    def take(self, key: str, found: Any) -> None:
+        """Take over what the DHT has returned for one of the two lists."""
+        for entry in entries(found):
+            with suppress(UntrustedError):
+                self.hear(key, entry.value)
+
+    def told(self) -> dict[str, bytes]:
+        """Record's key -> what this peer tells others; nothing, if it is a volunteer: they would not believe it."""
+        if self._own.grant.role == "volunteer":
+            return {}
+        said = list(self.bans.said())
+        told = {REVOKED: self._revoked, BANNED: bans_list(self._own, said) if said else b""}
+        return {key: statement for key, statement in told.items() if statement}
+
+    def require_welcome(self) -> None:
+        """Raises RefusedError, in words for the person at this machine, if this very peer is out."""
+        grant, bans, fix = self._own.grant, self.bans.read(), "Ask whoever runs it for another."
+        ban = bans.get(self._peer_id) or bans.get(grant.id)
+        if grant.id in self._admission.revoked:
+            why = f"The owner of the run has ended the invitations of {grant.name}."
+            raise RefusedError("Your invitation was revoked.", why=why, fix=fix)
+        if ban is not None and grant.role != "owner":
+            lift = terminal.command("swarm", "unban", terminal.name(ban.name))
+            raise RefusedError(
+                "You were banned from the run.",
+                why=f"{STRIKES} times in a row your part of a round was left out: {terminal.one_line(ban.why, 200)}.",
+                fix=f"See whether this machine computes nonsense; whoever runs it may lift it: {lift}",
+            )
+        if grant.expires <= time.time():
+            why = f"It was good until {invitations.date(grant.expires)}."
+            raise RefusedError("Your invitation has expired.", why=why, fix=fix)

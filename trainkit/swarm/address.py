@@ -1,35 +1,46 @@
-"""Addresses of a swarm: one line that people send to each other, ``/ip4/203.0.113.7/tcp/4711/p2p/QmPeer``.
+"""Addresses of a swarm, ``/ip4/203.0.113.7/tcp/4711/p2p/QmPeer``: who is reached there, and what this machine lacks.
 
-It names a machine, a port, and the peer that must answer there, so a stranger on the same port is not mistaken for it.
+An address names a machine, a port, and the peer that must answer there, so a stranger on the same port is not mistaken
+for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import json
 import logging
 import math
 import re
+import shutil
+import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
-from trainkit.errors import UserError
-from trainkit.run.folder import RunDir
-from trainkit.swarm.processes import private_sockets
-from trainkit.terminal import LONGEST_NAME
+from trainkit.config.schema import CollaborativeConfig
+from trainkit.errors import TrainkitError, UserError
+from trainkit.run.folder import RunDir, runs_root
+from trainkit.swarm import processes
 
-# Beside config.yaml: the addresses of a running swarm, one a line.
-ADDRESS_FILE = "swarm_address"
+if TYPE_CHECKING:
+    from trainkit.swarm.admission import Entry
 
 EXAMPLE = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-
+FORWARD = "Have your router and firewall let TCP port {port} through; add --port {port} --announce PUBLIC_IP:{port}."
+MEGABIT = 125_000.0
+"""Bytes."""
+_UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
+_MOST_DIALLED = 3
+_PLACE = r"/(ip4|ip6|dns|dns4|dns6)/([\w.:-]+)/tcp/(\d{1,5})"
 # base58 has no 0, O, I and l. Identities here are RSA keys, whose ids begin with Qm and are 46 characters long.
 _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})/p2p/(Qm[1-9A-HJ-NP-Za-km-z]{44})")
 
@@ -48,13 +59,11 @@ def check(address: str) -> str:
         )
     kind, host, port, _ = match.groups()
     if not 0 < int(port) < 65536:
-        raise UserError(
-            f"'{address}' has no usable port.", why=f"Ports go from 1 to 65535, not {port}.", fix="Copy it again."
-        )
+        why = f"Ports go from 1 to 65535, not {port}."
+        raise UserError(f"'{address}' has no usable port.", why=why, fix="Copy it again.")
     if kind in ("ip4", "ip6") and ((ip := _ip(host)) is None or ip.version != int(kind[-1])):
-        raise UserError(
-            f"'{address}' has no usable address.", why=f"'{host}' is no {kind} address.", fix="Copy it again."
-        )
+        why = f"'{host}' is no {kind} address."
+        raise UserError(f"'{address}' has no usable address.", why=why, fix="Copy it again.")
     return address
 
 
@@ -63,6 +72,15 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     with suppress(ValueError):
         return ipaddress.ip_address(host)
     return None
+
+
+def known_of(addresses: Iterable[object]) -> tuple[str, ...]:
+    """Those of ``addresses`` that are some, without repetition; they come from others, and become dialled."""
+    good: dict[str, None] = {}
+    for item in addresses:
+        with suppress(UserError):
+            good[check(str(item))] = None
+    return tuple(good)[:MOST_OTHERS]
 
 
 def looks_like(text: str) -> bool:
@@ -75,6 +93,11 @@ def peer_of(address: str) -> str:
     return address.rsplit("/p2p/", 1)[1]
 
 
+def port_of(address: str) -> int:
+    """TCP port of a peer's address."""
+    return int(address.split("/tcp/", 1)[1].split("/", 1)[0])
+
+
 def nobody_answers(address: str, *, invited: bool = False) -> UserError:
     """What is to be said when the peer at ``address`` does not answer; to strangers none does in a run of invited."""
     refused = "this invitation was revoked" if invited else "it takes only those whom its owner has invited"
@@ -85,29 +108,24 @@ def nobody_answers(address: str, *, invited: bool = False) -> UserError:
     )
 
 
-def port_of(address: str) -> int:
-    """TCP port of a peer's address."""
-    return int(address.split("/tcp/", 1)[1].split("/", 1)[0])
-
-
 def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list[str]:
     """Addresses in the order in which others should try them: public ones, private ones, this machine only.
+
+    Other transports than TCP (QUIC, relays) are left out: nobody needs them here.
 
     ``prefer_host``, an IP address, goes before all of them: the one by which the nodes of a job know each other.
     """
 
     def rank(address: str) -> tuple[int, int]:
-        match = _ADDRESS.fullmatch(address)
-        if match is None:  # other transports (QUIC, relays): nobody needs them here
-            return (9, 0)
-        kind, host = match[1], match[2]
+        host = address.split("/")[2]
+        ip = _ip(host)
         if host == prefer_host:
             return (0, 0)
-        if kind.startswith("dns") or (ip := _ip(host)) is None:
+        if ip is None:
             return (1, 0)
         return (4 if ip.is_loopback else 3 if ip.is_link_local else 2 if ip.is_private else 1, ip.version)
 
-    return [address for address in sorted(addresses, key=rank) if rank(address)[0] < 9]
+    return sorted(filter(_ADDRESS.fullmatch, addresses), key=rank)
 
 
 def join_command(addresses: Sequence[str]) -> str:
@@ -115,19 +133,12 @@ def join_command(addresses: Sequence[str]) -> str:
     return terminal.command("join", addresses[0])
 
 
-# Who can be reached from where: what an address says by itself.
-
-FORWARD = "Have your router and firewall let TCP port {port} through; add --port {port} --announce PUBLIC_IP:{port}."
-_PLACE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([\w.:-]+)/tcp/(\d{1,5})")
-_MOST_DIALLED = 3
-
-
 def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
     """What the creator is told whose addresses do not reach far; empty if one of them does."""
-    ips = [ip for item in addresses if (ip := _ip(item.split("/")[2])) is not None]
-    if len(ips) < len(addresses) or any(ip.is_global for ip in ips) or not ips:
+    ips = [_ip(item.split("/")[2]) for item in addresses]
+    if not ips or any(ip is None or ip.is_global for ip in ips):
         return []
-    if all(ip.is_loopback for ip in ips):
+    if all(ip is not None and ip.is_loopback for ip in ips):
         return ["Only this machine reaches that. To let others in, start it with --host 0.0.0.0 and a fixed --port."]
     port = port_of(addresses[0])
     return [
@@ -145,7 +156,7 @@ def worth_dialling(announced: Sequence[str], seen_ip: str) -> list[str]:
     """
     wanted: dict[str, None] = {}
     for item in announced:
-        match = _PLACE.fullmatch(item)
+        match = re.fullmatch(_PLACE, item)
         if match is None or not 0 < int(match[3]) < 65536:
             continue
         kind, host, port = match.groups()
@@ -164,26 +175,19 @@ def announced(text: str | None, port: int) -> str | None:
 
     Raises UserError.
     """
-    if text is None or (_PLACE.fullmatch(text) and 0 < port_of(text) < 65536):
+    if text is None or (re.fullmatch(_PLACE, text) and 0 < port_of(text) < 65536):
         return text
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:]+)\]|([\w.-]+))(?::(\d{1,5}))?", text)
-    there = int(match[3]) if match is not None and match[3] else port
+    there = int(match[3] or port) if match is not None else 0
     if match is None or not 0 < there < 65536:
         raise UserError(
             f"--announce {text} is no address.",
-            why="It is HOST or HOST:PORT, and without --port it must name one."
-            if match
-            else "It is HOST or HOST:PORT.",
+            why=f"It is HOST or HOST:PORT{', and without --port it must name one' if match else ''}.",
             fix="For example --port 4711 --announce 203.0.113.7:4711.",
         )
     host = match[1] or match[2]
     ip = _ip(host)
     return f"/{f'ip{ip.version}' if ip else 'dns'}/{host}/tcp/{there}"
-
-
-MEGABIT = 125_000.0
-"""Bytes."""
-_UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
 
 
 def rate_of(text: str) -> float:
@@ -202,13 +206,10 @@ def rate_of(text: str) -> float:
     return rate
 
 
-# What time it is in the swarm, told to anybody: whose clock is off is refused before it can ask for anything else.
-#
-# hivemind takes what was signed more than a minute ago, or will be, for forged, and does not say so.
-
-_HANDLER = "trainkit.time"
+_TIME_HANDLER = "trainkit.time"
 _TCP_SECONDS, _START_SECONDS, _ASK_SECONDS = 3.0, 8.0, 5.0
-# hivemind starts no node whose clock is further off.
+# hivemind starts no node whose clock is further off, and takes what was signed more than a minute ago, or will be, for
+# forged; it does not say so. So the time is told to anybody.
 _MOST_SECONDS = 3.0
 MOST_APART = 1.0
 """Seconds by which peers' clocks may differ. With 1.5 every second round finds no others, with 2.5 none does, as if the
@@ -235,14 +236,11 @@ async def serve_wall_clock(node: Any) -> None:
     async def answer(request: Any, context: Any) -> Any:
         return DoubleValue(value=time.time())
 
-    await node.p2p.add_protobuf_handler(_HANDLER, answer, DoubleValue)
+    await node.p2p.add_protobuf_handler(_TIME_HANDLER, answer, DoubleValue)
 
 
 def require_same_time(dht: Any, peers: Sequence[str]) -> None:
-    """Ask the peers at these addresses what time it is.
-
-    Args:
-        dht: the peer's `SwarmDHT`.
+    """Ask the peers at these addresses what time it is, by a `SwarmDHT`.
 
     Raises UserError when this machine's clock is off; nothing happens when nobody says.
     """
@@ -269,7 +267,7 @@ async def _time_of(p2p: Any, name: str) -> tuple[float, float, float]:
     from hivemind.p2p import PeerID
 
     began = time.time()
-    answer = p2p.call_protobuf_handler(PeerID.from_base58(name), _HANDLER, DoubleValue(), DoubleValue)
+    answer = p2p.call_protobuf_handler(PeerID.from_base58(name), _TIME_HANDLER, DoubleValue(), DoubleValue)
     return began, (await asyncio.wait_for(answer, _ASK_SECONDS)).value, time.time()
 
 
@@ -286,14 +284,12 @@ def ahead_by(asked: Sequence[tuple[float, float, float]]) -> float:
 async def is_off(peers: Sequence[str]) -> bool:
     """Whether one of the peers at these addresses has another time; False if none of them tells."""
     there = [item for item in peers if await listens(item)]
-    if not there:
-        return False
     # A daemon that did not come through may end when nobody waits for it any more, which asyncio would remark.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     with suppress(Exception):  # of libp2p's daemon, in many words: then the clock is not known to be wrong
-        async with _daemon(there, _START_SECONDS) as p2p:
-            for name in dict.fromkeys(map(peer_of, there)):
-                began, told, over = await _time_of(p2p, name)
+        if there:
+            async with _daemon(there, _START_SECONDS) as p2p:
+                began, told, over = await _time_of(p2p, peer_of(there[0]))
                 return not began - _MOST_SECONDS <= told <= over + _MOST_SECONDS
     return False
 
@@ -312,7 +308,7 @@ async def _daemon(peers: Sequence[str], seconds: float) -> AsyncIterator[Any]:
     from hivemind.p2p import P2P
 
     options = {"dht_mode": "client", "auto_nat": False, "nat_port_map": False, "startup_timeout": seconds}
-    with private_sockets():
+    with processes.private_sockets():
         p2p = await asyncio.wait_for(P2P.create(initial_peers=peers, **options), seconds + 2.0)
     try:
         yield p2p
@@ -330,19 +326,21 @@ async def listens(item: str) -> bool:
     return False
 
 
-# What of a swarm lies in the run folder of a peer that others can reach, so that it comes back as the same one.
-#
-# Its key and port are its address, which volunteers hold in their hands; the run's id and clock are what they go on
-# by; and whom else one can reach is remembered, because whoever comes back may find nobody but them.
-
+# What of a swarm lies in the run folder of a peer that others can reach, so that it comes back as the same one. The
+# addresses of a running swarm are beside config.yaml, one a line.
+ADDRESS_FILE = "swarm_address"
 _FILE, _IDENTITY = "swarm.json", "swarm_identity"
-# Of those that can be reached, so many are remembered.
 MOST_OTHERS = 16
+"""Of those that can be reached, so many are remembered."""
 
 
 @dataclass(frozen=True)
 class SavedPeer:
-    """A peer's place in a swarm, beyond the life of its process."""
+    """A peer's place in a swarm, beyond the life of its process.
+
+    Key and port are its address, which volunteers hold in their hands; the run's id and clock are what they go on by;
+    and whoever comes back may find nobody but the others that it remembers.
+    """
 
     run_id: str
     first_round: int
@@ -362,6 +360,9 @@ class SavedPeer:
         fileio.write(run.path / _FILE, json.dumps(asdict(self), indent=2) + "\n", run.path)
 
 
+_SAVED = TypeAdapter(SavedPeer)
+
+
 def saved_peer(run: RunDir) -> SavedPeer | None:
     """What `SavedPeer.write` has kept there; None if nothing.
 
@@ -369,25 +370,16 @@ def saved_peer(run: RunDir) -> SavedPeer | None:
     """
     if not (run.path / _FILE).exists():
         return None
-    found = fileio.read_object(run.path / _FILE)
     try:
-        announce = found.get("announce")
-        return SavedPeer(
-            run_id=str(found["run_id"]),
-            first_round=int(found["first_round"]),
-            host=str(found["host"]),
-            port=int(found["port"]),
-            announce=str(announce) if announce else None,
-            name=str(found.get("name") or "")[:LONGEST_NAME],
-            is_anchor=found.get("is_anchor") is True,
-            others=known_of(found.get("others") or ()),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        found = _SAVED.validate_python(fileio.read_object(run.path / _FILE))
+    except ValidationError as error:
+        wrong = error.errors()[0]
         raise UserError(
             f"{run.path / _FILE} does not say where the swarm was.",
-            why=f"{type(error).__name__}: {error}.",
+            why=f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.",
             fix="Restore it from a copy; or start a new swarm, whose volunteers must be told the new address.",
         ) from None
+    return replace(found, name=found.name[: terminal.LONGEST_NAME], others=known_of(found.others))
 
 
 class Memory:
@@ -416,17 +408,6 @@ class Memory:
                 replace(home, others=self.others).write(run)
 
 
-def known_of(addresses: Sequence[object]) -> tuple[str, ...]:
-    """Those of ``addresses`` that are some, without repetition; they come from others, and become dialled."""
-    good: dict[str, None] = {}
-    for item in addresses:
-        try:
-            good[check(str(item))] = None
-        except UserError:
-            continue
-    return tuple(good)[:MOST_OTHERS]
-
-
 def identity_in(run: RunDir) -> Path:
     """The file of the peer's key."""
     return run.path / _IDENTITY
@@ -435,9 +416,8 @@ def identity_in(run: RunDir) -> Path:
 def keep_identity(run: RunDir, key: Path) -> None:
     """Copy the peer's key into its run folder, where only its user can read it."""
     file = identity_in(run)
-    if file.exists() or file == key:
-        return
-    fileio.write(file, fileio.read_bytes(key, follow=True), run.path, private=True)
+    if not (file.exists() or file == key):
+        fileio.write(file, fileio.read_bytes(key, follow=True), run.path, private=True)
 
 
 def addresses_in(run: RunDir) -> tuple[str, ...]:
@@ -449,3 +429,155 @@ def addresses_in(run: RunDir) -> tuple[str, ...]:
 def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
     """Where others join, for whoever reads the run folder."""
     fileio.write(run_dir.path / ADDRESS_FILE, "".join(f"{item}\n" for item in addresses), run_dir.path)
+
+
+# Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
+_BYTES_PER_PARAMETER = 4 * 3 * 4
+_LEAST_FREE = 200 << 20
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that ``swarm doctor`` has looked at."""
+
+    what: str
+    found: str
+    remedy: str = ""
+    """What to do; empty if all is well, or nothing need be done."""
+    exit_code: int = 0
+    """2: this machine lacks it; 1: the swarm does."""
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        mark = "ok  " if self.exit_code == 0 else "FAIL"
+        first = f"{mark}  {self.what:9}  {terminal.one_line(self.found)}"
+        return [first, *([f"      fix: {terminal.one_line(self.remedy)}"] if self.remedy else [])]
+
+
+def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at all that this machine needs to join; what needs one that has failed is left out."""
+    import torch
+
+    from trainkit.swarm.invitations import date
+
+    if torch.cuda.is_available():
+        yield Finding("device", torch.cuda.get_device_name(0))
+    else:
+        fix = "" if not torch.version.cuda else "If this machine has a GPU, look at its driver: `nvidia-smi`."
+        yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
+    if (disk := _disk(env, 0)).exit_code:
+        yield disk
+    if entry.invited:
+        grant = entry.own.grant
+        yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
+    found = {item: list(_name_and_port(item)) for item in entry.addresses}
+    reached = [item for item, findings in found.items() if not any(finding.exit_code for finding in findings)]
+    for finding in itertools.chain(*found.values()):
+        # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
+        if reached and finding.exit_code:
+            finding = replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
+        yield finding
+    if reached:
+        yield from _swarm(replace(entry, addresses=tuple(reached)), env)
+
+
+def _name_and_port(item: str) -> Iterator[Finding]:
+    _, kind, host, _, port, *_ = item.split("/")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
+        yield Finding("name", f"{host} is not known: {error.strerror}", fix, 2)
+        return
+    if kind.startswith("dns"):
+        yield Finding("name", f"{host} is {found[0][4][0]}")
+    place, began = f"{host} port {port}", time.monotonic()
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except TimeoutError:
+        fix = "A firewall drops it: let this machine call out to that port, or the other one be called; or try another "
+        yield Finding("tcp", f"{place} does not answer within {_CONNECT_SECONDS:.0f} s", f"{fix}address.", 1)
+    except ConnectionRefusedError:
+        fix = "Nothing listens there: the run is over or restarting. Ask its creator, or try another address."
+        yield Finding("tcp", f"{place} refuses", fix, 1)
+    except OSError as error:
+        fix = "Look at this machine's network: `ip route get` that address."
+        yield Finding("tcp", f"{place}: {error.strerror or error}", fix, 2)
+    else:
+        yield Finding("tcp", f"{place} answers in {1000 * (time.monotonic() - began):.0f} ms")
+
+
+def _disk(env: Mapping[str, str], parameters: int) -> Finding:
+    root = runs_root(env)
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    free, needed = shutil.disk_usage(there).free, max(_LEAST_FREE, parameters * _BYTES_PER_PARAMETER)
+    found = f"{free / 1e9:.1f} GB free in {root}, and {needed / 1e9:.1f} GB may be needed"
+    if free >= needed:
+        return Finding("disk", found)
+    return Finding("disk", found, "Free some space, or set TRAINKIT_RUNS to a folder with more.", 2)
+
+
+def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
+    """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
+    try:
+        processes.require_hivemind()
+        from trainkit.swarm import access, session
+        from trainkit.swarm.dht import open_dht, read_manifest
+        from trainkit.swarm.spec import adapted
+
+        with (
+            access.identity(None, entry.own, entry.admission()) as identity,
+            open_dht(identity, peers=entry.addresses) as dht,
+        ):
+            seen = dht.prove(entry.addresses, as_member=False)
+            if seen.by:
+                yield _clock(seen.clock)
+            manifest = read_manifest(dht, entry.addresses)
+            rounds = adapted(manifest.config, (), allow_code=True).collaborative
+            uploaded = dht.upload(entry.addresses)
+    except TrainkitError as error:
+        name = "clock" if "clock" in error.what else "manifest" if "No run" in error.what else "swarm"
+        yield Finding(name, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or name == "clock" else 1)
+        return
+    end = (manifest.first_round + rounds.rounds) * rounds.round_seconds
+    by_time = rounds.sync == "diloco"
+    if manifest.stopped or (by_time and time.time() >= end):
+        yield Finding("manifest", f"{manifest.name} is over", "Join another run.", 1)
+        return
+    left = f"{(end - time.time()) / 60:.0f} minutes to go" if by_time else f"a run of {rounds.rounds} updates"
+    yield Finding("manifest", f"{manifest.name}, {left}")
+    ours = session.installed()
+    theirs = {name: version for name, version in manifest.facts.items() if name in ours and ours[name] != version}
+    if theirs:
+        wanted = " ".join(f"'{name}=={version}.*'" for name, version in theirs.items())
+        yield Finding("versions", f"the creator has {session.in_words(theirs)}", f"pip install {wanted}", 2)
+    else:
+        yield Finding("versions", "those of the creator")
+    parameters = session.parameters_in(manifest.facts)
+    yield _disk(env, parameters)
+    yield _upload(uploaded, parameters, rounds)
+
+
+def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
+    """What was sent went to a peer of the swarm: an exchange can have as much."""
+    from trainkit.swarm.link import encoded_bytes, enough, in_words, load_for
+
+    if rate <= 0.0:
+        fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
+        return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
+    found = f"{rate / MEGABIT:.1f} Mbit/s"
+    if rounds.sync == "gradients":
+        size = encoded_bytes(parameters, rounds.compression)
+        return Finding("upload", f"{found}: the {size / 1e6:.1f} MB of an update take {size / rate:.1f} s")
+    if rate >= enough(parameters, rounds.compression, rounds.round_seconds):
+        return Finding("upload", f"{found} at least, and the run needs less")
+    load = load_for(rate, parameters, rounds.compression, rounds.round_seconds)
+    found = in_words(load, rate).removeprefix("upload ")
+    return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")
+
+
+def _clock(ahead: float) -> Finding:
+    found = f"{abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} the swarm's"
+    fix = "Set it: `timedatectl set-ntp true`, or ask the administrator."
+    return Finding("clock", found) if abs(ahead) <= MOST_APART else Finding("clock", found, fix, 2)

@@ -1,4 +1,4 @@
-"""Who takes part in a run: credentials, revoked invitations, bans; the way in, and what the owner's folder holds.
+"""Who takes part in a run: credentials and who was revoked; the way in, and what the owner's folder holds.
 
 A *credential* says "this libp2p key is mine", signed by an invitation. A peer shows it with every request to the DHT,
 and keeps it there, so that others can look up who has a peer id that libp2p has proven.
@@ -6,6 +6,9 @@ and keeps it there, so that others can look up who has a peer id that libp2p has
 A peer has three processes that must agree: its own, the DHT's and the averager's, forked from it. Each has its copy of
 `Admission`; what changes while the run goes on (revoked, banned, the owner's key at a run that was joined by its
 address) is on a `Board` in shared memory, which the peer's own process writes and all of them read.
+
+Only ``owner.key`` in the run folder is a secret: whoever has it decides who takes part. A token is printed once and
+kept nowhere.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, invitations, processes
 from trainkit.swarm.address import ADDRESS_FILE, saved_peer
+from trainkit.swarm.invitations import Pass, UntrustedError
+from trainkit.swarm.messages import REVOKED
 
 # Of them at once; who comes later takes the place of whoever came first.
 _MOST_MEMBERS = 4096
@@ -121,10 +126,8 @@ class Admission:
         self._board = Board()
         self._known: dict[str, Member] = {}
         self._verified: dict[tuple[bytes, bytes | None, bool], Member] = {}
-        self._facts: dict[str, Any] = {
-            "owner": owner.hex() if owner else None, "open": open_run, "serial": 0, "revoked": [], "banned": []
-        }  # fmt: skip
-        self._board.write(self._facts)
+        self._facts: dict[str, Any] = {}
+        self._write(owner=owner.hex() if owner else None, open=open_run, serial=0, revoked=[], banned=[])
 
     @property
     def owner(self) -> bytes | None:
@@ -137,6 +140,11 @@ class Admission:
         """Whether strangers are welcome."""
         return bool(self._board.read()["open"])
 
+    @property
+    def revoked(self) -> list[str]:
+        """Ids of the invitations that do not count any more."""
+        return list(self._board.read()["revoked"])
+
     def settle(self, owner: bytes, *, open_run: bool) -> None:
         """From now on only this owner's word counts. Raises ValueError if it is known to be another's."""
         if self.owner not in (None, owner):
@@ -145,23 +153,17 @@ class Admission:
         self._known.clear()  # they may have come with another owner's word
 
     def read(self, data: bytes, purpose: str, *, now: float | None = None) -> invitations.Statement:
-        """A statement of somebody who takes part.
-
-        Raises UntrustedError.
-        """
+        """A statement of somebody who takes part. Raises UntrustedError."""
         found = invitations.read_statement(data, purpose, owner=self.owner, open_run=self.open_run, now=now)
-        if found.grant.id in self._board.read()["revoked"]:
-            raise invitations.UntrustedError("its invitation was revoked")
+        if found.grant.id in self.revoked:
+            raise UntrustedError("its invitation was revoked")
         return found
 
     def introduce(self, credential: bytes, *, now: float | None = None) -> Member:
-        """Learn who a peer is.
-
-        Raises UntrustedError.
-        """
+        """Learn who a peer is. Raises UntrustedError."""
         member = self._member_of(credential)
         if why := self._objection(member, now):
-            raise invitations.UntrustedError(why)
+            raise UntrustedError(why)
         remember(self._known, member.peer_id, member, _MOST_MEMBERS)
         return member
 
@@ -180,17 +182,12 @@ class Admission:
         """
         member = self._member_of(credential)
         if member.expires < until:
-            raise invitations.UntrustedError("it outlasts its invitation")
+            raise UntrustedError("it outlasts its invitation")
         return member
 
     def names(self) -> dict[str, str]:
         """Peer id -> name of its invitation, of those whose signature was checked here."""
         return {member.peer_id: member.name for member in self._verified.values()}
-
-    @property
-    def revoked(self) -> list[str]:
-        """Ids of the invitations that do not count any more."""
-        return list(self._board.read()["revoked"])
 
     def revoke(self, statement: bytes) -> bool:
         """Take over a list of revoked invitations (see `revoked_list`). False if this one is not newer.
@@ -199,7 +196,7 @@ class Admission:
         """
         found = self.read(statement, "revoked")
         if found.grant.role != "owner":
-            raise invitations.UntrustedError("only the owner revokes")
+            raise UntrustedError("only the owner revokes")
         serial, revoked = invitations.parsed(_REVOKED, found.content, "list of revoked invitations")
         if serial <= self._facts["serial"]:
             return False
@@ -233,7 +230,7 @@ class Admission:
         if member.invitation in facts["revoked"]:
             return "its invitation was revoked"
         # A run without its owner would be none: nobody bans it.
-        if member.role != "owner" and (member.peer_id in facts["banned"] or member.invitation in facts["banned"]):
+        if member.role != "owner" and not {member.peer_id, member.invitation}.isdisjoint(facts["banned"]):
             return "it was banned from this run"
         return ""
 
@@ -259,7 +256,7 @@ def peer_key(peer_id: str) -> str:
 def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
     """Who a peer is, by what the DHT returned for `peer_key`; None if it does not take part."""
     for entry in entries(found):
-        with suppress(invitations.UntrustedError, AttributeError, TypeError):
+        with suppress(UntrustedError, AttributeError, TypeError):
             if (member := admission.introduce(entry.value)).peer_id == peer_id:
                 return member
     return None
@@ -299,12 +296,12 @@ class Guard:
         return member is not None and member.trusted
 
 
-def credential(own: invitations.Pass, public_key: bytes) -> bytes:
+def credential(own: Pass, public_key: bytes) -> bytes:
     """What a peer shows: its libp2p key, an RSA key in DER (SubjectPublicKeyInfo), under its invitation."""
     return own.state("peer", public_key)
 
 
-def revoked_list(own: invitations.Pass, serial: int, ids: Iterable[str]) -> bytes:
+def revoked_list(own: Pass, serial: int, ids: Iterable[str]) -> bytes:
     """A signed list of all invitations that were revoked so far; of two lists the one with the higher serial counts."""
     return own.state("revoked", json.dumps([serial, sorted(ids)]).encode())
 
@@ -315,20 +312,17 @@ def peer_id_of(public_key: bytes) -> str:
     Raises UntrustedError when it is too long for a key.
     """
     if not 0 < len(public_key) <= _LONGEST_KEY:
-        raise invitations.UntrustedError("it holds no key of a peer")
+        raise UntrustedError("it holds no key of a peer")
     # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}.
     size, length = len(public_key), b""
     while size > 127:
         length, size = length + bytes([size & 127 | 128]), size >> 7
     message = b"\x08\x00\x12" + length + bytes([size]) + public_key
-    return str(base58.b58encode(b"\x12\x20" + hashlib.sha256(message).digest()).decode())
+    return base58.b58encode(b"\x12\x20" + hashlib.sha256(message).digest()).decode()
 
-
-# The way into a run: a token, for those who were invited, or an address, where the run is open to all.
 
 VARIABLE = "TRAINKIT_TOKEN"
 """A token in the environment is not in the list of processes, which everybody on a machine can read."""
-
 SEEN = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file, or give -."
 _A_YEAR = 365 * 86400.0
 _LONGEST_FILE = 16_384
@@ -339,7 +333,7 @@ class Entry:
     """Where the swarm is, and what this peer may do there."""
 
     addresses: tuple[str, ...]
-    own: invitations.Pass
+    own: Pass
     seen: bool = False
     """Its token is an argument, which others on this machine see for as long as the process runs."""
 
@@ -364,6 +358,17 @@ class Entry:
         return Admission(self.own.grant.owner if self.invited else None, open_run=True)
 
 
+def by_address(addresses: Sequence[str], *, name: str) -> Entry:
+    """Into an open run."""
+    return Entry(tuple(map(address.check, addresses)), invitations.open_pass(name, time.time() + _A_YEAR))
+
+
+def with_token(text: str) -> Entry:
+    """As somebody who was invited."""
+    own, addresses = invitations.read_token(text)
+    return Entry(addresses, own)
+
+
 def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entry:
     """The way in that was given: a token, or addresses of an open run.
 
@@ -374,40 +379,36 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
 
     Raises UserError when it is none of these.
     """
-    if not words:
+    given = [word for word in words if address.looks_like(word)]
+    others = [word for word in words if not address.looks_like(word)]
+    if len(others) > 1:
+        raise UserError(
+            "One token at a time.", why=f"{len(others)} were given.", fix="Give one token, or addresses alone."
+        )
+    if given and not others:
+        return by_address(given, name=name)
+    word = others[0] if others else ""
+    seen = invitations.looks_like(word)
+    if not others:
         if not env.get(VARIABLE, "").strip():
             raise UserError(
                 "TOKEN missing.",
                 why=f"Neither a token nor an address was given, and {VARIABLE} is not set.",
                 fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
             )
-        return _entry_in(env[VARIABLE], VARIABLE, name)
-    given = [word for word in words if address.looks_like(word)]
-    others = [word for word in words if not address.looks_like(word)]
-    if not others:
-        return by_address(given, name=name)
-    if len(others) > 1:
-        raise UserError(
-            "One token at a time.", why=f"{len(others)} were given.", fix="Give one token, or addresses alone."
-        )
-    word = others[0]
-    seen = invitations.looks_like(word)
-    if word == "-":
-        found = _entry_in(sys.stdin.read(_LONGEST_FILE), "Standard input", name)
+        text, source = env[VARIABLE], VARIABLE
+    elif word == "-":
+        text, source = sys.stdin.read(_LONGEST_FILE), "Standard input"
     elif not seen and os.path.isfile(word):
-        found = _entry_in(fileio.read_start(Path(word), _LONGEST_FILE, follow=True), word, name)
+        text, source = fileio.read_start(Path(word), _LONGEST_FILE, follow=True), word
     else:
-        found = _entry_in(word, "", name)
-    # The run has moved since it was invited to, or an anchor is nearer.
-    return Entry((*(address.check(item) for item in given), *found.addresses), found.own, seen)
-
-
-def _entry_in(text: str, source: str, name: str) -> Entry:
-    """The token or the addresses in ``text``, which ``source`` holds; none: the user has typed it."""
+        text, source = word, ""
     if invitations.looks_like(text):
-        return with_token(text)
-    if words := [word for word in text.split() if address.looks_like(word)]:
-        return by_address(words, name=name)
+        found = with_token(text)
+        # The run has moved since it was invited to, or an anchor is nearer.
+        return Entry((*map(address.check, given), *found.addresses), found.own, seen)
+    if there := [item for item in text.split() if address.looks_like(item)]:
+        return by_address([*given, *there], name=name)
     what = f"{source} holds neither a token nor an address." if text.strip() else f"{source} is empty."
     raise UserError(
         # Not all of it, for it may be most of a secret.
@@ -429,29 +430,12 @@ def is_setting(word: str) -> bool:
     return re.match(r"[a-z_]+(\.[a-z_0-9]+)*=", word) is not None
 
 
-def by_address(addresses: Sequence[str], *, name: str) -> Entry:
-    """Into an open run."""
-    found = tuple(address.check(item) for item in addresses)
-    return Entry(found, invitations.open_pass(name, time.time() + _A_YEAR))
-
-
-def with_token(text: str) -> Entry:
-    """As somebody who was invited."""
-    own, addresses = invitations.read_token(text)
-    return Entry(addresses, own)
-
-
-# The run's key and what its owner has decided, in the run folder: ``owner.key``, ``invited.jsonl``, ``revoked``.
-#
-# Only ``owner.key`` is a secret: whoever has it decides who takes part. It never leaves the run folder, where only
-# its owner can read it (0600). The list of invitations has no secret in it: a token is printed once and kept nowhere.
-
 KEY_FILE = "owner.key"
 INVITED_FILE = "invited.jsonl"
 REVOKED_FILE = "revoked"
-
 # What the owner grants itself lasts longer than any run.
-_FOR_EVER = 20 * 365 * 86400.0
+_FOR_EVER = 20 * _A_YEAR
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 class Owner:
@@ -460,12 +444,7 @@ class Owner:
     def __init__(self, folder: Path, key: invitations.Key) -> None:
         self.key, self._folder = key, folder
 
-    @property
-    def run(self) -> str:
-        """The run's name."""
-        return self._folder.name
-
-    def invite(self, name: str, role: invitations.Role, seconds: float) -> invitations.Pass:
+    def invite(self, name: str, role: invitations.Role, seconds: float) -> Pass:
         """An invitation for so long, and a line about it in the list.
 
         Raises UserError when the name is none.
@@ -473,7 +452,7 @@ class Owner:
         if not (0 < len(name) <= terminal.LONGEST_NAME and name.isprintable() and name == terminal.name(name)):
             why = f"It has 1 to {terminal.LONGEST_NAME} letters, single spaces between words, and nothing invisible."
             raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
-        made = invitations.grant(self.key, self.run, name, role, time.time() + seconds)
+        made = invitations.grant(self.key, self._folder.name, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
         fileio.append_jsonl(self._folder / INVITED_FILE, about)
         return made
@@ -489,7 +468,7 @@ class Owner:
             names = sorted({str(line.get("name")) for line in invited})
             raise UserError(
                 f"Nobody was invited as '{name}'.",
-                why=f"Invited to {self.run}: {', '.join(names) or 'nobody'}.",
+                why=f"Invited to {self._folder.name}: {', '.join(names) or 'nobody'}.",
                 fix="Give the name of an invitation, as `python -m jobs.swarm invite` was given it.",
             )
         for item in ids:
@@ -511,7 +490,7 @@ class Owner:
             return None
 
 
-def own_pass(key: invitations.Key, name: str, role: invitations.Role = "owner") -> invitations.Pass:
+def own_pass(key: invitations.Key, name: str, role: invitations.Role = "owner") -> Pass:
     """A pass for a peer of the owner's own; it is on no list."""
     return invitations.grant(key, "own", invitations.as_name(name), role, time.time() + _FOR_EVER)
 
@@ -569,12 +548,6 @@ def keep_key(folder: Path, key: invitations.Key) -> Owner:
     return Owner(folder, key)
 
 
-# What the owner of a run does beside it: invite, and revoke. Works on the run's folder, and tells the swarm.
-
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-_LONGEST = 366 * 86400.0
-
-
 def seconds_of(text: str) -> float:
     """``7d``, ``12h``, ``30m``, ``2w`` in seconds.
 
@@ -582,7 +555,7 @@ def seconds_of(text: str) -> float:
     """
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not 0.0 < seconds <= _LONGEST:
+    if not 0.0 < seconds <= _A_YEAR + 86400.0:
         raise UserError(
             f"--expires {text} is no time.",
             why="It is a number with m, h, d or w behind it, and a year at most.",
@@ -591,12 +564,7 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def created_run(reference: str | None, env: Mapping[str, str]) -> RunDir:
-    """`run_with` the owner's key."""
-    return run_with(KEY_FILE, reference, env, fix="Name its folder")
-
-
-def run_with(file: str, reference: str | None, env: Mapping[str, str], *, fix: str) -> RunDir:
+def run_with(file: str, reference: str | None, env: Mapping[str, str], *, fix: str = "Name its folder") -> RunDir:
     """The run of that name or path, or the newest one here that has such a file of a swarm's.
 
     Raises UserError when there is none; ``fix`` is what to give instead.
@@ -621,23 +589,18 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     """
     try:
         found = fileio.read_text(run.path / ADDRESS_FILE).split()
-        home = saved_peer(run)  # which knows its anchors
-        return tuple(dict.fromkeys(address.check(item) for item in (*found, *(home.others if home else ()))))
     except FileNotFoundError:
         raise UserError(
             f"{run.name} has no address yet.",
             why="Its swarm has not started.",
             fix=f"See how far it is: {terminal.command('logs', run.path)}",
         ) from None
+    saved = saved_peer(run)  # which knows its anchors
+    return tuple(dict.fromkeys(map(address.check, (*found, *(saved.others if saved else ())))))
 
 
-def invite(run: RunDir, name: str, seconds: float, role: invitations.Role) -> list[str]:
-    """Make a token; what to tell the user."""
-    return invited(owner_of(run.path), addresses_of(run), name, seconds, role)
-
-
-def invited(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
-    """The lines that hold a new token. They are for a terminal and for nothing that is kept."""
+def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
+    """Make a token; the lines that hold it. They are for a terminal and for nothing that is kept."""
     made = owner.invite(name, role, seconds)
     may = "average for others and give away the state" if role == "reducer" else "train"
     until, token = invitations.date(made.grant.expires), invitations.write_token(made, addresses)
@@ -653,20 +616,17 @@ def revoke(run: RunDir, name: str) -> str:
     owner = owner_of(run.path)
     statement = owner.revoke(name)
     try:
-        _tell(run, owner.key, statement)
+        processes.require_hivemind()
+        from trainkit.swarm.access import identity
+        from trainkit.swarm.dht import open_dht
+
+        own = own_pass(owner.key, "revoke")
+        with (
+            identity(None, own, Admission(owner.key.public, open_run=True)) as known,
+            open_dht(known, peers=addresses_of(run)) as dht,
+        ):
+            dht.excluded.hear(REVOKED, statement)
+            dht.publish_excluded(wait=True)
     except TrainkitError:
         return f"Revoked: {name}. The swarm does not answer from here; its creator reads it in the next round."
     return f"Revoked: {name}. The swarm knows."
-
-
-def _tell(run: RunDir, key: invitations.Key, statement: bytes) -> None:
-    processes.require_hivemind()
-    from trainkit.swarm.access import REVOKED, identity
-    from trainkit.swarm.dht import open_dht
-
-    with (
-        identity(None, own_pass(key, "revoke"), Admission(key.public, open_run=True)) as own,
-        open_dht(own, peers=addresses_of(run)) as dht,
-    ):
-        dht.excluded.hear(REVOKED, statement)
-        dht.publish_excluded(wait=True)

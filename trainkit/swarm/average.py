@@ -7,32 +7,37 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage
-from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import NoCompression
 from torch import Tensor
 
 from trainkit.config.schema import CollaborativeConfig
-from trainkit.errors import RunFailedError
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
 from trainkit.swarm.dht import SwarmDHT
-from trainkit.swarm.digest import has_drifted, reference_among
 from trainkit.swarm.exchange import _Averager
-from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, cuts, exchange_seconds, patience
-from trainkit.swarm.robust import Action, Round, Verdict
+from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
+from trainkit.swarm.robust import (
+    OwnRounds,
+    Round,
+    Verdict,
+    has_drifted,
+    objection,
+    reference_among,
+    slower_than,
+    untrue,
+    whole,
+)
 from trainkit.swarm.sync import Average, CommonState, Given
 
 
@@ -79,176 +84,6 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfi
         processes.end(mine)
 
 
-# Whether an average may be used. A round is judged by what this peer has trained itself.
-
-# An average is refused that is longer than this peer's own pseudo-gradient by more than this factor.
-_LARGEST_RATIO = 10.0
-# A peer has collapsed if its round is longer, and its loss higher, than those of the last round by this factor.
-_COLLAPSE = 10.0
-_MOST_PASSED_OVER = 3
-# Of a round; what was done in less says little about a whole one.
-_LEAST_TRAINED = 0.05
-# Below this a loss may rise as it likes: nothing is predicted wrong yet.
-_LOW_LOSS = 1e-3
-
-
-def objection(average: Tensor, num_parameters: int, usual: float) -> str:
-    """Why ``average`` must not be used; empty if it may. ``usual``: length of a pseudo-gradient here; 0: not known."""
-    if not bool(torch.isfinite(average).all()):
-        return "the average is not finite"
-    norm = float(average[:num_parameters].norm())
-    if usual > 0.0 and norm > _LARGEST_RATIO * usual:
-        return f"the average is {norm / usual:.0f} times longer than usual"
-    return ""
-
-
-class OwnRounds:
-    """Judges each round of this peer by the one before.
-
-    AdamW at a high rate can collapse once the loss is nearly zero: its second moments decay faster than they follow the
-    gradients, until one update throws the weights anywhere (Bai et al., arXiv 2506.04805; tests/benchmarks/README.md).
-    Reducers leave out a peer that is many times longer than the others; but of two peers the owner's is what the other
-    is measured by, and its collapse was everybody's.
-
-    Length alone says nothing: a peer that has waited for a compiler makes one update in a round, and hundreds in the
-    next. After a collapse AdamW's first moment can lead away from the common weights once more; but only a few rounds
-    in a row are passed over, so that nobody is stuck.
-    """
-
-    def __init__(self) -> None:
-        self._length = self._loss = 0.0
-        self._passed_over = 0
-        """In a row."""
-
-    def give(self, common: CommonState, samples: int, trained: float, loss: float | None) -> Given:
-        """This peer's contribution to a round, as `CommonState.give`; nothing, where it has collapsed.
-
-        Args:
-            trained: the share of the round in which it did.
-            loss: of the round; None: not to be judged by.
-        """
-        given = common.give(samples)
-        if not given.usable or loss is None:
-            return given
-        length, before = whole(float(given.vector[: common.num_parameters].norm()), trained), self._loss
-        if (
-            0.0 < _COLLAPSE * self._length < length
-            and loss > _COLLAPSE * max(before, _LOW_LOSS)
-            and self._passed_over < _MOST_PASSED_OVER
-        ):
-            self._passed_over += 1
-            return common.nothing(f"its loss rose from {before:.2g} to {loss:.2g}")
-        self._length, self._loss, self._passed_over = length, loss, 0
-        return given
-
-
-def whole(length: float, trained: float) -> float:
-    """How far a peer would have moved in a whole round that has moved so far in a share of one."""
-    return length / max(trained, _LEAST_TRAINED)
-
-
-# Reducers are trusted; one that lies must not be believed for it. Nobody but the reducer has seen all contributions.
-# But a peer knows its own, which is in the average or beside others that began at the same weights: an average is not
-# against it, and not many times longer. So each peer, the owner first of all, judges by its own contribution the slice
-# of every other reducer but the owner, and does without a slice that cannot be true: the common weights stay there as
-# they are, and what was learned waits for a later round. A peer that was sent something else than the owner finds its
-# weights differ from the owner's in the next round, and takes over those.
-#
-# A slice that is wrong but neither long nor against anybody passes: a peer that averages for others decides, within one
-# round's usual step, what they learn in it.
-
-# An average is no longer than the median of what is in it; layers and peers differ by less than this.
-_LONG = 3.0
-# So many times longer than that is no accident.
-_GROSS = 5.0
-_AGAINST = 0.05
-# BatchNorm's statistics are of the same data on all peers.
-_LARGEST_BUFFERS = 10.0
-
-
-def untrue(
-    average: Tensor,
-    own: Tensor,
-    num_parameters: int,
-    reducers: Sequence[str],
-    *,
-    own_id: str,
-    slower: float,
-) -> tuple[Verdict, ...]:
-    """Reducers whose slices of ``average`` must not be used, and why.
-
-    Args:
-        average: of the whole vector, [values].
-        own: this peer's contribution, alike.
-        num_parameters: values before this position are pseudo-gradients, the others buffers.
-        reducers: id of the peer that has averaged each part; empty where no average has arrived.
-        slower: how many times more updates the others make in the time in which ``own`` was made, at least 1.
-    """
-    places: dict[str, list[slice]] = {}
-    for part, reducer in zip(cuts(own.numel()), reducers, strict=True):
-        if reducer:
-            places.setdefault(reducer, []).append(part)
-    slices = {one: _picked(average, own, parts, 0, num_parameters) for one, parts in places.items()}
-    ratios = {one: _length_ratio(*sliced) for one, sliced in slices.items()}
-    # What this peer has averaged itself is true: by so much the others' contributions may be longer than its own.
-    allowed = _LONG * max(1.0, slower, ratios.get(own_id, 0.0))
-    found = []
-    for reducer, ratio in ratios.items():
-        if reducer != own_id:
-            buffers = _picked(average, own, places[reducer], num_parameters, own.numel())
-            if verdict := _verdict(reducer, slices[reducer], buffers, ratio, allowed):
-                found.append(verdict)
-    return tuple(found)
-
-
-def slower_than(others: Mapping[str, float], own: float) -> float:
-    """How many times faster the others are, by the median of what they say, the lower one: so many peers must lie.
-
-    Args:
-        others: samples per second that each of them trains on.
-        own: the same of this peer; 0: not known.
-    """
-    known = [rate for rate in others.values() if rate > 0.0]
-    return max(1.0, statistics.median_low(known) / own) if known and own > 0.0 else 1.0
-
-
-def _verdict(
-    reducer: str, sliced: tuple[Tensor, Tensor], buffers: tuple[Tensor, Tensor], ratio: float, allowed: float
-) -> Verdict | None:
-    average, own = sliced
-    if not bool(torch.isfinite(average).all()) or not bool(torch.isfinite(buffers[0]).all()):
-        return Verdict(reducer, "dropped", "as a reducer gave back values that are not finite")
-    if _length_ratio(*buffers) > _LARGEST_BUFFERS:
-        return Verdict(reducer, "dropped", "as a reducer gave back running statistics that nobody has measured")
-    chance = 3.0 / math.sqrt(max(own.numel(), 1))
-    if ratio and (cosine := float(average @ own) / (float(average.norm()) * float(own.norm()))) < -(_AGAINST + chance):
-        return Verdict(reducer, "dropped", f"as a reducer gave back the opposite of what it got (cosine {cosine:.2f})")
-    if ratio > allowed:
-        action: Action = "dropped" if ratio > _GROSS * allowed else "left out"
-        return Verdict(reducer, action, f"as a reducer gave back an average {ratio:.3g} times longer than usual")
-    return None
-
-
-def _picked(average: Tensor, own: Tensor, parts: Sequence[slice], first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Both vectors, in these parts and between these positions; float64, whose squares are finite."""
-    where = [slice(max(part.start, first), max(first, min(part.stop, last))) for part in parts if part.start < last]
-    empty = average.new_empty(0)
-    return (
-        torch.cat([empty, *(average[one] for one in where)]).double(),
-        torch.cat([empty, *(own[one] for one in where)]).double(),
-    )
-
-
-def _length_ratio(average: Tensor, own: Tensor) -> float:
-    """How many times longer the average is; 0 where there is nothing to compare."""
-    mine = float(own.norm())
-    return float(average.norm()) / mine if mine > 0.0 else 0.0
-
-
-# How long the averager's process may take to answer; it does so in milliseconds.
-_ANSWER_SECONDS = 30.0
-
-
 @dataclass(frozen=True)
 class _Exchange:
     """A round that has ended, and whose average may still be under way."""
@@ -263,6 +98,18 @@ class _Exchange:
     began: float
     failed: str
     """Why there is no exchange; empty if there is one."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What came of an exchange."""
+
+    members: Mapping[str, Mapping[str, Any]]
+    """Peer id -> what it said of itself."""
+    outcome: Outcome
+    average: Tensor | None = None
+    why: str = ""
+    """Why there is no average."""
 
 
 class Averaging:
@@ -288,21 +135,13 @@ class Averaging:
 
         ``newer_than``: a state is of no use that is not of a later round.
         """
-        future = self.averager.load_state_from_peers(wait=False, timeout=seconds)
-        try:
-            found = future.result(seconds)
-        except FutureTimeoutError:
-            return False
-        if found is None:
-            return False
-        signed, (theta, momentum) = found
-        if signed.round <= newer_than:
-            return False
-        try:
-            self._common.load(theta, momentum, signed.round)
-        except ValueError:
-            return False
-        return True
+        with suppress(FutureTimeoutError, ValueError):
+            found = self.averager.load_state_from_peers(wait=False, timeout=seconds).result(seconds)
+            if found is not None and found[0].round > newer_than:
+                signed, (theta, momentum) = found
+                self._common.load(theta, momentum, signed.round)
+                return True
+        return False
 
     def begin(self, boundary: float, samples_per_sec: float, *, grace: float = GRACE) -> None:
         """Look for the others, while training goes on.
@@ -313,33 +152,30 @@ class Averaging:
         """
         assert self._control is None
         assert self._exchange is None
-        if not (self._dht.alive and self.averager.is_alive()):
-            raise processes.helper_has_died()
+        for helper, alive in (("node of the DHT", self._dht.alive), ("averager", self.averager.is_alive())):
+            if not alive:
+                raise processes.helper_has_died(helper)
         about = {
             "shares": self._can_share,
             "rate": float(samples_per_sec),
             "probe": self._common.probe().numpy().tobytes(),
         }
+        control: Future[Any] = Future()
 
         def search() -> None:
-            self._control = self.averager.step(
-                gather=about,
-                scheduled_time=max(boundary, time.time() + 0.3),
-                timeout=max(boundary - time.time(), 0.0) + grace,
-                require_trigger=True,
-                wait=False,
+            control.set_result(
+                self.averager.step(
+                    gather=about,
+                    scheduled_time=max(boundary, time.time() + 0.3),
+                    timeout=max(boundary - time.time(), 0.0) + grace,
+                    require_trigger=True,
+                    wait=False,
+                )
             )
 
         # hivemind waits here without limit for a word of its process.
-        thread = threading.Thread(target=search, daemon=True)
-        thread.start()
-        thread.join(_ANSWER_SECONDS)
-        if self._control is None:
-            raise RunFailedError(
-                f"The averager of this peer has not answered for {_ANSWER_SECONDS:.0f} s.",
-                why="Its process hangs, or this machine is overloaded.",
-                fix="Start the peer again.",
-            )
+        threading.Thread(target=search, daemon=True).start()
+        self._control = processes.answer_of(control, "averager", self.averager.pid)
 
     @property
     def begun(self) -> bool:
@@ -392,40 +228,34 @@ class Averaging:
         if found is None:
             return None
         self._exchange = None
-        members, said, average, why = found
         took = time.monotonic() - now.began
         common, given, size = self._common, now.given, self._common.num_parameters
-        outcome = said
-        reducers: tuple[str, ...] = ()
-        false: tuple[Verdict, ...] = ()
+        average, why, outcome = found.average, found.why, found.outcome
+        reducers, false = self._audited(found, now)
         if average is not None:
-            reducers, false = self._appraised(average, said, members, now)
-            outcome = said.refusing({verdict.peer for verdict in false}, average, given.vector)
+            outcome = outcome.refusing({verdict.peer for verdict in false}, average, given.vector)
             own = whole(float(given.vector[:size].norm()), now.trained) if given.usable else 0.0
             why = objection(average, size, max(own, self._usual_norm))
-        drifted = self._has_drifted(members)
+        drifted = self._has_drifted(found.members)
         if drifted and common.same_weights:
             why = "the others are at another update"
-        everything = (True,) * len(given.weights)
-        used = "nothing"
+        arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
         if average is not None and not why:
             used, self._usual_norm = "average", float(average[:size].norm())
-            arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
             if false and not any(arrived):
                 used, why = "nothing", "all that has arrived was refused"
-        elif given.usable and (leads or now.alone):
-            used, average, arrived, counted = "own", given.vector, everything, everything
         else:
+            used = "own" if given.usable and (leads or now.alone) else "nothing"
             average = given.vector
-            arrived = counted = (False,) * len(given.weights)
+            arrived = counted = (used == "own",) * len(given.weights)
         common.step(Average(average, now.next_round, arrived, counted), given, trained_on=trained_on)
-        advice = self._link.learn(now.sent, said) if said.reducers else ""
+        advice = self._link.learn(now.sent, found.outcome) if found.outcome.reducers else ""
         self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
-            group=len(members) if used == "average" else 0,
+            group=len(found.members) if used == "average" else 0,
             used=used,
             why=why,
-            samples_per_sec=sum(number(member.get("rate")) for member in members.values()),
+            samples_per_sec=sum(number(member.get("rate")) for member in found.members.values()),
             drifted=drifted,
             seconds=took,
             reducers=reducers,
@@ -439,20 +269,20 @@ class Averaging:
             late=outcome.late,
         )
 
-    def _appraised(
-        self, average: Tensor, outcome: Outcome, members: Mapping[str, Mapping[str, Any]], now: _Exchange
-    ) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
+    def _audited(self, found: _Found, now: _Exchange) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
         """The others who have averaged for this peer, and those of them who must not be believed."""
-        own_id = str(self.averager.peer_id)
+        if found.average is None:
+            return (), ()
+        outcome, own_id = found.outcome, str(self.averager.peer_id)
         came_from = [peer if count else "" for peer, count in zip(outcome.reducers, outcome.received, strict=True)]
         others = tuple(sorted(set(came_from) - {"", own_id}))
         if not others or not now.given.usable:
             return others, ()
-        rates = {peer: number(member.get("rate")) for peer, member in members.items()}
+        rates = {peer: number(member.get("rate")) for peer, member in found.members.items()}
         slower = slower_than(rates, rates.pop(own_id, 0.0)) / max(now.trained, 0.05)
         size, member = self._common.num_parameters, self._dht.member
-        judged = tuple("" if (one := member(peer)) and one.role == "owner" else peer for peer in came_from)
-        return others, untrue(average, now.given.vector, size, judged, own_id=own_id, slower=slower)
+        judged = ["" if (one := member(peer)) and one.role == "owner" else peer for peer in came_from]
+        return others, untrue(found.average, now.given.vector, size, judged, own_id=own_id, slower=slower)
 
     def _has_drifted(self, members: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether this peer has other weights than the owner's side, of those who say that they give theirs away."""
@@ -478,16 +308,11 @@ class Averaging:
         control.allow_allreduce()
         return ""
 
-    def _await(
-        self, now: _Exchange, seconds: float
-    ) -> tuple[dict[str, dict[str, Any]], Outcome, Tensor | None, str] | None:
-        """Members of the group, what the exchange came to, the average, and why there is none.
-
-        None when it is too early to say.
-        """
+    def _await(self, now: _Exchange, seconds: float) -> _Found | None:
+        """What came of the exchange; None when it is too early to say."""
         if now.failed:
-            return {}, Outcome(), None, now.failed
-        control = now.control
+            return _Found({}, Outcome(), why=now.failed)
+        control, lock = now.control, self.averager.lock_averaged_tensors
         # Long enough for a newcomer who has just asked.
         lonely = now.alone and not control.began_allreduce
         left = now.began + (0.7 if lonely else exchange_seconds(self._config) + 0.5) - time.monotonic()
@@ -496,21 +321,20 @@ class Averaging:
         except FutureTimeoutError:
             if left > seconds or (lonely and control.began_allreduce):
                 return None
-            error = "no others" if lonely else "the exchange took too long"
-        except (CancelledError, AllreduceException, MatchmakingException, OSError) as failure:
-            error = "no others" if "could not find a group" in str(failure) else first_line(failure)
-        except Exception as failure:  # of libp2p, by way of the averager's process: what it is does not matter here
-            error = first_line(failure)
+            why = "no others" if lonely else "the exchange took too long"
+        except Exception as failure:  # of libp2p, by way of the averager's process: whatever it is
+            text = (str(failure).strip() or type(failure).__name__).splitlines()[0][:120]
+            why = "no others" if "could not find a group" in str(failure) else text
         else:
             told = {str(peer): value if isinstance(value, dict) else {} for peer, value in members.items()}
-            if not self.averager.lock_averaged_tensors.acquire(timeout=GRACE):
-                return told, outcome, None, "the averager holds on to its result"
+            if not lock.acquire(timeout=GRACE):
+                return _Found(told, outcome, why="the averager holds on to its result")
             average = self.averager._averaged_tensors[0].clone()
-            self.averager.lock_averaged_tensors.release()
-            return told, outcome, average, ""
+            lock.release()
+            return _Found(told, outcome, average)
         with suppress(Exception):
             control.cancel()
-        return {}, Outcome(), None, error
+        return _Found({}, Outcome(), why=why)
 
 
 def finite(value: float | None) -> float | None:
@@ -521,8 +345,3 @@ def finite(value: float | None) -> float | None:
 def number(value: Any) -> float:
     """A finite number, or 0."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
-
-
-def first_line(error: BaseException) -> str:
-    """Why something failed, in few words."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -16,13 +16,12 @@ from trainkit.data import build_data
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
 from trainkit.swarm import address
-from trainkit.swarm.access import REVOKED
 from trainkit.swarm.address import Memory, addresses_in, identity_in, known_of, saved_peer
 from trainkit.swarm.admission import Admission, keep_key, key_of, own_pass
 from trainkit.swarm.dht import SwarmDHT, Watch, reached
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.link import creators_share, fitted
-from trainkit.swarm.messages import Manifest, PeerProgress, RoundClock
+from trainkit.swarm.messages import REVOKED, Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import Credits, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import LOST_AFTER, Session

@@ -1,7 +1,7 @@
 """A peer's place in the swarm's DHT: start, publish, read, be reached, leave; every step bounded in time.
 
 One DHT is one swarm. Records of ours in it: the creator's manifest, every peer's progress and credential, and the lists
-of those who are out.
+of those who are out. The functions ``work(dht, node)`` run inside the DHT's own process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -29,22 +29,15 @@ from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.metrics import Contribution
 from trainkit.swarm import address, messages, processes
-from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, Identity
+from trainkit.swarm.access import Excluded, Identity
 from trainkit.swarm.address import known_of, worth_dialling
 from trainkit.swarm.admission import Member, introduced, peer_key
-from trainkit.swarm.bans import Excluded
 from trainkit.swarm.exchange import DHT
 from trainkit.swarm.invitations import NOBODY
+from trainkit.swarm.messages import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
 
-# What runs inside the DHT's own process, as coroutines of its dht and node. First: how much this peer can send in a
-# second, by sending it to one of the swarm.
-#
-# What is sent is a few messages of zeros, of which the other one says how long they were. They go the way of
-# everything that peers send each other, libp2p's encryption included, so that the figure is what an exchange can
-# have.
-
-_UPLOAD_HANDLER = "trainkit.upload"
-# Of one message; the largest that libp2p's daemon takes at all is four times that.
+_UPLOAD_HANDLER, _DIALBACK_HANDLER = "trainkit.upload", "trainkit.dial_back"
+# Bytes of a message that measures a link; the largest that libp2p's daemon takes at all is four times the last.
 SIZES = (1 << 16, 1 << 18, 1 << 20)
 # A message that takes so long has told enough.
 _ENOUGH_SECONDS = 0.5
@@ -52,6 +45,23 @@ _ENOUGH_SECONDS = 0.5
 _SLOWEST_SECONDS = 10.0
 # What is taken within an hour of one peer, and of all: more would be a load, and no measurement.
 _OF_ONE, _OF_ALL = 16 << 20, 1 << 30
+_LONGEST = 4000
+# libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
+_DIAL_SECONDS = 10.0
+_ASK_SECONDS = 50.0
+_AT_A_TIME, _MOST_WAITING = 2, 16
+_REDIAL_SECONDS = 6.0
+
+
+async def _serve(node: Any, handler: str, kind: Any, answer: Callable[[Any, PeerID], Awaitable[Any]]) -> None:
+    """From now on answer members, and nobody else."""
+
+    async def answer_member(request: Any, context: P2PContext) -> Any:
+        if node.protocol.authorizer.admission.admitted(str(context.remote_id)) is None:
+            raise RuntimeError("not invited")
+        return await answer(request, context.remote_id)
+
+    await node.p2p.add_protobuf_handler(handler, answer_member, kind)
 
 
 @dataclass
@@ -72,23 +82,11 @@ class Allowance:
         return True
 
 
-async def serve_upload(dht: Any, node: Any) -> None:
-    """From now on take what members send to measure their link."""
-    allowance = Allowance(time.monotonic())
-
-    async def answer(request: BytesValue, context: P2PContext) -> Int64Value:
-        peer, size = str(context.remote_id), len(request.value)
-        if node.protocol.authorizer.admission.admitted(peer) is None:
-            raise RuntimeError("not invited")
-        if not allowance.takes(peer, size, time.monotonic()):
-            raise RuntimeError("too much")
-        return Int64Value(value=size)
-
-    await node.p2p.add_protobuf_handler(_UPLOAD_HANDLER, answer, BytesValue)
-
-
 async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: float) -> float:
-    """Send to the first of the peers at these addresses that takes it.
+    """Send zeros to the first of the peers at these addresses that takes them.
+
+    They go the way of all that peers send each other, libp2p's encryption included, so that an exchange can have as
+    much.
 
     Args:
         enough: bytes per second; a link of which that much is known is not measured further.
@@ -118,19 +116,6 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
     return 0.0
 
 
-# Can others reach this peer? Somebody who is in the swarm dials it.
-#
-# A peer that only believes that it can be reached spoils rounds: it is made a reducer, and nobody's part arrives. So it
-# begins as one that only calls out, and becomes a full member of the DHT once somebody has dialled it.
-
-_DIALBACK_HANDLER = "trainkit.dial_back"
-_LONGEST = 4000
-# libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
-_DIAL_SECONDS = 10.0
-_ASK_SECONDS = 50.0
-_AT_A_TIME, _MOST_WAITING = 2, 16
-
-
 @dataclass(frozen=True)
 class Seen:
     """What another peer has seen of this one."""
@@ -146,52 +131,56 @@ class Seen:
     """How far its clock is ahead of this machine's, in seconds."""
 
 
-async def serve_dialback(dht: Any, node: Any) -> None:
-    """From now on dial back whoever asks, and do for others what else a peer does that can be reached."""
+async def serve_members(dht: Any, node: Any) -> None:
+    """From now on serve others: dial back who asks, take what measures a link, tell the time."""
     some_at_a_time = asyncio.Semaphore(_AT_A_TIME)
-    waiting: set[str] = set()
+    waiting: set[PeerID] = set()
+    allowance = Allowance(time.monotonic())
 
-    async def answer(request: StringValue, context: P2PContext) -> StringValue:
-        now, peer = time.time(), str(context.remote_id)
-        if node.protocol.authorizer.admission.admitted(peer) is None:
-            raise RuntimeError("not invited")
+    async def dial_back(request: StringValue, peer: PeerID) -> StringValue:
+        now = time.time()
         if peer in waiting or len(waiting) >= _MOST_WAITING:  # or strangers would have this machine do nothing else
             raise RuntimeError("busy")
         waiting.add(peer)
         try:
-            ip = await _ip_of(node, context.remote_id)
+            infos = [info for info in await node.p2p.list_peers() if info.peer_id == peer]
+            places = [str(item).split("/") for info in infos for item in info.addrs]
+            ip = next((parts[2] for parts in places if len(parts) > 2 and parts[1] in ("ip4", "ip6")), "")
             found = fileio.parse(request.value[:_LONGEST])
-            asked = [str(item)[:200] for item in found[:8]] if isinstance(found, list) else []
-            tried = worth_dialling(asked, ip)
+            tried = worth_dialling([str(item)[:200] for item in found[:8]] if isinstance(found, list) else [], ip)
             async with some_at_a_time:
                 reached = [item for item in tried if await address.answers_at(f"{item}/p2p/{peer}", _DIAL_SECONDS)]
         finally:
             waiting.discard(peer)
         return StringValue(value=json.dumps({"time": now, "ip": ip, "tried": tried, "reached": reached}))
 
-    await node.p2p.add_protobuf_handler(_DIALBACK_HANDLER, answer, StringValue)
-    await serve_upload(dht, node)
+    async def take(request: BytesValue, peer: PeerID) -> Int64Value:
+        if not allowance.takes(str(peer), len(request.value), time.monotonic()):
+            raise RuntimeError("too much")
+        return Int64Value(value=len(request.value))
+
+    await _serve(node, _DIALBACK_HANDLER, StringValue, dial_back)
+    await _serve(node, _UPLOAD_HANDLER, BytesValue, take)
     await address.serve_wall_clock(node)
 
 
 async def ask_for_dialback(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
-    """Have one of the peers at these addresses dial this one back; the first that answers."""
+    """Have one of the peers at these addresses dial this one back; the first that answers.
+
+    A peer that only believes that it can be reached spoils rounds: it is made a reducer, and nobody's part arrives. So
+    it begins as one that only calls out, and becomes a full member of the DHT once somebody has dialled it.
+    """
     own = [str(item) for item in await node.p2p.get_visible_maddrs(latest=True)]
     request = StringValue(value=json.dumps([item.rpartition("/p2p/")[0] for item in own][:8]))
     for item in of:
         peer, began = PeerID.from_base58(address.peer_of(item)), time.time()
         with suppress(Exception):  # gone, or another version: the next one
-            answer = await asyncio.wait_for(
-                node.p2p.call_protobuf_handler(peer, _DIALBACK_HANDLER, request, StringValue), _ASK_SECONDS
+            call = node.p2p.call_protobuf_handler(peer, _DIALBACK_HANDLER, request, StringValue)
+            said = fileio.parse((await asyncio.wait_for(call, _ASK_SECONDS)).value[:_LONGEST])
+            reached, tried = (
+                known_of(f"{one}/p2p/{node.peer_id}" for one in said[which]) for which in ("reached", "tried")
             )
-            said = fileio.parse(answer.value[:_LONGEST])
-            return Seen(
-                by=str(peer),
-                ip=str(said["ip"])[:64],
-                reached=known_of([f"{one}/p2p/{node.peer_id}" for one in said["reached"]]),
-                tried=known_of([f"{one}/p2p/{node.peer_id}" for one in said["tried"]]),
-                clock=float(said["time"]) - began,
-            )
+            return Seen(str(peer), str(said["ip"])[:64], reached, tried, clock=float(said["time"]) - began)
     return Seen(by="")
 
 
@@ -210,41 +199,34 @@ async def become_member(dht: Any, node: Any) -> None:
     wrapper = AuthRPCWrapper(protocol, AuthRole.SERVICER, protocol.authorizer)
     await protocol.add_p2p_handlers(protocol.p2p, wrapper)
     await node.find_nearest_nodes([node.node_id])  # whoever is asked learns of it
-    await serve_dialback(dht, node)
-
-
-async def _ip_of(node: Any, peer: PeerID) -> str:
-    addresses = [str(item) for info in await node.p2p.list_peers() if info.peer_id == peer for item in info.addrs]
-    places = [item.split("/") for item in addresses]
-    return next((parts[2] for parts in places if len(parts) > 2 and parts[1] in ("ip4", "ip6")), "")
-
-
-# Peers that this node has lost are found again.
-#
-# hivemind forgets a peer that does not answer, and a node that has forgotten everybody stays alone for ever. libp2p
-# dials an address again when it is asked to, sooner or later: after each failure it waits longer, 6 s at first, 5
-# minutes at most. So it is only asked to where somebody listens by now; else a peer that comes back would not be seen
-# for minutes.
-
-_REDIAL_SECONDS = 6.0
+    await serve_members(dht, node)
 
 
 async def redial(dht: Any, node: Any, *, addresses: Sequence[str]) -> int:
-    """Connect to each of the peers and take those that answer into the routing table; how many do."""
-    answers = await asyncio.gather(*(_answers(node, item) for item in addresses))
-    if any(answers):
+    """Connect to each of the peers and take those that answer into the routing table; how many do.
+
+    hivemind forgets a peer that does not answer, and a node that has forgotten everybody stays alone for ever. libp2p
+    dials an address again when it is asked to, but waits longer after each failure, 6 s at first, 5 minutes at most. So
+    it is only asked to where somebody listens by now; else a peer that comes back would not be seen for minutes.
+    """
+
+    async def answers(item: str) -> bool:
+        peer = PeerID.from_base58(address.peer_of(item))
+        if peer == node.peer_id or not await address.listens(item):
+            return False
+        machine = Multiaddr(item.rpartition("/p2p/")[0])
+        with suppress(Exception):  # refused, unreachable, or too early to ask again: the ping says what matters
+            await asyncio.wait_for(node.p2p._client.connect(peer, [machine]), _REDIAL_SECONDS)
+        return await node.protocol.call_ping(peer) is not None
+
+    found = sum(await asyncio.gather(*map(answers, addresses)))
+    if found:
         await node.find_nearest_nodes([node.node_id])  # and by them everybody else
-    return sum(answers)
+    return found
 
 
-async def _answers(node: Any, item: str) -> bool:
-    peer = PeerID.from_base58(address.peer_of(item))
-    if peer == node.peer_id or not await address.listens(item):
-        return False
-    machine = Multiaddr(item.rpartition("/p2p/")[0])
-    with suppress(Exception):  # refused, unreachable, or too early to ask again: the ping says what matters
-        await asyncio.wait_for(node.p2p._client.connect(peer, [machine]), _REDIAL_SECONDS)
-    return await node.protocol.call_ping(peer) is not None
+async def _read_together(dht: Any, node: Any, *, keys: Sequence[str]) -> Any:
+    return await node.get_many(keys, sufficient_expiration_time=float("inf"))
 
 
 def check_listening(host: str, port: int) -> None:
@@ -327,9 +309,13 @@ class SwarmDHT:
 
     def publish_progress(self, progress: messages.PeerProgress, seconds: float) -> None:
         """Store this peer's progress for so many seconds, and who it is; does not wait."""
-        self._store(PROGRESS, asdict(progress), seconds, wait=False)
+        self._store(PROGRESS, asdict(progress), seconds)
         self.introduce_myself(seconds)
         self.publish_excluded()
+
+    def publish_credits(self, contributions: Sequence[Contribution], seconds: float) -> None:
+        """Store who has contributed how much, by this peer's account; does not wait."""
+        self._store(CREDITS, messages.credit_record(contributions), seconds)
 
     def introduce_myself(self, seconds: float, *, wait: bool = False) -> None:
         """Store this peer's credential, by which those know it whom it asks for something."""
@@ -353,12 +339,7 @@ class SwarmDHT:
         """Who that peer is; None if it does not take part. May wait for an answer of the DHT."""
         if (known := self.admission.admitted(peer_id)) is not None:
             return known
-        found = self._read(peer_key(peer_id), latest=False)
-        return introduced(self.admission, peer_id, found)
-
-    def publish_credits(self, contributions: Sequence[Contribution], seconds: float) -> None:
-        """Store who has contributed how much, by this peer's account; does not wait."""
-        self._store(CREDITS, messages.credit_record(contributions), seconds, wait=False)
+        return introduced(self.admission, peer_id, self._read(peer_key(peer_id), latest=False))
 
     def manifests(self) -> dict[str, messages.Manifest]:
         """Creator's peer id -> manifest."""
@@ -368,9 +349,13 @@ class SwarmDHT:
         """Peer id -> its last progress; of peers that have gone, until it expires."""
         return messages.progress_in(self._read(PROGRESS))
 
+    def look_for(self, addresses: Sequence[str]) -> Any:
+        """Look for peers where they were, and know them again; a future of how many answer."""
+        return self.node.run_coroutine(partial(redial, addresses=tuple(addresses)), return_future=True)
+
     def reconnect(self, addresses: Sequence[str], seconds: float = 10.0) -> int:
-        """Look for peers where they were, and know them again; how many answer."""
-        return int(self.in_dht(partial(redial, addresses=tuple(addresses)), seconds, 0)) if addresses else 0
+        """As `look_for`, and wait so long."""
+        return int(_result(lambda: self.look_for(addresses), seconds, 0)) if addresses else 0
 
     def prove(self, peers: Sequence[str], *, as_member: bool = True) -> Seen:
         """Have somebody at ``peers`` dial this node back, which has only called out so far.
@@ -389,20 +374,13 @@ class SwarmDHT:
 
     def in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
         """What the coroutine ``work(dht, node)`` returns, in the node's process; ``otherwise`` if it takes too long."""
-        try:
-            return self.node.run_coroutine(work, return_future=True).result(seconds)
-        except (FutureTimeoutError, OSError):
-            return otherwise
-
-    def look_for(self, addresses: Sequence[str]) -> Any:
-        """As `reconnect`, but the answer is a future."""
-        return self.node.run_coroutine(partial(redial, addresses=tuple(addresses)), return_future=True)
+        return _result(lambda: self.node.run_coroutine(work, return_future=True), seconds, otherwise)
 
     def ask(self, keys: Sequence[str]) -> Any:
         """Start to read records, all with the same requests; the answer is a future, of key -> what was found."""
         return self.node.run_coroutine(partial(_read_together, keys=tuple(keys)), return_future=True)
 
-    def _store(self, key: str, value: Any, seconds: float, *, wait: bool) -> None:
+    def _store(self, key: str, value: Any, seconds: float, *, wait: bool = False) -> None:
         with suppress(FutureTimeoutError, OSError):
             # A record must not outlast the invitation of its writer.
             until = min(time.time() + seconds, float(self.own.grant.expires))
@@ -411,15 +389,15 @@ class SwarmDHT:
                 future.result(_READ_SECONDS)
 
     def _read(self, key: str, *, latest: bool = True) -> Any:
-        try:
-            return self.node.get(key, latest=latest, return_future=True).result(_READ_SECONDS)
-        except (FutureTimeoutError, OSError):
-            return None
+        return _result(lambda: self.node.get(key, latest=latest, return_future=True), _READ_SECONDS, None)
 
 
-async def _read_together(dht: Any, node: Any, *, keys: Sequence[str]) -> Any:
-    """In the DHT's own process."""
-    return await node.get_many(keys, sufficient_expiration_time=float("inf"))
+def _result(asked: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
+    """What the node's process answers in time."""
+    try:
+        return asked().result(seconds)
+    except (FutureTimeoutError, OSError):
+        return otherwise
 
 
 @contextmanager
@@ -480,7 +458,7 @@ def open_dht(
             raise explain(error, peers, invited=identity.own.grant.owner != NOBODY) from None
         dht = SwarmDHT(node, identity, mine, client_mode=client_mode)
         if not client_mode:
-            dht.in_dht(serve_dialback, _READ_SECONDS, None)
+            dht.in_dht(serve_members, _READ_SECONDS, None)
         dht.introduce_myself(INTRODUCED_SECONDS, wait=bool(peers))
         yield dht
     finally:
@@ -505,8 +483,6 @@ def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0)
     dht.admission.settle(bytes.fromhex(manifest.owner), open_run=manifest.open_run)
     return manifest
 
-
-# News of the swarm, as a peer hears them while it trains.
 
 # Every reader is sent the progress of all peers, and there are as many readers: each reads of so many a second, and
 # those who answer are asked as often however many ask.
@@ -558,16 +534,14 @@ class Watch:
 
     def reachable(self) -> tuple[str, ...]:
         """Addresses of the others, as far as they have any."""
-        return known_of(
-            [item for peer, own in self.peers.items() if peer != self._dht.peer_id for item in own.addresses]
-        )
+        return known_of(item for own in self.others(0.0).values() for item in own.addresses)
 
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:
             self.peers = messages.progress_in(found)
         elif key in (REVOKED, BANNED):
             self._dht.excluded.take(key, found)
+        elif (manifest := messages.manifests_in(found).get(self._creator)) is None:
+            self.stopped = False
         else:
-            manifest = messages.manifests_in(found).get(self._creator)
-            self.stopped = manifest is not None and manifest.stopped
-            self.first_round = manifest.first_round if manifest is not None else self.first_round
+            self.stopped, self.first_round = manifest.stopped, manifest.first_round

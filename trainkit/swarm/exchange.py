@@ -1,91 +1,147 @@
 """All that this kit overrides in hivemind's processes: how a group exchanges, and who may join, ask and lead.
 
 hivemind asks nobody who they are: any process that reaches an averager may join its groups, reduce for others and
-download its state. libp2p proves the id of a peer that asks; what that id may do is `Admission`'s answer.
+download its state. libp2p proves the id of a peer that asks; what that id may do is `Admission`'s answer. Whoever hands
+a state over, it counts if one of the owner's side has signed it, for this run and for the round that it claims.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
 import multiprocessing
+import random
 import struct
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, AsyncIterator, NamedTuple  # noqa: UP035 - by this very type hivemind tells streams from messages
+from typing import Annotated, Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemind tells streams from messages
 
 import hivemind.averaging.averager
+import msgpack
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
-from hivemind.averaging.partition import AllreduceException, BannedException, TensorPartReducer
+from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter, azip, enter_asynchronously
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from trainkit.swarm import processes
 from trainkit.swarm.access import bound_calls, bound_node
-from trainkit.swarm.admission import Guard, remember
-from trainkit.swarm.digest import State, digest_of, has_drifted, in_order, read_state, reference_among, sign_digest
-from trainkit.swarm.invitations import Pass
+from trainkit.swarm.admission import Admission, Guard, Member, remember
+from trainkit.swarm.invitations import Pass, UntrustedError, parsed
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
-from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, read_gathered
-from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, voices_of
+from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, plain_msgpack, read_gathered
+from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, has_drifted, reference_among, voices_of
 from trainkit.swarm.sync import CommonState
 
+_LONGEST_METADATA = 16_384
 
-class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
-    """Keeps the senders' values of a part until all are there, and averages what passes the screen."""
 
-    def __init__(self, own_parts: Sequence[Tensor], num_senders: int, screen: Screen) -> None:
-        """
-        Args:
-            own_parts: this peer's own, as views of the whole vector.
-        """
-        self._own, self._screen = own_parts, screen
-        self._arrived: dict[int, Tensor] = {}
-        self._weights: dict[int, float] = {}
-        super().__init__(tuple(part.shape for part in own_parts), num_senders)
+class Digest(NamedTuple):
+    """What was signed about a state."""
 
-    async def accumulate_part(
-        self, sender_index: int, part_index: int, tensor_part: Tensor, weight: float = 1.0
-    ) -> Tensor:
-        """Take a part, wait for the others' of it, return the average."""
-        self.num_parts_received[sender_index] += 1
-        while part_index > self.current_part_index:
-            finished = asyncio.ensure_future(self.finished.wait())
-            await asyncio.wait({self.current_part_future, finished}, return_when=asyncio.FIRST_COMPLETED)
-            finished.cancel()
-            if self.finished.is_set():
-                raise AllreduceException("the averaging is over")
-        if self.sender_failed_after[sender_index] != float("inf"):
-            raise BannedException(f"sender {sender_index} has failed before")
-        future = self.current_part_future
-        # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies. Without
-        # weight the sender has left it out, see `exchange`: there is nothing to judge.
-        if weight != 0.0:
-            self._arrived[sender_index], self._weights[sender_index] = tensor_part, weight
-        self.current_part_accumulated_from += 1
-        self.check_current_part_finished()
-        average: Tensor = await future
-        return average
+    run_id: str
+    """Of this start of the run: the state of an earlier one is none of this one's."""
+    round: Annotated[int, Field(ge=0)]
+    """The round that begins with this state."""
+    sha256: str
+    """Of the weights and the momentum, in hex."""
 
-    def check_current_part_finished(self) -> None:
-        """Average as soon as nobody is missing."""
-        if self.current_part_accumulated_from == self.num_current_senders:
-            own = self._own[self.current_part_index]
-            average = torch.zeros_like(own)
-            if self._arrived:
-                average = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
-            self._arrived, self._weights = {}, {}
-            self.current_part_future.set_result(average)
-            self.reset_accumulators()
+
+_DIGEST = TypeAdapter(Digest)
+State = tuple[Digest, list[Tensor]]
+"""What was signed, and the tensors: weights and momentum."""
+
+
+def digest_of(run_id: str, round_index: int, tensors: Iterable[Tensor]) -> Digest:
+    """Of tensors on the CPU in their order, each with its length in bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        data: Any = tensor.numpy()
+        found.update(data.nbytes.to_bytes(8, "big"))
+        found.update(data)
+    return Digest(run_id, round_index, found.hexdigest())
+
+
+def sign_digest(own: Pass, digest: Digest) -> bytes:
+    """The digest as a statement."""
+    return own.state("state", json.dumps(digest).encode())
+
+
+def read_digest(admission: Admission, statement: bytes, *, run_id: str) -> Digest:
+    """What the owner's side says about a state.
+
+    Raises UntrustedError when a volunteer or a stranger has signed it, or it belongs to another run.
+    """
+    found = admission.read(statement, "state")
+    if found.grant.role == "volunteer":
+        raise UntrustedError("a volunteer does not say which state is the run's")
+    digest = parsed(_DIGEST, found.content, "digest")
+    if digest.run_id != run_id:
+        raise UntrustedError("it is the digest of another run")
+    return digest
+
+
+async def in_order(found: object, own_id: str, look_up: Callable[[str], Awaitable[Member | None]]) -> list[PeerID]:
+    """Whom to ask for the state: the owner first, then any of its side. What donors say of themselves does not count.
+
+    Args:
+        found: the DHT's record of those who give it away, by peer.
+        own_id: of this peer, who is not asked.
+        look_up: who a peer is; None: nobody.
+    """
+    known: list[tuple[bool, float, PeerID]] = []
+    for subkey, told in found.items() if isinstance(found, dict) else ():
+        if getattr(told, "value", None) is None or not isinstance(subkey, bytes):
+            continue  # it does not any more
+        with suppress(ValueError):
+            peer = PeerID(subkey)
+            member = None if str(peer) == own_id else await look_up(str(peer))
+            if member is not None and member.trusted:
+                known.append((member.role != "owner", random.random(), peer))
+    return [peer for *_, peer in sorted(known, key=lambda item: item[:2])]
+
+
+async def read_state(messages: AsyncIterable[Any], sizes: Sequence[int], admission: Admission, run_id: str) -> State:
+    """A state as it comes from a donor.
+
+    Args:
+        messages: hivemind's, each with a piece of a tensor.
+        sizes: values of each tensor.
+
+    Raises ValueError when it is too long or another number of values, UntrustedError when nobody of the owner's side
+    has signed it.
+    """
+    most, metadata, tensor = sum(sizes) * 4, b"", -1
+    buffers = [bytearray() for _ in sizes]
+    async for message in messages:
+        metadata = message.metadata or metadata
+        tensor += bool(message.tensor_part.dtype)  # which only the first piece of a tensor has
+        most -= len(message.tensor_part.buffer)
+        if most < 0 or not 0 <= tensor < len(sizes) or len(metadata) > _LONGEST_METADATA:
+            raise ValueError("it is longer than the state of this run")
+        buffers[tensor] += message.tensor_part.buffer
+    if [len(buffer) for buffer in buffers] != [4 * size for size in sizes]:
+        raise ValueError("it is shorter than the state of this run")
+    tensors = [torch.frombuffer(buffer, dtype=torch.float32) for buffer in buffers]
+    told = None
+    with suppress(ValueError, KeyError, TypeError, msgpack.UnpackException, RecursionError):
+        told = plain_msgpack(metadata)["digest"]
+    if not isinstance(told, bytes):
+        raise ValueError("nobody has signed it")
+    signed = read_digest(admission, told, run_id=run_id)
+    if digest_of(signed.run_id, signed.round, tensors) != signed:
+        raise ValueError("it is not what was signed")
+    return signed, tensors
 
 
 # In an answer: how many contributions are in the average, and how many were announced.
@@ -98,6 +154,75 @@ class _Average(NamedTuple):
     message: Any
     values: Tensor
     counts: tuple[int, int]
+
+
+class _Reducer:
+    """Keeps the senders' values of a part until all are there, and averages what passes the screen.
+
+    Every sender waits for the average of a part before it gives the next. So all are at the same part, but those that
+    have failed.
+    """
+
+    def __init__(
+        self, own_parts: Sequence[Tensor], senders: int, screen: Screen, write: Callable[[int, Tensor], Any]
+    ) -> None:
+        """
+        Args:
+            own_parts: this peer's own, as views of the whole vector.
+            write: a part's index and average as a message.
+        """
+        self._own, self._senders, self._screen, self._write = own_parts, senders, screen, write
+        self.averages: list[asyncio.Future[_Average]] = [asyncio.Future() for _ in own_parts]
+        self._missing = [set(range(senders)) for _ in own_parts]
+        self._failed: set[int] = set()
+        self.finished = asyncio.Event()
+        self._next(0)
+
+    async def add(self, sender: int, index: int, part: Tensor, weight: float) -> _Average:
+        """Take a part, wait for the others' of it, return the average."""
+        if sender in self._failed:
+            raise BannedException(f"sender {sender} is left out")
+        # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies. Without
+        # weight the sender has left it out, see `Exchange`: there is nothing to judge.
+        if weight > 0.0:
+            self._arrived[sender], self._weights[sender] = part, weight
+        else:
+            self._left_out += 1
+        self._missing[index].discard(sender)
+        self._check()
+        return await asyncio.shield(self.averages[index])  # others wait for it too
+
+    def on_sender_failed(self, sender: int) -> None:
+        """Do without what a sender has not given yet."""
+        self._failed.add(sender)
+        for missing in self._missing[self._index :]:
+            missing.discard(sender)
+        self._check()
+
+    def finalize(self) -> None:
+        """End it; who still waits for an average is told that there is none."""
+        for average in self.averages:
+            average.cancel()
+        self.finished.set()
+
+    def _next(self, index: int) -> None:
+        self._index, self._left_out = index, 0
+        self._arrived: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
+        if index == len(self._own):
+            self.finished.set()
+
+    def _check(self) -> None:
+        """Average as soon as nobody is missing."""
+        while not self.finished.is_set() and not self._missing[self._index]:
+            own, counts = self._own[self._index], (len(self._arrived), self._senders - self._left_out)
+            message, values = runtime_pb2.Tensor(), torch.zeros_like(own)
+            if self._arrived:
+                averaged = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
+                message = self._write(self._index, averaged)
+                values = read_part(message, own.numel())
+            self.averages[self._index].set_result(_Average(message, values, counts))
+            self._next(self._index + 1)
 
 
 class Exchange(AllReduceRunner):  # type: ignore[misc]
@@ -118,8 +243,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         self.tensor_part_container.return_deltas = False
         self._sending = sending
         self.screen = Screen([str(peer) for peer in self.sender_peer_ids], limits, sending.delicate)
-        self.tensor_part_reducer = ScreeningReducer(
-            self.parts_for_local_averaging, len(self.sender_peer_ids), self.screen
+        self.tensor_part_reducer = _Reducer(
+            self.parts_for_local_averaging, len(self.sender_peer_ids), self.screen, self._written
         )
         by_peer = self.tensor_part_container.num_parts_by_peer
         self._first = [sum(by_peer[:index]) for index in range(len(by_peer))]
@@ -127,11 +252,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         self._reducers = [
             str(peer) for peer, many in zip(self.ordered_peer_ids, by_peer, strict=True) for _ in range(many)
         ]
-        count, own = sum(by_peer), len(self.parts_for_local_averaging)
-        # As a reducer.
-        self._averages: list[asyncio.Future[_Average]] = [asyncio.Future() for _ in range(own)]
-        self._counted, self._left_out = [0] * own, [0] * own
-        # As a sender.
+        count = sum(by_peer)
         self._counts = [(0, len(self.sender_peer_ids))] * count
         self._mine = [False] * count
         self._waited: dict[PeerID, float] = {}
@@ -160,10 +281,10 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         peer_index = self.ordered_peer_ids.index(peer_id)
         first, container = self._first[peer_index], self.tensor_part_container
         if peer_id == self.peer_id:
-            sender_index = self.sender_peer_ids.index(peer_id)
+            sender = self.sender_peer_ids.index(peer_id)
             for index, part in enumerate(self.parts_for_local_averaging):
                 weight = self._sending.weights[first + index]
-                average = await self._reduce(sender_index, index, part, weight)
+                average = await self.tensor_part_reducer.add(sender, index, part, weight)
                 self._take(peer_index, index, average.values, average.counts, counted=weight > 0)
             return
         parts = container.get_raw_input_parts(peer_index)
@@ -231,8 +352,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         try:
             if self.should_delay_results(sender):
                 await over.wait()  # its link has one thing to do at a time
-            for index, future in enumerate(self._averages):
-                average = await asyncio.shield(future)  # others wait for it too
+            for index, future in enumerate(self.tensor_part_reducer.averages):
+                average = await asyncio.shield(future)
                 yield averaging_pb2.AveragingData(
                     code=averaging_pb2.AVERAGED_PART,
                     group_id=_COUNTS.pack(*average.counts),
@@ -249,81 +370,47 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
 
         While others are waited for its next parts arrive unseen, so that this time is not its own.
         """
-        sender_index = self.sender_peer_ids.index(sender)
+        name, place = str(sender), self.sender_peer_ids.index(sender)
         clock, waited, taken = asyncio.get_running_loop().time, 1e-6, 0
-        coming: asyncio.Future[Any] | None = None
+        coming: asyncio.Future[Any] = asyncio.Future()
         try:
-            with suppress(BannedException, StopAsyncIteration):  # late from the start, or gone
-                for index, own in enumerate(self.parts_for_local_averaging):
-                    began, coming = clock(), asyncio.ensure_future(anext(stream))
-                    await asyncio.wait({coming}, timeout=max(0.0, self.sender_timeout - waited))
-                    if not coming.done():
-                        break
-                    message = coming.result()
-                    waited += clock() - began
-                    self._down += len(message.tensor_part.buffer)
-                    self.received[str(sender)] = self.received.get(str(sender), 0) + len(message.tensor_part.buffer)
-                    weight = message.weight if 0.0 < message.weight < math.inf else 0.0
-                    part = torch.zeros_like(own)
-                    if weight:
-                        arrived[index] = waited
-                        try:
-                            part = read_part(message.tensor_part, own.numel())
-                        except ValueError:  # nothing: the screen drops the sender, and says so
-                            part = torch.zeros(0)
-                    await self._reduce(sender_index, index, part, weight)
-                    taken += 1
-            if taken < len(self.parts_for_local_averaging):
-                await self._ban_sender(sender)
-            over.set()
+            try:
+                with suppress(BannedException, StopAsyncIteration):  # late from the start, or gone
+                    for index, own in enumerate(self.parts_for_local_averaging):
+                        began, coming = clock(), asyncio.ensure_future(anext(stream))
+                        await asyncio.wait({coming}, timeout=max(0.0, self.sender_timeout - waited))
+                        if not coming.done():
+                            break
+                        message = coming.result()
+                        waited += clock() - began
+                        self._down += len(message.tensor_part.buffer)
+                        self.received[name] = self.received.get(name, 0) + len(message.tensor_part.buffer)
+                        weight = message.weight if 0.0 < message.weight < math.inf else 0.0
+                        part = torch.zeros(0)  # of nothing the screen drops the sender, and says so
+                        if weight:
+                            arrived[index] = waited
+                            with suppress(ValueError):
+                                part = read_part(message.tensor_part, own.numel())
+                        await self.tensor_part_reducer.add(place, index, part, weight)
+                        taken += 1
+            finally:
+                over.set()
+                if taken < len(self.parts_for_local_averaging):
+                    await self._ban_sender(sender)
             # What still comes is read, or libp2p's side would wait for ever for somebody to do so.
             with suppress(Exception):
-                if coming is not None:
-                    await coming
+                await coming
                 async for _ in stream:
                     pass
         finally:
-            over.set()
-            if coming is not None:
-                coming.cancel()
-            if taken < len(self.parts_for_local_averaging):
-                await self._ban_sender(sender)
+            coming.cancel()
 
-    async def _reduce(self, sender_index: int, index: int, part: Tensor, weight: float) -> _Average:
-        """Add a part, and wait for its average."""
-        if self.sender_peer_ids[sender_index] in self.banned_senders:
-            raise BannedException(f"sender {sender_index} is left out")
-        counter = self._counted if weight > 0 else self._left_out
-        counter[index] += 1
-        averaged = await self.tensor_part_reducer.accumulate_part(sender_index, index, part, weight=weight)
-        future = self._averages[index]
-        if not future.done():  # the first of those that have waited for it
-            future.set_result(self._coded(index, averaged))
-        return future.result()
-
-    def _coded(self, index: int, averaged: Tensor) -> _Average:
-        counts = (self._counted[index], len(self.sender_peer_ids) - self._left_out[index])
-        if counts[0] == 0:
-            return _Average(runtime_pb2.Tensor(), torch.zeros_like(averaged), counts)
+    def _written(self, index: int, averaged: Tensor) -> Any:
         sending = self._sending
-        others = len(self.active_senders - {self.peer_id})
         message = written_part(averaged, sending.codec_of(self._own_first + index, sending.codec_back))
-        self._up += len(message.buffer) * others  # they fetch it while this peer goes on
-        return _Average(message, read_part(message, averaged.numel()), counts)
-
-    async def _ban_sender(self, peer_id: PeerID) -> None:
-        await super()._ban_sender(peer_id)
-        if len(self.banned_senders) == len(self.sender_peer_ids):  # of an anchor, which sends nothing itself
-            for index, future in enumerate(self._averages):
-                if not future.done():
-                    future.set_result(self._coded(index, torch.zeros(0)))
-            self.tensor_part_reducer.finalize()
-
-    def finalize(self, *, cancel: bool = False, exception: BaseException | None = None) -> None:
-        """End it; who still waits for an average is told that there is none."""
-        super().finalize(cancel=cancel, exception=exception)
-        for future in self._averages:
-            future.cancel()
+        # The others fetch it while this peer goes on.
+        self._up += len(message.buffer) * len(self.active_senders - {self.peer_id})
+        return message
 
 
 def written_part(part: Tensor, codec: Codec) -> Any:
@@ -346,8 +433,6 @@ _MOST_REMEMBERED = 1000
 _FETCH_SECONDS = 0.5
 # Refusals that are told of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
-# For what the DHT's process knows itself; it answers in milliseconds.
-_ANSWER_SECONDS = 30.0
 
 
 class _Matchmaking(Matchmaking):  # type: ignore[misc]
@@ -455,9 +540,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, remote_id: PeerID) -> bool:
         peer = str(remote_id)
-        if await self.guard.member(peer) is None or len(self._matchmaking.current_followers) >= _LARGEST_GROUP:
-            return False
-        if self.is_benched(peer):
+        is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP
+        if await self.guard.member(peer) is None or is_full or self.is_benched(peer):
             return False
         gathered = read_gathered(request.gather)
         if gathered is None:
@@ -485,25 +569,25 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         return self._late.get(peer, (0, 0.0))[1] > time.monotonic()
 
     async def _load_state_from_peers(self, future: Any, timeout: float | None = None) -> None:
-        """The first state of a donor that the owner's side has signed, see `read_state`; None if nobody gives one."""
+        """The first state of a donor that the owner's side has signed, see `read_state`; None if nobody gives one.
+
+        hivemind asks first whoever says that it comes first, and takes its answer, however long.
+        """
         found = None
         try:
-            found = await self._state_of_others()
+            key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
+            told, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
+            sizes = [self.common.theta.numel(), self.common.momentum.numel()]
+            for peer in await in_order(told, str(self.peer_id), self.guard.member):
+                with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
+                    stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
+                    stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
+                    messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
+                    found = await read_state(messages, sizes, self.guard.admission, self.run_id)
+                    break
         finally:
             with suppress(Exception):  # nobody waits for it any more
                 future.set_result(found)
-
-    async def _state_of_others(self) -> State | None:
-        key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
-        told, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
-        sizes = [self.common.theta.numel(), self.common.momentum.numel()]
-        for peer in await in_order(told, str(self.peer_id), self.guard.member):
-            with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
-                stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-                stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
-                messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
-                return await read_state(messages, sizes, self.guard.admission, self.run_id)
-        return None
 
     async def has_strayed(self, group: Mapping[PeerID, Gathered]) -> bool:
         """Whether this peer's weights are others than those of the owner's side in the group."""
@@ -529,6 +613,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             weights = [0.0] * len(weights)
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
+            members = {str(peer): await self.guard.member(str(peer)) for peer in group}
+            known = {peer: member for peer, member in members.items() if member is not None}
+            trusted = {peer for peer, member in known.items() if member.trusted} | {str(self.peer_id)}
             async with enter_asynchronously(self.get_tensors()) as tensors:
                 runner = Exchange(
                     p2p=self._p2p,
@@ -540,7 +627,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
                     modes=modes,
                     sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
-                    limits=await self._limits(group),
+                    limits=Limits(frozenset(trusted), self._possible, voices_of(known)),
                     **options,
                 )
                 self._running_groups[group_info.group_id].set_result(runner)
@@ -550,12 +637,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             return {peer: member.about.model_dump() for peer, member in group.items()}, runner.outcome()
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
-
-    async def _limits(self, group: Iterable[PeerID]) -> Limits:
-        members = {str(peer): await self.guard.member(str(peer)) for peer in group}
-        known = {peer: member for peer, member in members.items() if member is not None}
-        trusted = {peer for peer, member in known.items() if member.trusted} | {str(self.peer_id)}
-        return Limits(frozenset(trusted), self._possible, voices_of(known))
 
     def _report(self, runner: Exchange) -> None:
         """Tell the peer's own process what came of a round."""
@@ -573,17 +654,9 @@ class DHT(hivemind.DHT):  # type: ignore[misc]
     """hivemind's node of the DHT, in a process of its own that is bounded and ends with its peer."""
 
     def run_coroutine(self, coro: Any, return_future: bool = False) -> Any:
-        """As hivemind's, which waits for ever for the answer of a process that has died.
-
-        Raises RunFailedError.
-        """
+        """As hivemind's, which waits for ever for the answer of a process that has died. Raises RunFailedError."""
         future = super().run_coroutine(coro, return_future=True)
-        if return_future:
-            return future
-        try:
-            return future.result(_ANSWER_SECONDS)
-        except (FutureTimeoutError, OSError):
-            raise processes.helper_has_died() from None
+        return future if return_future else processes.answer_of(future, "node of the DHT", self.pid)
 
     def run(self) -> None:
         processes.become_helper(self._parent_pid)

@@ -1,4 +1,4 @@
-"""What peers of a swarm tell one another: the creator's manifest, every peer's progress, and the clock of rounds."""
+"""What the peers of a swarm tell one another: the manifest, progress, credits, words to the group, and the clock."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from trainkit.run.metrics import Contribution, typed_contributions
 from trainkit.swarm import address
 
 PROTOCOL = 3
+MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
+CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
+"""Keys of the records in the DHT."""
+MOST_PEERS = 1000
+"""A node keeps, and a reader reads, the records of so many peers under one key."""
+MOST_CREDITED = 200
+_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
 
 Text = Annotated[str, Field(strict=True, max_length=128)]
+Name = Annotated[Text, AfterValidator(lambda text: terminal.name(text) or "?")]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
-def _size(most: int) -> Any:
-    """A bound on what a model is built by: a plausible one is smaller, and a larger one would fill the memory."""
-    return Field(strict=True, ge=1, le=most)
+Value = Annotated[Number, Field(ge=-1e6, le=1e6)]
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,10 @@ class Manifest:
     first_round: Count
     owner: Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
     """The owner's public key, in hex."""
-    num_classes: Annotated[int, _size(1 << 20)]
-    """Of the data; a peer that does not train builds its model by this and the next two."""
-    in_chans: Annotated[int, _size(1024)]
-    image_size: Annotated[int, _size(1 << 14)]
+    # A peer that does not train builds its model by these three. Larger ones would fill its memory.
+    num_classes: Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+    in_chans: Annotated[int, Field(strict=True, ge=1, le=1024)]
+    image_size: Annotated[int, Field(strict=True, ge=1, le=1 << 14)]
     open_run: Flag = False
     """Whoever has an address may take part, as a volunteer."""
     facts: dict[Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True, max_length=500)]] = field(
@@ -59,23 +63,16 @@ class Manifest:
     protocol: Count = PROTOCOL
 
 
-MOST_PEERS = 1000
-"""Peers of whom a node keeps records under one key, and of whom a reader takes note."""
-
-Name = Annotated[Text, AfterValidator(lambda text: terminal.name(text) or "?")]
-
-
 @dataclass(frozen=True)
 class PeerProgress:
-    """What a peer says about its last round. Its fields are of these types and in these bounds, or no node keeps it and
-    nobody reads it."""
+    """What a peer says about its last round. Nobody keeps one whose fields are not of these types and bounds."""
 
     name: Name
     """One line that a terminal may show."""
     round: Count
     samples: Count
     samples_per_sec: Annotated[Number, Field(ge=0.0, le=1e9)]
-    loss: Annotated[Number, Field(ge=-1e6, le=1e6)]
+    loss: Value
     group: Annotated[Count, Field(le=100_000)]
     """Peers that averaged together, itself included; 0: it went on alone."""
     time: Annotated[Number, Field(ge=0.0, le=1e11)]
@@ -87,32 +84,48 @@ class PeerProgress:
     sent: Count = 0
     """Bytes that it has sent for the round, and received."""
     received: Count = 0
-    val_loss: Annotated[Number, Field(ge=-1e6, le=1e6)] | None = None
+    val_loss: Value | None = None
     """The last validation, of those who validate the common model."""
-    val_headline: Annotated[Number, Field(ge=-1e6, le=1e6)] | None = None
+    val_headline: Value | None = None
     """And the metric that the task is judged by."""
     addresses: Annotated[Sequence[Annotated[str, Field(strict=True, max_length=200)]], Field(max_length=8)] = ()
     """Where others reach the peer; empty if they cannot."""
 
 
 _MANIFEST, _PROGRESS = TypeAdapter(Manifest), TypeAdapter(PeerProgress)
-_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
-MOST_CREDITED = 200
 
 
 def manifests_in(found: Any) -> dict[str, Manifest]:
-    """Peer id -> manifest, of what the DHT returned for `access.MANIFEST`."""
+    """Peer id -> manifest, of what the DHT returned for `MANIFEST`."""
     return {peer: Manifest(**value) for peer, value in _records(found).items()}
 
 
 def progress_in(found: Any) -> dict[str, PeerProgress]:
-    """Peer id -> progress, of what the DHT returned for `access.PROGRESS`."""
+    """Peer id -> progress, of what the DHT returned for `PROGRESS`."""
     read = {peer: progress_of(value) for peer, value in _records(found).items()}
     return {peer: own for peer, own in read.items() if own is not None}
 
 
+def credits_in(found: Any) -> dict[str, list[Contribution]]:
+    """Peer id -> who has contributed how much by its account, of what the DHT returned for `CREDITS`."""
+    return {
+        peer: typed_contributions([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
+        for peer, value in _records(found).items()
+    }
+
+
+def _records(found: Any) -> dict[str, dict[str, Any]]:
+    """Peer id -> record. The DHT's validators have checked shapes and signatures."""
+    records: dict[str, dict[str, Any]] = {}
+    if found is not None and isinstance(found.value, dict):
+        for subkey, entry in islice(found.value.items(), MOST_PEERS):
+            with suppress(ValueError, TypeError):
+                records[base58.b58encode(subkey).decode()] = dict(entry.value)
+    return records
+
+
 def is_manifest(value: object) -> bool:
-    """Whether it is a manifest of this version, with every field and no other."""
+    """Whether ``value`` is a manifest of this version, with every field and no other."""
     with suppress(ValidationError):
         _MANIFEST.validate_python(value)
         return isinstance(value, dict) and value.keys() == {one.name for one in fields(Manifest)}
@@ -120,14 +133,14 @@ def is_manifest(value: object) -> bool:
 
 
 def progress_of(value: object) -> PeerProgress | None:
-    """One record as somebody has written it; None if it is not one. Fields of later versions are passed over."""
+    """One record as a peer has written it; None if it is not one. Fields of later versions are passed over."""
     with suppress(ValidationError):
         return _PROGRESS.validate_python(value)
     return None
 
 
 def is_credits(value: object) -> bool:
-    """Whether it is a `credit_record`; whoever reads one looks at the types in its rows."""
+    """Whether ``value`` is a `credit_record`; whoever reads one checks the types in its rows."""
     rows = value.get("rows") if isinstance(value, dict) and len(value) == 1 else None
     return (
         isinstance(rows, list)
@@ -136,24 +149,15 @@ def is_credits(value: object) -> bool:
     )
 
 
-def credits_in(found: Any) -> dict[str, list[Contribution]]:
-    """Peer id -> who has contributed how much by its account, of what the DHT returned for `access.CREDITS`."""
-    return {
-        peer: typed_contributions([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
-        for peer, value in _records(found).items()
-    }
-
-
 def credit_record(contributions: Sequence[Contribution]) -> dict[str, Any]:
     """What `credits_in` reads; of many names the first ones."""
     return {"rows": [[getattr(item, key) for key in _CREDIT] for item in contributions[:MOST_CREDITED]]}
 
 
 def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
-    """Of the manifests in a swarm that was reached at ``peers``, that of the run, and its creator's id.
+    """The manifest of the swarm that was reached at ``peers``, and its creator's id.
 
-    It is the one signed by the peer that an address names; or the only one there is, if the address is that of another
-    member.
+    It is the one of the peer that an address names; or the only one, if the address is that of another member.
 
     Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit.
     """
@@ -170,7 +174,7 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
 
 
 def require_same_version(manifest: Manifest) -> None:
-    """Raises RefusedError when the creator's trainkit speaks otherwise than this one."""
+    """Raises RefusedError when the creator's trainkit speaks another version of the protocol."""
     if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
@@ -194,18 +198,8 @@ def no_run_at(peer: str) -> UserError:
     )
 
 
-def _records(found: Any) -> dict[str, dict[str, Any]]:
-    """Peer id -> record. Shapes and signatures have been checked by the DHT's validators."""
-    records: dict[str, dict[str, Any]] = {}
-    if found is not None and isinstance(found.value, dict):
-        for subkey, entry in islice(found.value.items(), MOST_PEERS):
-            with suppress(ValueError, TypeError):
-                records[str(base58.b58encode(subkey).decode())] = dict(entry.value)
-    return records
-
-
-# What a peer tells its group before they average. hivemind takes it as it comes: one peer that sends garbage ends the
-# round for all, in every round.
+# What a peer tells its group before they average. hivemind takes it as it comes: one peer that sends garbage would end
+# every round for all.
 
 _LONGEST = 4096  # bytes; 1,200 are known today
 NODE, CLIENT, AUX = 0, 1, 2
@@ -240,11 +234,10 @@ NOTHING = Gathered()
 
 def read_gathered(data: bytes) -> Gathered | None:
     """What ``data`` says; None if it is not what a peer of ours sends."""
-    if len(data) > _LONGEST:
-        return None
-    with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
-        bandwidth, mode, about = plain_msgpack(data)
-        return Gathered(bandwidth=bandwidth, mode=mode, about=About.model_validate(plain_msgpack(about)))
+    if len(data) <= _LONGEST:
+        with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
+            bandwidth, mode, about = plain_msgpack(data)
+            return Gathered(bandwidth=bandwidth, mode=mode, about=About.model_validate(plain_msgpack(about)))
     return None
 
 
@@ -258,10 +251,10 @@ def _untouched(image: Any) -> Any:
 
 
 def no_data(name: str, manifest: Manifest) -> Splits:
-    """The run's data set without a sample, for a peer that does not train; ``name``: its name.
+    """The run's data set ``name`` without a sample, for a peer that does not train.
 
-    Its classes have numbers for names, and its channels no mean: no weights come of them, for an anchor takes its
-    own over from the run. Where they decide about shapes nonetheless, the model is refused as another one.
+    Class names are numbers and means are zero: an anchor takes its weights from the run, so they decide about nothing.
+    Where they decide about shapes nonetheless, the model is refused as another one.
     """
     info = DataInfo(
         name=name,
@@ -276,18 +269,17 @@ def no_data(name: str, manifest: Manifest) -> Splits:
     return Splits(info, nothing, nothing, nothing, _untouched, _untouched, in_memory=True)
 
 
-# Rounds are boxes of time: round ``r`` ends at ``(first + r + 1) * seconds`` on the clock that the peers share.
-#
-# So every peer knows, without asking anybody, which round it is, how far the run is, and when it ends; nobody waits
-# for the slowest, and no message of a peer can move the others' clock.
-
-# Rates are set on a grid of so many points per epoch of the schedule.
+# The learning rate is set on a grid of so many points per epoch of the schedule.
 _GRID = 1000
 
 
 @dataclass(frozen=True)
 class RoundClock:
-    """``count`` rounds of ``seconds``; ``first`` is the number of round 0, counted since 1970."""
+    """``count`` rounds of ``seconds``; ``first`` is the number of round 0, counted since 1970.
+
+    Round ``r`` ends at ``(first + r + 1) * seconds`` on the clock that the peers share. So every peer knows which round
+    it is without asking; nobody waits for the slowest, and no message of a peer moves the others' clock.
+    """
 
     seconds: float
     first: int
@@ -323,10 +315,6 @@ class RoundClock:
         """Seconds; what peers know of one another must not be older."""
         return self.seconds
 
-    def progress(self, now: float) -> float:
-        """Share of the run that is over, 0 to 1."""
-        return min(max(0.0, (now / self.seconds - self.first) / self.count), 1.0)
-
     def grid(self, now: float, epochs: int) -> tuple[int, int, int]:
         """``(step, steps_per_epoch, total_steps)`` for `trainkit.training.optim.lr_at`.
 
@@ -334,18 +322,16 @@ class RoundClock:
         moment, however many updates each of them makes.
         """
         total = epochs * _GRID
-        return min(int(self.progress(now) * total), total - 1), _GRID, total
+        done = max(0.0, (now / self.seconds - self.first) / self.count)
+        return min(int(done * total), total - 1), _GRID, total
 
 
 @dataclass(frozen=True)
 class UpdateClock(RoundClock):
-    """``sync: gradients``: a round is over when the peers have the samples of an update; ``seconds`` bound it.
-
-    Only the state that they have in common says which round it is.
-    """
+    """``sync: gradients``: a round is over when the peers have the samples of an update; ``seconds`` bound it."""
 
     done: Callable[[], int] = lambda: 0
-    """Rounds that are in that state."""
+    """Rounds that are in the state that the peers have in common; only that says which round it is."""
 
     def index(self, now: float) -> int:
         """The round under way, whatever the time is."""
@@ -353,7 +339,7 @@ class UpdateClock(RoundClock):
 
     @property
     def oldest_news(self) -> float:
-        """They say when the round is over."""
+        """News say when the round is over."""
         return 3.0
 
     @property

@@ -38,7 +38,7 @@ from trainkit.swarm.address import (
     saved_peer,
     write_addresses,
 )
-from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invited, own_pass, owner_of, with_token
+from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
 
@@ -75,7 +75,7 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
             for item in addresses:
                 say(f"  {address.join_command([item])}")
         elif spec.folder is None:  # a token must not be kept in the run's log
-            lines = invited(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
+            lines = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
             print("\n".join(lines), flush=True)
         say(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         for line in how_to_be_reached(addresses):

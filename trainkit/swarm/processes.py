@@ -11,9 +11,12 @@ import multiprocessing
 import os
 import platform
 import signal
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil
 
@@ -113,10 +116,38 @@ def all_alive(processes: list[psutil.Process]) -> bool:
         return False
 
 
-def helper_has_died() -> RunFailedError:
-    """One of this peer's helpers is gone, or hangs."""
+# A helper answers in milliseconds; where the machine is loaded it gets more time in proportion, as long as it lives.
+_ANSWER_SECONDS = 30.0
+_MOST_LOAD = 10.0
+
+
+def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
+    """What a helper process answers, by the future of it.
+
+    Raises RunFailedError when the process is gone, or is silent for too long.
+    """
+    began = time.monotonic()
+    while True:
+        with suppress(OSError, FutureTimeoutError):
+            return asked.result(0.5)
+        if asked.done():
+            return asked.result()  # the error is the answer's own
+        cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+        silent, known = time.monotonic() - began, family(pid)
+        if not known or not all_alive(known[:1]):
+            raise helper_has_died(helper)
+        if silent > _ANSWER_SECONDS * min(max(1.0, load / cores), _MOST_LOAD):
+            raise RunFailedError(
+                f"The {helper} of this peer has not answered for {silent:.0f} s.",
+                why=f"Its process {pid} lives, but hangs or gets no time: load {load:.0f} on {cores} cores.",
+                fix="Start the peer again, when fewer other programs run.",
+            )
+
+
+def helper_has_died(helper: str) -> RunFailedError:
+    """One of this peer's helpers is gone."""
     return RunFailedError(
-        "A helper process of this peer has died.",
+        f"A helper process of this peer has died: its {helper}.",
         why="Without it nobody can be reached; most often memory ran out.",
         fix="Start the peer again.",
     )

@@ -1,8 +1,8 @@
-"""Screening: what a reducer makes of the contributions of a round; who counts, how much, and who does not.
+"""Whom to believe: a reducer screens contributions, a peer audits reducers, and a sentry draws the consequences.
 
-A reducer sees every sender's own part, so it can judge before it averages. Besides the part itself it needs the
-matrix of their inner products, which adds up over the parts of a round: lengths and
-directions are judged by all that has come so far, and every part is averaged as soon as it is there.
+A reducer sees every sender's own part, so it can judge before it averages. Besides the part itself it needs the matrix
+of their inner products, which adds up over the parts of a round: lengths and directions are judged by all that has come
+so far, and every part is averaged as soon as it is there.
 
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
 - Weights are claims. A volunteer's counts up to what its own speed makes possible, and up to a few times the median.
@@ -17,23 +17,37 @@ directions are judged by all that has come so far, and every part is averaged as
 With two senders there is no majority: then the owner's side is what the other is measured by, and nobody is blamed for
 pointing against it: once both have learned everything, two honest ones do (cosines to -0.6, measured). All who use one
 invitation have one voice together where a majority decides, or one who was invited would come ten times and be it.
+
+Nobody but the reducer has seen all contributions. But a peer knows its own, which is in the average or beside others
+that began at the same weights: an average is not against it, and not many times longer. So each peer, the owner first
+of all, audits by its own contribution the slice of every other reducer but the owner. Where a slice cannot be true the
+common weights stay as they are, and what was learned waits for a later round. A slice that is wrong but neither long
+nor against anybody passes.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trainkit.swarm.admission import Member
-from trainkit.swarm.invitations import GUESTS
+from trainkit import terminal
+from trainkit.run.events import Remark
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Counted
+from trainkit.swarm.access import STRIKES, Ban, Bans
+from trainkit.swarm.admission import Member, remember
+from trainkit.swarm.invitations import GUESTS, RANKS, Role, credited
+from trainkit.swarm.link import cuts
 from trainkit.swarm.messages import PeerProgress
+from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
 
 # A volunteer's weight counts at most so many times the group's median; the owner's side counts in full.
 LARGEST_SHARE = 3.0
@@ -41,7 +55,7 @@ LARGEST_SHARE = 3.0
 _SPEED_SLACK = 1.5
 # A claim so many times what it may be is no accident.
 _GROSS_CLAIM = 20.0
-# Who is so many times longer than it may be is left out.
+# So many times longer than it may be: a contribution is left out, a reducer's average is no accident.
 _GROSS_LENGTH = 5.0
 # Honest contributions can be this much longer than the median without a word about it.
 _NOTED_LENGTH = 2.0
@@ -50,9 +64,9 @@ _LARGEST_VALUE = 1e12
 # Peers agree when the typical cosine between them is at least this; towards the end of training they need not.
 _AGREEMENT = 0.1
 _AGAINST = 0.05
-_ROUNDING = 1e-9  # of voices: eight eighths are one
 # Of two, one of the owner's side: there is no agreement to measure, so more is asked.
 _AGAINST_OF_TWO = 0.2
+_ROUNDING = 1e-9  # of voices: eight eighths are one
 
 Action = Literal["dropped", "left out", "clipped"]
 """Dropped is who has sent what no honest peer sends; who is left out may be honest."""
@@ -60,7 +74,7 @@ Action = Literal["dropped", "left out", "clipped"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reducer has done to a sender's contribution, and why, for people."""
+    """What was done to a peer's contribution or average, and why, for people."""
 
     peer: str
     action: Action
@@ -120,14 +134,13 @@ class Screen:
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
         self._squares = torch.zeros_like(self._products)
         self._allowed_squares = [0.0] * len(senders)
-        self._seen = 0
         self._out: dict[int, str] = {}
         """Who was dropped, and why."""
         self._left_out: dict[int, str] = {}
         self._claims: dict[int, float] = {}
         self._counted: dict[int, float] = {}
         """Sums over the parts, of weight times values."""
-        self._averaged = 0
+        self._seen = self._averaged = 0
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
         """The average of one part.
@@ -155,17 +168,16 @@ class Screen:
             elif sender not in self._out:
                 good[sender] = values
         weight = self._believed(list(good))
-        good = {sender: values for sender, values in good.items() if sender in weight}
+        good = {sender: good[sender] for sender in weight}
         split = min(max(self._num_parameters - position, 0), flat.numel())
         result = flat.clone()
         result[:split] = 0.0
         if split and good:
-            members = list(good)
-            rows = torch.stack([good[sender][:split] for sender in members])
-            result[:split] = self._parameters(members, rows, weight)
+            rows = torch.stack([values[:split] for values in good.values()])
+            result[:split] = self._parameters(list(good), rows, weight)
         good = {sender: values for sender, values in good.items() if self._counts(sender)}
         if split < flat.numel() and good:
-            result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()}, flat[split:])
+            result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()})
         self._averaged += flat.numel()
         for sender in good:
             self._counted[sender] = self._counted.get(sender, 0.0) + weight[sender] * flat.numel()
@@ -183,9 +195,11 @@ class Screen:
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
         found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
-        for sender, why in sorted(self._left_out.items()):
-            if sender not in self._out:
-                found.append(Verdict(self._senders[sender], "left out", why))
+        found += [
+            Verdict(self._senders[sender], "left out", why)
+            for sender, why in sorted(self._left_out.items())
+            if sender not in self._out
+        ]
         for sender, peer in enumerate(self._senders):
             if self._counts(sender) and (ratio := self._excess(sender)) > _NOTED_LENGTH:
                 found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
@@ -200,15 +214,27 @@ class Screen:
     def _trusted(self, sender: int) -> bool:
         return self._senders[sender] in self._limits.trusted
 
-    def _believed(self, members: list[int]) -> dict[int, float]:
+    def _voices(self, senders: Iterable[int]) -> list[float]:
+        return [self._limits.voices.get(self._senders[sender], 1.0) for sender in senders]
+
+    def _can_vote(self, senders: Iterable[int]) -> bool:
+        """Whether there can be a majority."""
+        return sum(self._voices(senders)) > 2.0 + _ROUNDING
+
+    def _reference(self, senders: list[int]) -> list[int]:
+        """Whom the others are measured by: all, if there can be a majority."""
+        if self._can_vote(senders):
+            return senders
+        return [sender for sender in senders if self._trusted(sender)] or senders
+
+    def _believed(self, senders: list[int]) -> dict[int, float]:
         """How much each counts; without those whose claim is no accident."""
-        if not members:
-            return {}
-        usual = self._median_of({sender: self._claims[sender] for sender in self._reference(members)})
         believed: dict[int, float] = {}
-        for sender in members:
+        known = self._reference(senders)
+        usual = _median([self._claims[sender] for sender in known], self._voices(known)) if senders else 0.0
+        for sender in senders:
             claim = self._claims[sender]
-            if self._trusted(sender) or len(members) == 1:
+            if self._trusted(sender) or len(senders) == 1:
                 believed[sender] = claim
                 continue
             seen = self._limits.possible.get(self._senders[sender])
@@ -220,91 +246,71 @@ class Screen:
                 believed[sender] = min(claim, possible)
         return believed
 
-    def _voice(self, sender: int) -> float:
-        return self._limits.voices.get(self._senders[sender], 1.0)
-
-    def _can_vote(self, members: list[int]) -> bool:
-        """Whether there can be a majority."""
-        return sum(map(self._voice, members)) > 2.0 + _ROUNDING
-
-    def _reference(self, members: list[int]) -> list[int]:
-        """Whom the others are measured by: all, if there can be a majority."""
-        if self._can_vote(members):
-            return members
-        return [sender for sender in members if self._trusted(sender)] or members
-
-    def _median_of(self, values: Mapping[int, float]) -> float:
-        """Of a value of each sender."""
-        return _median(list(values.values()), [self._voice(sender) for sender in values])
-
-    def _parameters(self, members: list[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
+    def _parameters(self, senders: list[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
         products = (rows @ rows.T).double()
-        lengths = products.diagonal().sqrt().tolist()
-        where = torch.tensor(members)
+        lengths = dict(zip(senders, products.diagonal().sqrt().tolist(), strict=True))
+        where = torch.tensor(senders)
         self._products[where[:, None], where] += products
         self._squares[where[:, None], where] += products.diagonal()[:, None]
         self._seen += rows.shape[1]
-        for sender, allowed in self._allowed(dict(zip(members, lengths, strict=True)), weight).items():
+        for sender, allowed in self._allowed(lengths, weight).items():
             self._allowed_squares[sender] += allowed * allowed
-        for sender in members:
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
                 self._left_out.setdefault(sender, f"was {ratio:.3g} times longer than the group's median")
-        self._judge_directions([sender for sender in members if sender not in self._out])
-        kept = [index for index, sender in enumerate(members) if self._counts(sender)]
-        norm = {members[index]: lengths[index] for index in kept}
-        allowed_now = self._allowed(norm, weight)  # anew, without those that do not count
-        factors = torch.zeros(len(members))
-        total = sum(weight[sender] for sender in norm)
-        for index in kept:
-            sender = members[index]
-            clip = min(1.0, allowed_now[sender] / norm[sender]) if norm[sender] else 1.0
-            factors[index] = weight[sender] / total * clip
-        return factors[kept] @ rows[kept]
+        self._judge_directions([sender for sender in senders if sender not in self._out])
+        kept = {sender: length for sender, length in lengths.items() if self._counts(sender)}
+        total = sum(weight[sender] for sender in kept)
+        factors = torch.zeros(len(senders))
+        for sender, allowed in self._allowed(kept, weight).items():  # anew, without those that do not count
+            clip = min(1.0, allowed / kept[sender]) if kept[sender] else 1.0
+            factors[senders.index(sender)] = weight[sender] / total * clip
+        return factors @ rows
 
     def _excess(self, sender: int) -> float:
         """How many times longer than it may be, over all parts of a sender."""
         length, allowed = float(self._squares[sender, sender]), self._allowed_squares[sender]
         return math.sqrt(length / allowed) if allowed else 0.0
 
-    def _allowed(self, norm: Mapping[int, float], weight: Mapping[int, float]) -> dict[int, float]:
+    def _allowed(self, length: Mapping[int, float], weight: Mapping[int, float]) -> dict[int, float]:
         """How long each contribution may be: the median, and in proportion for who has trained on more samples."""
-        reference = self._reference([sender for sender in norm if norm[sender] > 0.0])
+        reference = self._reference([sender for sender in length if length[sender] > 0.0])
         if not reference:
-            return dict.fromkeys(norm, 0.0)
-        usual = self._median_of({sender: norm[sender] for sender in reference})
-        work = self._median_of({sender: weight[sender] for sender in reference})
-        return {sender: usual * max(1.0, weight[sender] / work) for sender in norm}
+            return dict.fromkeys(length, 0.0)
+        voices = self._voices(reference)
+        usual = _median([length[sender] for sender in reference], voices)
+        work = _median([weight[sender] for sender in reference], voices)
+        return {sender: usual * max(1.0, weight[sender] / work) for sender in length}
 
-    def _judge_directions(self, members: list[int]) -> None:
-        members = [sender for sender in members if self._products[sender, sender] > 0.0]
-        where = torch.tensor(members, dtype=torch.long)
+    def _judge_directions(self, senders: list[int]) -> None:
+        senders = [sender for sender in senders if self._products[sender, sender] > 0.0]
+        where = torch.tensor(senders, dtype=torch.long)
         squares = self._squares[where[:, None], where]
         cosines = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
-        trusted = [place for place, sender in enumerate(members) if self._trusted(sender)]
-        if trusted and not self._can_vote(members):
-            for place, sender in enumerate(members):
+        trusted = [place for place, sender in enumerate(senders) if self._trusted(sender)]
+        if trusted and not self._can_vote(senders):
+            for place, sender in enumerate(senders):
                 cosine = min(cosines[place][one] for one in trusted)
                 if place not in trusted and cosine < -(_AGAINST_OF_TWO + chance):
                     self._left_out.setdefault(sender, f"points against the owner's side (cosine {cosine:.2f})")
-        elif len(members) > 2:
-            voices = [self._voice(sender) for sender in members]
+        elif len(senders) > 2:
+            voices = self._voices(senders)
             # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
             typical = [
                 -_median([-value for j, value in enumerate(row) if j != i], voices[:i] + voices[i + 1 :])
                 for i, row in enumerate(cosines)
             ]
             if _median(typical, voices) >= _AGREEMENT:
-                for sender, cosine in zip(members, typical, strict=True):
+                for sender, cosine in zip(senders, typical, strict=True):
                     if cosine < -(_AGAINST + chance):
                         self._drop(sender, f"points against the others (cosine {cosine:.2f})")
 
-    def _buffers(self, values: Mapping[int, Tensor], own: Tensor) -> Tensor:
+    def _buffers(self, values: Mapping[int, Tensor]) -> Tensor:
         trusted = [part for sender, part in values.items() if self._trusted(sender)]
-        if not self._can_vote(list(values)) and (trusted or len(values) < 3):
+        if not self._can_vote(values) and (trusted or len(values) < 3):
             return torch.stack(trusted or list(values.values())).mean(0)
         ordered, of = torch.stack(list(values.values())).sort(0)
-        voices = torch.tensor([self._voice(sender) for sender in values], dtype=torch.float64)
+        voices = torch.tensor(self._voices(values), dtype=torch.float64)
         counted, half = voices[of].cumsum(0), float(voices.sum()) / 2
         # Of an even number the mean of the two in the middle.
         below, above = ((counted < half + rounding).sum(0) for rounding in (-_ROUNDING, _ROUNDING))
@@ -321,11 +327,163 @@ def _median(values: Sequence[float], voices: Sequence[float]) -> float:
     raise ValueError("the median of nothing")
 
 
-# How far all peers together are with an update, by what each says of itself.
-#
-# As `hivemind.optim.ProgressTracker` reckons it: what a peer has gathered when it last said so, and what it will have
-# gathered since at its speed. But what a volunteer says is a claim: it counts up to a few times the median, as in
-# `screening`, or one peer could end every update before the others have anything to give to it.
+# A peer has collapsed if its round is longer, and its loss higher, than those of the last round by this factor.
+_COLLAPSE = 10.0
+_MOST_PASSED_OVER = 3
+# Of a round; what was done in less says little about a whole one.
+_LEAST_TRAINED = 0.05
+# Below this a loss may rise as it likes: nothing is predicted wrong yet.
+_LOW_LOSS = 1e-3
+
+
+class OwnRounds:
+    """Judges each round of this peer by the one before.
+
+    AdamW at a high rate can collapse once the loss is nearly zero: its second moments decay faster than they follow the
+    gradients, until one update throws the weights anywhere (Bai et al., arXiv 2506.04805; tests/benchmarks/README.md).
+    Reducers leave out a peer that is many times longer than the others; but of two peers the owner's is what the other
+    is measured by, and its collapse was everybody's.
+
+    Length alone says nothing: a peer that has waited for a compiler makes one update in a round, and hundreds in the
+    next. After a collapse AdamW's first moment can lead away from the common weights once more; but only a few rounds
+    in a row are passed over, so that nobody is stuck.
+    """
+
+    def __init__(self) -> None:
+        self._length = self._loss = 0.0
+        self._passed_over = 0
+        """In a row."""
+
+    def give(self, common: CommonState, samples: int, trained: float, loss: float | None) -> Given:
+        """This peer's contribution to a round, as `CommonState.give`; nothing, where it has collapsed.
+
+        Args:
+            trained: the share of the round in which it did.
+            loss: of the round; None: not to be judged by.
+        """
+        given = common.give(samples)
+        if not given.usable or loss is None:
+            return given
+        length, before = whole(float(given.vector[: common.num_parameters].norm()), trained), self._loss
+        if (
+            0.0 < _COLLAPSE * self._length < length
+            and loss > _COLLAPSE * max(before, _LOW_LOSS)
+            and self._passed_over < _MOST_PASSED_OVER
+        ):
+            self._passed_over += 1
+            return common.nothing(f"its loss rose from {before:.2g} to {loss:.2g}")
+        self._length, self._loss, self._passed_over = length, loss, 0
+        return given
+
+
+def whole(length: float, trained: float) -> float:
+    """How far a peer would have moved in a whole round that has moved so far in a share of one."""
+    return length / max(trained, _LEAST_TRAINED)
+
+
+# An average is refused that is longer than this peer's own pseudo-gradient by more than this factor.
+_LARGEST_RATIO = 10.0
+# A reducer's slice is no longer than the median of what is in it; layers and peers differ by less than this.
+_LONG = 3.0
+# BatchNorm's statistics are of the same data on all peers.
+_LARGEST_BUFFERS = 10.0
+
+
+def objection(average: Tensor, num_parameters: int, usual: float) -> str:
+    """Why ``average`` must not be used; empty if it may. ``usual``: length of a pseudo-gradient here; 0: not known."""
+    if not bool(torch.isfinite(average).all()):
+        return "the average is not finite"
+    norm = float(average[:num_parameters].norm())
+    return f"the average is {norm / usual:.0f} times longer than usual" if 0.0 < usual < norm / _LARGEST_RATIO else ""
+
+
+def untrue(
+    average: Tensor, own: Tensor, num_parameters: int, reducers: Sequence[str], *, own_id: str, slower: float
+) -> tuple[Verdict, ...]:
+    """Reducers whose slices of ``average`` must not be used, and why.
+
+    Args:
+        average: of the whole vector, [values].
+        own: this peer's contribution, alike.
+        num_parameters: values before this position are pseudo-gradients, the others buffers.
+        reducers: id of the peer that has averaged each part; empty where no average has arrived.
+        slower: how many times more updates the others make in the time in which ``own`` was made, at least 1.
+    """
+    places: dict[str, list[slice]] = {}
+    for part, reducer in zip(cuts(own.numel()), reducers, strict=True):
+        if reducer:
+            places.setdefault(reducer, []).append(part)
+
+    def both(reducer: str, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """The average and the own values between two positions; float64, whose squares are finite."""
+        where = [slice(max(part.start, first), max(first, min(part.stop, last))) for part in places[reducer]]
+        theirs, mine = (torch.cat([vector[one] for one in where]).double() for vector in (average, own))
+        return theirs, mine
+
+    slices = {reducer: both(reducer, 0, num_parameters) for reducer in places}
+    ratios = {reducer: _length_ratio(*sliced) for reducer, sliced in slices.items()}
+    # What this peer has averaged itself is true: by so much the others' contributions may be longer than its own.
+    allowed = _LONG * max(1.0, slower, ratios.get(own_id, 0.0))
+    found: list[Verdict] = []
+    for reducer, (theirs, mine) in slices.items():
+        if reducer == own_id:
+            continue
+        buffers, ratio = both(reducer, num_parameters, own.numel()), ratios[reducer]
+        action: Action = "dropped"
+        why = ""
+        if not all(bool(torch.isfinite(values).all()) for values in (theirs, buffers[0])):
+            why = "values that are not finite"
+        elif _length_ratio(*buffers) > _LARGEST_BUFFERS:
+            why = "running statistics that nobody has measured"
+        elif ratio:
+            cosine = float(theirs @ mine) / (float(theirs.norm()) * float(mine.norm()))
+            if cosine < -(_AGAINST + 3.0 / math.sqrt(mine.numel())):
+                why = f"the opposite of what it got (cosine {cosine:.2f})"
+            elif ratio > allowed:
+                why = f"an average {ratio:.3g} times longer than usual"
+                action = "dropped" if ratio > _GROSS_LENGTH * allowed else "left out"
+        if why:
+            found.append(Verdict(reducer, action, f"as a reducer gave back {why}"))
+    return tuple(found)
+
+
+# Relative distance beyond which a peer takes over the state of the owner's side. Rounding to fp16 gives about 1e-5.
+_DRIFT = 1e-3
+
+
+def reference_among(trusted: Iterable[Member], role: Role, own_id: str) -> str | None:
+    """With whose weights a peer compares its own: the owner's; without the owner, of the first of its side by id.
+
+    None if it is itself the one that others compare with; what it has trained counts, whatever anybody says.
+    """
+    first = min(trusted, key=lambda member: (member.role != "owner", member.peer_id), default=None)
+    return None if first is None or role == "owner" or first.peer_id == own_id else first.peer_id
+
+
+def has_drifted(probe: object, own: Tensor) -> bool:
+    """Whether this peer's ``own`` probe is no longer that of the peer which has sent ``probe``."""
+    if not isinstance(probe, bytes) or len(probe) != 4 * PROBE_SIZE:
+        return False
+    theirs = torch.frombuffer(bytearray(probe), dtype=torch.float32)
+    return not float((theirs - own).norm()) <= _DRIFT * float(own.norm())  # also for not-a-number
+
+
+def slower_than(others: Mapping[str, float], own: float) -> float:
+    """How many times faster the others are, by the median of what they say, the lower one: so many peers must lie.
+
+    Args:
+        others: samples per second that each of them trains on.
+        own: the same of this peer; 0: not known.
+    """
+    known = [rate for rate in others.values() if rate > 0.0]
+    return max(1.0, statistics.median_low(known) / own) if known and own > 0.0 else 1.0
+
+
+def _length_ratio(average: Tensor, own: Tensor) -> float:
+    """How many times longer the average is; 0 where there is nothing to compare."""
+    mine = float(own.norm())
+    return float(average.norm()) / mine if mine > 0.0 else 0.0
+
 
 FRESH_SECONDS = 10.0
 """A peer that has said nothing for so long has gone, or is busy with something else than the update."""
@@ -354,6 +512,10 @@ def tally(
     now: float,
 ) -> Tally:
     """This peer's ``own`` work and that of the others, by their ids, that are at the same update.
+
+    As `hivemind.optim.ProgressTracker` reckons it: what a peer had gathered when it last said so, and what it will have
+    gathered since at its speed. But a volunteer's word is a claim: it counts up to a few times the median, or one peer
+    could end every update before the others have anything to give to it.
 
     Args:
         trusted: those of the others that are of the owner's side.
@@ -386,9 +548,6 @@ def _bounded(claims: Sequence[tuple[float, bool]]) -> float:
     return sum(claim if is_free else min(claim, most) for claim, is_free in claims)
 
 
-# How a round ended for one peer: a record of facts.
-
-
 @dataclass(frozen=True)
 class Round:
     """How a round ended for this peer."""
@@ -411,14 +570,155 @@ class Round:
     """Contributions that the peers of the group had announced."""
     bytes_up: int = 0
     bytes_down: int = 0
-    """Of the parts alone, see `exchange.Outcome`."""
+    """Of the parts alone, see `link.Outcome`."""
     late: tuple[str, ...] = ()
     """Ids of peers that this one, as a reducer, has left out of the rest of the round."""
     reducers: tuple[str, ...] = ()
     """Ids of the others that have averaged for this peer."""
     untrue: tuple[Verdict, ...] = ()
-    """Of those whose averages were not used, see `trainkit.swarm.average`."""
+    """Of those whose averages were not used."""
     collapsed: str = ""
     """Why this peer's own training of the round was given up; empty if it was not."""
     advice: str = ""
     """What the person at this machine should know about its link; empty if nothing has changed."""
+
+
+# Of one round; a flood of liars must not become a flood of records.
+_MOST_EVENTS = 20
+_MOST_SUSPECTS = 1000
+_EVENTS: Mapping[Action, Remark] = {
+    "dropped": "peer_dropped",
+    "left out": "peer_left_out",
+    "clipped": "peer_clipped",
+}
+
+
+class Strikes:
+    """Rounds in a row in which each peer's contribution was dropped."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def note(self, verdicts: Iterable[Verdict], took_part: Iterable[str]) -> dict[str, str]:
+        """Take in a round. Peer id -> why, of those for whom it was one too many.
+
+        Args:
+            took_part: ids of all peers in the round; one that was not in it neither gains nor loses by it.
+        """
+        dropped = {verdict.peer: verdict.why for verdict in verdicts if verdict.action == "dropped"}
+        neither = {verdict.peer for verdict in verdicts if verdict.action == "left out"}
+        for peer in set(took_part) - dropped.keys() - neither:
+            self.counts.pop(peer, None)
+        for peer in dropped:
+            remember(self.counts, peer, self.counts.get(peer, 0) + 1, _MOST_SUSPECTS)
+        out = {peer: why for peer, why in dropped.items() if self.counts.get(peer, 0) >= STRIKES}
+        for peer in out:
+            del self.counts[peer]
+        return out
+
+
+@dataclass
+class Sentry:
+    """Keeps watch over one reducer's rounds: events, strikes, bans, credit."""
+
+    averager: Any
+    """Is told what its group can have trained on, and tells its findings (`trainkit.swarm.exchange`)."""
+    bans: Bans
+    remark: Callable[..., None] = lambda kind, **facts: None
+    """Writes an event."""
+    say: Callable[[str], None] = lambda line: None
+    enforce: Callable[[Collection[str]], None] = lambda banned: None
+    """Shuts the door on exactly these ids (`Admission.ban`)."""
+    invitation_of: Callable[[str], str] = str
+    """Peer id -> what is banned with it: its invitation, or itself; empty for whom nobody bans."""
+    credit: Callable[[Collection[Counted]], None] = lambda counted: None
+    """Takes note of who has contributed to a round."""
+    judges_reducers: bool = False
+    """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
+    _strikes: Strikes = field(default_factory=Strikes)
+    _as_reducers: Strikes = field(default_factory=Strikes)
+    _enforced: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
+    _began: float = field(default_factory=time.time)
+    _unnamed: dict[str, Counted] = field(default_factory=dict)
+
+    def keeping(self, run_dir: RunDir, remark: Callable[..., None]) -> Sentry:
+        """The same with a memory: bans in that run folder, and events."""
+        self.bans.keep_in(run_dir.path)
+        return replace(self, remark=remark)
+
+    def before_round(self, peers: Mapping[str, PeerProgress], round_seconds: float) -> None:
+        """Tell the averager what peers can have trained on, by the speed that they have published; before its first
+        round a peer has none to tell of."""
+        known = {peer: own.samples_per_sec for peer, own in peers.items() if own.samples_per_sec > 0.0}
+        self.averager.expect({peer: speed * round_seconds for peer, speed in known.items()})
+        self.look()
+
+    def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> None:
+        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
+        invited: dict[str, str] = {}
+
+        def name(peer: str) -> str:
+            return _name(peer, peers, invited)
+
+        for found in self.averager.findings():
+            invited |= found.names
+            self._credit(found, peers)
+            self._judge(found.verdicts, index, name, f"{{}} was left out of round {index + 1}")
+            for peer, why in self._strikes.note(found.verdicts, found.members).items():
+                self._ban(peer, why, index, name(peer))
+        if result is not None:
+            self._judge(result.untrue, index, name, f"What {{}} has averaged in round {index + 1} is not used")
+            for peer, why in self._as_reducers.note(result.untrue, result.reducers).items():
+                if self.judges_reducers:
+                    self._ban(peer, why, index, name(peer))
+        self.look()
+
+    def look(self) -> None:
+        """Enforce the bans as they are by now: others pronounce them too, and a command lifts them. Cheap."""
+        banned = self.bans.read()
+        if banned.keys() == self._enforced:
+            return
+        for ban in banned.values():
+            if ban.id not in self._enforced and ban.id not in self._told and ban.time >= self._began:
+                name, why = terminal.name(ban.name), terminal.one_line(ban.why, 200)
+                self.remark("peer_banned", peer=ban.id, name=name, why=why)
+                self.say(f"  {name} is banned by another peer of the owner's side: {why}")
+        self._told.clear()
+        self.enforce(banned)
+        self._enforced = set(banned)
+
+    def _judge(self, verdicts: Sequence[Verdict], index: int, name: Callable[[str], str], what: str) -> None:
+        for verdict in verdicts[:_MOST_EVENTS]:
+            who = name(verdict.peer)
+            self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=who, why=verdict.why, round=index + 1)
+            if verdict.action != "clipped":
+                self.say(f"  {what.format(who)}: {verdict.why}")
+
+    def _ban(self, peer: str, why: str, index: int, name: str) -> None:
+        if not (out := self.invitation_of(peer)) or out in self.bans.read():
+            return  # nobody can be banned with it; or it is, with another peer of its invitation
+        self.bans.add(Ban(out, name, why))
+        self._told.add(out)
+        self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
+        lift = terminal.command("swarm", "unban", name)
+        self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
+
+    def _credit(self, found: Findings, peers: Mapping[str, PeerProgress]) -> None:
+        """Who has just come may not have told its name yet: its first round is credited with the next one."""
+        now: list[Counted] = []
+        late, self._unnamed = self._unnamed, {}
+        for peer, samples in found.counted.items():
+            counted = Counted(_name(peer, peers, found.names), samples, found.received.get(peer, 0))
+            if peer in peers or found.names.get(peer, GUESTS) not in (GUESTS, RANKS):
+                now.append(counted)
+            else:
+                self._unnamed[peer] = counted
+        if late:
+            self.credit([replace(item, name=_name(peer, peers, found.names)) for peer, item in late.items()])
+        self.credit(now)
+
+
+def _name(peer: str, peers: Mapping[str, PeerProgress], invited: Mapping[str, str]) -> str:
+    said = peers[peer].name if peer in peers else f"..{peer[-6:]}"
+    return terminal.name(credited(invited.get(peer, ""), said))

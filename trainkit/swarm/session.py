@@ -42,16 +42,16 @@ from trainkit.plugins import find_module
 from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access
-from trainkit.swarm.access import Identity
+from trainkit.swarm.access import Identity, banned_with
 from trainkit.swarm.address import Memory, SavedPeer, keep_identity
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
-from trainkit.swarm.bans import Sentry, banned_with
 from trainkit.swarm.dht import SwarmDHT, Watch, open_dht
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.link import Link, patience
 from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
+from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import CommonState, GatheringParts, GradientState, OuterState
 from trainkit.tasks.meter import Meter

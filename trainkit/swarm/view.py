@@ -37,7 +37,19 @@ from trainkit.swarm.admission import (
     run_with,
     warned,
 )
-from trainkit.swarm.messages import RoundClock, manifest_of
+from trainkit.swarm.messages import (
+    BANNED,
+    CREDITS,
+    MANIFEST,
+    PROGRESS,
+    REVOKED,
+    RoundClock,
+    credits_in,
+    manifest_of,
+    manifests_in,
+    no_run_at,
+    progress_in,
+)
 from trainkit.swarm.spec import adapted, check_own
 from trainkit.workarounds import hivemind_without_torch
 
@@ -124,9 +136,7 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
 
 
 def _read(node: Any, done: Callable[[Any, float], Any], peer: str, identity: Identity) -> SwarmRecords:
-    from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
-    from trainkit.swarm.bans import Excluded
-    from trainkit.swarm.messages import credits_in, manifests_in, no_run_at, progress_in
+    from trainkit.swarm.access import Excluded
 
     excluded = Excluded(identity.own, identity.peer_id, identity.admission)
     deadline = time.monotonic() + _READ_SECONDS
@@ -212,7 +222,7 @@ def as_peer(
 
 def main() -> int:
     """Ask, and print the answer."""
-    from trainkit.swarm.messages import manifest_of, require_going_on
+    from trainkit.swarm.messages import require_going_on
 
     try:
         entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
