@@ -69,10 +69,10 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
                 raise
             raise closed(Path(os.fsdecode(error.filename))) from None
         return
-    from trainkit.checkpoint.transfer import fetch_run
+    from trainkit.checkpoint.remote import fetch_run
 
     with TemporaryDirectory(prefix="trainkit-") as folder:
-        yield fetch_run(reference, Path(folder), wanted=lambda name: not name.startswith("optimizer"))
+        yield fetch_run(reference, Path(folder), weights_only=True)
 
 
 def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:

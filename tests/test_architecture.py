@@ -115,7 +115,7 @@ READERS = {
     "trainkit.data.datasets.fashion_mnist": "unpacks an archive, of which it takes a bounded part",
     "trainkit.data.download": "hashes archives part by part, and bounds what it fetches and unpacks",
     "trainkit.checkpoint.format": "hashes weights part by part once their size is right; parses what was read bounded",
-    "trainkit.checkpoint.transfer": "unpacks the code of a run in a bucket, its members bounded",
+    "trainkit.checkpoint.remote": "unpacks the code of a run in a bucket, its members bounded",
     "trainkit.checkpoint.state": "maps safetensors, whose header its library bounds; loads weights that the user names",
     "trainkit.checkpoint.save": "takes what ranks of the same run say to one another",
     "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
@@ -150,7 +150,7 @@ STARTING_CALLS = re.compile(
 WRITERS = {
     "jobs.cli": "/dev/null in the place of a closed pipe",
     "trainkit.site.node_health": "measures a disk with a file that has no name",
-    "trainkit.checkpoint.transfer": "second names for files of a checkpoint, in a folder that it has just made",
+    "trainkit.checkpoint.remote": "second names for files of a checkpoint, in a folder that it has just made",
     "trainkit.distributed.device": "a switch of the kernel in /proc",
     "trainkit.ranks.signals": "a file of its own that ranks map into memory; its name is random",
     "trainkit.run.lease": "a hard link, which of several at once only one can make",

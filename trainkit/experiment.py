@@ -10,9 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from trainkit.checkpoint.remote import Uploads, open_remote
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import start_from
-from trainkit.checkpoint.transfer import Uploads, kept_elsewhere
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -81,7 +81,7 @@ def run(
             writer = _meet(config, dist, open_run)
             run_dir, gpu = writer.run, dist.device.type == "cuda"
             with _failures_recorded(writer.attempt, dist), ExitStack() as held:
-                uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)
+                uploads = open_remote(config.checkpoint.remote, writer, dist)
                 config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
                 parts = build(config, dist, splits)
                 keep, asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous

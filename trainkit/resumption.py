@@ -59,7 +59,7 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
     if not is_sweep and history_of(run).finished and asked.preview is None:
         loaded = _load(run, asked)
         if url := loaded.config.checkpoint.remote:
-            from trainkit.checkpoint.transfer import send_rest
+            from trainkit.checkpoint.remote import send_rest
 
             require_own_code(run.path, loaded, allow_code=asked.allow_code)
             print(f"{run.name} has finished, and all that it keeps in {send_rest(run, url)} is there.")
@@ -138,7 +138,7 @@ def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
             why="Whoever can write there decides what that program does here, with your rights.",
             fix="If only you, or people you trust, can write there, give the same command with --allow-code.",
         )
-    from trainkit.checkpoint.transfer import fetch_run
+    from trainkit.checkpoint.remote import fetch_run
 
     run = fetch_run(url, runs_root(env))
     run_folder.remember(run.path)  # now it is found by its name

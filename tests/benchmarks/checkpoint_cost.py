@@ -9,7 +9,6 @@ take while it works.
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -23,8 +22,6 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 
 ROUNDS = 7
-WARMING_SECONDS = 2.0
-"""For the thread that makes room."""
 BUSY = 3
 """Rounds of short turns in each of those."""
 
@@ -62,8 +59,6 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
             checkpoints.settle()
             return seconds
 
-        checkpoints.warm(model, optimizer)  # as a run does after its first update
-        time.sleep(WARMING_SECONDS)
         first, _ = kit(), plain()
         kept = load_file(folder / "latest/model.safetensors")
         loaded = torch.load(file, weights_only=True)["model"]

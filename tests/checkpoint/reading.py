@@ -23,8 +23,8 @@ def write(folder: Path, step: int, stems: Mapping[str, Mapping[str, Tensor]], st
     """Write the checkpoint of ``step``, and point ``latest`` at it."""
     partial, facts = format.begin(folder, step), {}
     for stem, named in stems.items():
-        held = {Entry.of(name, value): checkpoint_tensors.as_bytes(value) for name, value in named.items()}
+        held = {Entry.of(name, value.dtype, value.shape): value for name, value in named.items()}
         with format.new_file(partial, f"{stem}.safetensors") as out:
-            facts[f"{stem}.safetensors"] = checkpoint_tensors.write(out, [*held], held.__getitem__)
+            facts[f"{stem}.safetensors"] = checkpoint_tensors.write(out.write, held, held.__getitem__)
     format.commit(folder, Record(step, state, facts))
     return format.path_of(folder, step)

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.checkpoint import reading
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import LONGEST, _checksum
+from trainkit.checkpoint.format import LONGEST, checksum
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
@@ -151,7 +151,7 @@ def edited(**changes: Any) -> Callable[[Path], None]:
         body = json.loads((checkpoint / "state.json").read_text())
         body.pop("sha256")
         body.update(changes)
-        (checkpoint / "state.json").write_text(json.dumps({**body, "sha256": _checksum(body)}))
+        (checkpoint / "state.json").write_text(json.dumps({**body, "sha256": checksum(body)}))
 
     return edit
 
@@ -240,14 +240,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),
     "state.json has no end": (text(" " * (LONGEST + 1)), "a file of its kind at most"),
     "state.json is not UTF-8": (lambda c: (c / "state.json").write_bytes(b"\xff\xfe\xfd"), "not readable"),
-    "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "NaN is not JSON"),
+    "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "has been changed"),
     "state.json has no checksum": (without_its_checksum, "no checksum"),
     "a digit of state.json changed": (a_digit_changed, "has been changed"),
     "made by another version": (edited(format=0), "another version"),
     "with a key more": (edited(more=1), "another version"),
     "of another step": (edited(step=7), "that of step 7"),
     "its step is true": (edited(step=True), "that of step True"),
-    "its step is huge": (edited(step=10**30), "without end"),
+    "its step is huge": (edited(step=10**30), "has been changed"),
     "its state is a list": (edited(state=[]), "does not say"),
     "its files are a list": (edited(files=[]), "does not say"),
     "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not say"),

@@ -27,7 +27,7 @@ from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import file_name
-from trainkit.checkpoint.save import Checkpoints, Snapshot
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError
@@ -126,7 +126,7 @@ class Gate:
         return _write(*args, **kwargs)
 
 
-_write, _take = checkpoint_tensors.write, Snapshot.take
+_write = checkpoint_tensors.write
 
 
 @pytest.fixture
@@ -205,32 +205,21 @@ def test_a_lease_lost_while_it_is_written_leaves_all_as_it_was(tmp_path: Path) -
     assert [*tmp_path.iterdir()] == []
 
 
+def buffers(checkpoints: Checkpoints) -> set[int]:
+    return {value.data_ptr() for named in checkpoints._copies.values() for value in named.values()}
+
+
 def test_the_memory_of_a_copy_is_used_again(tmp_path: Path) -> None:
     checkpoints, model = begun(tmp_path)
-    buffers = checkpoints._snapshot._buffers
-    before = {key: value.data_ptr() for key, value in buffers.items()}
+    before = buffers(checkpoints)
     checkpoints.save(model, None, step=2, state={}, best_step=None)
     checkpoints.settle()
-    assert {key: value.data_ptr() for key, value in checkpoints._snapshot._buffers.items()} == before != {}
-
-
-def test_memory_that_was_got_ahead_is_what_the_first_save_copies_to(tmp_path: Path) -> None:
-    checkpoints, model = Checkpoints(tmp_path, keep=1, dist=DIST, asynchronous=True), nn.Linear(3, 2)
-    snapshot = checkpoints._snapshot
-    checkpoints.warm(model, None)
-    assert snapshot._warming is not None
-    snapshot._warming.join()
-    before = {key: value.data_ptr() for key, value in snapshot._buffers.items()}
-    checkpoints.save(model, None, step=1, state={}, best_step=None)
-    checkpoints.settle()
-    assert {key: value.data_ptr() for key, value in snapshot._buffers.items()} == before != {}
+    assert buffers(checkpoints) == before != set()
 
 
 def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
     checkpoints, model = begun(tmp_path)
     assert gate.reached.wait(60)
-    checkpoints.warm(model, None)  # leaves the memory of what is being written alone
-    assert checkpoints._snapshot._warming is None
     with torch.no_grad():
         model.weight.fill_(2.0)  # training goes on
     assert format.steps(tmp_path) == []
@@ -241,30 +230,11 @@ def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Pa
 
 def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
-    checkpoints.warm(nn.Linear(3, 2), None)
-    assert checkpoints._snapshot._warming is None
     checkpoints.save(nn.Linear(3, 2), None, step=1, state={}, best_step=None)
-    assert (checkpoints._snapshot._buffers, format.steps(tmp_path)) == ({}, [1])
+    assert (buffers(checkpoints), format.steps(tmp_path)) == (set(), [1])
 
 
 # In the loop
-
-
-def test_the_first_copy_of_a_run_finds_memory_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing: list[set[Any]] = []
-
-    def take(self: Snapshot, tensors: Any) -> Any:
-        assert self._warming is not None
-        self._warming.join()
-        missing.append({*tensors} - {*self._buffers})
-        return _take(self, tensors)
-
-    monkeypatch.setattr(Snapshot, "take", take)
-    parts = parts_of("train.max_steps=2", "checkpoint.every_epochs=null", "train.eval_every_epochs=99")
-    keeper = keeper_of(parts, tmp_path / "run", Progress(), asynchronous=True)
-    train(parts, keeper, lambda: False)
-    keeper.settle()
-    assert missing == [set()]
 
 
 def test_who_is_told_to_stop_waits_for_the_disk(tmp_path: Path, gate: Gate) -> None:

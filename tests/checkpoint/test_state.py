@@ -20,9 +20,9 @@ from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.checkpoint import format
 from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import BrokenCheckpointError, Record, file_name, stem_of
+from trainkit.checkpoint.remote import send_rest
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import Entry, Stored, export, read_tensors, start_from, weights_of
-from trainkit.checkpoint.transfer import send_rest
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
@@ -197,9 +197,8 @@ def written(folder: Path, *parts: tuple[Entry, Tensor]) -> Record:
     partial, facts = format.begin(folder, 1), {}
     for index, (entry, value) in enumerate(parts):
         name = file_name("model", index, len(parts))
-        held = checkpoint_tensors.as_bytes(value)
         with format.new_file(partial, name) as out:
-            facts[name] = checkpoint_tensors.write(out, [entry], lambda _, held=held: held)  # type: ignore[misc]
+            facts[name] = checkpoint_tensors.write(out.write, [entry], {entry: value}.__getitem__)
     format.commit(folder, Record(1, {}, facts))
     return format.verified(folder, 1)
 
@@ -449,7 +448,7 @@ def test_another_network_is_refused_by_name_and_size(tmp_path: Path) -> None:
     save_file({"0.weight": torch.zeros(5, 9), "extra": torch.zeros(1)}, tmp_path / "a.safetensors")
     with pytest.raises(UserError, match="another network") as refusal:
         started(tmp_path / "a.safetensors", network())
-    assert "0.weight is 5x9 there, 5x4 here" in refusal.value.why
+    assert "0.weight is (5, 9) there, (5, 4) here" in refusal.value.why
 
 
 class Trap:

@@ -132,7 +132,7 @@ def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path) 
             model.weight.fill_(9.0)
             checkpoints.settle()
             assert bool((tensors(tmp_path)["weight"] == value).all())
-    assert all(buffer.is_pinned() for buffer in checkpoints._snapshot._buffers.values())
+    assert all(buffer.is_pinned() for named in checkpoints._copies.values() for buffer in named.values())
 
 
 def _timed(env: RankEnv) -> tuple[float, float, dict[str, float]]:

@@ -22,10 +22,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from trainkit import fileio
 from trainkit.errors import UserError
@@ -36,9 +37,8 @@ LONGEST = 1 << 22
 _FORMATS = (1, 2)
 """The second has stems in several files; a checkpoint without such stems is still written as the first."""
 _DEEPEST = 16
-_INT64 = range(-(2**63), 2**63)
 _FILE = re.compile(r"[a-z][a-z0-9_-]{0,63}\.safetensors")
-_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}")
+_ENDING = re.compile(r"(-[0-9]{5}-of-[0-9]{5})?\.safetensors\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -80,9 +80,10 @@ class Record:
     def to_json(self) -> str:
         """The text of the file. A number that is not finite becomes null: JSON has no word for it."""
         files = {name: asdict(facts) for name, facts in self.files.items()}
-        sharded = any(stem_of(name) != name.removesuffix(".safetensors") for name in self.files)
-        body = {"format": _FORMATS[sharded], "step": self.step, "state": _finite(self.state), "files": files}
-        return json.dumps({**body, "sha256": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+        sharded = any(f"{stem_of(name)}.safetensors" != name for name in self.files)
+        state = json.loads(json.dumps(fileio.finite(self.state)))  # with the keys that will be read
+        body = {"format": _FORMATS[sharded], "step": self.step, "state": state, "files": files}
+        return json.dumps({**body, "sha256": checksum(body)}, indent=1) + "\n"
 
 
 def file_name(stem: str, index: int, count: int) -> str:
@@ -92,8 +93,7 @@ def file_name(stem: str, index: int, count: int) -> str:
 
 def stem_of(name: str) -> str:
     """The stem whose tensors a file of this name holds."""
-    stem = name.removesuffix(".safetensors")
-    return stem[: part.start()] if (part := _PART.search(stem)) and part.end() == len(stem) else stem
+    return _ENDING.sub("", name)
 
 
 def parse(content: bytes, step: int) -> Record:
@@ -102,15 +102,15 @@ def parse(content: bytes, step: int) -> Record:
     Raises BrokenCheckpointError and says what is wrong with it.
     """
     try:
-        body = json.loads(content, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        body = fileio.parse(content)
+    except ValueError as error:
         raise BrokenCheckpointError(f"state.json is not readable ({error})") from None
     if not isinstance(body, dict) or "sha256" not in body:
         raise BrokenCheckpointError("state.json has no checksum of its own")
     claimed = body.pop("sha256")
     if not _is_bounded(body):
         raise BrokenCheckpointError("state.json holds numbers without end or lists in lists in lists")
-    if claimed != _checksum(body):
+    if claimed != checksum(body):
         raise BrokenCheckpointError("state.json has been changed: its checksum is another")
     if body.keys() != {"format", "step", "state", "files"} or body["format"] not in _FORMATS:
         raise BrokenCheckpointError("state.json is of another version of trainkit")
@@ -132,30 +132,16 @@ def _facts(name: str, facts: object) -> FileFacts:
     raise BrokenCheckpointError(f"state.json does not say what {name} must be")
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def checksum(body: Mapping[str, Any]) -> str:
+    """SHA-256 of a ``state.json`` without its checksum."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _is_bounded(value: object, depth: int = 0) -> bool:
     if isinstance(value, dict | list):
         items = value.values() if isinstance(value, dict) else value
         return depth < _DEEPEST and all(_is_bounded(item, depth + 1) for item in items)
-    if isinstance(value, int):
-        return value in _INT64
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+    return not isinstance(value, int | float) or abs(value) < (2**63 if isinstance(value, int) else math.inf)
 
 
 _NAME = re.compile(r"step-([0-9]{8,15})")
@@ -190,9 +176,17 @@ def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None)
     return partial
 
 
-def new_file(partial: Path, name: str) -> BinaryIO:
-    """Create a file of the checkpoint that is being written, unbuffered. Raises OSError."""
-    return fileio.create(partial / name, partial.parents[1], buffering=0)
+@contextmanager
+def new_file(partial: Path, name: str) -> Iterator[BinaryIO]:
+    """A file of the checkpoint that is being written, which is on the disk when the block has ended. Raises OSError."""
+    try:
+        with fileio.create(partial / name, partial.parents[1]) as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(partial / name)  # which a write does not tell
+        raise
 
 
 def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda: None) -> None:
@@ -201,14 +195,15 @@ def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda:
     Raises:
         OSError: it could not be done; the checkpoints before it are as they were, and what was written is gone.
     """
-    final, partial = path_of(folder, record.step), partial_of(folder, record.step)
+    final, partial, is_known = path_of(folder, record.step), partial_of(folder, record.step), False
     try:
         with new_file(partial, "state.json") as out:
             out.write(record.to_json().encode())
-            os.fsync(out.fileno())
         _flush(partial)
         may_write()
-        if _has_same_files(folder, record):
+        with suppress(BrokenCheckpointError):
+            is_known = verified(folder, record.step).files == record.files
+        if is_known:
             # A second save of a step, after a validation that a stop request had cut short. Only its state is new, and
             # a whole checkpoint is never taken away to be put back.
             os.replace(partial / "state.json", final / "state.json")
@@ -233,13 +228,6 @@ def abandon(folder: Path, step: int) -> None:
 def partial_of(folder: Path, step: int) -> Path:
     """Folder in which the checkpoint of a step is written."""
     return folder / f".{path_of(folder, step).name}.partial"
-
-
-def _has_same_files(folder: Path, record: Record) -> bool:
-    try:
-        return verified(folder, record.step).files == record.files
-    except BrokenCheckpointError:
-        return False
 
 
 def point(folder: Path, name: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A run's copy in a bucket or another folder (`checkpoint.remote`): its files, and a client for the place.
+"""A run's copy in a bucket or another folder (`checkpoint.remote`): sent behind the training, and fetched back.
 
     s3://bucket/prefix/RUN/remote.json                  whose it is: a number that the run's folder has, too
                            config.yaml manifest.json plan.json code.tar.gz
@@ -7,36 +7,53 @@
                            checkpoints/step-00001000/   as in the run folder; state.json is sent last
                            pointers.json                what `latest` and `best` name, both whole
 
-A checkpoint whose ``state.json`` is there is complete: it is the last to be sent and the first to be removed. It says
-what the other files must be, so that what comes back is compared with what was written.
+A checkpoint whose ``state.json`` is there is complete: it is the last to be sent and the first to be removed. What
+comes back is bounded, compared with the hashes in it, and nothing of it is run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
 import importlib.util
+import io
+import itertools
 import json
+import os
 import re
+import shutil
+import sys
+import tarfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import LONGEST, Record, parse
-from trainkit.errors import UserError
-from trainkit.run.folder import RunDir
+from trainkit.checkpoint.format import BrokenCheckpointError, Record
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.run.events import Attempt, Writer, read_events
+from trainkit.run.folder import CLAIM, RunDir, make_private
+from trainkit.run.lease import Holder, lease_on
+from trainkit.run.snapshot import are_of_code, read_code
 
+PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"
+_RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
+_RECORDS = (
+    *("metrics.jsonl", "task.json", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),
+    *("mistakes-val.json", "mistakes-test.json"),
+)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-_SECONDS = 20.0
 _PART = 16 << 20
-_SLOWEST_PART = 300.0
-"""Seconds in which one of four parts must have gone through: 0.2 MB/s."""
-_LONGEST = 400
+_LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE, _MOST_FILES = 1 << 16, 1 << 30, 256 << 20, 20_000
+_FETCH_TRIES, _LONGEST_PAUSE = 6, 60.0
 
 
 class StoreError(Exception):
@@ -54,16 +71,14 @@ class Store:
 
     Args:
         seconds: to connect, and between a request and its answer.
-        slowest_part: seconds without any part of a file going through, after which it is given up.
+        slowest_part: seconds without any part of a file going through, after which it is given up: 0.2 MB/s.
         tries: of each request, with pauses of 0.5, 1, 2, ... seconds; for a file that is absent there is one.
 
     Raises:
         UserError: the package for this kind of place is not installed.
     """
 
-    def __init__(
-        self, url: str, *, seconds: float = _SECONDS, slowest_part: float = _SLOWEST_PART, tries: int = 1
-    ) -> None:
+    def __init__(self, url: str, *, seconds: float = 20.0, slowest_part: float = 300.0, tries: int = 1) -> None:
         self.url, self._tries = url.rstrip("/"), tries
         scheme, _, self._root = self.url.partition("://")
         package = _PACKAGES.get(scheme, "fsspec")
@@ -76,18 +91,16 @@ class Store:
             )
         import fsspec
 
-        options: dict[str, Any] = {"skip_instance_cache": True}
+        options: dict[str, Any] = {"auto_mkdir": True}
         if scheme == "s3":
             # Few parts at a time: each is in memory. Tries are counted here and by the uploads, and not by botocore.
             limits = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 0}}
-            options |= {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
+            options = {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
         elif scheme == "gs":
-            options |= {"use_listings_cache": False, "timeout": seconds}
-        else:
-            options |= {"auto_mkdir": True}
+            options = {"use_listings_cache": False, "timeout": seconds}
         self._seconds, self._slowest_part = 4 * seconds, slowest_part
         self._put_options = {"chunksize": _PART} if scheme == "s3" else {}
-        self._fs: Any = fsspec.filesystem(scheme, **options)
+        self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
         if scheme == "s3":
             self._fs.retries = 2
 
@@ -96,11 +109,11 @@ class Store:
         # An error of opening it is not one of the place. The open file is sent, not a link that took its name since.
         with fileio.open_regular(file) as content:
             opened = f"/dev/fd/{content.fileno()}"
-            self._call("put_file", name, opened, self._path(name), limit=self._slowest_part, **self._put_options)
+            self._call("put_file", opened, self._path(name), limit=self._slowest_part, **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""
-        self._call("pipe_file", name, self._path(name), content, limit=self._seconds + len(content) / 100_000)
+        self._call("pipe_file", self._path(name), content, limit=self._seconds + len(content) / 100_000)
 
     def read(self, name: str, *, limit: int) -> bytes:
         """A small file. Raises AbsentError where there is none."""
@@ -109,71 +122,69 @@ class Store:
             raise StoreError(f"{self.url}/{name} is longer than {limit} bytes")
         return content
 
+    def read_object(self, name: str) -> Mapping[str, Any]:
+        """A small JSON object; empty where there is none."""
+        try:
+            return fileio.parse_object(self.read(name, limit=_LONGEST_OBJECT)) or {}
+        except AbsentError:
+            return {}
+
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
         """The first ``size`` bytes of a file, or as many as it has, part by part."""
         for start in range(0, size, _PART):
-            wanted = min(_PART, size - start)
-            block = self._read(name, start, start + wanted)
+            end = min(start + _PART, size)
+            block = self._read(name, start, end)
             yield block
-            if len(block) < wanted:
+            if len(block) < end - start:
                 return
 
-    def names(self, folder: str = "") -> list[str]:
+    def names(self, folder: str) -> list[str]:
         """Names of files and folders in a folder; none where there is no such folder."""
-        path = self._path(folder) if folder else self._root
+        path = self._path(folder)
         try:
-            listed = self._call("ls", folder, path, limit=self._seconds, detail=False)
+            listed = self._call("ls", path, limit=self._seconds, detail=False)
         except AbsentError:
             return []
         found = (str(item).rstrip("/") for item in listed)
-        return [item.rpartition("/")[2] for item in found if not item.endswith(path.rstrip("/"))]
+        return [item.rpartition("/")[2] for item in found if not item.endswith(path)]
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        try:
-            self._call("rm_file", name, self._path(name), limit=self._seconds)
-        except AbsentError:
-            return
+        with suppress(AbsentError):
+            self._call("rm_file", self._path(name), limit=self._seconds)
 
-    def remove_folder(self, name: str) -> None:
-        """Remove an empty folder; buckets have none."""
-        if not self._fs.async_impl:
-            self._call("rmdir", name, self._path(name), limit=self._seconds)
+    def remove_step(self, step: int) -> None:
+        """Remove a checkpoint, which is incomplete from the first moment on."""
+        folder = folder_of(step)
+        self.remove(f"{folder}/state.json")
+        for name in self.names(folder):
+            self.remove(f"{folder}/{name}")
+        if not self._fs.async_impl:  # buckets have no folders
+            self._call("rmdir", self._path(folder), limit=self._seconds)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _read(self, name: str, start: int, end: int) -> bytes:
         limit = self._slowest_part if end - start > _PART // 2 else self._seconds
-        return bytes(self._call("cat_file", name, self._path(name), limit=limit, start=start, end=end))
+        return bytes(self._call("cat_file", self._path(name), limit=limit, start=start, end=end))
 
-    def _call(self, method: str, name: str, *values: Any, limit: float, **options: Any) -> Any:
-        for tried in range(self._tries):
-            try:
-                return self._once(method, name, *values, limit=limit, **options)
-            except AbsentError:
-                raise
-            except StoreError:
-                if tried + 1 == self._tries:
-                    raise
-                time.sleep(2**tried / 2)
-        raise AssertionError("there is a first try")
-
-    def _once(self, method: str, name: str, *values: Any, limit: float, **options: Any) -> Any:
+    def _call(self, method: str, *values: Any, limit: float, **options: Any) -> Any:
         """One request, or several of a file in parts; given up when nothing has gone through for ``limit`` seconds."""
-        try:
-            if not self._fs.async_impl:
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                if self._fs.async_impl:
+                    return self._awaited(method, *values, limit=limit, **options)
                 return getattr(self._fs, method)(*values, **options)
-            return self._awaited(method, *values, limit=limit, **options)
-        except StoreError:
-            raise
-        except FileNotFoundError as error:
-            is_sent = method in ("put_file", "pipe_file")  # then the bucket is absent
-            kind = StoreError if is_sent else AbsentError
-            raise kind(f"{self.url}/{name}: {_words(error) or 'there is no such file'}") from None
-        # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common.
-        except Exception as error:
-            raise StoreError(f"{type(error).__name__}: {_words(error)}".removesuffix(": ")) from error
+            except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
+                words = " ".join(str(error).split())[:400].rstrip(".")
+                if isinstance(error, FileNotFoundError) and method not in ("put_file", "pipe_file"):
+                    raise AbsentError(f"{values[0]}: {words or 'there is no such file'}") from None
+                if tried == self._tries:
+                    raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
+            time.sleep(2**tried / 4)
 
     def _awaited(self, method: str, *values: Any, limit: float, **options: Any) -> Any:
         # The libraries' own limits do not hold everywhere: a sender waits for "100 Continue" for ever.
@@ -188,52 +199,18 @@ class Store:
         if method == "put_file":
             options["callback"] = Callback(hooks={"note": note})
         future = asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*values, **options), self._fs.loop)
-        while not future.done():
-            done, _ = wait([future], timeout=min(1.0, limit))
-            if not done and time.monotonic() - moved > limit:
+        while not wait([future], timeout=min(1.0, limit)).done:
+            if time.monotonic() - moved > limit:
                 future.cancel()
-                raise StoreError(f"nothing has gone through for {limit:.0f} seconds")
+                raise TimeoutError(f"nothing has gone through for {limit:.0f} seconds")
         return future.result()
 
 
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:_LONGEST].rstrip(".")
-
-
-PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"
-RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
-RECORDS = (
-    *("metrics.jsonl", "task.json", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),
-    *("mistakes-val.json", "mistakes-test.json"),
-)
-_SMALL = 1 << 16
-LONGEST_TEXT = 1 << 30
-"""Bytes of a record that goes there and comes back."""
-_ID = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True)
-class Pointers:
-    """Steps that ``latest`` and ``best`` name in a run's copy."""
-
-    latest: int | None = None
-    best: int | None = None
-
-    @property
-    def steps(self) -> list[int]:
-        """Each once, ``latest`` first."""
-        return list(dict.fromkeys(step for step in (self.latest, self.best) if step is not None))
-
-    @classmethod
-    def read(cls, store: Store) -> Pointers:
-        """What is there; None for what is absent or unreadable. Raises StoreError."""
-        told = small_object(store, POINTERS)
-        found = {name: told.get(name) for name in ("latest", "best")}
-        return cls(**{name: step for name, step in found.items() if type(step) is int and 0 <= step < 10**15})
-
-    def write(self, store: Store) -> None:
-        """Raises StoreError."""
-        store.write(json.dumps({"latest": self.latest, "best": self.best}).encode(), POINTERS)
+def pointers(store: Store) -> dict[str, int]:
+    """Steps that ``latest`` and ``best`` name in a run's copy, without what is absent or unreadable."""
+    told = store.read_object(POINTERS)
+    named = {name: told.get(name) for name in ("latest", "best")}
+    return {name: step for name, step in named.items() if type(step) is int and 0 <= step < 10**15}
 
 
 def folder_of(step: int) -> str:
@@ -248,16 +225,7 @@ def record_of(store: Store, step: int) -> Record:
         StoreError: there is none, or the place does not answer.
         BrokenCheckpointError: it is no whole one.
     """
-    return parse(store.read(f"{folder_of(step)}/state.json", limit=LONGEST), step)
-
-
-def remove_step(store: Store, step: int) -> None:
-    """Remove a checkpoint, which is incomplete from the first moment on. Raises StoreError."""
-    folder = folder_of(step)
-    store.remove(f"{folder}/state.json")
-    for name in store.names(folder):
-        store.remove(f"{folder}/{name}")
-    store.remove_folder(folder)
+    return format.parse(store.read(f"{folder_of(step)}/state.json", limit=format.LONGEST), step)
 
 
 def claim(remote: str, run: RunDir) -> Store:
@@ -266,7 +234,7 @@ def claim(remote: str, run: RunDir) -> Store:
     Raises:
         UserError: it cannot be reached, written or read; or another run is there.
     """
-    own, remote = own_place(run), remote.rstrip("/")
+    own, remote = _own_place(run), remote.rstrip("/")
     in_sweep = (run.path.parent / "sweep.json").is_file()
     url = f"{remote}/{run.path.parent.name}/{run.path.name}" if in_sweep else f"{remote}/{run.path.name}"
     if own and own["url"].startswith(f"{remote}/"):
@@ -275,7 +243,7 @@ def claim(remote: str, run: RunDir) -> Store:
     content = json.dumps({"id": number, "url": url}).encode()
     store = Store(url)
     try:
-        there = small_object(store, PLACE)
+        there = store.read_object(PLACE)
         if there and there.get("id") != number:
             raise UserError(
                 f"There is another run in {url} already.",
@@ -284,17 +252,16 @@ def claim(remote: str, run: RunDir) -> Store:
                 key="checkpoint.remote",
             )
         store.write(content, PLACE)
-        if store.read(PLACE, limit=_SMALL) != content:
+        if store.read(PLACE, limit=_LONGEST_OBJECT) != content:
             raise StoreError("what was written there does not come back")
     except StoreError as error:
-        raise unreachable(url, error) from None
+        raise _unusable(url, error) from None
     if own is None or own["url"] != url:
         fileio.write(run.path / PLACE, content, run.path)
     return store
 
 
-def unreachable(url: str, error: StoreError) -> UserError:
-    """The error for a place that does not do what it must."""
+def _unusable(url: str, error: StoreError) -> UserError:
     return UserError(
         f"{url} cannot be used.",
         why=f"{error}.",
@@ -304,18 +271,399 @@ def unreachable(url: str, error: StoreError) -> UserError:
     )
 
 
-def own_place(run: RunDir) -> dict[str, str] | None:
+def _own_place(run: RunDir) -> dict[str, str] | None:
     """Number and URL of the run's copy, as its folder says; None without such a copy."""
     try:
-        told = fileio.parse_object(fileio.read_bytes(run.path / PLACE, _SMALL)) or {}
+        told = fileio.parse_object(fileio.read_bytes(run.path / PLACE, _LONGEST_OBJECT)) or {}
     except OSError:
         return None
-    return told if isinstance(told.get("url"), str) and _ID.fullmatch(str(told.get("id"))) else None
+    has_id = re.fullmatch("[0-9a-f]{32}", str(told.get("id")))
+    return told if has_id and isinstance(told.get("url"), str) else None
 
 
-def small_object(store: Store, name: str) -> Mapping[str, Any]:
-    """A small JSON object; empty where there is none."""
+def fetch_run(url: str, root: Path, *, weights_only: bool = False) -> RunDir:
+    """Make the folder of the run whose copy is at ``url``, in ``root``; or bring the one that is there up to date.
+
+    Args:
+        weights_only: leave out the states of optimizers.
+
+    Raises:
+        UserError: there is no run, none of its checkpoints is whole, or another run has its name here.
+    """
+    store = Store(url, tries=_FETCH_TRIES)
+    path = (root / PurePosixPath(store.url).name).absolute()
     try:
-        return fileio.parse_object(store.read(name, limit=_SMALL)) or {}
-    except AbsentError:
-        return {}
+        place = store.read_object(PLACE)
+        if "id" not in place:
+            raise UserError(
+                f"There is no run in {url}.",
+                why=f"It has no {PLACE}, which a run with checkpoint.remote writes first.",
+                fix="Give checkpoint.remote and the run's name: s3://bucket/prefix/ddp-0001.",
+            )
+        if not path.exists():
+            _fetch_folder(store, path, weights_only)
+        elif (own := _own_place(RunDir(path))) is None or own["id"] != place["id"]:
+            raise UserError(
+                f"{path} is another run.",
+                why=f"The one in {url} has the same name.",
+                fix="Rename that folder, or set TRAINKIT_RUNS to another.",
+            )
+        else:
+            fetch_checkpoints(store, RunDir(path))
+    except StoreError as error:
+        raise _unusable(url, error) from None
+    return RunDir(path)
+
+
+def _fetch_folder(store: Store, path: Path, weights_only: bool) -> None:
+    with _stage(path.with_name(f".{path.name}.fetched"), make_private) as stage:
+        run = RunDir(stage)
+        for name in (*_RUN_FILES, *_RECORDS, PLACE):
+            try:
+                fileio.write(stage / name, store.read(name, limit=_LONGEST_RECORD), stage)
+            except AbsentError:
+                if name == "config.yaml":
+                    raise
+        with suppress(AbsentError):  # a run that was started without a snapshot
+            unpack_code(store.read(CODE, limit=_LONGEST_CODE), stage)
+        fileio.make_folder(run.logs, stage)
+        for event in read_events(run, "started"):  # their numbers are taken
+            if type(event.get("attempt")) is int:
+                fileio.make_folder(run.attempt_logs(event["attempt"]), stage)
+                fileio.write(CLAIM.at(run.attempt_logs(event["attempt"]), 0), "", stage)
+        fetch_checkpoints(store, run, weights_only=weights_only)
+        stage.rename(path)
+
+
+def fetch_checkpoints(store: Store, run: RunDir, *, weights_only: bool = False) -> list[int]:
+    """Fetch what ``latest`` and ``best`` name there, unless it is here or there is newer here. Their steps.
+
+    Raises:
+        StoreError: the place does not answer.
+        UserError: there are checkpoints, and none of them is whole.
+    """
+    folder, there = run.checkpoints, pointers(store)
+    here = format.pointed(folder, "latest")
+    if "latest" not in there or (here is not None and here >= there["latest"]):
+        return []
+    fetched, why = [], ""
+    for step in dict.fromkeys(there.values()):
+        try:
+            if not format.path_of(folder, step).exists():
+                _fetch_step(store, folder, step, weights_only)
+            fetched.append(step)
+        except (BrokenCheckpointError, AbsentError) as fault:
+            why = f"{fault}."
+            print(f"The checkpoint of step {step} in {store.url} is broken: {fault}.", file=sys.stderr, flush=True)
+    if not fetched:
+        raise UserError(f"No checkpoint in {store.url} is whole.", why=why, fix="Train again: `python -m jobs.submit`.")
+    format.point(folder, "latest", there["latest"] if there["latest"] in fetched else fetched[0])
+    if there.get("best") in fetched:
+        format.point(folder, "best", there["best"])
+    return fetched
+
+
+def _fetch_step(store: Store, folder: Path, step: int, weights_only: bool) -> None:
+    record = record_of(store, step)
+    fileio.make_folder(folder, folder.parent)
+    with _stage(folder / ".fetching", lambda stage: fileio.make_folder(stage, folder.parent)) as stage:
+        for name, facts in record.files.items():
+            if weights_only and name.startswith("optimizer"):
+                continue
+            digest, size = hashlib.sha256(), 0
+            with fileio.replacing(stage / name, folder.parent) as out:
+                for block in store.blocks(f"{folder_of(step)}/{name}", facts.bytes):
+                    size += out.write(block)
+                    digest.update(block)
+            format.require_same(name, facts, size, digest.hexdigest())
+        fileio.write(stage / "state.json", record.to_json(), folder.parent)
+        stage.rename(format.path_of(folder, step))
+
+
+@contextmanager
+def _stage(folder: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """A new folder for the block to fill and give its name; what the block or a killed process has left is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    make(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def unpack_code(packed: bytes, into: Path) -> None:
+    """Write the files below ``code/`` of an archive, if these are all it has, and what a snapshot holds.
+
+    Raises StoreError for anything else.
+    """
+    try:
+        # Unpacked before it is read as a tar file: a header of that may itself be as long as it likes.
+        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as compressed:
+            content = compressed.read(_LONGEST_CODE + 1)
+        left, found = _LONGEST_CODE, dict[str, bytes]()
+        if len(content) > left:
+            raise tarfile.TarError("it is too long")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:", tarinfo=fileio.TarMember) as archive:
+            members = [item for item in archive if item.isfile()]  # no folders, links and devices
+            for item in members:
+                left -= item.size  # of a sparse one more than its archive holds
+                data = archive.extractfile(item) if left >= 0 and item.name.startswith("code/") else None
+                if data is None:
+                    raise tarfile.TarError(f"{item.name!r:.80}")
+                found[item.name] = data.read()
+        if not are_of_code([item.name.removeprefix("code/") for item in members]) or len(members) > _MOST_FILES:
+            raise tarfile.TarError("its names are no code's")
+    except fileio.BROKEN_TAR as error:
+        raise StoreError(f"{CODE} is not what a run has written ({terminal.one_line(error)})") from None
+    for name, data_of in found.items():
+        fileio.make_folder((into / name).parent, into)
+        fileio.write(into / name, data_of, into)
+
+
+class Uploads:
+    """The thread of one run, on rank 0, that sends one file at a time, the newest checkpoint first.
+
+    What cannot be sent is tried again, with pauses of 1, 2, 4, ... 60 seconds, as long as the run goes on; events say
+    when that begins and when it ends. Training never waits for it.
+
+    Args:
+        pause: seconds before the second try.
+    """
+
+    def __init__(self, store: Store, writer: Writer, *, pause: float = 1.0) -> None:
+        self._store, self._writer, self._pause = store, writer, pause
+        self._folder = writer.run.checkpoints
+        self._changed = threading.Condition()
+        """Guards, and tells of, the three below."""
+        self._asked = self._done = 0
+        self._over = False
+        self._is_described, self._is_failing = False, False
+        self._sent: dict[int, Record] = {}
+        self.unreadable = ""
+        """What of the run itself could not be read, and so was not sent."""
+        self._thread = threading.Thread(target=self._work, name="trainkit-uploads", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """There may be something new in the folder."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Until everything that was to be sent by now is there, at most so long. Is it?"""
+        with self._changed:
+            asked = self._asked
+            return self._changed.wait_for(lambda: self._done >= asked, seconds)
+
+    def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all is there; end, and say what is not, when nothing has come through for so long. Is it there?
+
+        Args:
+            give_up: asked every second; True ends the waiting.
+        """
+        if seconds:
+            self.look()  # the last records, and the summary
+        deadline = time.monotonic() + seconds
+        while not self.wait(1.0) and self._thread.is_alive() and not give_up():
+            if not self._is_failing:  # it takes its time, but it goes
+                deadline = time.monotonic() + seconds
+            elif time.monotonic() > deadline:
+                break
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        is_there = self._done >= self._asked and not self.unreadable
+        if not is_there:
+            self._say("not_uploaded")
+        return is_there
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._asked > self._done)
+                asked = self._asked
+            if not self._is_sent():
+                return
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
+
+    def _is_sent(self) -> bool:
+        """Try to send until all is there, or cannot be read; False when the thread is to end."""
+        began, why = time.monotonic(), ""
+        for tries in itertools.count():
+            if self._over:
+                return False
+            try:
+                self._bring_up_to_date()
+            except StoreError as error:
+                if self._over:
+                    return False
+                self._is_described, self._is_failing = False, True  # who knows what is left there
+                self._sent.clear()
+                if tries == 0:
+                    began = time.monotonic()
+                    self._say("upload_failed", why=str(error))
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over, min(self._pause * 2**tries, _LONGEST_PAUSE))
+                continue
+            except TrainkitError:  # another attempt writes the run by now
+                return False
+            except OSError as error:  # the run folder is gone, its disk full, or there is a link in it
+                why = f"{error.strerror}: {error.filename}"
+                self._say("upload_failed", why=why)
+            break
+        self.unreadable, self._is_failing = why, False
+        if tries:
+            self._say("upload_recovered", tries=tries, seconds=round(time.monotonic() - began, 1))
+        return True
+
+    def _bring_up_to_date(self) -> None:
+        """Send what is not there yet, then point at it, then remove what nothing points at."""
+        if not self._is_described:
+            self._describe()
+        there = pointers(self._store)
+        # One of each, then the pointers: where saves come faster than they go up, there is always a newer one.
+        up = {**there, **{name: step for name in ("latest", "best") if (step := self._sent_of(name)) is not None}}
+        for name in _RECORDS:
+            self._send_copy(name)
+        if up != there:
+            self._writer.check()
+            self._store.write(json.dumps({"latest": up.get("latest"), "best": up.get("best")}).encode(), POINTERS)
+        with suppress(StoreError):  # what cannot be removed now stays for the next time; it harms nobody
+            for name in self._store.names("checkpoints"):
+                if (old := format.step_of(name)) is not None and old not in up.values():
+                    self._writer.check()
+                    self._store.remove_step(old)
+                    self._sent.pop(old, None)
+
+    def _sent_of(self, name: str) -> int | None:
+        """The step that ``name`` names here, once it has been sent; None if there is none to send."""
+        self._writer.check()
+        step = format.pointed(self._folder, name)
+        if step is not None:
+            try:
+                record = format.described(self._folder, step)
+            except BrokenCheckpointError:  # deleted meanwhile: there is a newer one
+                return None
+            if self._sent.get(step) != record:
+                self._send(record)
+                self._sent[step] = record
+        return step
+
+    def _send(self, record: Record) -> None:
+        began, folder, known = time.monotonic(), folder_of(record.step), None
+        with suppress(AbsentError, BrokenCheckpointError):
+            known = record_of(self._store, record.step)
+        if known == record:  # sent by the attempt before this one
+            return
+        with self._held(record) as held:
+            if known is None or known.files != record.files:
+                self._store.remove(f"{folder}/state.json")  # that of other weights of this step, before a rollback
+                for name in record.files:
+                    if self._over:
+                        raise StoreError("the run is over")
+                    self._store.put(held / name, f"{folder}/{name}")
+            self._writer.check()
+            self._store.write(record.to_json().encode(), f"{folder}/state.json")
+        size = sum(facts.bytes for facts in record.files.values())
+        self._say("uploaded", step=record.step, bytes=size, seconds=round(time.monotonic() - began, 3))
+
+    @contextmanager
+    def _held(self, record: Record) -> Iterator[Path]:
+        """The checkpoint's files by other names of theirs, so that they stay when it is deleted meanwhile."""
+        here = format.path_of(self._folder, record.step)
+        with _stage(self._folder / ".sending", lambda stage: fileio.make_folder(stage, self._writer.run.path)) as stage:
+            held = stage
+            try:
+                for name in record.files:
+                    os.link(here / name, stage / name)
+            except OSError:  # a file system without links: it will be tried again, should they go away
+                held = here
+            try:
+                for name in record.files:
+                    if (held / name).is_symlink():
+                        fileio.open_regular(here / name).close()  # raises, and names the file that the user knows
+                yield held
+            except FileNotFoundError as gone:
+                raise StoreError(f"{gone.filename} was deleted meanwhile") from None
+
+    def _describe(self) -> None:
+        """Send what makes a run folder of it again."""
+        if not self._store.read_object(PLACE):
+            self._send_copy(PLACE)
+        for name in _RUN_FILES:
+            self._send_copy(name)
+        if code := read_code(self._writer.run):
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+                for name, content in code.items():
+                    item = tarfile.TarInfo(f"code/{name}")
+                    item.size = len(content)
+                    archive.addfile(item, io.BytesIO(content))
+            self._store.write(packed.getvalue(), CODE)
+        self._is_described = True
+
+    def _send_copy(self, name: str) -> None:
+        """As it is now: it may grow while it is sent."""
+        with suppress(FileNotFoundError):
+            self._store.write(fileio.read_bytes(self._writer.run.path / name, _LONGEST_RECORD), name)
+
+    def _say(self, kind: str, **facts: object) -> None:
+        with suppress(TrainkitError, OSError):
+            self._writer.attempt.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
+        told = {
+            "upload_failed": f"Not sent to {self._store.url} for now: {facts.get('why')}. Training goes on.",
+            "not_uploaded": f"The newest checkpoint is not in {self._store.url} yet. It goes there by: "
+            f"{terminal.command('resume', self._writer.run.path)}",
+        }
+        if kind in told:
+            print(told[kind], file=sys.stderr, flush=True)
+
+
+def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
+    """Send what is not in ``url`` yet of a run that nobody writes. Where it is then.
+
+    Args:
+        seconds: how long to go on when nothing comes through.
+
+    Raises:
+        UserError: the place cannot be used, or somebody writes the run.
+        RunFailedError: not all of it is there.
+    """
+    with lease_on(run, Holder.me()) as lease:
+        store = claim(url, run)
+        writer = Writer(Attempt(run, max(run.attempts(), default=0), lease.check), lease.check)
+        uploads = Uploads(store, writer)
+        if not uploads.finish(seconds):
+            why, fix = "It did not answer, or broke off, for a minute.", "Give the same command again once it is back."
+            if uploads.unreadable:
+                why, fix = f"{uploads.unreadable}.", "Put the file itself there, and give the same command again."
+            raise RunFailedError(f"Not all of {run.name} is in {store.url}.", why=why, fix=fix)
+    return store.url
+
+
+def open_remote(url: str | None, writer: Writer, dist: Distributed) -> Uploads | None:
+    """Begin to keep a run's copy in ``url``, on rank 0; None elsewhere, and without a URL. Every rank calls it.
+
+    What is there of this run and not in its folder, whose disk may have been lost, is fetched first.
+
+    Raises:
+        UserError: on every rank: the place cannot be used, or another run is there.
+    """
+
+    def opened() -> Uploads | None:
+        if not dist.is_main or url is None:
+            return None
+        store = claim(url, writer.run)
+        try:
+            if steps := fetch_checkpoints(Store(store.url, tries=_FETCH_TRIES), writer.run):
+                print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
+        except StoreError as problem:
+            raise _unusable(url, problem) from None
+        uploads = Uploads(store, writer)
+        uploads.look()  # what the attempt before this one had no time for
+        return uploads
+
+    return dist.together(opened)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,24 +20,11 @@ from torch import Tensor, nn
 
 from trainkit import terminal
 from trainkit.checkpoint import format
-from trainkit.checkpoint import state as checkpoint_tensors
-from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record, new_file, parse
-from trainkit.checkpoint.state import (
-    Entry,
-    Held,
-    Sent,
-    Shares,
-    Source,
-    Stored,
-    load_moments,
-    load_weights,
-    load_where_named,
-    moments_of,
-    read_tensors,
-    weights_of,
-)
+from trainkit.checkpoint import state as kept
+from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record
+from trainkit.checkpoint.state import Entry, Held, Sent, Source, Stored
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import DiskError, TrainkitError, UserError, error_from_json
+from trainkit.errors import DiskError, TrainkitError, UserError
 
 _Files = Mapping[str, Mapping[Entry, Tensor]]
 """File name -> entry -> a rank's part of it."""
@@ -47,142 +32,49 @@ _Facts = dict[str, FileFacts]
 _Stems = Mapping[str, Mapping[str, Tensor]]
 """File stem -> name -> tensor."""
 _T = TypeVar("_T")
-Key = TypeVar("Key", bound=Hashable)
 
 
-# Files of ranks that do not see the run's folder are sent to rank 0 tensor by tensor, which writes them on their
-# behalf: in a process group of its own, since it goes on behind training, whose collectives must not meet it.
+# Files of ranks that do not see the run's folder are written by rank 0. Each sends the name of a file, its content in
+# parts and an empty part; and an empty name in the end.
 
 
-def send(files: _Files, group: c10d.ProcessGroup) -> None:
-    """Send this rank's files to rank 0."""
-    told = {
-        name: [[it.name, str(it.dtype).removeprefix("torch."), it.shape, it.whole, it.offset] for it in held]
-        for name, held in files.items()
-    }
-    content = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    c10d.send(torch.tensor([content.numel()]), dst=0, group=group)
-    c10d.send(content, dst=0, group=group)
-    for held in files.values():
-        for entry in checkpoint_tensors.in_order(held):
-            if entry.bytes:
-                c10d.send(checkpoint_tensors.as_bytes(held[entry]), dst=0, group=group)
+def _send(part: memoryview | bytes, group: c10d.ProcessGroup) -> None:
+    c10d.send(torch.tensor([len(part)]), dst=0, group=group)
+    if part:
+        c10d.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), dst=0, group=group)
 
 
-def receive(rank: int, folder: Path, group: c10d.ProcessGroup) -> _Facts:
-    """Write the files of ``rank`` into ``folder``.
-
-    Raises:
-        OSError: they could not be written; all that was sent has been taken nevertheless.
-    """
+def _receive(rank: int, group: c10d.ProcessGroup) -> bytes:
     size = torch.zeros(1, dtype=torch.int64)
     c10d.recv(size, src=rank, group=group)
-    content = torch.empty(int(size), dtype=torch.uint8)
-    c10d.recv(content, src=rank, group=group)
-    told: dict[str, list[Any]] = json.loads(content.numpy().tobytes())
-    facts, problem = {}, None
-    for name, listed in told.items():
-        entries = [Entry(one, getattr(torch, dtype), *(tuple(size) for size in sizes)) for one, dtype, *sizes in listed]
-        coming = [entry for entry in checkpoint_tensors.in_order(entries) if entry.bytes]
+    part = torch.empty(int(size), dtype=torch.uint8)
+    if len(part):
+        c10d.recv(part, src=rank, group=group)
+    return part.numpy().tobytes()
 
-        def next_bytes(entry: Entry, coming: list[Entry] = coming) -> Tensor:
-            coming.remove(entry)
-            data = torch.empty(entry.bytes, dtype=torch.uint8)
-            c10d.recv(data, src=rank, group=group)
-            return data
 
+def _write_for(rank: int, folder: Path, group: c10d.ProcessGroup) -> OSError | None:
+    """Write the files that ``rank`` sends. Takes all of them, and returns why not all could be written."""
+    problem = None
+    while name := _receive(rank, group).decode():
+        parts = iter(lambda: _receive(rank, group), b"")
         try:
-            if problem is None:
-                with new_file(folder, name) as out:
-                    facts[name] = checkpoint_tensors.write(out, entries, next_bytes)
+            with format.new_file(folder, name) as out:
+                for part in parts:
+                    out.write(part)
         except OSError as error:
             problem = error
-        for entry in [*coming]:
-            next_bytes(entry)
-    if problem is not None:
-        raise problem
-    return facts
+            for _ in parts:
+                pass
+    return problem
 
 
-_NICE = 10
-
-
-def give_way() -> None:
+def _give_way() -> None:
     """Let threads that train go first where a core has both: the calling thread is in no hurry."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         with suppress(OSError):
-            nice = max(os.getpriority(os.PRIO_PROCESS, 0), _NICE)
+            nice = max(os.getpriority(os.PRIO_PROCESS, 0), 10)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-class Snapshot:
-    """Memory for one copy of a rank's own share, so that training goes on while it is written.
-
-    It is used again by every save: new memory costs more than the copy itself. It is pinned where the tensors are on a
-    GPU, so that the GPU copies.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[Hashable, Tensor] = {}
-        self._warming: threading.Thread | None = None
-
-    def warm(self, tensors: Mapping[Key, Tensor]) -> None:
-        """Begin to get memory for the first copy of ``tensors``, in a thread that gives way to those that train."""
-        if not self._buffers and self._warming is None:  # what is there may be on its way to the disk
-            self._warming = threading.Thread(target=self._warm, args=(tensors,), name="snapshot")
-            self._warming.start()
-
-    def take(self, tensors: Mapping[Key, Tensor]) -> tuple[dict[Key, Tensor], Callable[[], None]]:
-        """Copy ``tensors`` over the copies before; also returns a function that waits until the copies are complete.
-
-        Changes of the tensors afterwards, on the current stream, do not change the copies.
-        """
-        if self._warming is not None:
-            self._warming.join()
-            self._warming = None
-        copies = {key: self._buffer(key, value) for key, value in tensors.items()}
-        self._buffers = {key: copy for key, copy in copies.items()}  # noqa: C416 - another type of keys
-        if copies:
-            torch._foreach_copy_([*copies.values()], [*tensors.values()], non_blocking=True)
-        if any(value.is_cuda for value in tensors.values()):
-            copied = torch.cuda.Event()
-            copied.record()
-            return copies, copied.synchronize
-        return copies, lambda: None
-
-    def _warm(self, tensors: Mapping[Key, Tensor]) -> None:
-        give_way()
-        with suppress(RuntimeError):  # no memory: `take` says so, if that is still so by then
-            for key, value in tensors.items():
-                buffer = self._buffers[key] = self._buffer(key, value)
-                # The kernel gives a page when it is first written to.
-                buffer.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
-
-    def _buffer(self, key: Hashable, value: Tensor) -> Tensor:
-        known = self._buffers.get(key)
-        if known is not None and known.shape == value.shape and known.dtype == value.dtype:
-            return known
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-
-
-def _started(work: Callable[[], _Facts], *, asynchronous: bool) -> Future[_Facts]:
-    """Do ``work`` in a thread of its own, or at once."""
-    future: Future[_Facts] = Future()
-
-    def run() -> None:
-        if asynchronous:
-            give_way()
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    if asynchronous:
-        # No daemon: a process that ends for some other reason leaves a whole checkpoint if it can.
-        threading.Thread(target=run, name="checkpoint").start()
-    else:
-        run()
-    return future
 
 
 @dataclass(frozen=True)
@@ -239,7 +131,9 @@ class Checkpoints:
     ) -> None:
         self._folder, self._keep, self._dist, self._may_write = folder, keep, dist, may_write
         self._asynchronous = asynchronous
-        self._shares, self._snapshot = Shares(dist), Snapshot()
+        # A process that ends for some other reason waits for it, and leaves a whole checkpoint if it can.
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way if asynchronous else None)
+        self._copies: dict[str, dict[Entry, Tensor]] = {}
         self._group: c10d.ProcessGroup | None = None
         self._under_way: _Save | None = None
         self._phase = 0
@@ -248,15 +142,6 @@ class Checkpoints:
     def seconds_since_save(self) -> float:
         """Age of what is on the disk or on its way there, by this rank's clock; since the start, if nothing is."""
         return 0.0 if self._under_way is not None else time.monotonic() - self._saved
-
-    def warm(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: _Stems | None = None) -> None:
-        """Say, after an update, what `save` will take, so that new memory for its first copy is there by then.
-
-        Without it that copy takes several times as long. Nothing is done where saving is not asynchronous.
-        """
-        if self._asynchronous:
-            files, _ = self._shares.of({**_stems(model, optimizer), **(extra or {})})
-            self._snapshot.warm(_keyed(files))
 
     def save(
         self,
@@ -286,31 +171,29 @@ class Checkpoints:
         """
         self.settle()
         save = _Save(step, state, best_step, done)
-        error = None
-        if self._dist.is_main:
-            _, error = _tried(self._folder, step, lambda: format.begin(self._folder, step, self._may_write))
-        self._dist.raise_together(error)
-        files, writers = self._shares.of({**_stems(model, optimizer), **(extra or {})})
-        alone = writers == (0,)
+        is_main = self._dist.is_main
+        self._together(step, lambda: format.begin(self._folder, step, self._may_write) if is_main else None)
+        # A model that computes in fp16 has fp32 weights to save; its buffers are saved as such.
+        weights = {
+            name: value.float() if value.dtype == torch.float16 else value
+            for name, value in kept.weights_of(model).items()
+        }
+        moments = {} if optimizer is None else {"optimizer": kept.moments_of(model, optimizer)}
+        files, writers = kept.shares_of({"model": weights, **moments, **(extra or {})}, self._dist)
+        alone = writers == {0}
         blind = [] if alone else [rank for rank in self._blind(step) if rank in writers]
-        if blind and self._group is None:
+        if blind and self._group is None:  # of its own: it goes on behind training, whose collectives must not meet it
             self._group = cast(c10d.ProcessGroup, c10d.new_group(backend="gloo"))
-        held, wait_for_copy = self._copied(files)
+        copied = self._copy(files) if self._asynchronous else None
+        held = self._copies if self._asynchronous else files
 
         def write() -> _Facts:
-            wait_for_copy()
-            return self._write(step, held, blind)
+            if copied is not None:
+                copied.synchronize()
+            facts = self._write(step, held, blind)
+            return self._commit(save, facts) if alone else facts
 
-        def write_and_commit() -> _Facts:
-            try:
-                facts = write()
-            except BaseException:
-                if self._dist.is_main:
-                    format.abandon(self._folder, step)
-                raise
-            return self._commit(save, facts)
-
-        self._begin(save, write_and_commit if alone else write, commits=alone)
+        self._begin(save, write, commits=alone)
         if not self._asynchronous:
             self.settle()
 
@@ -327,24 +210,19 @@ class Checkpoints:
         save = self._under_way
         if save is None or over < self._phase:
             return
-        facts, error = _tried(self._folder, save.step, save.work.result)
         self._under_way = None
+        try:
+            facts = self._together(save.step, save.work.result)
+        except TrainkitError:
+            if self._dist.is_main:
+                format.abandon(self._folder, save.step)
+            raise
         if save.commits:
-            self._dist.raise_together(error)
             self._saved = save.began
             save.done()
             return
-        told: list[Any] = self._dist.gather_json(
-            {
-                "error": None if error is None else error.to_json(),
-                "files": {name: [fact.bytes, fact.sha256] for name, fact in (facts or {}).items()},
-            }
-        )
-        if failed := [one["error"] for one in told if one["error"] is not None]:
-            if self._dist.is_main:
-                format.abandon(self._folder, save.step)
-            raise error_from_json(failed[0])
-        everything = {name: FileFacts(*fact) for one in told for name, fact in one["files"].items()}
+        told: list[Any] = self._dist.gather_json({name: [fact.bytes, fact.sha256] for name, fact in facts.items()})
+        everything = {name: FileFacts(*fact) for one in told for name, fact in one.items()}
         self._begin(save, lambda: self._commit(save, everything), commits=True)
 
     def settle(self) -> None:
@@ -354,54 +232,82 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what this rank still does, and keep its errors: something else has gone wrong, or all is settled."""
-        if self._under_way is not None:
-            wait([self._under_way.work])
+        self._thread.shutdown()
 
     def _begin(self, save: _Save, work: Callable[[], _Facts], *, commits: bool) -> None:
         self._phase += 1
         self._under_way, save.commits = save, commits
-        save.work = _started(work, asynchronous=self._asynchronous)
+        save.work = self._thread.submit(work)
+
+    def _together(self, step: int, work: Callable[[], _T]) -> _T:
+        """Work at the checkpoint of ``step``; an error of it on one rank is raised on all."""
+
+        def tried() -> _T:
+            try:
+                return work()
+            except OSError as problem:
+                again = terminal.command("resume", self._folder.parent)
+                raise DiskError(
+                    f"The checkpoint of step {step} could not be written.",
+                    why=f"{problem.strerror}: {problem.filename}.",
+                    fix=f"Make room, then `{again}`; the checkpoint before it is whole.",
+                ) from None
+
+        return self._dist.together(tried)
 
     def _blind(self, step: int) -> list[int]:
         """Ranks that do not see the folder in which rank 0 writes: machines need not share a disk."""
         token = format.partial_of(self._folder, step) / f".{self._dist.broadcast_json(secrets.token_hex(8))}"
         if self._dist.is_main:
-            with suppress(OSError):  # then all send, and rank 0 says what is wrong when it writes
-                format.new_file(token.parent, token.name).close()
+            with suppress(OSError), format.new_file(token.parent, token.name):
+                pass  # if that fails, all send, and rank 0 says what is wrong when it writes
         self._dist.barrier()
         sees = self._dist.gather_json(token.exists())
         if self._dist.is_main:
             token.unlink(missing_ok=True)
         return [rank for rank, seen in enumerate(sees) if not seen]
 
-    def _copied(self, held: _Files) -> tuple[_Files, Callable[[], None]]:
-        """This rank's share as it is now, and what waits for the copy. What is written at once needs none."""
-        if not self._asynchronous:
-            return held, lambda: None
-        copies, wait = self._snapshot.take(_keyed(held))
-        return {name: {entry: copies[name, entry] for entry in named} for name, named in held.items()}, wait
+    def _copy(self, files: _Files) -> torch.cuda.Event | None:
+        """Copy this rank's share as it is now, on the current stream; returns what a GPU's copy has yet to reach.
 
-    def _write(self, step: int, held: _Files, blind: list[int]) -> _Facts:
-        """Write this rank's files and, on rank 0, those of the ranks that cannot."""
-        if self._dist.rank in blind:
-            assert self._group is not None
-            send(held, self._group)
-            return {}
+        It goes over the copy before, for new memory costs more than the copying. A copy of what is on a GPU is pinned,
+        so that the GPU copies.
+        """
+        before, self._copies, is_on_gpu = self._copies, {}, False
+        for name, named in files.items():
+            self._copies[name] = {}
+            for entry, value in named.items():
+                buffer = before.get(name, {}).get(entry)
+                if buffer is None:
+                    buffer = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=value.is_cuda)
+                self._copies[name][entry] = buffer.copy_(value, non_blocking=True)
+                is_on_gpu |= value.is_cuda
+        if not is_on_gpu:
+            return None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied
+
+    def _write(self, step: int, files: _Files, blind: list[int]) -> _Facts:
+        """Write this rank's files and, on rank 0, those of the ranks that cannot. Raises OSError."""
         folder, facts, problem = format.partial_of(self._folder, step), {}, None
+        if self._dist.rank in blind:
+            group = cast(c10d.ProcessGroup, self._group)
+            for name, named in files.items():
+                _send(name.encode(), group)
+                facts[name] = kept.write(lambda part: _send(part, group), named, named.__getitem__)
+                _send(b"", group)
+            _send(b"", group)
+            return facts
         try:
-            for name, named in held.items():
+            for name, named in files.items():
                 with format.new_file(folder, name) as out:
-                    facts[name] = checkpoint_tensors.write(
-                        out,
-                        [*named],
-                        lambda it, of=named: checkpoint_tensors.as_bytes(of[it]),  # type: ignore[misc]
-                    )
+                    facts[name] = kept.write(out.write, named, named.__getitem__)
         except OSError as error:  # the others send nevertheless
             problem = error
         if self._dist.is_main:
             for rank in blind:
-                assert self._group is not None
-                facts |= receive(rank, folder, self._group)
+                problem = _write_for(rank, folder, cast(c10d.ProcessGroup, self._group)) or problem
         if problem is not None:
             raise problem
         return facts
@@ -439,17 +345,17 @@ class Checkpoints:
         """
         self.settle()
         stems = ["model", *([] if optimizer is None else ["optimizer"]), *extra]
-        for step in self._told_steps():
-            found = self._look(step, stems, further=[*(into or {})], extra=extra, accept=accept)
-            if isinstance(found, str):
-                self._say(step, found, "Trying the one before it")
+        for step in self._steps():
+            try:
+                restored, source = self._look(step, stems, further=[*(into or {})], extra=extra, accept=accept)
+            except BrokenCheckpointError as fault:
+                self._say(step, fault, "Trying the one before it")
                 continue
-            restored, source = found
-            load_weights(model, source("model"), self._dist)
+            kept.load_weights(model, source("model"), self._dist)
             if optimizer is not None:
-                load_moments(model, optimizer, source("optimizer"), self._dist)
+                kept.load_moments(model, optimizer, source("optimizer"), self._dist)
             for stem, named in (into or {}).items():
-                load_where_named(named, source(stem), self._dist)
+                kept.load_where_named(named, source(stem), self._dist)
             return restored
         return None
 
@@ -461,44 +367,40 @@ class Checkpoints:
         further: Sequence[str] = (),
         extra: Sequence[str] = (),
         accept: Callable[[Restored], object] = lambda _: None,
-    ) -> tuple[Restored, Callable[[str], Source]] | str:
+    ) -> tuple[Restored, Callable[[str], Source]]:
         """Look at the checkpoint of a step with all ranks that see its files. Returns what was restored, and where each
-        stem's tensors come from (every rank asks for the same); or what is wrong with it, on every rank.
+        stem's tensors come from (every rank asks for the same).
 
         Args:
             stems: what it must have.
             further: what it may have.
             extra: which of ``stems`` rank 0 reads at once.
             accept: see `restore`.
+
+        Raises BrokenCheckpointError on every rank.
         """
-        dist, record, fault = self._dist, None, None
-        try:
-            record = format.described(self._folder, step)
-        except BrokenCheckpointError as broken:
-            fault = str(broken)
-        told = dist.broadcast_json({"record": record.to_json() if record else None, "fault": fault})
-        if told["record"] is None:
-            return str(told["fault"])
-        agreed = parse(told["record"].encode(), step)
-        readers = [rank for rank, sees in enumerate(dist.gather_json(record == agreed)) if sees]
-        there = [stem for stem in further if stem in agreed.stems]
+        dist, fault, own = self._dist, None, None
+        record = self._record(step)
+        with suppress(BrokenCheckpointError):
+            own = format.described(self._folder, step)
+        readers = [rank for rank, sees in enumerate(dist.gather_json(own == record)) if sees]
+        wanted = [*stems, *(stem for stem in further if stem in record.stems)]
         stored: dict[str, Stored] = {}
-        restored = Restored(step, agreed.state, {stem: {} for stem in extra})
-        fault = None
+        restored = Restored(step, record.state, {stem: {} for stem in extra})
         try:
-            names = [name for stem in [*stems, *there] for name in agreed.files_of(stem)]
+            names = [name for stem in wanted for name in record.files_of(stem)]
             if dist.rank in readers:
-                format.compare(self._folder, agreed, names[readers.index(dist.rank) :: len(readers)])
-                stored = {stem: Stored(self._folder, agreed, stem) for stem in [*stems, *there]}
+                format.compare(self._folder, record, names[readers.index(dist.rank) :: len(readers)])
+                stored = {stem: Stored(self._folder, record, stem) for stem in wanted}
             if dist.is_main:
-                tensors = {stem: read_tensors(self._folder, agreed, stem) for stem in extra}
-                restored = Restored(step, agreed.state, tensors)
+                tensors = {stem: kept.read_tensors(self._folder, record, stem) for stem in extra}
+                restored = Restored(step, record.state, tensors)
                 accept(restored)
         except (BrokenCheckpointError, ValueError, KeyError, TypeError) as error:
             fault = str(error)
         for problem in dist.gather_json(fault):
             if problem is not None:
-                return problem
+                raise BrokenCheckpointError(problem)
 
         def source(stem: str) -> Source:
             if len(readers) == dist.world_size and stem in stored:
@@ -509,18 +411,30 @@ class Checkpoints:
 
     def holds(self, step: int, stem: str) -> bool:
         """Whether the checkpoint of ``step`` says that it has tensors ``stem``; False if it is broken."""
-        return self._of_record(step, lambda record: stem in record.stems) or False
+        try:
+            return stem in self._record(step).stems
+        except BrokenCheckpointError:
+            return False
 
     def state_of(self, step: int) -> dict[str, Any]:
         """The plain values in the checkpoint of ``step``; none if it is broken."""
-        return self._of_record(step, lambda record: dict(record.state)) or {}
+        try:
+            return dict(self._record(step).state)
+        except BrokenCheckpointError:
+            return {}
 
-    def _of_record(self, step: int, read: Callable[[Record], _T]) -> _T | None:
-        found = None
+    def _record(self, step: int) -> Record:
+        """A checkpoint's record, as rank 0 sees it. Raises BrokenCheckpointError on every rank."""
+        told = {"record": "", "fault": ""}
         if self._dist.is_main:
-            with suppress(BrokenCheckpointError):
-                found = read(format.described(self._folder, step))
-        return self._dist.broadcast_json(found)
+            try:
+                told["record"] = format.described(self._folder, step).to_json()
+            except BrokenCheckpointError as broken:
+                told["fault"] = str(broken)
+        told = self._dist.broadcast_json(told)
+        if told["fault"]:
+            raise BrokenCheckpointError(told["fault"])
+        return format.parse(told["record"].encode(), step)
 
     def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False, stem: str = "model") -> int:
         """Load only the weights of the checkpoint of ``step``; the step whose weights were loaded.
@@ -533,59 +447,31 @@ class Checkpoints:
             UserError: there is none, or it is that of another model; on every rank.
         """
         self.settle()
-        others = [other for other in self._told_steps() if other != step]
+        others = [other for other in self._steps() if other != step]
         why = ""
         for candidate in [step, *(others if or_newest else [])]:
-            found = self._look(candidate, [stem])
-            if isinstance(found, str):
-                why = why or f"{found}."
+            try:
+                _, source = self._look(candidate, [stem])
+            except BrokenCheckpointError as fault:
+                why = why or f"{fault}."
                 if or_newest:
-                    self._say(candidate, found, "Taking the newest whole one instead")
+                    self._say(candidate, fault, "Taking the newest whole one instead")
                 continue
-            load_weights(model, found[1](stem), self._dist)
+            kept.load_weights(model, source(stem), self._dist)
             return candidate
         raise UserError(
             f"The checkpoint of step {step} is broken{', and so are all others' if or_newest else ''}.",
             why=why,
-            fix=f"Use another: {', '.join(map(str, others)) or 'there is none'}."
-            if not or_newest
-            else "Train again: `python -m jobs.submit` on the run's config.yaml.",
+            fix="Train again: `python -m jobs.submit` on the run's config.yaml."
+            if or_newest
+            else f"Use another: {', '.join(map(str, others)) or 'there is none'}.",
         )
 
-    def _told_steps(self) -> list[int]:
+    def _steps(self) -> list[int]:
         """Steps with a checkpoint, as rank 0 sees them, newest first."""
         return self._dist.broadcast_json(format.steps(self._folder)[::-1] if self._dist.is_main else [])
 
-    def _say(self, step: int, fault: str, then: str) -> None:
+    def _say(self, step: int, fault: BrokenCheckpointError, then: str) -> None:
         if self._dist.is_main:
             checkpoint = format.path_of(self._folder, step)
             print(f"Checkpoint {checkpoint} is broken: {fault}. {then}.", file=sys.stderr, flush=True)
-
-
-def _keyed(held: _Files) -> dict[tuple[str, Entry], Tensor]:
-    return {(name, entry): value for name, named in held.items() for entry, value in named.items()}
-
-
-def _tried(folder: Path, step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError | None]:
-    """What ``work`` at the checkpoint of ``step`` gives, or why it could not be done, for all ranks to hear."""
-    try:
-        return work(), None
-    except OSError as problem:
-        return None, DiskError(
-            f"The checkpoint of step {step} could not be written.",
-            why=f"{problem.strerror}: {problem.filename}.",
-            fix=f"Make room, then `{terminal.command('resume', folder.parent)}`; the checkpoint before it is whole.",
-        )
-    except TrainkitError as refusal:
-        return None, refusal
-
-
-def _stems(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Mapping[str, Tensor]]:
-    # A model that computes in fp16 has fp32 weights to save; its buffers are saved as such.
-    weights = {
-        name: value.float() if value.dtype == torch.float16 else value for name, value in weights_of(model).items()
-    }
-    stems: dict[str, Mapping[str, Tensor]] = {"model": weights}
-    if optimizer is not None:
-        stems["optimizer"] = moments_of(model, optimizer)
-    return stems

@@ -1,15 +1,20 @@
-"""The state of a run as tensors: collect it, write it to safetensors, load it, or only its weights."""
+"""The state of a run as tensors: collect it, write it to safetensors, load it, or only its weights.
+
+Names depend neither on the strategy nor on the world size. A tensor stays where it is, sharded or not: a save takes of
+it what is a rank's own, and a load fills that.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as c10d
@@ -23,21 +28,19 @@ from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record,
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import UserError
 
-# One safetensors file: written as it is hashed, without a copy of what it holds.
-#
-# The format is safetensors' own (https://github.com/huggingface/safetensors#format): a length, a JSON header, the
-# bytes of the tensors. Its library wants a copy of all of them before it writes, and a second look at the file to
-# hash it.
-
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 22
-SHARDS = "shards"
+_SHARDS = "shards"
 """Key of the file's metadata that says of which tensors it holds a part, as JSON: name -> [shape of the whole, offset
 of the part in it]."""
+
+Facts = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -54,80 +57,60 @@ class Entry:
     """Of the part in the whole."""
 
     @classmethod
-    def of(cls, name: str, value: Tensor) -> Entry:
+    def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Entry:
         """A whole tensor."""
-        return cls(name, value.dtype, tuple(value.shape), tuple(value.shape), (0,) * value.ndim)
+        shape = tuple(shape)
+        return cls(name, dtype, shape, shape, (0,) * len(shape))
 
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.shape == self.whole
-
-
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """As their bytes follow one another: large items first, so that each is aligned."""
-    return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-
 
 def write(
-    out: BinaryIO,
-    entries: Sequence[Entry],
-    bytes_of: Callable[[Entry], Tensor],
+    put: Callable[[memoryview], object],
+    entries: Iterable[Entry],
+    tensor_of: Callable[[Entry], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileFacts:
-    """Fill an open file and flush it to the disk; its size and hash. Raises OSError.
+    """Write a safetensors file (https://github.com/huggingface/safetensors#format); its size and hash.
+
+    It is hashed on the way, and one tensor at a time is in memory: the format's own library does neither.
 
     Args:
-        entries: in any order.
-        bytes_of: asked once for each entry that is not empty, `in_order`: its bytes, as a flat uint8 tensor on the CPU.
+        put: takes the file, part by part.
+        tensor_of: asked once for each entry that is not empty; on any device.
         metadata: goes into the header.
     """
+    # Large items first, so that each is aligned.
+    entries = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    tensors = (_bytes_of(tensor_of(entry)) for entry in entries if entry.bytes)
     digest, size = hashlib.sha256(), 0
-
-    def put(data: memoryview) -> None:
-        nonlocal size
-        while data:  # what a disk that is nearly full takes may be less
-            try:
-                done = out.write(data[:_CHUNK])
-            except OSError as error:
-                error.filename = out.name  # which a write does not tell
-                raise
-            digest.update(data[:done])  # while the processor has it near
-            data, size = data[done:], size + done
-
-    put(memoryview(_header(in_order(entries), metadata)))
-    for entry in in_order(entries):
-        if entry.bytes:
-            put(bytes_of(entry).numpy().data)
-    out.flush()
-    os.fsync(out.fileno())
+    for data in itertools.chain([memoryview(_header(entries, metadata or {}))], tensors):
+        for start in range(0, len(data), _CHUNK):
+            part = data[start : start + _CHUNK]
+            put(part)
+            digest.update(part)  # while the processor has it near
+        size += len(data)
     return FileFacts(size, digest.hexdigest())
 
 
-def as_bytes(value: Tensor) -> Tensor:
-    """``value``, from any device, as a flat uint8 tensor on the CPU; a view where it can be."""
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def _bytes_of(value: Tensor) -> memoryview:
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str] | None) -> bytes:
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     told: dict[str, object] = {}
-    parts = {entry.name: [entry.whole, entry.offset] for entry in entries if not entry.is_whole}
-    notes = {**(metadata or {}), **({SHARDS: json.dumps(parts)} if parts else {})}
-    if notes:
+    parts = {entry.name: [entry.whole, entry.offset] for entry in entries if entry.shape != entry.whole}
+    if notes := {**metadata, **({_SHARDS: json.dumps(parts)} if parts else {})}:
         told["__metadata__"] = notes
     end = 0
     for entry in entries:
         begin, end = end, end + entry.bytes
-        told[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
+        told[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
     text = json.dumps(told, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Stored:
@@ -145,12 +128,11 @@ class Stored:
                 for entry in _entries(file):
                     self._parts.setdefault(entry.name, []).append((file, entry))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise BrokenCheckpointError(f"{stem}.safetensors is not readable ({error})") from None
+            raise self._unreadable(error) from None
         for name, parts in self._parts.items():
             if not _tile([entry for _, entry in parts]):
                 raise BrokenCheckpointError(f"the parts of '{name}' in {stem} are no whole")
         self.facts = {name: (parts[0][1].dtype, parts[0][1].whole) for name, parts in self._parts.items()}
-        """Name -> dtype and shape of the whole."""
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
         """Read a tensor, or its part of ``shape`` from ``offset`` on, to the CPU.
@@ -166,17 +148,72 @@ class Stored:
                 end = [min(a + n, b + m) for a, n, b, m in zip(entry.offset, entry.shape, offset, shape, strict=True)]
                 if any(a >= b for a, b in zip(begin, end, strict=True)) or 0 in entry.shape:
                     continue
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, entry.offset, strict=True))
-                here = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset, strict=True))
+                there, here = (
+                    tuple(slice(a - first, b - first) for a, b, first in zip(begin, end, of, strict=True))
+                    for of in (entry.offset, offset)
+                )
                 # A slice of a tensor without dimensions cannot be asked for.
                 found[here] = file.get_slice(name)[there] if there else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise BrokenCheckpointError(f"{self._stem}.safetensors is not readable ({error})") from None
+            raise self._unreadable(error) from None
         return found
 
     def take(self, name: str, like: Tensor | None) -> Tensor:
         """This rank's part of a tensor, as ``like`` is sharded; None: nothing is wanted."""
         return torch.empty(0) if like is None else self.read(name, *place_of(like))
+
+    def _unreadable(self, error: Exception) -> BrokenCheckpointError:
+        return BrokenCheckpointError(f"{self._stem}.safetensors is not readable ({error})")
+
+
+class Held:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.facts: Mapping[str, Facts] = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        value = self._tensors[name]
+        places = [] if like is None else zip(*place_of(like), strict=True)
+        for dim, (first, length) in enumerate(places):
+            value = value.narrow(dim, first, length)
+        return value
+
+
+class Sent:
+    """Tensors that rank 0 sends to the others, one at a time. Names and shapes travel as JSON: nothing is unpickled.
+
+    Every rank takes every tensor, in the order of ``facts``.
+
+    Args:
+        held: looked at on rank 0 only.
+    """
+
+    def __init__(self, held: Stored | Held, dist: Distributed) -> None:
+        self._held, self._dist = held, dist
+        mine = [[name, _DTYPE_NAMES[dtype], list(shape)] for name, (dtype, shape) in held.facts.items()]
+        told: Any = dist.broadcast_json(mine if dist.is_main else [])
+        self.facts: Mapping[str, Facts] = {
+            str(name): (DTYPES[dtype], tuple(int(size) for size in shape)) for name, dtype, shape in told
+        }
+
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        dtype, shape = self.facts[name]
+        # As bytes, which every backend carries, so that it stays the same; over this rank's own device.
+        value = self._held.read(name) if self._dist.is_main else torch.empty(shape, dtype=dtype)
+        value = value.to(self._dist.device).contiguous()
+        if self._dist.world_size > 1 and value.numel():
+            c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
+        value = Held({name: value}).take(name, like)
+        return value.cpu() if like is not None and like.device.type == "meta" else value
+
+
+Source = Stored | Held | Sent
+"""Where a checkpoint's tensors come from: its files, memory, or rank 0."""
 
 
 def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -205,22 +242,17 @@ def read_tensors(folder: Path, record: Record, stem: str) -> dict[str, Tensor]:
 
 def _entries(file: Any) -> Iterator[Entry]:
     """What a file says that it holds: names, dtypes, and where parts belong."""
-    shards = fileio.parse((file.metadata() or {}).get(SHARDS, "{}"))
+    shards = fileio.parse((file.metadata() or {}).get(_SHARDS, "{}"))
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         held = file.get_slice(name)
         shape = tuple(held.get_shape())
-        whole, offset = shards.get(name, (shape, (0,) * len(shape)))
-        whole, offset = tuple(map(_size, whole)), tuple(map(_size, offset))
-        inside = zip(offset, shape, whole, strict=True)
-        if any(first + size > all_of_it for first, size, all_of_it in inside):
+        whole, offset = map(tuple, shards.get(name, (shape, (0,) * len(shape))))
+        for size in (*whole, *offset):
+            if type(size) is not int or size < 0:
+                raise ValueError(f"{size!r} is no size")
+        if any(first + size > all_of_it for first, size, all_of_it in zip(offset, shape, whole, strict=True)):
             raise ValueError(f"a part of '{name}' lies outside of it")
-        yield Entry(name, _DTYPES[held.get_dtype()], shape, whole, offset)
-
-
-def _size(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
-    return value
+        yield Entry(name, DTYPES[held.get_dtype()], shape, whole, offset)
 
 
 def _tile(parts: Sequence[Entry]) -> bool:
@@ -234,8 +266,7 @@ def _tile(parts: Sequence[Entry]) -> bool:
 def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: Mapping[str, str]) -> tuple[int, str]:
     """Write the weights of a checkpoint (``best``, ``latest`` or a step) to one ``file`` that other libraries load.
 
-    Returns its step, and the stem taken. The file is complete or absent, and replaces one that is there. One tensor at
-    a time is in memory.
+    Returns its step, and the stem taken. The file is complete or absent, and replaces one that is there.
 
     Args:
         stems: the first of these that the checkpoint has.
@@ -250,10 +281,12 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
         stem = next((stem for stem in stems if stem in record.stems), stems[-1])
         format.compare(folder, record, record.files_of(stem))
         stored = Stored(folder, record, stem)
-        entries = [Entry(name, dtype, shape, shape, (0,) * len(shape)) for name, (dtype, shape) in stored.facts.items()]
+        entries = [Entry.of(name, *facts) for name, facts in stored.facts.items()]
+        header = {"format": "pt", "step": str(step), **notes}
         with fileio.replacing(file) as out:
-            header = {"format": "pt", "step": str(step), **notes}
-            write(out, entries, lambda entry: as_bytes(stored.read(entry.name)), header)
+            write(out.write, entries, lambda entry: stored.read(entry.name), header)
+            out.flush()
+            os.fsync(out.fileno())
     except BrokenCheckpointError as fault:
         others = ", ".join(str(other) for other in format.steps(folder) if other != step)
         raise UserError(
@@ -268,49 +301,33 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
     return step, stem
 
 
-# The tensors of a model and an optimizer, by names that depend neither on the strategy nor on the world size.
-#
-# A tensor stays where it is, sharded or not: a save takes of it what is a rank's own, and a load fills that.
-
-
-class Shares:
+def shares_of(
+    stems: Mapping[str, Mapping[str, Tensor]], dist: Distributed
+) -> tuple[dict[str, dict[Entry, Tensor]], set[int]]:
     """Who writes what: each rank its own shards, and of a tensor that several ranks have, the lowest one.
 
-    Every rank calls it with the same stems. The ranks' answers are remembered while they do not change.
+    Args:
+        stems: stem -> name -> tensor, sharded (a DTensor) or not, on every rank or some; the same stems on every rank.
+
+    Returns:
+        File name -> entry -> this rank's part, where it lies; and the ranks that write anything, which is rank 0 alone
+        if nothing is spread over the ranks.
     """
-
-    def __init__(self, dist: Distributed) -> None:
-        self._dist = dist
-        self._digests: list[str] = []
-        self._told: list[dict[str, Any]] = []
-
-    def of(self, stems: Mapping[str, Mapping[str, Tensor]]) -> tuple[dict[str, dict[Entry, Tensor]], tuple[int, ...]]:
-        """This rank's share of stem -> name -> tensor, sharded (a DTensor) or not, on every rank or some.
-
-        Returns file name -> entry -> this rank's part, where it lies; and the ranks that write anything, which is rank
-        0 alone if nothing is spread over the ranks.
-        """
-        rank = self._dist.rank
-        split = {stem: _split(named) for stem, named in stems.items()}
-        own = {stem: {"whole": sorted(whole), "parts": bool(parts)} for stem, (whole, parts) in split.items()}
-        digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-        digests = self._dist.gather_json(digest)
-        if digests != self._digests:
-            self._digests, self._told = digests, self._dist.gather_json(own)
-        files: dict[str, dict[Entry, Tensor]] = {}
-        writers = {0}
-        for stem, (whole, parts) in split.items():
-            owner: dict[str, int] = {}
-            for other, told in enumerate(self._told):
-                for name in told[stem]["whole"]:
-                    owner.setdefault(name, other)
-            of_stem = {*owner.values(), *(other for other, told in enumerate(self._told) if told[stem]["parts"])} or {0}
-            writers |= of_stem
-            if rank in of_stem:
-                name = file_name(stem, sorted(of_stem).index(rank), len(of_stem))
-                mine = {Entry.of(key, value): value for key, value in whole.items() if owner[key] == rank}
-                files[name] = {**mine, **parts}
-        return files, tuple(sorted(writers))
+    split = {stem: _split(named) for stem, named in stems.items()}
+    told = dist.gather_json({stem: [sorted(whole), bool(parts)] for stem, (whole, parts) in split.items()})
+    files: dict[str, dict[Entry, Tensor]] = {}
+    writers = {0}
+    for stem, (whole, parts) in split.items():
+        owner: dict[str, int] = {}
+        for other, of_other in enumerate(told):
+            owner = dict.fromkeys(cast(list[str], of_other[stem][0]), other) | owner
+        of_stem = {*owner.values(), *(other for other, of_other in enumerate(told) if of_other[stem][1])} or {0}
+        writers |= of_stem
+        if dist.rank in of_stem:
+            name = file_name(stem, sorted(of_stem).index(dist.rank), len(of_stem))
+            mine = {key: value for key, value in whole.items() if owner[key] == dist.rank}
+            files[name] = {**{Entry.of(key, value.dtype, value.shape): value for key, value in mine.items()}, **parts}
+    return files, writers
 
 
 def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, Tensor]]:
@@ -336,65 +353,6 @@ def _is_first_copy(value: Any) -> bool:
     )
 
 
-Facts = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of a whole tensor."""
-
-
-class Held:
-    """Tensors in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.facts: Mapping[str, Facts] = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def take(self, name: str, like: Tensor | None) -> Tensor:
-        """This rank's part of a tensor, as ``like`` is sharded; None: nothing is wanted."""
-        value = self._tensors[name]
-        if like is not None:
-            for dim, (first, length) in enumerate(zip(*place_of(like), strict=True)):
-                value = value.narrow(dim, first, length)
-        return value
-
-
-class Sent:
-    """Tensors that rank 0 sends to the others, one at a time. Names and shapes travel as JSON: nothing is unpickled.
-
-    Args:
-        held: looked at on rank 0 only.
-    """
-
-    def __init__(self, held: Stored | Held, dist: Distributed) -> None:
-        self._held, self._dist = held, dist
-        mine = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in held.facts.items()]
-        told: Any = dist.broadcast_json(mine if dist.is_main else [])
-        self.facts: Mapping[str, Facts] = {
-            str(name): (_dtype(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in told
-        }
-
-    def take(self, name: str, like: Tensor | None) -> Tensor:
-        """As `Held.take`. Every rank takes every tensor, in the order of ``facts``."""
-        dtype, shape = self.facts[name]
-        # As bytes, which every backend carries, so that it stays the same; over this rank's own device.
-        value = torch.empty(shape, dtype=dtype) if not self._dist.is_main else self._held.read(name)
-        value = value.to(self._dist.device).contiguous()
-        if self._dist.world_size > 1 and value.numel():
-            c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
-        value = Held({name: value}).take(name, like)
-        return value.cpu() if like is not None and like.device.type == "meta" else value
-
-
-def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    assert isinstance(dtype, torch.dtype), f"rank 0 announces a tensor of type {name!r}"
-    return dtype
-
-
-Source = Stored | Held | Sent
-"""Of a checkpoint's tensors: its files, for a rank that sees them; memory; or rank 0."""
-
 _NUMBER = ":number"
 """Ends the name of a value that is no tensor to its optimizer."""
 
@@ -417,28 +375,34 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
     Of groups it is what the optimizer itself has changed: rates and the like come from the configuration.
     """
-    moments: dict[str, Tensor] = {}
-    for name, parameter in _parameters_of(model).items():
-        for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
-            moments.update(_kept(f"state.{name}.{kind}", value))
+    found: dict[str, object] = {
+        f"state.{name}.{kind}": value
+        for name, parameter in _parameters_of(model).items()
+        for kind, value in sorted(optimizer.state.get(parameter, {}).items())
+    }
     built = getattr(optimizer, "as_built", None)
     for index, group in enumerate(optimizer.param_groups):  # where some count their updates
         for kind, value in sorted(group.items()):
             if isinstance(value, Tensor) or (built and kind != "lr" and value != built[index].get(kind)):
-                moments.update(_kept(f"group.{index}.{kind}", value))
+                found[f"group.{index}.{kind}"] = value
+    moments: dict[str, Tensor] = {}
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            moments[name] = value
+        elif isinstance(value, bool | int | float):
+            dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+            moments[name + _NUMBER] = torch.tensor(value, dtype=dtype)
     return moments
 
 
-def _kept(name: str, value: object) -> dict[str, Tensor]:
-    if isinstance(value, Tensor):
-        return {name: value}
-    if isinstance(value, bool | int | float):
-        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-        return {f"{name}{_NUMBER}": torch.tensor(value, dtype=dtype)}
-    return {}
+def _place(name: str) -> tuple[str, str, str]:
+    """What a tensor is: ``state`` or ``group``; its parameter's name, or the group's index; and its kind."""
+    room, _, rest = name.partition(".")
+    whose, _, kind = rest.rpartition(".")
+    return room, whose, kind
 
 
-def _restored(kind: str, value: Tensor) -> tuple[str, Any]:
+def _as_kept(kind: str, value: Tensor) -> tuple[str, Any]:
     return (kind.removesuffix(_NUMBER), value.item()) if kind.endswith(_NUMBER) else (kind, value)
 
 
@@ -461,7 +425,7 @@ def load_where_named(into: Mapping[str, Tensor], source: Source, dist: Distribut
         UserError: on every rank, if one of them has another shape.
     """
     own = {name: tuple(value.shape) for name, value in into.items() if name in source.facts}
-    dist.raise_together(_misfit(own, {name: facts for name, facts in source.facts.items() if name in own}))
+    dist.raise_together(_misfit(own, {name: source.facts[name] for name in own}))
     _fill(into, source)
 
 
@@ -472,35 +436,33 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         UserError: on every rank, if it is that of another model or optimizer for one of them.
     """
     weights_of(model)  # a sharded model shows its parameters as the optimizer knows them from then on
-    own = _parameters_of(model)
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for name, (_, shape) in source.facts.items():
-        if name.startswith("group."):
-            shapes[name] = () if int(name.split(".")[1]) < len(optimizer.param_groups) else None
-            continue
-        parameter, _, kind = name.removeprefix("state.").rpartition(".")
+    own, groups = _parameters_of(model), optimizer.param_groups
+    places = {name: _place(name) for name in source.facts}
+
+    def fits(name: str, shape: tuple[int, ...]) -> bool:
+        room, whose, _ = places[name]
+        if room == "group":
+            return shape == () and int(whose) < len(groups)
         # A count of updates and the like is a single number; everything else is one number per weight, or, where a rank
         # has the whole weight, fewer.
-        fits = parameter in own and (
-            shape in ((), tuple(own[parameter].shape))
-            or (not is_sharded(own[parameter]) and math.prod(shape) < own[parameter].numel())
-        )
-        shapes[name] = shape if fits and name == f"state.{parameter}.{kind}" else None
+        return room == "state" and whose in own and (
+            shape in ((), tuple(own[whose].shape))
+            or (not is_sharded(own[whose]) and math.prod(shape) < own[whose].numel())
+        )  # fmt: skip
+
+    shapes = {name: shape if fits(name, shape) else None for name, (_, shape) in source.facts.items()}
     dist.raise_together(_misfit(shapes, source.facts))
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    order = [parameter for group in groups for parameter in group["params"]]
     # Ids of parameters whose state is another rank's to keep.
     elsewhere: frozenset[int] = getattr(optimizer, "elsewhere", frozenset())
     held = {id(parameter) for parameter in order} - elsewhere
     loaded: dict[nn.Parameter, dict[str, Any]] = {}
-    counts: dict[str, Tensor] = {}
+    changed: list[tuple[int, str, Any]] = []
     for name, (dtype, shape) in source.facts.items():
-        number = torch.empty(shape, device="meta")
-        if name.startswith("group."):
-            counts[name] = source.take(name, number)
-            continue
-        parameter, _, kind = name.removeprefix("state.").rpartition(".")
-        target = own[parameter]
-        if id(target) not in held:
+        room, whose, kind = places[name]
+        if room == "group":
+            changed.append((int(whose), *_as_kept(kind, source.take(name, torch.empty(shape, device="meta")))))
+        elif id(target := own[whose]) not in held:
             source.take(name, None)
         elif shape == tuple(target.shape) and shape != ():
             with torch.no_grad():
@@ -508,7 +470,7 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
                 local_part(value).copy_(source.take(name, target))
             loaded.setdefault(target, {})[kind] = value
         else:  # on the CPU, where optimizers keep their counts; what needs them on the GPU moves them
-            kind, count = _restored(kind, source.take(name, number))
+            kind, count = _as_kept(kind, source.take(name, torch.empty(shape, device="meta")))
             loaded.setdefault(target, {})[kind] = count.to(target.device) if shape else count
     state = {index: loaded[parameter] for index, parameter in enumerate(order) if parameter in loaded}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -516,10 +478,8 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         for kind, value in kinds.items():
             if isinstance(value, Tensor) and value.dtype != optimizer.state[target][kind].dtype:
                 optimizer.state[target][kind] = value
-    for name, count in counts.items():
-        _, index, kind = name.split(".")
-        kind, value = _restored(kind, count)
-        optimizer.param_groups[int(index)][kind] = value
+    for index, kind, value in changed:
+        groups[index][kind] = value
 
 
 def _fill(into: Mapping[str, Tensor], source: Source) -> None:
@@ -539,10 +499,9 @@ def master_of(parameter: Tensor) -> nn.Parameter:
 @torch.no_grad()
 def follow_masters(parameters: Iterable[nn.Parameter]) -> None:
     """Give each parameter the value of its master, which has changed."""
-    pairs = [(parameter, parameter.master) for parameter in parameters if hasattr(parameter, "master")]
-    if pairs:
-        halves, masters = zip(*pairs, strict=True)
-        torch._foreach_copy_(halves, masters)
+    for parameter in parameters:
+        if hasattr(parameter, "master"):
+            parameter.copy_(parameter.master)
 
 
 def plain_name(name: str) -> str:
@@ -578,11 +537,8 @@ def _words(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(shape) if shape else "one number"
 
 
-# Weights to start from: a file of somebody's training, of the same network up to its head.
-
 # Keys of the weights in a file that holds more: averaged ones first, which are the better ones.
 _INSIDE = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "module")
-_SHOWN = 3
 
 
 def start_from(file: Path, model: nn.Module, dist: Distributed) -> tuple[str, ...]:
@@ -596,11 +552,11 @@ def start_from(file: Path, model: nn.Module, dist: Distributed) -> tuple[str, ..
     """
     own = weights_of(model)
     given = dist.together(lambda: _read(file) if dist.is_main else {})
-    anew = dist.together(lambda: _left_out(file, given, own) if dist.is_main else ())
+    anew = dist.together(lambda: _left_out(file, given, own) if dist.is_main else [])
     taken = {name: value for name, value in given.items() if name in own and name not in anew}
     load_where_named(own, Sent(Held(taken), dist), dist)
     follow_masters(model.parameters())
-    return tuple(dist.broadcast_json(list(anew)))
+    return tuple(dist.broadcast_json(anew))
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -635,28 +591,24 @@ def _read(file: Path) -> dict[str, Tensor]:
     return {plain_name(name).removeprefix("module."): value for name, value in tensors.items()}
 
 
-def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """Names of the model's own head, if the file has another one."""
-    matrices = [name for name, value in own.items() if value.ndim > 1]
+    there, here = ({name: tuple(value.shape) for name, value in of.items()} for of in (given, own))
+    matrices = [name for name, shape in here.items() if len(shape) > 1]
     head = f"{matrices[-1].rpartition('.')[0]}." if matrices else ""
     different = [
         name
-        for name, value in own.items()  # older torch had no num_batches_tracked, and nobody needs it
-        if (given[name].shape != value.shape if name in given else not name.endswith(".num_batches_tracked"))
+        for name in {**here, **there}  # older torch had no num_batches_tracked, and nobody needs it
+        if there.get(name) != here.get(name) and (name in there or not name.endswith(".num_batches_tracked"))
     ]
-    different += [name for name in given if name not in own]
     wrong = [name for name in different if not (head and name.startswith(head))]
     if wrong:
-        words = "; ".join(f"{name} is {_shape(given, name)} there, {_shape(own, name)} here" for name in wrong[:_SHOWN])
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        words = [f"{name} is {_words(there.get(name))} there, {_words(here.get(name))} here" for name in wrong[:3]]
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UserError(
             f"The weights in {file} are of another network.",
-            why=f"{words}{more}.",
+            why=f"{'; '.join(words)}{more}.",
             fix="Give model.name and its options as they were when the file was made.",
             key="model.checkpoint",
         )
-    return tuple(name for name in own if name in different or (different and name.startswith(head)))
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> str:
-    return "x".join(map(str, tensors[name].shape)) or "one number" if name in tensors else "absent"
+    return [name for name in own if name in different or (different and name.startswith(head))]

@@ -79,7 +79,6 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
     nonfinite = NonFinite(state, recorder.remark, seed=config.seed, in_a_row=progress.nonfinite)
     update.meter.go_on(progress.window)
     end = progress.position + state.total_steps - progress.step
-    is_warm = False
 
     def take_note() -> None:
         """Have in ``progress``, which is about to be saved, what is still on the device."""
@@ -105,9 +104,6 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
             progress.position = position + 1
             progress.images += size
             progress.step += counts
-            if counts and not is_warm:
-                recorder.warm()
-                is_warm = True
 
             # What is due after it.
             is_final = progress.step == state.total_steps

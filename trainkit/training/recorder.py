@@ -435,10 +435,6 @@ class Recorder:
             with suppress(OSError):  # a full disk: pictures are nothing to end a run for
                 self._write(self.writer.run.mistakes(split), mistakes_json(images, split, step), None)
 
-    def warm(self) -> None:
-        """Get ready for the first `save`; after an update, for only then the optimizer has a state."""
-        self.checkpoints.warm(self.state.model, self.state.optimizer, self.state.further_tensors())
-
     def save(
         self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any
     ) -> None:
