@@ -24,6 +24,7 @@ CALLS = {"ForkingPickler", "Unpickler", "torch.load", "yaml.unsafe_load", "yaml.
 KNOWN = {
     "hivemind.utils.mpfuture": "futures between the processes of one peer, over their own pipe",
     "hivemind.moe.server.checkpoints": "checkpoints of a server of experts, which nobody starts",
+    "trainkit.checkpoint.state": "a file of weights that the user names, of which only tensors are unpickled",
 }
 # Connections between processes pickle what goes through them. All of these are made by `multiprocessing.Pipe`.
 PIPES = {
