@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
+from tests.rank_functions import _CONTEXT
 from trainkit.data import base, loader
 from trainkit.data.base import Batch, DataInfo, Splits, epoch_order
 from trainkit.data.loader import (
@@ -110,15 +110,10 @@ def reference(data: Splits) -> list[Batch]:
     return [*batches(data)]
 
 
-def test_a_batch_is_bytes_integer_labels_and_keys(reference: list[Batch]) -> None:
-    images, labels, keys = reference[0]
-    assert (images.dtype, labels.dtype, keys.dtype) == (torch.uint8, torch.int64, torch.int64)
-    assert (len(images), tuple(labels.shape), tuple(keys.shape)) == (16, (16,), (16,))
-
-
 def test_steps_walk_through_one_permutation_after_the_other(reference: list[Batch]) -> None:
     epochs = [epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)]
-    _, labels, keys = joined(reference)
+    images, labels, keys = joined(reference)
+    assert (images.dtype, labels.dtype, keys.dtype) == (torch.uint8, torch.int64, torch.int64)
     assert torch.equal(labels, torch.cat(epochs)[:160] % 2)
     expected = torch.cat([base.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
     assert torch.equal(keys, expected[:160])
@@ -171,21 +166,15 @@ def before() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_a_stop_signal_to_the_workers_does_not_end_them(before: set[int]) -> None:
+def test_workers_end_with_the_loop_and_not_by_a_stop_signal(before: set[int]) -> None:
     with batches(workers=2) as found:
         workers = started_by(found, before)
         assert len(workers) == 2
         for worker in workers:
             for signum in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
                 os.kill(worker.pid, signum)
-        assert_same(found, [*batches()][1:])
-
-
-def test_no_worker_outlives_a_loop_left_half_way(before: set[int]) -> None:
-    with batches(workers=2) as found:
-        workers = started_by(found, before)
-    assert len(workers) == 2
-    assert not any(worker.is_running() for worker in workers)
+        assert_same((next(found), next(found)), [*batches()][1:3])
+    assert not any(worker.is_running() for worker in workers), "they outlive a loop left half way"
     assert list(found) == []
 
 
@@ -197,35 +186,40 @@ def test_a_worker_that_hangs_is_killed(before: set[int], monkeypatch: pytest.Mon
     assert not worker.is_running()
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        pytest.param("raise SystemExit(3)", marks=pytest.mark.long),
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    ],
-)
-def test_a_rank_that_dies_without_closing_leaves_no_worker(ending: str, tmp_path: Path) -> None:
-    script = f"""
-import psutil
-from pathlib import Path
-from trainkit.data.datasets import synthetic
-from trainkit.data.base import Batch
-from trainkit.data.loader import train_batches
-splits = synthetic.build(Path("."), image_size=8, train_size=64)
-found = train_batches(splits, seed=0, start_step=0, stop_step=99, global_batch_size=8, micro_batch_size=8,
-                      rank=0, world_size=1, workers=1)
-next(found)
-print(*[child.pid for child in psutil.Process().children()], flush=True)
-{ending}
-"""
-    started = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert ended.returncode in (3, -signal.SIGKILL)
-    workers = [int(pid) for pid in ended.stdout.split()]
-    assert len(workers) == 1
-    while any(map(psutil.pid_exists, workers)) and time.monotonic() - started < 50:
+def _start_and_die(told: Any) -> None:
+    found = batches(workers=1)
+    next(found)
+    told.put([child.pid for child in psutil.Process().children()])
+    told.close()
+    told.join_thread()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_end(workers: list[int]) -> bool:
+    deadline = time.monotonic() + 50
+    while any(map(psutil.pid_exists, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(map(psutil.pid_exists, workers))
+    return len(workers) == 1 and not psutil.pid_exists(workers[0])
+
+
+def test_a_rank_that_is_killed_leaves_no_worker() -> None:
+    told = _CONTEXT.Queue()
+    rank = _CONTEXT.Process(target=_start_and_die, args=(told,))
+    rank.start()
+    workers = told.get(timeout=60)
+    rank.join()
+    assert all_end(workers)
+
+
+@pytest.mark.long
+def test_a_rank_that_exits_without_closing_leaves_no_worker() -> None:
+    script = (
+        "from tests.data.test_loader import batches, psutil; found = batches(workers=1); next(found);"
+        "print(*[child.pid for child in psutil.Process().children()], flush=True); raise SystemExit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    assert all_end([int(pid) for pid in ended.stdout.split()])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -309,20 +303,6 @@ def test_the_first_batch_after_a_resume_comes_at_once_and_alone() -> None:
     assert min(seconds) < 0.05
 
 
-def test_the_first_order_is_drawn_before_the_workers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each of its pages would first be copied for them."""
-    workers: list[int] = []
-
-    def drawn(num_samples: int, seed: int, epoch: int) -> Tensor:
-        workers.append(len(multiprocessing.active_children()))
-        return epoch_order(num_samples, seed, epoch)
-
-    monkeypatch.setattr(loader, "epoch_order", drawn)
-    with batches(stop_step=3, workers=1) as found:
-        next(found)
-    assert workers == [0]
-
-
 class Gpu:
     """Names a GPU where there is none."""
 
@@ -336,11 +316,12 @@ class Gpu:
 def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
     monkeypatch: pytest.MonkeyPatch, free: int, where: Any, workers: int, there: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * PICTURES.nbytes * free, 0))
-    monkeypatch.setattr(TensorSamples, "on", lambda self, device: "there")
+    size = PICTURES.images.nbytes + PICTURES.labels.nbytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * size * free, 0))
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device: tensor)
     gpu: Any = Gpu()
     found: Any = to_device(IN_MEMORY, where, gpu, workers=workers)
-    assert [found.train, found.val, found.test] == (["there"] * 3 if there else [PICTURES] * 3)
+    assert all((part is not PICTURES) == there for part in (found.train, found.val, found.test))
     assert to_device(IN_MEMORY, where, torch.device("cpu"), workers=workers) is IN_MEMORY
 
 
@@ -383,24 +364,18 @@ def noise(count: int, channels: int, height: int, width: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=random)
 
 
-def test_samples_are_images_and_plain_labels() -> None:
-    samples = TensorSamples(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([5, 6, 7]))
-    image, label = samples[1]
-    assert (len(samples), image.shape, label, type(label)) == (3, (1, 2, 2), 6, int)
-    assert samples.nbytes == 3 * (4 + 8)
-
-
 @pytest.mark.parametrize(("shift", "flip"), [(4, True), (2, False), (0, True), (1, True)])
 def test_each_image_is_what_torchvision_makes_of_it_with_the_same_draws(shift: int, flip: bool) -> None:
     images = noise(400, 3, 12, 9)
     transform = TensorTransform(12, shift, flip)
     drawn = transform.draw(KEYS)
-    expected = []
+    expected, before = [], images.clone()
     for image, (top, left, mirror) in zip(images, drawn.tolist(), strict=True):
         cropped = functional.crop(functional.pad(image, [shift] * 4), top, left, 12, 9)
         cropped = functional.horizontal_flip(cropped) if mirror else cropped
         expected.append(functional.resize(cropped, [12, 12], antialias=True))
     assert torch.equal(transform.batch(images, drawn), torch.stack(expected))
+    assert torch.equal(images, before), "the images themselves are not changed"
 
 
 def test_one_image_alone_is_what_a_batch_of_one_gives() -> None:
@@ -418,19 +393,10 @@ def test_every_window_comes_up_as_often_and_half_are_mirrored() -> None:
     assert ((counts - 200).abs() < 80).all()
 
 
-def test_the_images_themselves_are_not_changed() -> None:
-    images = gradient()[None].repeat(400, 1, 1, 1)
-    transform = TensorTransform(8, 1, True)
-    transform.batch(images, transform.draw(KEYS)).fill_(0)
-    assert torch.equal(images, gradient()[None].repeat(400, 1, 1, 1))
-
-
 @pytest.mark.parametrize("size", [4, 8, 20])
 def test_resizing_gives_bytes_of_the_asked_size(size: int) -> None:
     resized = TensorTransform(size)(gradient())
     assert (resized.shape, resized.dtype) == ((1, size, size), torch.uint8)
-
-
-def test_without_augmentation_training_sees_what_evaluation_sees() -> None:
-    plain = tensor_splits(INFO, [PICTURES] * 3, augment=False, shift=1)
+    info = replace(INFO, image_size=size)
+    plain = tensor_splits(info, [PICTURES] * 3, augment=False, shift=1)
     assert torch.equal(plain.train_transform(gradient()), plain.eval_transform(gradient()))

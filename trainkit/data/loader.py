@@ -17,9 +17,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, islice
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -27,18 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.data import base as data_order
-from trainkit.data.base import (
-    Batch,
-    DataInfo,
-    EvalBatch,
-    Samples,
-    Splits,
-    Transform,
-    derive_seed,
-    epoch_order,
-    share_of,
-    steps_per_epoch,
-)
+from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform, derive_seed, steps_per_epoch
 from trainkit.data.folders import BrokenImages, ImageFiles, RepairedBatch, noted, read_whole
 from trainkit.data.pack import Pack
 from trainkit.errors import TrainkitError
@@ -98,20 +84,18 @@ class Batches(Generic[BatchT]):
             # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-            self._iterator: Any = iter(loader)
-        self._batches: Iterator[Any] = self._iterator if broken is None else noted(self._iterator, broken)
+            iterator: Any = iter(loader)
+        self._batches: Iterator[Any] = iterator if broken is None else noted(iterator, broken)
         if device is not None and device.type == "cuda":
             self._batches = on_gpu(self._batches, device)
+        self._end = weakref.finalize(self, _end_workers, iterator)
         # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
-        self._at_exit = partial(_close_at_exit, weakref.ref(self))
-        atexit.register(self._at_exit)
+        atexit.register(self._end)
 
     def __iter__(self) -> Iterator[BatchT]:
         return self
 
     def __next__(self) -> BatchT:
-        if self._iterator is None:
-            raise StopIteration
         try:
             batch = next(self._batches)
         except BaseException:  # StopIteration too
@@ -124,41 +108,33 @@ class Batches(Generic[BatchT]):
 
     def close(self) -> None:
         """End the worker processes; those that hang in a read are killed after a few seconds."""
-        iterator, self._iterator = self._iterator, None
         self._batches = iter(())  # it holds the last ones
-        atexit.unregister(self._at_exit)
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is None:
-            return  # no workers, or closed before
-        workers = list(iterator._workers)
-        # torch waits for one after the other, and then sends the SIGTERM that they ignore. Kill them all at once.
-        timer = threading.Timer(SHUTDOWN_SECONDS, lambda: [worker.kill() for worker in workers])
-        timer.start()
-        try:
-            shutdown()
-        except RuntimeError:
-            pass  # torch saw a worker die: by our hand
-        finally:
-            timer.cancel()
-        for worker in workers:
-            worker.kill()
-            worker.join()
+        atexit.unregister(self._end)
+        self._end()
 
     def __enter__(self) -> Batches[BatchT]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_iterator", None) is not None:
-            self.close()
 
-
-def _close_at_exit(reference: weakref.ref[Batches[Any]]) -> None:
-    batches = reference()
-    if batches is not None:
-        batches.close()
+def _end_workers(iterator: Any) -> None:
+    if not hasattr(iterator, "_shutdown_workers"):
+        return
+    workers = list(iterator._workers)
+    # torch waits for one after the other, and then sends the SIGTERM that they ignore. Kill them all at once.
+    timer = threading.Timer(SHUTDOWN_SECONDS, lambda: [worker.kill() for worker in workers])
+    timer.start()
+    try:
+        iterator._shutdown_workers()
+    except RuntimeError:
+        pass  # torch saw a worker die: by our hand
+    finally:
+        timer.cancel()
+    for worker in workers:
+        worker.kill()
+        worker.join()
 
 
 def init_worker(worker: int) -> None:
@@ -195,14 +171,6 @@ class TensorSamples:
     def __getitem__(self, index: int, /) -> tuple[Tensor, Any]:
         label = self.labels[index]
         return self.images[index], label if label.dim() else label.item()
-
-    @property
-    def nbytes(self) -> int:
-        return self.images.nbytes + self.labels.nbytes
-
-    def on(self, device: torch.device) -> TensorSamples:
-        """The same samples there."""
-        return TensorSamples(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)
@@ -284,21 +252,16 @@ def mapped(splits: Splits) -> Splits:
     They are augmented in whole batches then, and may move to the GPU. Only for a data set that augments images of one
     size: photos are cut out each in another size.
     """
-    if not isinstance(splits.train_transform, TensorTransform):
+    parts: list[TensorSamples] = []
+    for samples in (splits.train, splits.val, splits.test):
+        if isinstance(samples, ImageFiles) and isinstance(samples.files, Pack) and samples.in_chans == 3:
+            images, first, end = samples.files.stacked, samples.positions[0], samples.positions[0] + len(samples)
+            if images is not None and samples.positions.tolist() == [*range(first, end)]:
+                parts.append(TensorSamples(images[first:end], torch.tensor(samples.labels.tolist())))
+    if len(parts) < 3 or not isinstance(splits.train_transform, TensorTransform):
         return splits
-    train, val, test = (_tensor(part) for part in (splits.train, splits.val, splits.test))
-    if train is None or val is None or test is None:
-        return splits
+    train, val, test = parts
     return replace(splits, train=train, val=val, test=test, in_memory=True)
-
-
-def _tensor(samples: Samples) -> TensorSamples | None:
-    if not isinstance(samples, ImageFiles) or not isinstance(samples.files, Pack) or samples.in_chans != 3:
-        return None
-    images, first, count = samples.files.stacked, samples.positions[0], len(samples)
-    if images is None or samples.positions.tolist() != [*range(first, first + count)]:
-        return None
-    return TensorSamples(images[first : first + count], torch.tensor(samples.labels.tolist()))
 
 
 SHARE_OF_FREE = 0.1
@@ -316,13 +279,13 @@ def to_device(splits: Splits, where: Literal["auto", "cpu"], device: torch.devic
     if len(parts) < 3:
         return splits
     free, _ = torch.cuda.mem_get_info(device)
-    if sum(part.nbytes for part in parts) > free * SHARE_OF_FREE:
+    if sum(part.images.nbytes + part.labels.nbytes for part in parts) > free * SHARE_OF_FREE:
         return splits
-    train, val, test = (part.on(device) for part in parts)
+    train, val, test = (TensorSamples(part.images.to(device), part.labels.to(device)) for part in parts)
     return replace(splits, train=train, val=val, test=test)
 
 
-def train_from_memory(
+def _train_from_memory(
     samples: TensorSamples, transform: TensorTransform, seed: int, shares: Iterable[tuple[int, Tensor]]
 ) -> Iterator[Batch]:
     """Augmented batches of ``samples``, on their device.
@@ -341,7 +304,7 @@ def train_from_memory(
             yield Batch(images, samples.labels.index_select(0, one), key)
 
 
-def eval_from_memory(
+def _eval_from_memory(
     samples: TensorSamples, transform: TensorTransform, starts: Iterable[int], size: int
 ) -> Iterator[EvalBatch]:
     """Batches of ``size`` that begin at ``starts``; what is missing at the end is filled with the last sample."""
@@ -390,17 +353,14 @@ def train_batches(
         while step < stop_step:
             epoch, first = divmod(step, per_epoch)
             end = min(per_epoch, first + stop_step - step)
-            order = epoch_order(len(train), seed, epoch)[first * global_batch_size : end * global_batch_size]
-            yield epoch, share_of(order, micro_batch_size, rank=rank, world_size=world_size)
+            order = data_order.epoch_order(len(train), seed, epoch)[first * global_batch_size : end * global_batch_size]
+            yield epoch, data_order.share_of(order, micro_batch_size, rank=rank, world_size=world_size)
             step += end - first
 
     if isinstance(train, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
-        return Batches(train_from_memory(train, transform, seed, shares()), device)
+        return Batches(_train_from_memory(train, transform, seed, shares()), device)
 
-    # The first is drawn before the workers are forked: in memory that they share, it takes twice as long.
-    later = shares()
-    first = [*islice(later, 1)]
-    keys = ((epoch, indices.tolist()) for epoch, share in chain(first, later) for indices in share.unbind())
+    keys = ((epoch, indices.tolist()) for epoch, share in shares() for indices in share.unbind())
     fetch = _Fetch(train, transform, broken.most, seed)
     return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
 
@@ -426,7 +386,7 @@ def eval_batches(
     rounds = -(-total // per_round)
     starts = range(rank * batch_size, rank * batch_size + rounds * per_round, per_round)
     if isinstance(samples, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
-        return Batches(eval_from_memory(samples, transform, starts, batch_size), device)
+        return Batches(_eval_from_memory(samples, transform, starts, batch_size), device)
 
     def keys() -> Iterator[Keys]:
         for start in starts:
@@ -484,30 +444,26 @@ class _Fetch:
 
     def __getitems__(self, keys: Keys) -> Batch | EvalBatch | RepairedBatch | TrainkitError:
         met: dict[str, str] = {}
-        number, indices = keys
         try:
-            if self.seed is None:
-                batch: Batch | EvalBatch = self._eval_batch(number, indices, met)
-            else:
-                batch = self._train_batch(self.seed, number, indices, met)
+            batch = self._eval_batch(*keys, met) if self.seed is None else self._train_batch(self.seed, *keys, met)
         except TrainkitError as error:
             return error
         return RepairedBatch(batch, met) if met else batch
 
     def _train_batch(self, seed: int, epoch: int, indices: list[int], met: dict[str, str]) -> Batch:
-        places = torch.tensor(indices)
+        places, transform = torch.tensor(indices), self.transform
         keys = data_order.keys(seed, epoch, places)
-        if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
-            images = self.transform.batch(self.samples.images.index_select(0, places), self.transform.draw(keys))
+        if isinstance(self.samples, TensorSamples) and isinstance(transform, TensorTransform):
+            images = transform.batch(self.samples.images.index_select(0, places), transform.draw(keys))
             return Batch(images, self.samples.labels.index_select(0, places), keys)
         items = []
         for index, key in zip(indices, keys, strict=True):
             with _random_state(derive_seed(seed, epoch, index)):  # a data set of the user's own may draw while it reads
                 image, label, _ = read_whole(self.samples, index, self.most_broken, met)
-                if isinstance(self.transform, TensorTransform):  # the very numbers as for a set in memory
-                    items.append((self.transform.batch(image[None], self.transform.draw(key[None]))[0], label))
+                if isinstance(transform, TensorTransform):  # the very numbers as for a set in memory
+                    items.append((transform.batch(image[None], transform.draw(key[None]))[0], label))
                 else:
-                    items.append((self.transform(image), label))
+                    items.append((transform(image), label))
         return Batch(*_collated(items), keys)
 
     def _eval_batch(self, filled: int, indices: list[int], met: dict[str, str]) -> EvalBatch:
