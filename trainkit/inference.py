@@ -102,7 +102,7 @@ def evaluate_checkpoint(
             which = "newest"
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
-            images = found.mistakes["raw"].read(parts.dist)
+            images = found.mistakes["raw"].read()
             with suppress(OSError):  # it may be another user's run
                 write(run_dir.mistakes(split), json.dumps(mistakes_json(images, split, step)) + "\n", run_dir.path)
     left_out = sorted(parts.broken.met)

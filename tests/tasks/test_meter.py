@@ -1,16 +1,19 @@
+"""What a pass over samples leaves: sums that are exact, a confusion matrix, and pictures of the surest mistakes."""
+
 from __future__ import annotations
 
 import base64
 import io
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from tests.rank_functions import run_ranks, train_run
-from tests.training.parts import Linear, parts_of
+from tests.training.parts import Linear, evaluated, parts_of
 from trainkit.config.loading import load
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import Distributed, distributed
@@ -30,38 +33,35 @@ from trainkit.tasks.meter import (
     confusion_json,
 )
 from trainkit.training import recorder
-from trainkit.training.recorder import evaluate, measure
+from trainkit.training.recorder import measure
 
 # Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
-LOGITS = torch.tensor(
-    [
-        [9.0, 1, 2, 3, 4, 5, 6],
-        [5.5, 1, 2, 3, 4, 5, 6],
-        [2.5, 1, 2, 3, 4, 5, 6],
-        [1.5, 1, 2, 3, 4, 5, 6],
-    ]
-)
+LOGITS = torch.tensor([[right, 1, 2, 3, 4, 5, 6] for right in (9.0, 5.5, 2.5, 1.5)])
 LABELS = torch.zeros(4, dtype=torch.int64)
 LOSSES = torch.tensor([0.5, 1.0, 2.0, 4.5])
 ALL = slice(None)
-TASK = Classification(parts_of().splits.info, 0.0, None)
+SPLITS = parts_of().splits
+TASK = Classification(SPLITS.info, 0.0, None)
+ALONE = Distributed(RankEnv.single(), torch.device("cpu"))
+WHOLE = {"loss": 2.0, "acc1": 25.0, "acc5": 75.0}
 
 
-def meter() -> Meter:
-    return Meter(TASK, Distributed(RankEnv.single(), torch.device("cpu")))
+def meter(*parts: slice) -> Meter:
+    one = Meter(TASK, ALONE)
+    add(one, *parts)
+    return one
 
 
-def add(one: Meter, part: slice = ALL) -> None:
-    one.add(LOSSES[part].mean(), LOGITS[part], LABELS[part])
-
-
-@pytest.mark.parametrize("parts", [[ALL], [slice(0, 1), slice(1, 4), ALL]])
-def test_loss_and_hits_are_means_over_samples_whatever_the_batches(parts: list[slice]) -> None:
-    one = meter()
+def add(one: Meter, *parts: slice) -> None:
     for part in parts:
-        add(one, part)
-    samples = sum(len(LABELS[part]) for part in parts)
-    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": samples}
+        one.add(LOSSES[part].mean(), LOGITS[part], LABELS[part])
+
+
+@pytest.mark.parametrize("parts", [[ALL], [slice(0, 1), slice(1, 4), ALL], [ALL] * (3 * _MOST_PENDING + 1)])
+def test_loss_and_hits_are_means_over_samples_whatever_the_batches(parts: list[slice]) -> None:
+    one = meter(*parts)
+    assert len(one._pending) <= _MOST_PENDING
+    assert one.read() == {**WHOLE, "samples": sum(len(LABELS[part]) for part in parts)}
     assert one.read() == {"samples": 0}, "it starts again from zero"
     one.add(LOSSES[:2].mean(), torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), LABELS[:2])  # of three classes
     assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
@@ -74,88 +74,28 @@ def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
     assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
 
 
-def test_small_losses_are_not_lost_beside_a_large_one() -> None:
+def test_sums_are_exact_where_float32_is_not() -> None:
     one = meter()
-    one.add(torch.tensor(1e8), LOGITS[:1], LABELS[:1])
-    for _ in range(100):
+    one.go_on([1e8, 0, 2**24, 5 * 2**24])
+    for _ in range(3):
         one.add(torch.tensor(0.25), LOGITS[:1], LABELS[:1])
-    assert one.read()["loss"] * 101 == pytest.approx(1e8 + 25, abs=1e-3)
+    assert one.sums() == [1e8 + 0.75, 3, 2**24 + 3, 5 * 2**24 + 3]
 
 
-def test_counts_stay_exact_where_float32_has_no_odd_numbers() -> None:
-    one = meter()
-    one.go_on([0.0, 0, 2**24, 5 * 2**24])
-    add(one, slice(0, 1))
-    assert one.sums() == [0.5, 1, 2**24 + 1, 5 * 2**24 + 1]
-
-
-def test_the_sums_are_on_the_ranks_device() -> None:
-    one = Meter(TASK, Distributed(RankEnv.single(), torch.device("meta")))
-    assert one._loss.device.type == "meta"
-
-
-def test_it_keeps_no_graph_of_what_it_adds() -> None:
+def test_it_keeps_no_graph_and_not_many_large_batches() -> None:
     one = meter()
     one.add(LOSSES.mean().requires_grad_(), LOGITS.clone().requires_grad_(), LABELS)
     assert not any(tensor.requires_grad for tensor in one._pending[0])
-    one.sums()
-    assert not one._loss.requires_grad
-
-
-def _measured(env: RankEnv) -> dict[str, float]:
-    with distributed(env, use_gpu=False) as dist:
-        one = Meter(TASK, dist)
-        part = slice(0, 1) if dist.rank == 0 else slice(1, 4)
-        add(one, part)
-        return one.read()
-
-
-def test_every_rank_reads_the_sums_of_all() -> None:
-    assert run_ranks(2, _measured) == [{"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}] * 2
-
-
-def test_a_mean_goes_on_where_it_was_left() -> None:
-    whole, first, second = meter(), meter(), meter()
-    add(whole)
-    add(first, slice(0, 1))
-    second.go_on(first.sums())
-    add(second, slice(1, 4))
-    assert second.read() == whole.read()
-
-
-def test_what_is_put_off_is_added_before_it_fills_the_memory() -> None:
-    one, batches = meter(), 3 * _MOST_PENDING + 1
-    for _ in range(batches):
-        add(one)
-    assert len(one._pending) == 1
-    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4 * batches}
-
-
-def test_large_batches_are_put_off_less_often() -> None:
-    one, logits = meter(), torch.zeros(1, _MOST_PENDING_SCORES // 2)
     for _ in range(3):
-        one.add(LOSSES.mean(), logits, LABELS[:1])
+        one.add(LOSSES.mean(), torch.zeros(1, _MOST_PENDING_SCORES // 2), LABELS[:1])
     assert not one._pending
 
 
-def _told(env: RankEnv) -> tuple[list[float], dict[str, float], list[float]]:
-    with distributed(env, use_gpu=False) as dist:
-        one = Meter(TASK, dist)
-        add(one)
-        read = one.read(tell=env.rank + 0.5)
-        told = one.told
-        one.read()
-        return told, read, one.told
-
-
-def test_each_rank_tells_all_others_a_number_on_the_way() -> None:
-    assert (
-        run_ranks(2, _told) == [([0.5, 1.5], {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 8}, [0.0, 0.0])] * 2
-    )
-    one = meter()
-    add(one)
-    one.read(tell=3.0)
-    assert one.told == []
+def test_a_mean_goes_on_where_it_was_left() -> None:
+    second = meter()
+    second.go_on(meter(slice(0, 1)).sums())
+    add(second, slice(1, 4))
+    assert second.read() == meter(ALL).read()
 
 
 @pytest.mark.parametrize("label", range(7))
@@ -164,12 +104,10 @@ def test_a_row_with_a_score_that_is_not_finite_is_a_miss(bad: float, label: int)
     logits = torch.full((2, 7), bad)
     logits[1] = torch.tensor([9.0, 8, 7, 6, 5, 4, 3])
     logits[1, label] = bad
-    one, masked = meter(), meter()
-    labels = torch.full((2,), label)
+    one, masked, labels = meter(), meter(), torch.full((2,), label)
     one.add(torch.tensor(1.0), logits, labels)
     masked.add_masked(torch.ones(2), logits, labels, torch.tensor([True, True]))
-    for found in (one.read(), masked.read()):
-        assert found == {"loss": 1.0, "acc1": 0.0, "acc5": 0.0, "samples": 2}
+    assert one.read() == masked.read() == {"loss": 1.0, "acc1": 0.0, "acc5": 0.0, "samples": 2}
 
 
 def test_a_class_whose_score_is_minus_infinity_is_never_a_hit() -> None:
@@ -178,11 +116,6 @@ def test_a_class_whose_score_is_minus_infinity_is_never_a_hit() -> None:
     for label in range(7):
         one.add(torch.tensor(1.0), logits, torch.tensor([label]))
     assert one.sums() == [7.0, 7, 1, 1]
-
-
-# Which class is taken for which, and the images that are told wrong most surely.
-
-SPLITS = parts_of().splits
 
 
 @torch.no_grad()
@@ -197,78 +130,70 @@ def by_hand() -> list[tuple[int, int, float]]:
     return found
 
 
-def _evaluated(env: RankEnv) -> tuple[dict[tuple[int, int], int], float, list[tuple[str, str, float]]]:
+def _on_ranks(env: RankEnv) -> dict[str, Any]:
     with distributed(env, use_gpu=False) as dist:
+        one = Meter(TASK, dist)
+        add(one, slice(0, 1) if dist.rank == 0 else slice(dist.rank, 4 if dist.rank == env.world_size - 1 else 2))
+        read, told = one.read(tell=env.rank + 0.5), one.told
         parts = parts_of("train.global_batch_size=12", "train.micro_batch_size=2", dist=dist)
-        counts, mistakes = Confusion(parts.splits.info.num_classes, dist), Mistakes(TASK)
-        result = evaluate(parts, parts.splits.val, confusion=counts, mistakes=mistakes)
-        assert result is not None
-        wrong = [(item["label"], item["told"], item["confidence"]) for item in mistakes.read(dist)]
-        return dict(counts.read()), result["acc1"], wrong
+        found = measure(parts, parts.splits.val, confusion=True)
+        assert found is not None
+        wrong = [(item["label"], item["told"], item["confidence"]) for item in found.mistakes["raw"].read()]
+        return {"read": read, "told": told, "counts": found.counts["raw"], "metrics": found.metrics, "wrong": wrong}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_each_sample_is_counted_and_looked_at_once_on_any_number_of_ranks(world_size: int) -> None:
+def test_each_sample_is_summed_counted_and_looked_at_once_by_all_ranks() -> None:
+    """And each rank tells all others a number on the way."""
     images = by_hand()
     expected = sorted((item for item in images if item[0] != item[1]), key=lambda item: -item[2])
-    for pairs, acc1, wrong in run_ranks(world_size, _evaluated):
-        assert pairs == Counter((label, told) for label, told, _ in images)
-        assert acc1 == pytest.approx(100 * (1 - len(expected) / len(images)))
-        assert [names for *names, _ in wrong] == [[f"class {label}", f"class {told}"] for label, told, _ in expected]
-        assert [sure for *_, sure in wrong] == pytest.approx([sure for *_, sure in expected], abs=1e-3)
+    for found in run_ranks(3, _on_ranks):
+        assert (found["read"], found["told"]) == ({**WHOLE, "samples": 4}, [0.5, 1.5, 2.5])
+        assert found["counts"] == Counter((label, told) for label, told, _ in images)
+        assert found["metrics"] == pytest.approx(evaluated(parts_of()), rel=1e-5)
+        assert found["metrics"]["acc1"] == pytest.approx(100 * (1 - len(expected) / len(images)))
+        assert [names for *names, _ in found["wrong"]] == [[f"class {a}", f"class {b}"] for a, b, _ in expected]
+        assert [sure for *_, sure in found["wrong"]] == pytest.approx([sure for *_, sure in expected], abs=1e-3)
 
 
 def test_images_whose_scores_are_not_finite_are_told_as_no_class() -> None:
-    parts = parts_of()
-    counts, logits = Confusion(7, parts.dist), torch.zeros(4, 7)
+    counts, logits = Confusion(TASK, 7, ALONE), torch.zeros(4, 7)
     logits[0, 0], logits[1, 6], logits[2, 2], logits[3, 5] = float("nan"), float("inf"), 1.0, -float("inf")
-    counts.add(parts.task.taken_for(logits), torch.tensor([0, 6, 2, 1]), torch.tensor([True, True, True, False]))
-    found = counts.read()
-    assert found == {(0, 7): 1, (6, 7): 1, (2, 2): 1}
-    content = confusion_json(parts.splits.info, {"raw": found})
-    assert content["classes"] == [*parts.splits.info.class_names, NO_CLASS]
+    counts.add(logits, logits, torch.tensor([0, 6, 2, 1]), torch.tensor([True, True, True, False]))
+    content = confusion_json(SPLITS.info, {"raw": counts.read()})
+    assert content["classes"] == [*SPLITS.info.class_names, NO_CLASS]
     assert content["raw"] == [[0, 7, 1], [2, 2, 1], [6, 7, 1]]
-    assert confusion_json(parts.splits.info, {"raw": {(0, 6): 1}})["classes"] == [*parts.splits.info.class_names]
+    assert confusion_json(SPLITS.info, {"raw": {(0, 6): 1}})["classes"] == [*SPLITS.info.class_names]
 
 
 def test_a_matrix_that_nobody_could_look_at_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of()
-    found = measure(parts, parts.splits.val, confusion=True)
-    assert found is not None
-    assert list(found.counts) == ["raw"]
-    monkeypatch.setattr(recorder, "MOST_CLASSES", 6)
-    found = measure(parts, parts.splits.val, confusion=True)
-    assert found is not None
-    assert not found.counts
+    for most, kinds in ((7, ["raw"]), (6, [])):
+        monkeypatch.setattr(recorder, "MOST_CLASSES", most)
+        found = measure(parts_of(), SPLITS.val, confusion=True)
+        assert found is not None
+        assert list(found.counts) == kinds
 
 
 def test_the_surest_of_many_batches_are_kept_and_no_more() -> None:
-    mistakes, parts = Mistakes(TASK), parts_of()
+    mistakes = Mistakes(TASK, ALONE)
     sureness = torch.rand(5, 20, generator=torch.Generator().manual_seed(0))
     for batch in sureness:
         logits = torch.zeros(20, 6)
         logits[:, 1] = 3 + batch
         mistakes.add(torch.zeros(20, 1, 8, 8, dtype=torch.uint8), logits, torch.zeros(20).long(), torch.ones(20) > 0)
-    found = [item["confidence"] for item in mistakes.read(parts.dist)]
     largest = (3 + sureness.flatten().sort(descending=True).values[:MOST]).exp()
+    found = [item["confidence"] for item in mistakes.read()]
     assert found == pytest.approx((largest / (largest + 5)).tolist(), abs=1e-4)
 
 
 def test_padding_right_answers_and_what_is_not_finite_are_no_mistakes() -> None:
-    mistakes, images = Mistakes(TASK), torch.zeros(5, 1, 8, 8, dtype=torch.uint8)
+    """And a large image is made small."""
+    mistakes, images = Mistakes(TASK, ALONE), torch.full((5, 3, 224, 200), 7, dtype=torch.uint8)
     logits = torch.eye(5, 10) * 9
     logits[2], logits[4, 4] = float("nan"), float("inf")
     mask = torch.tensor([True, True, True, False, True])
     mistakes.add(images, logits, torch.tensor([0, 5, 5, 5, 5]), mask)
-    found = mistakes.read(parts_of().dist)
-    assert [(item["label"], item["told"]) for item in found] == [("class 5", "class 1")]
-
-
-def test_large_images_are_made_small() -> None:
-    mistakes = Mistakes(TASK)
-    images = torch.full((1, 3, 224, 200), 7, dtype=torch.uint8)
-    mistakes.add(images, torch.eye(1, 10), torch.tensor([3]), torch.tensor([True]))
-    (item,) = mistakes.read(parts_of().dist)
+    (item,) = mistakes.read()
+    assert (item["label"], item["told"]) == ("class 5", "class 1")
     with Image.open(io.BytesIO(base64.b64decode(item["png"]))) as picture:
         assert (picture.format, picture.mode, max(picture.size)) == ("PNG", "RGB", LONGEST_SIDE)
         assert picture.getpixel((5, 5)) == (7, 7, 7)
@@ -287,11 +212,10 @@ def test_a_run_leaves_the_counts_of_both_weights_on_the_test_images(run: RunDir)
     assert (content["split"], content["step"]) == ("test", summary["best_step"])
     assert content["classes"] == [str(digit) for digit in range(10)]
     for kind, prefix in (("raw", ""), ("ema", "ema_")):
-        counts = torch.zeros(10, 10, dtype=torch.int64)
-        for label, told, count in content[kind]:
-            counts[label, told] = count
-        assert counts.sum() == summary["test"]["samples"]
-        assert 100 * counts.trace() / counts.sum() == pytest.approx(summary["test"][f"{prefix}acc1"])
+        right = sum(count for label, told, count in content[kind] if label == told)
+        samples = sum(count for *_, count in content[kind])
+        assert samples == summary["test"]["samples"]
+        assert 100 * right / samples == pytest.approx(summary["test"][f"{prefix}acc1"])
 
 
 def test_a_run_leaves_the_mistakes_of_its_best_weights_as_evaluate_does(run: RunDir) -> None:

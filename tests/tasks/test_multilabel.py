@@ -53,7 +53,7 @@ def measured(dist: Distributed, batch: int = 7) -> dict[str, float]:
         places = torch.arange(start, start + batch)
         at, mask = places.clamp(max=59), places < 60
         meter.add_masked(TASK.loss(SCORES[at], LABELS[at], "none"), SCORES[at], LABELS[at], mask)
-        pool.add(SCORES[at], LABELS[at], mask)
+        pool.add(SCORES[at], SCORES[at], LABELS[at], mask)
     return {**meter.read(), **pool.read()}
 
 
@@ -92,11 +92,11 @@ def test_labels_are_smoothed_in_training_alone() -> None:
 
 
 def test_a_mistake_is_an_image_with_a_class_told_wrong_surely() -> None:
-    mistakes = Mistakes(TASK)
+    mistakes = Mistakes(TASK, ALONE)
     scores = torch.tensor([[9.0, -9, -9, -9, -9], [9.0, -9, 3, -9, -9], [-9.0, -9, -9, -9, -9]])
     there = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).byte()
     mistakes.add(torch.zeros(3, 3, 4, 4, dtype=torch.uint8), scores, there, torch.ones(3).bool())
-    (found,) = mistakes.read(ALONE)
+    (found,) = mistakes.read()
     assert (found["label"], found["told"], found["confidence"]) == (
         "cat, dog",
         "cat, eel",

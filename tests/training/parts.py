@@ -19,7 +19,7 @@ from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.training.build import TrainState, build
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.recorder import Measured, Progress, Recorder, evaluate
 
 SMALL = (
     "data.name=synthetic", "data.train_size=24", "data.val_size=10", "data.test_size=6", "data.image_size=4",
@@ -62,6 +62,13 @@ def keeper_of(
     keep = parts.config.checkpoint.keep
     checkpoints = Checkpoints(run.checkpoints, keep=keep, dist=parts.dist, asynchronous=asynchronous)
     return Recorder(parts, writer, checkpoints, Notes(), progress, beat)
+
+
+def evaluated(parts: TrainState, **how: Any) -> dict[str, float]:
+    """Metrics of the validation; none if it was told to stop."""
+    found = Measured()
+    assert evaluate(parts, parts.splits.val, found, **how) == bool(found.metrics)
+    return found.metrics
 
 
 class Linear(nn.Module):

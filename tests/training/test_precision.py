@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.rank_functions import run_ranks, train_run
-from tests.training.parts import parts_of
+from tests.training.parts import evaluated, parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.bench.arms import amp_notes
 from trainkit.bench.base import Place, Where
@@ -34,7 +34,6 @@ from trainkit.training import precision as precision_module
 from trainkit.training.build import TrainState, make_deterministic
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision, to_half
-from trainkit.training.recorder import evaluate
 from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")
@@ -377,7 +376,7 @@ def test_the_averaged_weights_are_those_of_the_fp32_weights() -> None:
         with trained.ema.in_model():
             if precision == "o2":
                 assert torch.equal(trained.model.state_dict()["head.weight"], averages[-1].half())
-            losses.append((evaluate(trained, trained.splits.val, batch_size=4) or {})["loss"])
+            losses.append(evaluated(trained, batch_size=4)["loss"])
         weights = weights_of(trained.model)["head.weight"]
         assert torch.equal(trained.model.state_dict()["head.weight"].float(), weights.half().float()) == (
             precision == "o2"

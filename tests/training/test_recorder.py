@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from torch.nn import functional
 
 from tests.rank_functions import run_ranks, train_run
-from tests.training.parts import Formats, Linear, Notes, keeper_of, parts_of
+from tests.training.parts import Formats, Linear, Notes, evaluated, keeper_of, parts_of
 from tests.training.test_resume import final_weights
 from trainkit.checkpoint import format
 from trainkit.config.loading import load
 from trainkit.data.base import Batch, normalize
-from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.monitor.follow import summary_lines
 from trainkit.ranks import RankEnv
@@ -30,7 +28,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import TrainState
-from trainkit.training.recorder import Progress, Recorder, evaluate, sync_buffers
+from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.update import Updater
 
 BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}
@@ -59,25 +57,6 @@ def test_a_model_whose_loss_is_not_finite_is_never_the_best(prefix: str, lost: f
     assert (progress.best, progress.best_step, progress.stalled) == (None, None, 1)
     other = "loss" if prefix else "ema_loss"  # that of the other weights does not matter
     assert judged(progress, {f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by)
-
-
-@pytest.mark.parametrize(("validated", "can_be"), [(5, False), (-1, False), (4, True), (0, True)])
-def test_a_progress_is_what_was_saved_if_it_can_be(validated: int, can_be: bool) -> None:
-    saved = {"progress": {"step": 4, "validated_step": validated, "best": 0.5}}
-    if not can_be:
-        with pytest.raises(ValueError):
-            Progress.of(saved)
-        return
-    kept = Progress.of(saved)
-    assert (kept.step, kept.validated_step, kept.best) == (4, validated, 0.5)
-
-
-def test_a_run_begins_with_nothing() -> None:
-    assert asdict(Progress()) == {
-        "step": 0, "position": 0, "nonfinite": 0, "rollbacks": 0, "validated_step": 0, "best": None, "best_step": None,
-        "train_seconds": 0.0, "seconds": {}, "images": 0, "window": [], "val": {}, "best_by": None, "ema_updates": 0,
-        "broken": [], "stalled": 0, "reference": None,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -113,20 +92,14 @@ def records(keeper: Recorder) -> list[dict[str, Any]]:
 def test_a_validation_is_recorded_with_its_place_and_judged(tmp_path: Path) -> None:
     progress = Progress(step=3)
     keeper = keeper_of(parts_of("checkpoint.best=val/loss"), tmp_path / "run", progress)
+    assert keeper.validate({}, should_stop=lambda: True) is None
+    assert (records(keeper), progress) == ([], Progress(step=3)), "one that is stopped half way leaves no trace"
     assert keeper.validate({"step": 3, "lr": 0.5}) is True
     (record,) = records(keeper)
     assert {"step": 3, "lr": 0.5, "split": "val", "samples": 10}.items() <= record.items()
     assert progress.best == record["loss"] == progress.val["loss"]
     assert progress.validated_step == 3
     assert keeper.validate({}) is False
-
-
-def test_a_validation_that_is_stopped_half_way_leaves_no_trace(tmp_path: Path) -> None:
-    progress = Progress(step=3)
-    keeper = keeper_of(parts_of(), tmp_path / "run", progress)
-    assert keeper.validate({}, should_stop=lambda: True) is None
-    assert records(keeper) == []
-    assert progress == Progress(step=3)
 
 
 @pytest.mark.parametrize(
@@ -148,30 +121,38 @@ def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | N
 
 
 def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path: Path) -> None:
+    """It can leave the optimizer out, and hold tensors of its own."""
     progress = Progress(step=3, best_step=3, best=1.0, images=24)
     beats: list[int] = []
     keeper = keeper_of(parts_of(), tmp_path / "run", progress, beat=lambda: beats.append(1))
-    keeper.save()
+    keeper.save(optimizer=False, extra={"common": {"momentum": torch.ones(2)}}, round=4)
     run = keeper.writer.run
     state = format.verified(run.checkpoints, 3).state
     assert Progress.of(state) == progress
-    assert state["world_size"] == 1
-    assert state["precision"] == keeper.state.precision.state_dict()
+    for impossible in ({"validated_step": 5}, {"validated_step": -1}, {"position": -1}):
+        with pytest.raises(ValueError, match="impossible"):
+            Progress.of({"progress": {**state["progress"], **impossible}})
+    assert (state["world_size"], state["precision"]) == (1, keeper.state.precision.state_dict())
     assert format.pointed(run.checkpoints, "best") == format.pointed(run.checkpoints, "latest") == 3
-    assert [event["step"] for event in read_events(run, "saved")] == [3]
+    files = {path.name for path in format.path_of(run.checkpoints, 3).glob("*.safetensors")}
+    assert files == {"model.safetensors", "common.safetensors"}
+    assert [(event["step"], event["round"]) for event in read_events(run, "saved")] == [(3, 4)]
     assert len(beats) >= 2
 
 
 def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
-    progress = Progress(step=3, best_step=2, best=50.0, val={"acc1": 40.0}, train_seconds=2.0, images=24)
+    progress = Progress(
+        step=3, best_step=2, best=math.nan, val={"acc1": 40.0}, train_seconds=1.23456, images=1000
+    )  # fmt: skip
     keeper = keeper_of(parts_of(), tmp_path / "run", progress)
-    keeper.summarize("finished", epochs=1.00004, test={"acc1": 45.0}, rounds=7)
-    summary = json.loads(keeper.writer.run.summary.read_text())
+    keeper.summarize("finished", epochs=1.23456, test={"acc1": 45.0}, rounds=7)
+    text = keeper.writer.run.summary.read_text()
+    summary = json.loads(text)
     expected = {
-        "outcome": "finished", "steps": 3, "epochs": 1.0, "best": {"val/acc1": 50.0}, "best_step": 2,
-        "val": {"acc1": 40.0}, "test": {"acc1": 45.0}, "train_seconds": 2.0, "images_per_sec": 12.0, "world_size": 1,
-        "grad_accum_steps": 2, "micro_batch_size": 4, "precision": "fp32", "skipped_steps": 0, "broken_images": 0,
-        "device": "cpu", "params": 7 * 48 + 7, "rounds": 7,
+        "outcome": "finished", "steps": 3, "epochs": 1.2346, "best": {"val/acc1": None}, "best_step": 2,
+        "val": {"acc1": 40.0}, "test": {"acc1": 45.0}, "train_seconds": 1.235, "images_per_sec": 810.01,
+        "world_size": 1, "grad_accum_steps": 2, "micro_batch_size": 4, "precision": "fp32", "skipped_steps": 0,
+        "broken_images": 0, "device": "cpu", "params": 7 * 48 + 7, "rounds": 7,
     }  # fmt: skip
     assert expected.items() <= summary.items()
     assert set(summary) - set(expected) == {
@@ -179,20 +160,11 @@ def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
         "max_memory_reserved_mb_of_ranks", "energy", "advice",
     }  # fmt: skip
     assert summary["max_memory_mb_of_ranks"] == [summary["max_memory_mb"]]
-
-
-@pytest.mark.parametrize(("images", "seconds", "speed"), [(1000, 1.23456, 810.01), (0, 0.0, None)])
-def test_numbers_of_the_summary_are_short_and_it_can_be_read(
-    tmp_path: Path, images: int, seconds: float, speed: float | None
-) -> None:
-    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(train_seconds=seconds, images=images, best=math.nan))
-    keeper.summarize("finished", epochs=1.23456, test=None)
-    text = keeper.writer.run.summary.read_text()
-    summary = json.loads(text)
-    assert (summary["epochs"], summary["train_seconds"]) == (1.2346, round(seconds, 3))
-    assert (summary["images_per_sec"], summary["best"], summary["test"]) == (speed, {"val/acc1": None}, None)
     assert text.startswith('{\n  "outcome"')
     assert [path.name for path in keeper.writer.run.path.glob("*summary*")] == ["summary.json"]
+    progress.train_seconds = progress.images = 0
+    keeper.summarize("finished", epochs=0, test=None)
+    assert json.loads(keeper.writer.run.summary.read_text())["images_per_sec"] is None
 
 
 def make_an_update(keeper: Recorder) -> None:
@@ -219,7 +191,7 @@ def gone_bad(tmp_path: Path) -> Recorder:
     return keeper
 
 
-def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: Recorder) -> None:
+def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: Recorder, tmp_path: Path) -> None:
     bad = weights_and_moments(gone_bad)
     assert gone_bad.roll_back(9) is True
     good = weights_and_moments(gone_bad)
@@ -235,28 +207,10 @@ def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: R
     assert replace(Progress.of(saved), seconds={}) == there, (
         "a run that is resumed from here does not meet the bad data again"
     )
-
-
-def test_a_run_is_rolled_back_three_times_at_most(gone_bad: Recorder) -> None:
-    gone_bad.progress.rollbacks = 2
-    assert gone_bad.roll_back(9) is True
-    assert gone_bad.progress.rollbacks == 3
-    assert gone_bad.roll_back(12) is False
-    assert (gone_bad.progress.position, gone_bad.progress.rollbacks) == (9, 3)
-
-
-def test_without_a_checkpoint_there_is_no_rollback(tmp_path: Path) -> None:
-    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(step=7))
-    assert keeper.roll_back(9) is False
-    assert keeper.progress == Progress(step=7)
-
-
-def test_a_checkpoint_with_tensors_of_its_own_can_leave_the_optimizer_out(tmp_path: Path) -> None:
-    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(step=3))
-    keeper.save(optimizer=False, extra={"common": {"momentum": torch.ones(2)}}, round=4)
-    (folder,) = keeper.writer.run.checkpoints.glob("step-*")
-    assert {path.name for path in folder.glob("*.safetensors")} == {"model.safetensors", "common.safetensors"}
-    assert [event["round"] for event in read_events(keeper.writer.run, "saved")] == [4]
+    assert gone_bad.roll_back(12) is True
+    assert gone_bad.roll_back(15) is False, "three times at most"
+    assert (gone_bad.progress.position, gone_bad.progress.rollbacks) == (12, 3)
+    assert keeper_of(parts_of(), tmp_path / "new", Progress(step=7)).roll_back(9) is False, "there is no checkpoint"
 
 
 MODEL = ("data.name=image_folder", "data.in_chans=1", "data.image_size=28", "train.global_batch_size=4",
@@ -313,32 +267,24 @@ def test_one_more_than_may_be_ends_the_run_on_all_ranks_alike(tmp_path: Path, im
 
 
 @pytest.mark.parametrize(
-    ("by", "values", "min_delta", "stalled"),
+    ("by", "values", "min_delta", "stalled", "best"),
     [
-        ("val/acc1", [50, 60, 60, 70], 0.0, [0, 0, 1, 0]),
-        ("val/loss", [0.5, 0.6, 0.4, 0.4], 0.0, [0, 1, 0, 1]),
+        ("val/acc1", [50, 60, 60, 70], 0.0, [0, 0, 1, 0], 70),
+        ("val/loss", [0.5, 0.6, 0.4, 0.4], 0.0, [0, 1, 0, 1], 0.4),
         # Small steps add up to one that counts: they are measured against the last that did.
-        ("val/acc1", [50, 50.6, 51.2, 51.3], 1.0, [0, 1, 0, 1]),
-        ("val/acc1", [50, math.nan, math.inf, 60], 0.0, [0, 1, 2, 0]),
-        ("val/loss", [math.nan, 0.5], 0.0, [1, 0]),
+        ("val/acc1", [50, 50.6, 51.2, 51.3], 1.0, [0, 1, 0, 1], 51.3),
+        ("val/acc1", [50, math.nan, math.inf, 60], 0.0, [0, 1, 2, 0], 60),
+        ("val/loss", [math.nan, 0.5, math.inf], 0.0, [1, 0, 1], 0.5),
     ],
 )
 def test_validations_that_are_no_better_are_counted(
-    by: str, values: list[float], min_delta: float, stalled: list[int]
+    by: str, values: list[float], min_delta: float, stalled: list[int], best: float
 ) -> None:
     progress, found = Progress(), []
-    for value in values:
-        progress.step += 1
+    for progress.step, value in enumerate(values, start=1):
         progress.judge({by.removeprefix("val/"): value}, by, higher_is_better=by != "val/loss", min_delta=min_delta)
         found.append(progress.stalled)
-    assert found == stalled
-
-
-def test_min_delta_does_not_change_which_model_is_best() -> None:
-    progress = Progress()
-    for progress.step, value in enumerate((50.0, 50.6, 50.9), start=1):
-        progress.judge({"acc1": value}, "val/acc1", higher_is_better=True, min_delta=1.0)
-    assert (progress.best, progress.best_step, progress.reference) == (50.9, 3, 50.0)
+    assert (found, progress.best, progress.best_step) == (stalled, best, values.index(best) + 1)
 
 
 @pytest.mark.long
@@ -408,13 +354,6 @@ def test_what_stops_nothing_or_cannot_be_stopped_is_refused(preset: str, overrid
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("values", "best"), [([math.nan, 2.0, math.nan, 3.0], 2.0), ([math.inf, 9.0], 9.0)])
-def test_any_finite_loss_is_better_than_one_that_is_not(values: list[float], best: float) -> None:
-    progress = Progress()
-    assert [judged(progress, {"loss": value}, "val/loss") for value in values] == [value == best for value in values]
-    assert progress.best == best
-
-
 def by_hand(parts: TrainState) -> dict[str, float]:
     """Metrics of the validation split in one batch."""
     samples = [parts.splits.val[index] for index in range(len(parts.splits.val))]
@@ -430,63 +369,11 @@ def by_hand(parts: TrainState) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("batch_size", [10, 4, 3, 1, 16])
-def test_each_sample_counts_once_whatever_pads_the_last_batch(batch_size: int) -> None:
-    parts = parts_of()
-    assert evaluate(parts, parts.splits.val, batch_size=batch_size) == pytest.approx(by_hand(parts), rel=1e-5)
-
-
-def test_evaluation_makes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
-    parts = parts_of()
-    assert evaluate(parts, parts.splits.val) is not None
-
-
-def _evaluated(env: RankEnv) -> dict[str, float] | None:
-    with distributed(env, use_gpu=False) as dist:
-        parts = parts_of("train.global_batch_size=12", "train.micro_batch_size=2", dist=dist)
-        return evaluate(parts, parts.splits.val)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_ranks_finds_the_same(world_size: int) -> None:
-    assert run_ranks(world_size, _evaluated) == [pytest.approx(by_hand(parts_of()), rel=1e-5)] * world_size
-
-
-def test_batches_are_as_large_as_in_training_and_each_is_a_sign_of_life() -> None:
-    model, beats = Linear(), list[int]()
-    parts = parts_of(model=model)
-    evaluate(parts, parts.splits.val, beat=lambda: beats.append(1))
-    evaluate(parts, parts.splits.val, batch_size=6)
-    assert [size for size, _, _ in model.calls] == [4, 4, 4, 6, 6]
-    assert len(beats) == 3
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_evaluated_without_gradients_and_left_as_it_was(training: bool) -> None:
-    model = Linear().train(training)
-    parts = parts_of(model=model)
-    evaluate(parts, parts.splits.val)
-    assert {call[1:] for call in model.calls} == {(False, False)}
-    assert model.training is training
-    assert torch.is_grad_enabled()
-
-
-def test_a_stop_request_ends_it_before_the_next_batch_without_a_result() -> None:
-    model = Linear()
-    parts = parts_of(model=model)
-    answers = iter([False, True])
-    assert evaluate(parts, parts.splits.val, should_stop=lambda: next(answers)) is None
-    assert len(model.calls) == 1
-    assert model.training
-
-
 def test_it_multiplies_in_the_formats_of_training_and_takes_the_loss_in_fp32() -> None:
     model = Formats()
     parts = parts_of("train.precision=bf16", model=model)
-    result = evaluate(parts, parts.splits.val, batch_size=10)
+    result = evaluated(parts, batch_size=10)
     assert model.formats == {torch.bfloat16}
-    assert result is not None
     assert result["loss"] == pytest.approx(by_hand(parts)["loss"], rel=0.02)
     with torch.no_grad(), parts.precision.autocast():
         samples = [parts.splits.val[index] for index in range(10)]
@@ -496,15 +383,23 @@ def test_it_multiplies_in_the_formats_of_training_and_takes_the_loss_in_fp32() -
     assert result["loss"] == pytest.approx(exact.item(), rel=1e-6)
 
 
-def _buffers(env: RankEnv) -> list[Any]:
-    with distributed(env, use_gpu=False) as dist:
-        model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(1))
-        for buffer in model.buffers():
-            buffer.fill_(dist.rank + 5)
-        sync_buffers(model, dist)
-        return [buffer.tolist() for buffer in model.buffers()]
+def test_each_sample_counts_once_whatever_pads_the_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And evaluation makes no optimizer."""
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
+    parts = parts_of()
+    for batch_size in (10, 4, 3, 1, 16):
+        assert evaluated(parts, batch_size=batch_size) == pytest.approx(by_hand(parts), rel=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_rank_evaluates_with_the_running_statistics_of_rank_0(world_size: int) -> None:
-    assert run_ranks(world_size, _buffers) == [[[5.0, 5.0], [5.0, 5.0], 5, [5.0], [5.0], 5]] * world_size
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_evaluated_in_batches_without_gradients_and_left_as_it_was(training: bool) -> None:
+    """Each batch, of training's size where nobody says another, is a sign of life."""
+    model, beats = Linear().train(training), list[int]()
+    parts, answers = parts_of(model=model), iter([False, True])
+    evaluated(parts, beat=lambda: beats.append(1))
+    evaluated(parts, batch_size=6)
+    assert not evaluated(parts, should_stop=lambda: next(answers)), "it has no result, if it is told to stop"
+    assert model.calls == [(size, False, False) for size in (4, 4, 4, 6, 6, 4)]
+    assert len(beats) == 3
+    assert model.training is training
+    assert torch.is_grad_enabled()

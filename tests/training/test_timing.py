@@ -27,7 +27,7 @@ from trainkit.run.folder import RunDir
 from trainkit.training import loop, recorder, timing
 from trainkit.training.loop import train
 from trainkit.training.recorder import Progress, Recorder
-from trainkit.training.timing import WINDOW_SECONDS, WINDOWS, Place, Stragglers, advice, flops_per_image, peak_flops
+from trainkit.training.timing import WINDOW_SECONDS, WINDOWS, Stragglers, advice, flops_per_image, peak_flops
 
 RARELY = ("checkpoint.every_epochs=1000", "train.eval_every_epochs=1000")
 
@@ -58,16 +58,12 @@ def trained(keeper: Recorder) -> dict[str, float]:
 
 
 def test_the_parts_add_up_to_the_wall_time(tmp_path: Path) -> None:
-    keeper = keeper_for(tmp_path / "run", *RARELY)
+    """Of a whole training, and between two records."""
+    keeper = keeper_for(tmp_path / "run", "train.epochs=4", "monitor.log_every=3")
     keeper.clock.settle(Progress())  # what was before is not what is measured
     began = time.perf_counter()
     assert sum(trained(keeper).values()) == pytest.approx(time.perf_counter() - began, rel=0.02)
     assert keeper.progress.seconds.keys() == set(timing.PARTS)
-
-
-def test_between_two_records_as_well(tmp_path: Path) -> None:
-    keeper = keeper_for(tmp_path / "run", "train.epochs=4", "monitor.log_every=3")
-    trained(keeper)
     assert isinstance(keeper.metrics, Notes)
     first, *between = [record for record in keeper.metrics.records if record["split"] == "train"]
     counted = sum(value for record in between for key, value in record.items() if key.startswith("seconds_") and value)
@@ -113,7 +109,7 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_first_batch_is_waited_for_at_the_start_and_all_others_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    time, progress = HandMoved(monkeypatch), Progress()
+    time, progress = HandMoved(monkeypatch), Progress(seconds={"data": 5.0})
     watch = timing.Clock()
     for _ in range(3):
         watch.wait()
@@ -124,21 +120,16 @@ def test_the_first_batch_is_waited_for_at_the_start_and_all_others_as_data(monke
     lap = watch.lap(progress)
     assert {name: seconds for name, seconds in progress.seconds.items() if seconds} == {
         "start": 1,
-        "data": 2,
+        "data": 7,
         "copy": 1,
     }
-    assert (lap.steps, lap.training, lap.own, watch.lap(progress).steps) == (3, 3.0, 3.0, 0)
-
-
-def test_time_is_kept_over_a_save_and_a_lap_begins_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    time, progress = HandMoved(monkeypatch), Progress(seconds={"data": 5.0})
-    watch = timing.Clock()
-    watch.to(timing.DATA)
+    assert (lap.steps, lap.training, lap.own) == (3, 3.0, 3.0)
     time.second()
     watch.settle(progress)
     time.second()
-    assert (watch.lap(progress).training, watch.lap(progress).training) == (2.0, 0.0)
-    assert (progress.seconds["data"], progress.train_seconds) == (7.0, 2.0)
+    lap = watch.lap(progress)
+    assert (lap.steps, lap.training, watch.lap(progress).training) == (0, 2.0, 0.0), "it begins where the last ended"
+    assert (progress.seconds["copy"], progress.train_seconds) == (3.0, 5.0)
 
 
 def _run(env: RankEnv, folder: Path) -> tuple[float, float]:
@@ -156,37 +147,23 @@ def test_a_whole_run_accounts_for_all_time_of_its_process(tmp_path: Path) -> Non
     assert counted == pytest.approx(wall, rel=0.02, abs=0.05)
 
 
-def _slow_rank(env: RankEnv, folder: Path) -> dict[str, float]:
-    def backward() -> None:
-        time.sleep(0.05 * env.rank)
-
-    with distributed(env, use_gpu=False) as dist:
-        parts = parts_of("train.epochs=3", *RARELY, dist=dist, model=Slow(backward=backward))
-        return trained(keeper_of(parts, folder / str(env.rank), Progress()))
-
-
-def test_waiting_for_the_gradients_of_a_slower_rank_is_exposed_communication(tmp_path: Path) -> None:
-    quick, slow = run_ranks(2, _slow_rank, tmp_path)
-    assert slow["backward"] > 9 * 0.05 > slow["exposed"]
-    assert quick["exposed"] > 0.8 * 9 * 0.05 > quick["backward"]
-
-
-def _named(env: RankEnv, folder: Path) -> list[dict[str, Any]]:
+def _slow_rank(env: RankEnv, folder: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """With windows that are over with each record."""
     loop.Stragglers = partial(Stragglers, seconds=0.0, windows=3)  # type: ignore[assignment,attr-defined]  # a process of its own
     with distributed(env, use_gpu=False) as dist:
         model = Slow(backward=lambda: time.sleep(0.05 * env.rank))
-        parts = parts_of("train.epochs=2", *RARELY, dist=dist, model=model)
+        parts = parts_of("train.epochs=3", *RARELY, dist=dist, model=model)
         keeper = replace(keeper_of(parts, folder / str(env.rank), Progress()), hosts=("n1", "n2"))
-        trained(keeper)
-        return read_events(keeper.writer.run, "straggler")
+        return trained(keeper), read_events(keeper.writer.run, "straggler")
 
 
-def test_a_straggler_is_an_event_of_the_run(tmp_path: Path) -> None:
-    (event,), others = run_ranks(2, _named, tmp_path)
-    assert (event["rank"], event["host"]) == (1, "n2")
-    assert event["step"] >= 3
-    assert event["times"] > 1.5
+def test_waiting_for_a_slower_rank_is_exposed_communication_and_an_event(tmp_path: Path) -> None:
+    (quick, events), (slow, others) = run_ranks(2, _slow_rank, tmp_path)
+    assert slow["backward"] > 9 * 0.05 > slow["exposed"]
+    assert quick["exposed"] > 0.8 * 9 * 0.05 > quick["backward"]
+    assert [(event["rank"], event["host"]) for event in events] == [(1, "n2")]
+    assert events[0]["step"] >= 3
+    assert events[0]["times"] > 1.5
     assert others == []
 
 
@@ -226,16 +203,13 @@ def test_a_straggler_is_who_is_slow_for_a_minute_and_makes_others_wait(
     assert {at: ranks for at, ranks in enumerate(named(*windows, hosts=hosts)) if ranks} == found
 
 
-@pytest.mark.parametrize(("count", "found"), [(10 * WINDOWS, [2]), (10 * WINDOWS - 1, [])])
-def test_records_in_quick_succession_are_looked_at_together(count: int, found: list[int]) -> None:
-    assert named(*[TENTH] * count, wall=WINDOW_SECONDS / 10 + 1e-6)[-1] == found
-
-
-def test_it_is_named_with_its_host_and_how_slow_it_is() -> None:
+def test_quick_records_are_looked_at_together_and_a_straggler_is_named_with_its_host() -> None:
+    for count, found in ((10 * WINDOWS, [2]), (10 * WINDOWS - 1, [])):
+        assert named(*[TENTH] * count, wall=WINDOW_SECONDS / 10 + 1e-6)[-1] == found
     watch = Stragglers(HOSTS)
-    (found,) = [item for _ in range(WINDOWS) for item in watch.look(SLOW, WINDOW_SECONDS)]
-    assert found.facts() == {"rank": 2, "host": "n2", "times": 1.75}
-    assert "Rank 2 on n2 is a straggler" in str(found)
+    (straggler,) = [item for _ in range(WINDOWS) for item in watch.look(SLOW, WINDOW_SECONDS)]
+    assert straggler == (2, "n2", 1.75)
+    assert "Rank 2 on n2 is a straggler" in str(straggler)
 
 
 def model() -> nn.Sequential:
@@ -246,33 +220,22 @@ def model() -> nn.Sequential:
 
 def test_the_flops_of_an_image_are_those_of_products_forward_and_backward() -> None:
     conv, linear = 2 * 64 * 5 * 3 * 9, 2 * 320 * 7
-    # Backward: gradients by weights and by inputs, of which the first layer's inputs, the images, need none.
-    assert flops_per_image(model(), 3, 8) == conv * 2 + linear * 3
-
-
-def test_what_is_frozen_needs_no_gradient() -> None:
-    part_frozen = model()
+    counted, part_frozen, random = model().eval(), model(), torch.get_rng_state()
     part_frozen[0].requires_grad_(False)
-    assert flops_per_image(part_frozen, 3, 8) == 2 * 64 * 5 * 3 * 9 + 2 * 320 * 7 * 3
-
-
-def test_counting_changes_nothing() -> None:
-    counted = model().eval()
     before = {name: value.clone() for name, value in counted.state_dict().items()}
-    random = torch.get_rng_state()
-    flops_per_image(counted, 3, 8)
-    assert all(torch.equal(value, before[name]) for name, value in counted.state_dict().items())
+    # Backward: gradients by weights and by inputs, of which the first layer's inputs, the images, need none.
+    assert flops_per_image(counted, 3, 8) == conv * 2 + linear * 3
+    assert flops_per_image(part_frozen, 3, 8) == conv + linear * 3
+    assert all(torch.equal(value, before[name]) for name, value in counted.state_dict().items()), "nothing is changed"
     assert torch.equal(torch.get_rng_state(), random)
     assert not counted.training
     assert all(parameter.grad is None and not parameter.is_meta for parameter in counted.parameters())
 
-
-def test_a_model_that_looks_at_values_has_none() -> None:
     class Looks(nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return images if images.sum().item() > 0 else -images
 
-    assert flops_per_image(Looks(), 3, 8) is None
+    assert flops_per_image(Looks(), 3, 8) is None, "it cannot be traced without data"
 
 
 @pytest.mark.parametrize(
@@ -301,9 +264,8 @@ def test_utilisation_is_what_all_gpus_do_of_what_they_could(monkeypatch: pytest.
     assert timing.mfu(parts, None) is None
 
 
-HERE = Place(world_size=2, workers=2, cpus=8)
-
-
+HERE = (2, 2, 8)
+"""Ranks, loader processes and CPUs of each; and whether there is a straggler."""
 WAITING = "40% waiting for gradients of other ranks: "
 
 
@@ -311,8 +273,8 @@ WAITING = "40% waiting for gradients of other ranks: "
     ("spent", "place", "settings", "told"),
     [
         ({"data": 62}, HERE, ("ddp",), "62% data wait: data.workers=4"),
-        ({"data": 62}, Place(1, 0, 3), ("ddp",), "62% data wait: data.workers=2"),
-        ({"data": 62}, Place(1, 3, 4), ("ddp",), "62% data wait: more CPUs for each rank, --cpus-per-task 8"),
+        ({"data": 62}, (1, 0, 3), ("ddp",), "62% data wait: data.workers=2"),
+        ({"data": 62}, (1, 3, 4), ("ddp",), "62% data wait: more CPUs for each rank, --cpus-per-task 8"),
         ({"exposed": 40}, HERE, ("ddp",), WAITING + "strategy.comm_hook=bf16"),
         ({"exposed": 40}, HERE, ("zero",), WAITING + "strategy.comm_hook=bf16"),
         (
@@ -323,21 +285,11 @@ WAITING = "40% waiting for gradients of other ranks: "
         ),
         # It has no hooks.
         ({"exposed": 40}, HERE, ("fsdp", "train.global_batch_size=64"), WAITING + "train.global_batch_size=128"),
-        ({"exposed": 40}, Place(2, 2, 8, waits_for_one=True), ("ddp",), None),  # that one is to blame, and no setting
+        ({"exposed": 40}, (2, 2, 8, True), ("ddp",), None),  # that one is to blame, and no setting
         ({"checkpoint": 12}, HERE, ("ddp", "checkpoint.every_epochs=1"), "12% saving: checkpoint.every_epochs=4"),
         ({"checkpoint": 12}, HERE, ("ddp", "checkpoint.every_steps=10"), "12% saving: checkpoint.every_steps=40"),
-        (
-            {"evaluation": 35},
-            HERE,
-            ("ddp", "train.eval_every_epochs=2"),
-            "35% validation: train.eval_every_epochs=8",
-        ),
-        (
-            {"other": 30},
-            HERE,
-            ("ddp", "monitor.log_every=1"),
-            "30% records and the loop itself: monitor.log_every=50",
-        ),
+        ({"evaluation": 35}, HERE, ("ddp", "train.eval_every_epochs=2"), "35% validation: train.eval_every_epochs=8"),
+        ({"other": 30}, HERE, ("ddp", "monitor.log_every=1"), "30% records and the loop itself: monitor.log_every=50"),
         ({"data": 25, "checkpoint": 40}, HERE, ("ddp",), "40% saving: checkpoint.every_epochs=14"),
         *(
             (spent, HERE, ("ddp",), None)
@@ -347,11 +299,12 @@ WAITING = "40% waiting for gradients of other ranks: "
     ],
 )  # fmt: skip
 def test_the_advice_is_of_what_stands_out_most_if_a_setting_helps(
-    spent: dict[str, float], place: Place, settings: tuple[str, ...], told: str | None
+    spent: dict[str, float], place: tuple[int, ...], settings: tuple[str, ...], told: str | None
 ) -> None:
     rest = (100.0 - sum(spent.values())) / 2
     seconds = {"start": 500.0, "forward": rest, "backward": rest, **spent, "end": 500.0}
     config = load(settings[0], settings[1:]).config
-    assert advice(seconds, config, place) == told
+    given: Any = dict(zip(("world_size", "workers", "cpus", "straggler"), place, strict=False))
+    assert advice(seconds, config, **given) == told
     short = {name: 0.29 * value for name, value in seconds.items()}
-    assert advice(short, config, place) is None, "too short a run to say anything of"
+    assert advice(short, config, **given) is None, "too short a run to say anything of"

@@ -145,7 +145,7 @@ class _Loop:
         """Go on from the common weights (the checkpoint of a peer is what the peers have in common), or end."""
         peer = self.peer
         if peer.team.judge.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
-            raise error.for_user() from None
+            raise error
         peer.progress.rollbacks += 1
         self.nonfinite.in_a_row = 0
         peer.common.forget()

@@ -20,25 +20,27 @@ _MOST_PENDING = 32
 _MOST_PENDING_SCORES = 1 << 20
 MOST, LONGEST_SIDE = 24, 96
 """Pictures of mistakes, and their pixels: half a megabyte of photos, a few kilobytes of digits."""
+NO_CLASS = "no class: NaN"
+"""The class of images whose scores are not finite; it comes after the classes of the data."""
+MOST_CLASSES = 2000
+"""Of a confusion matrix, 32 MB on the device; nobody looks at a larger one, and ImageNet-21k's would have 3.8 GB."""
 
 
 class Meter:
     """The loss and the task's sums over samples, in float64: exact for counts.
 
-    Nothing is copied from the device until `read`, because every such copy waits for the GPU. And every update of the
-    training adds to it, so that work is put off until there is some for all: a kernel costs 3 us on a CPU and 10 on its
-    way to a GPU, however small it is.
+    Nothing is copied from the device until `read`, because every such copy waits for the GPU. Every update of the
+    training adds to it, so several are added up together: a kernel costs 3 us on a CPU and 10 on its way to a GPU,
+    however small it is.
     """
 
     def __init__(self, task: Task, dist: Distributed) -> None:
         self._task, self._dist = task, dist
-        self._loss = torch.zeros((), dtype=torch.float64, device=dist.device)
-        self._sums: Tensor | None = None
-        """`Task.sums`; None until there are some."""
-        self._samples: int | Tensor = 0
+        self._totals = torch.zeros(2, dtype=torch.float64, device=dist.device)
+        """Of the losses, of the samples, and then the task's sums, as soon as there are some."""
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self.told: list[float] = []
-        """What each rank has told the others with the last `read`; empty where there is one rank."""
+        """What each rank has told the others with the last `read`."""
 
     def add(self, loss: Tensor, output: Tensor, target: Tensor) -> None:
         """Add a batch: the mean of its losses, outputs [N, ...], targets [N, ...]. They must stay as they are."""
@@ -49,27 +51,24 @@ class Meter:
             self._add_pending()
 
     def _add_pending(self) -> None:
-        if not self._pending:
-            return
-        losses, outputs, targets = zip(*self._pending, strict=True)
-        total = torch.stack(losses).sum(dtype=torch.float64)
-        self._loss.add_(total, alpha=len(targets[0]))  # all pending batches are of one size
-        every = torch.cat(targets)
-        self._samples += len(every)
-        self._add_sums(self._task.sums(torch.cat(outputs).float(), every))
-        self._pending = []
+        if self._pending:
+            losses, outputs, targets = zip(*self._pending, strict=True)
+            self._pending = []
+            total = torch.stack(losses).sum(dtype=torch.float64) * len(targets[0])  # all are of one size
+            every = torch.cat(targets)
+            samples = torch.full_like(total, len(every))
+            self._add_up(total, samples, self._task.sums(torch.cat(outputs).float(), every))
 
     def add_masked(self, losses: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Add a batch with padding, on which ``mask`` [N] is False; losses [N]."""
-        self._loss += torch.where(mask, losses.detach().double(), 0.0).sum()
-        self._samples = self._samples + mask.sum()
         sums = self._task.sums(output.detach(), target)
-        self._add_sums(torch.where(mask[:, None], sums, torch.zeros_like(sums)))
+        total = torch.where(mask, losses.detach().double(), 0.0).sum()
+        self._add_up(total, mask.sum(dtype=torch.float64), torch.where(mask[:, None], sums, torch.zeros_like(sums)))
 
-    def _add_sums(self, sums: Tensor) -> None:
-        added = sums.sum(0, dtype=torch.float64)
-        fits = self._sums is not None and self._sums.shape == added.shape
-        self._sums = self._sums.add_(added) if fits and self._sums is not None else added
+    def _add_up(self, loss: Tensor, samples: Tensor, sums: Tensor) -> None:
+        added = torch.cat([torch.stack([loss, samples]), sums.sum(0, dtype=torch.float64)])
+        added[: len(self._totals)] += self._totals
+        self._totals = added
 
     def sums(self, *, tell: float = 0.0) -> list[float]:
         """What has been added on all ranks since the last `read`: the loss, samples, and the task's sums.
@@ -80,25 +79,18 @@ class Meter:
             tell: a number for the other ranks, for which there is room on the way: see `told`.
         """
         self._add_pending()
-        own = self._loss.new_zeros(0) if self._sums is None else self._sums
-        if self._dist.world_size == 1:  # nothing to put together for the way
-            return [self._loss.item(), int(self._samples), *own.tolist()]
-        # All in one message: a float64 is exact for counts up to 2^53.
-        samples = torch.as_tensor(self._samples, device=own.device).view(1).double()
         # Each rank has a place of its own, in which all others add nothing.
         told = [tell if rank == self._dist.rank else 0.0 for rank in range(self._dist.world_size)]
-        message = [self._loss.view(1), samples, own, self._loss.new_tensor(told)]
-        total: list[float] = self._dist.all_reduce_sum(torch.cat(message)).tolist()
-        self.told = total[2 + len(own) :]
-        return total[: 2 + len(own)]
+        message = torch.cat([self._totals, self._totals.new_tensor(told)])  # exact for counts up to 2^53
+        total: list[float] = self._dist.all_reduce_sum(message).tolist()
+        own = len(self._totals)
+        self.told = total[own:]
+        return total[:own]
 
     def go_on(self, sums: Sequence[float]) -> None:
         """Begin with what `sums` gave before a restart: an average goes over its whole window, whoever added to it."""
         if self._dist.is_main and len(sums) >= 2:
-            loss, samples, *rest = sums
-            self._loss += loss
-            self._samples += int(samples)
-            self._sums = self._loss.new_tensor(rest)
+            self._totals = self._totals.new_tensor(sums)
 
     def read(self, *, tell: float = 0.0) -> dict[str, float]:
         """``loss``, the task's metrics and ``samples`` over all ranks, and start again from zero.
@@ -106,8 +98,7 @@ class Meter:
         Every rank must call it. ``tell``: as `sums`.
         """
         loss, count, *sums = self.sums(tell=tell)
-        self._loss.zero_()
-        self._sums, self._samples = None, 0
+        self._totals = self._totals.new_zeros(2)
         if not (samples := int(count)):
             return {"samples": 0}
         return {"loss": loss / samples, **self._task.metrics(sums, samples), "samples": samples}
@@ -120,22 +111,20 @@ class Pool:
         self._task, self._dist = task, dist
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, output: Tensor, target: Tensor, mask: Tensor) -> None:
+    def add(self, images: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Add a batch; ``mask`` [N] is False on padding."""
-        self._kept.append((output, target, mask))
+        self._kept.append((output, target, mask.byte()))
 
     def read(self) -> dict[str, float]:
         """The metrics of all ranks' samples, computed by rank 0. Every rank must call it."""
         output, target, mask = (self._gathered(torch.cat(column).cpu()) for column in zip(*self._kept, strict=True))
-        found = self._task.pooled(output[mask.bool()], target[mask.bool()]) if self._dist.is_main else {}
+        found = self._task.pooled(output[mask > 0], target[mask > 0]) if self._dist.is_main else {}
         return self._dist.broadcast_json(found)
 
     def _gathered(self, rows: Tensor) -> Tensor:
         """Those of all ranks on rank 0; each has equally many."""
         if self._dist.world_size == 1:
             return rows
-        if rows.dtype == torch.bool:
-            rows = rows.byte()
         parts = [torch.empty_like(rows) for _ in range(self._dist.world_size)] if self._dist.is_main else None
         torch.distributed.gather(rows.contiguous(), parts, dst=0)
         return torch.cat(parts) if parts is not None else rows
@@ -144,36 +133,30 @@ class Pool:
 class Mistakes:
     """The surest mistakes of one pass over a split, small, for people to look at: ``mistakes-<split>.json``."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._kept: tuple[Tensor, ...] | None = None  # how sure, output, target, image
+    def __init__(self, task: Task, dist: Distributed) -> None:
+        self._task, self._dist = task, dist
+        self._kept: tuple[Tensor, ...] = ()  # how sure, output, target, image
 
     @torch.no_grad()
     def add(self, images: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Look at a batch: images uint8 [N, C, H, W]; ``mask`` [N] is False on padding."""
         wrong = self._task.wrong(output, target)
-        found = _surest(wrong.where(mask & wrong.isfinite(), -1.0), output, target, images)
-        if self._kept is not None:
-            found = _surest(*(torch.cat(pair) for pair in zip(self._kept, found, strict=True)))
-        self._kept = found
+        found: tuple[Tensor, ...] = (wrong.where(mask & wrong.isfinite(), -1.0), output, target, images)
+        if self._kept:
+            found = tuple(torch.cat(pair) for pair in zip(self._kept, found, strict=True))
+        surest = found[0].topk(min(MOST, len(found[0]))).indices
+        self._kept = tuple(tensor[surest] for tensor in found)
 
-    def read(self, dist: Distributed) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, Any]]:
         """The surest of all ranks, the surest first: ``label`` and ``told`` (`Task.words`), ``confidence`` and ``png``
         (base64). Every rank must call it."""
         mine: list[dict[str, Any]] = []
-        if self._kept is not None:
-            sure, outputs, targets, images = (tensor.cpu() for tensor in self._kept)
-            for at in (sure > 0).nonzero().flatten().tolist():
-                label, told = self._task.words(outputs[at], targets[at])
-                confidence = round(float(sure[at]), 4)
-                mine.append({"label": label, "told": told, "confidence": confidence, "png": _png(images[at])})
-        found = [item for items in dist.gather_json(mine) for item in items]
+        for sure, output, target, image in zip(*(tensor.cpu() for tensor in self._kept), strict=True):
+            if sure > 0:
+                label, told = self._task.words(output, target)
+                mine.append({"label": label, "told": told, "confidence": round(float(sure), 4), "png": _png(image)})
+        found = [item for items in self._dist.gather_json(mine) for item in items]
         return sorted(found, key=lambda item: -item["confidence"])[:MOST]
-
-
-def _surest(sure: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    order = sure.topk(min(MOST, len(sure))).indices
-    return tuple(tensor[order] for tensor in (sure, *others))
 
 
 def mistakes_json(images: Sequence[Mapping[str, Any]], split: str, step: int) -> dict[str, Any]:
@@ -193,12 +176,6 @@ def _png(image: Tensor) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-NO_CLASS = "no class: NaN"
-"""The class of images whose scores are not finite; it comes after the classes of the data."""
-# 32 MB on the device. Nobody looks at a matrix of more classes, and ImageNet-21k's would have 3.8 GB.
-MOST_CLASSES = 2000
-
-
 Counts = Mapping[tuple[int, int], int]
 """(class, class that it was taken for) -> samples over all ranks; those of none are left out. Images whose scores are
 not finite are taken for the number after that of the last class."""
@@ -207,32 +184,27 @@ not finite are taken for the number after that of the last class."""
 class Confusion:
     """Counts of one pass over a split, on the device until somebody reads them."""
 
-    def __init__(self, classes: int, dist: Distributed) -> None:
-        self._classes, self._dist = classes, dist
+    def __init__(self, task: Task, classes: int, dist: Distributed) -> None:
+        self._task, self._classes, self._dist = task, classes, dist
         self._counts = torch.zeros(classes * (classes + 1), dtype=torch.int64, device=dist.device)
 
-    def add(self, told: Tensor, labels: Tensor, mask: Tensor) -> None:
-        """Add a batch: `Task.taken_for` and labels, int64 [N]; ``mask`` [N] is False on padding."""
-        told = told.where(told >= 0, self._classes)
+    def add(self, images: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
+        """Add a batch; ``mask`` [N] is False on padding."""
+        told = self._task.taken_for(output)
+        places = target * (self._classes + 1) + told.where(told >= 0, self._classes)
         # Not `bincount`, which waits for the GPU to learn how long its result is.
-        self._counts.index_add_(0, labels * (self._classes + 1) + told, mask.long())
+        self._counts.index_add_(0, places, mask.long())
 
     def read(self) -> Counts:
         """The counts of all ranks. Every rank must call it."""
-        counts = self._dist.all_reduce_sum(self._counts.clone()).cpu()
-        places = counts.nonzero().flatten().tolist()
-        found = zip(places, counts[places].tolist(), strict=True)
-        return {divmod(place, self._classes + 1): count for place, count in found}
-
-
-def names_of(info: DataInfo, counts: Mapping[str, Counts]) -> list[str]:
-    """The names of the classes in the counts: the data's, and `NO_CLASS` where an image has none."""
-    names = list(info.class_names)
-    no_class = any(told == len(names) for each in counts.values() for _, told in each)
-    return [*names, NO_CLASS] if no_class else names
+        counts = self._dist.all_reduce_sum(self._counts.clone()).tolist()
+        return {divmod(place, self._classes + 1): count for place, count in enumerate(counts) if count}
 
 
 def confusion_json(info: DataInfo, counts: Mapping[str, Counts], **where: Any) -> dict[str, Any]:
-    """``confusion.json``: names of the classes, and for each kind of weights [class, taken for, samples], in order."""
+    """``confusion.json``: names of the classes, with `NO_CLASS` where an image has none, and for each kind of weights
+    [class, taken for, samples], in order."""
+    names = list(info.class_names)
+    no_class = any(told == len(names) for each in counts.values() for _, told in each)
     rows = {kind: [[*pair, count] for pair, count in sorted(each.items())] for kind, each in counts.items()}
-    return {**where, "classes": names_of(info, counts), **rows}
+    return {**where, "classes": [*names, NO_CLASS] if no_class else names, **rows}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -37,8 +37,6 @@ from trainkit.training.optim import Ema, build_optimizer, lr_at
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
 from trainkit.training.timing import flops_per_image, peak_flops
 from trainkit.workarounds import keep_freed_memory, put_off_torch_compiler
-
-# What trains: everything that is made of a configuration, some data and a rank.
 
 
 @dataclass(frozen=True)
@@ -130,19 +128,14 @@ class TrainState:
         before, ranks = saved.get("world_size"), self.dist.world_size
         if before == ranks or not isinstance(before, int):
             return ""
-        who = "1 rank goes" if ranks == 1 else f"{ranks} ranks go"
-        had = f"{before} {'has' if before == 1 else 'have'} saved"
+        goes, has = ("rank goes" if ranks == 1 else "ranks go"), ("has" if before == 1 else "have")
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
         was = size if isinstance(size, int) else "another size"
-        words = [
-            f"{who} on where {had}, with the same data in the same order and micro batch; sums may differ in their "
-            "last bits"
-            if size == now
-            else f"{who} on where {had}, with the same data in the same order; micro batches are of {now} instead of "
-            f"{was}, by which dropout and BatchNorm go: these differ",
-            *lost_when_resized(self.config),
-        ]
-        return "; ".join(words)
+        words = f"; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
+        if size == now:
+            words = " and micro batch; sums may differ in their last bits"
+        same = f"{ranks} {goes} on where {before} {has} saved, with the same data in the same order{words}"
+        return "; ".join([same, *lost_when_resized(self.config)])
 
     def batches(self, start: int, stop: int, *, seed: int | None = None, workers: int | None = None) -> Batches[Batch]:
         """This rank's micro batches for the updates from position ``start`` of the data up to ``stop``."""
@@ -175,10 +168,9 @@ class TrainState:
         )
 
 
-# A plain model made ready for its device: where it lies, in what layout, compiled or not, deterministic or not.
-
 _MIN_BLOCK_PARAMS = 10_000
 """Smaller blocks are not worth a compilation of their own."""
+_META = torch.device("meta")
 
 
 def to_device(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -261,19 +253,16 @@ def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-# A model whose numbers go from rank 0 straight into every rank's shards: it is whole on no GPU and on no other rank.
-#
-# Until then it is hollow: its tensors are on the meta device, which gives them a shape and no memory.
-
-
 def build_hollow(config: Config, info: DataInfo) -> nn.Module:
-    """The model of `build_model`, hollow. One that cannot be made so, since it looks at its numbers while it is made or
-    keeps some that are neither parameters nor buffers, is made whole and emptied.
+    """The model of `build_model`, hollow: its tensors are on the meta device, which gives them a shape and no memory.
+    Rank 0's numbers go from there straight into every rank's shards (`spread`): it is whole on no GPU and on no other
+    rank. One that cannot be made so, since it looks at its numbers while it is made or keeps some that are neither
+    parameters nor buffers, is made whole and emptied.
 
     Raises UserError as `build_model` does.
     """
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with _META, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights that are loaded into it torch says that they go nowhere
             model = build_model(config.model, info, config.seed)
         is_whole = any(tensor.is_meta for module in model.modules() for tensor in _loose(vars(module).values()))
@@ -289,12 +278,8 @@ def spread(plain: nn.Module, strategy: TakesHollow, config: Config, dist: Distri
         plain: on rank 0 with its numbers, on the CPU; on the others it may be hollow.
     """
     whole = _tensors(plain) if dist.is_main else {}
-    model = strategy.parallelize(to_device(_emptied(plain), config, torch.device("meta")))
-    _replace(
-        model,
-        lambda old: torch.empty_like(old, device=strategy.home if isinstance(old, nn.Parameter) else dist.device),
-    )
-    own = _tensors(model)
+    model = strategy.parallelize(to_device(_emptied(plain), config, _META))
+    own = _tensors(_emptied(model, strategy.home, dist.device))
     assert not dist.is_main or own.keys() == whole.keys()
     load_where_named(own, Sent(Held(whole), dist), dist)
     return model
@@ -305,21 +290,16 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def _emptied(model: nn.Module) -> nn.Module:
-    return _replace(model, lambda old: torch.empty_like(old, device="meta"))
-
-
-def _replace(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """``model`` with others in the places of its tensors. What was one tensor in two places stays one, which
-    `nn.Module.to_empty` does not see to."""
-    # The old ones are kept meanwhile, or an id could come twice.
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+def _emptied(model: nn.Module, parameters: torch.device = _META, buffers: torch.device = _META) -> nn.Module:
+    """``model`` with empty tensors, on these devices, in the places of its own. What was one tensor in two places stays
+    one, which `nn.Module.to_empty` does not see to."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, or an id could come twice
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors, device in ((module._parameters, parameters), (module._buffers, buffers)):
             for name, old in tensors.items():
                 if old is not None:
                     if id(old) not in made:
-                        new = make(old).detach()
+                        new = torch.empty_like(old, device=device).detach()
                         is_parameter = isinstance(old, nn.Parameter)
                         made[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
                     tensors[name] = made[id(old)][1]  # type: ignore[assignment]

@@ -83,8 +83,7 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
     def take_note() -> None:
         """Have in ``progress``, which is about to be saved, what is still on the device."""
         nonfinite.look()
-        progress.nonfinite = nonfinite.in_a_row
-        progress.window = list(update.meter.sums())
+        progress.nonfinite, progress.window = nonfinite.in_a_row, update.meter.sums()
 
     state.model.train()
     with state.batches(progress.position, end) as batches:
@@ -118,7 +117,7 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
                 measured = update.meter.read(tell=lap.own)
                 recorder.metrics.log(_record(state, recorder, measured, lr, made.stepped.norm, lap))
                 for straggler in stragglers.look(update.meter.told, lap.training):
-                    recorder.remark("straggler", step=progress.step, **straggler.facts())
+                    recorder.remark("straggler", step=progress.step, **straggler._asdict())
                     print(straggler, flush=True)
                 profiler.look(progress.step)
             if validate or save:
@@ -145,11 +144,10 @@ def _diverged(state: TrainState, recorder: Recorder, error: DivergedError) -> No
     recorder.progress.window = []  # what was measured of late is not finite
     if state.config.train.on_nonfinite == "rollback" and recorder.roll_back(error.position + 1):
         return
-    failed = error.for_user()
     recorder.save()
     epochs = recorder.progress.step / state.steps_per_epoch
-    recorder.summarize("failed", epochs=epochs, test=None, why=f"{failed.what} {failed.why}")
-    raise failed
+    recorder.summarize("failed", epochs=epochs, test=None, why=f"{error.what} {error.why}")
+    raise error
 
 
 def _validate(state: TrainState, recorder: Recorder, should_stop: Callable[[], bool]) -> bool:

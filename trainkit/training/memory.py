@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,7 +101,11 @@ def resolve_micro_batch_size(
             ranks = "1 rank" if dist.world_size == 1 else f"{dist.world_size} ranks"
             takes = f"an update takes {measured.peak_mb:,.0f} of {measured.room_mb:,.0f} MiB"
             print(f"train.micro_batch_size=auto: {found} on {ranks}; {takes}.", flush=True)
-    return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": found})})
+    return _with(config, micro_batch_size=found)
+
+
+def _with(config: Config, **train: Any) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
 def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainState], sizes: list[int]) -> Probed:
@@ -110,8 +115,8 @@ def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainSta
         RunFailedError: not even the smallest does.
     """
     # Compiling for each size would take minutes, and a compiled model hardly needs less memory.
-    own = {"micro_batch_size": sizes[0], "global_batch_size": _PASSES * sizes[0] * dist.world_size, "compile": "off"}
-    small = config.model_copy(update={"train": config.train.model_copy(update=own)})
+    size = sizes[0]
+    small = _with(config, micro_batch_size=size, global_batch_size=_PASSES * size * dist.world_size, compile="off")
     with random_state_kept(dist.device):
         found = probe(build(small), sizes)
         gc.collect()
@@ -122,11 +127,8 @@ def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainSta
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory is too small; torch has a type for it for the GPU's allocator only."""
-    return (
-        isinstance(error, MemoryError)
-        or out_of_gpu_memory(error)
-        or any(words in str(error) for words in _OUT_OF_MEMORY)
-    )
+    words = any(each in str(error) for each in _OUT_OF_MEMORY)
+    return words or isinstance(error, MemoryError) or out_of_gpu_memory(error)
 
 
 @contextmanager
@@ -138,20 +140,17 @@ def explain_out_of_memory(config: Config, dist: Distributed) -> Iterator[None]:
     """
     try:
         yield
-    except TrainkitError:
-        raise
     except Exception as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, TrainkitError) or not is_out_of_memory(error):
             raise
-        share, gpu = config.train.global_batch_size // dist.world_size, dist.device.type == "cuda"
-        given = config.train.micro_batch_size
-        micro = given if isinstance(given, int) else share
+        train, gpu = config.train, dist.device.type == "cuda"
+        share = train.global_batch_size // dist.world_size
+        micro = train.micro_batch_size if isinstance(train.micro_batch_size, int) else share
         half = smaller(micro, share, even=config.augment.mixes)
         advice = {
             f"train.micro_batch_size={half} (the result stays the same) or auto": bool(half),
             "strategy.name=fsdp": not strategy_traits(config.strategy.name).sharded,
-            "train.activation_checkpointing=full (for models of blocks)": config.train.activation_checkpointing
-            != "full",
+            "train.activation_checkpointing=full (for models of blocks)": train.activation_checkpointing != "full",
             "more memory for the job (--mem)": not gpu,
         }
         raise RunFailedError(
@@ -185,10 +184,8 @@ def probe(state: TrainState, sizes: Sequence[int]) -> Probed:
     dist, gauge = state.dist, MemoryGauge(state.dist, state.config.train.memory_limit_mb)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
     sizes = [size for size in sizes if size >= 2] or sizes if norms else sizes  # one sample has no variance
-    sample, own = _sample(state), _without_exchange(state)
-    average = state.ema  # it is there while the model trains
-    trials = _Trials(own, dist, gauge, sample, alone=own is not state or dist.world_size == 1)
-    trials.first(sizes[0])
+    sample, own, _ = _sample(state), _without_exchange(state), state.ema  # which is there while the model trains
+    trials = _Trials(own, dist, gauge, sample, sizes[0], alone=own is not state or dist.world_size == 1)
     gauge.start()
     room = min(dist.gather_json(float(gauge.room())))
     budget = room * (1 - _HEADROOM)
@@ -196,15 +193,13 @@ def probe(state: TrainState, sizes: Sequence[int]) -> Probed:
     peaks = trials.peaks
     if own is not state and size:
         del trials, own  # and with them a second optimizer
-        together = _Trials(state, dist, gauge, sample, alone=False)
-        together.first(sizes[0])
+        together = _Trials(state, dist, gauge, sample, sizes[0], alone=False)
         while size and together.peak(size) > budget:
             size = max((other for other in sizes if other < size), default=0)
         peaks |= together.peaks
     if not size:
         takes, has = peaks[min(peaks)] / _MB, room / _MB
         raise _too_small(sizes[0], f"An update takes {takes:,.0f} MiB, and a rank has {has:,.0f}.")
-    del average
     return Probed(size, round(peaks[size] / _MB, 1), round(room / _MB, 1))
 
 
@@ -218,19 +213,18 @@ def _too_small(size: int, why: str) -> RunFailedError:
 
 
 class _Trials:
-    """Updates of one model, and their peaks: those of the rank that needs most."""
+    """Updates of one model, and their peaks: those of the rank that needs most.
 
-    def __init__(self, state: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, *, alone: bool) -> None:
+    Raises RunFailedError where there is no memory even for micro batches of ``size``.
+    """
+
+    def __init__(
+        self, state: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, size: int, *, alone: bool
+    ) -> None:
         self._state, self._dist, self._gauge, self._sample, self._alone = state, dist, gauge, sample, alone
         self._updater = Updater(state)
         self.peaks: dict[int, float] = {}
-
-    def first(self, size: int) -> None:
-        """Make the optimizer's state, and have libraries allocate what they allocate once.
-
-        Raises:
-            RunFailedError: there is no memory even for that.
-        """
+        # Make the optimizer's state, and have libraries allocate what they allocate once.
         error = None
         try:
             for _ in range(_MOST_SKIPPED):
@@ -248,7 +242,7 @@ class _Trials:
     def held(self) -> float:
         """Bytes held before there is any sample, gradients included."""
         own = (local_part(item) for item in self._state.model.parameters() if item.requires_grad)
-        return self._agreed(self._gauge.held() + sum(item.numel() * item.element_size() for item in own))
+        return max(self._dist.gather_json(self._gauge.held() + sum(item.nbytes for item in own)))
 
     def peak(self, size: int) -> float:
         """Bytes that an update with micro batches of ``size`` takes; infinite where memory ran out."""
@@ -263,12 +257,8 @@ class _Trials:
             if not self._alone or not is_out_of_memory(error):
                 raise
             peak = math.inf
-        self.peaks[size] = self._agreed(peak)
+        self.peaks[size] = max(self._dist.gather_json(peak))
         return self.peaks[size]
-
-    def _agreed(self, peak: float) -> float:
-        peaks = self._dist.gather_json(None if math.isinf(peak) else peak)
-        return max(math.inf if one is None else one for one in peaks)
 
     def _update(self, size: int) -> bool:
         """Make an update that leaves the weights as they are; whether it was not skipped."""
@@ -317,10 +307,9 @@ def _without_exchange(state: TrainState) -> TrainState:
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         return state
     dist = Distributed(RankEnv.single(), state.dist.device)
-    config = state.config.train.model_copy(update={"global_batch_size": _PASSES * state.micro_batch_size})
     return replace(
         state,
-        config=state.config.model_copy(update={"train": config}),
+        config=_with(state.config, global_batch_size=_PASSES * state.micro_batch_size),
         dist=dist,
         model=model.module,
         strategy=AsItIs(),
@@ -331,6 +320,5 @@ def _without_exchange(state: TrainState) -> TrainState:
 def _sample(state: TrainState) -> Batch:
     """One sample of the data as training gets it."""
     size = state.micro_batch_size * state.dist.world_size  # for which there is data enough
-    train = state.config.train.model_copy(update={"global_batch_size": size})
-    with replace(state, config=state.config.model_copy(update={"train": train})).batches(0, 1, workers=0) as batches:
+    with replace(state, config=_with(state.config, global_batch_size=size)).batches(0, 1, workers=0) as batches:
         return Batch(*(part[:1] for part in next(batches)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
-
-# The optimizer, and which parameters it treats how.
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -53,12 +50,11 @@ def _noted(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     given = {"lr": config.lr, **config.given()}
-    if config.name == "sgd":
-        # torch has no sharded version of that fused kernel.
+    # A fused kernel updates all parameters in one pass, on GPU and CPU alike.
+    if config.name == "sgd":  # of which torch has no sharded version
         sharded = any(is_sharded(parameter) for group in groups for parameter in group["params"])
         return torch.optim.SGD(groups, fused=not sharded, **given)
     if config.name == "adamw":
-        # The fused kernel updates all parameters in one pass, on GPU and CPU alike.
         return torch.optim.AdamW(groups, fused=True, **given)
     listed = find_optimizer(config.name)
     if listed.class_name == "Lamb":  # gradients are clipped by train.grad_clip_norm, like any optimizer's
@@ -86,7 +82,6 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
     It makes two updates of a small model, is saved and restored, and makes a third: that must be the same to the last
     bit.
     """
-    dist = Distributed(RankEnv.single(), torch.device("cpu"))
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -103,6 +98,7 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
 
+    what, key = f"optim.name={config.name} cannot", "optim.name"
     try:
         with torch.random.fork_rng(devices=[]):
             model, optimizer = made()
@@ -111,33 +107,28 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             other, resumed = made()
             other.load_state_dict(model.state_dict())
             saved = Held({name: value.clone() for name, value in moments_of(model, optimizer).items()})
-            load_moments(other, resumed, saved, dist)
+            load_moments(other, resumed, saved, Distributed(RankEnv.single(), torch.device("cpu")))
             update(model, optimizer, 3)
             update(other, resumed, 3)
     except Exception as error:
-        raise UserError(
-            f"optim.name={config.name} cannot make the updates of a small model.",
-            why=f"{type(error).__name__}: {error}".rstrip(".") + ".",
-            fix="It must take parameter groups and a rate, and make an update by step() alone: no closure is given.",
-            key="optim.name",
-        ) from error
+        why = f"{type(error).__name__}: {error}".rstrip(".") + "."
+        fix = "It must take parameter groups and a rate, and make an update by step() alone: no closure is given."
+        raise UserError(f"{what} make the updates of a small model.", why=why, fix=fix, key=key) from error
     if not all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True)):
         raise UserError(
-            f"optim.name={config.name} cannot go on from a checkpoint.",
+            f"{what} go on from a checkpoint.",
             why="What is saved of it, tensors and numbers of its state and groups, does not give the same next update.",
             fix="Keep what it needs in optimizer.state, as tensors or numbers.",
-            key="optim.name",
+            key=key,
         )
 
 
 def _by_decay(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     spared = _spared(model)
-    decayed: list[nn.Parameter] = []
-    left_alone: list[nn.Parameter] = []
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (left_alone if parameter.ndim < 2 or name in spared else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": left_alone, "weight_decay": 0.0}]
+            groups[parameter.ndim < 2 or name in spared]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 
@@ -148,17 +139,16 @@ def _by_layer(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """
     from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 
-    inner = model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
+    inner, decay = _unwrapped(model), config.layer_decay
     if not hasattr(inner, "group_matcher"):
         raise UserError(
-            f"optim.layer_decay={config.layer_decay:g} needs to know the model's layers.",
+            f"optim.layer_decay={decay:g} needs to know the model's layers.",
             why=f"{type(inner).__name__} has no group_matcher(), which timm's models have.",
             fix="Use a model of timm, or optim.layer_decay=1.",
             key="optim.layer_decay",
         )
-    groups: list[dict[str, Any]] = param_groups_layer_decay(
-        inner, config.weight_decay, no_weight_decay_list=_spared(inner), layer_decay=config.layer_decay
-    )
+    spared = _spared(inner)
+    groups = param_groups_layer_decay(inner, config.weight_decay, no_weight_decay_list=spared, layer_decay=decay)
     return [{key: group[key] for key in ("params", "weight_decay", "lr_scale")} for group in groups]
 
 
@@ -179,15 +169,12 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-# Learning rates: a pure function of the step, so that resuming needs no scheduler state.
-
 # OneCycleLR's defaults: the cycle starts at lr/25 and ends at a 10,000th of where it started.
-_ONECYCLE_DIV = 25.0
-_ONECYCLE_FINAL_DIV = 1e4
+_ONECYCLE_DIV, _ONECYCLE_FINAL_DIV = 25.0, 1e4
 
 
 def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int) -> float:
-    """Learning rate of update ``step`` (from 0) of ``total_steps``.
+    """Learning rate of update ``step`` (from 0) of ``total_steps``: a pure function, so that resuming needs no state.
 
     onecycle: cosine from lr/25 up to lr over the warm-up, cosine down to almost nothing (Smith and Topin,
     arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is).
@@ -200,7 +187,16 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     """
     peak = optim.lr
     if schedule.is_own:
-        return _own_rate(step, total_steps, peak, schedule, steps_per_epoch)
+        given = given_to_own(schedule, steps_per_epoch)
+        rate = plugins.load("trainkit.schedule", schedule.name)(step, total_steps, peak, **given)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise UserError(
+                f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}.",
+                why="A learning rate is a number of at least 0.",
+                fix="Have function(step, total_steps, lr) return one.",
+                key="schedule.name",
+            )
+        return float(rate)
     if total_steps == 1:
         return peak  # the end of a curve would be its only point
     # At most half of the run, so that a preset made for many epochs can be tried for one.
@@ -208,12 +204,11 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     floor = schedule.final_lr_ratio * peak
     if schedule.name == "onecycle":
         start = peak / _ONECYCLE_DIV
-        end = max(floor, start / _ONECYCLE_FINAL_DIV)
         # OneCycleLR's phases end on whole steps: the peak is reached at step warmup - 1.
         top = warmup - 1
         if step <= top:
             return _cosine(start, peak, step / top if top > 0 else 1.0)
-        return _cosine(peak, end, (step - top) / (total_steps - 1 - top))
+        return _cosine(peak, max(floor, start / _ONECYCLE_FINAL_DIV), (step - top) / (total_steps - 1 - top))
     if step < warmup:
         return peak * (step + 1) / math.ceil(warmup)
     if schedule.name == "constant":
@@ -227,38 +222,13 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     return _cosine(peak, floor, (step - warmup) / (total_steps - warmup))
 
 
-def _own_rate(step: int, total_steps: int, lr: float, schedule: ScheduleConfig, steps_per_epoch: int) -> float:
-    rate = _own(schedule.name)(step, total_steps, lr, **given_to_own(schedule, steps_per_epoch))
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise UserError(
-            f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}.",
-            why="A learning rate is a number of at least 0.",
-            fix="Have function(step, total_steps, lr) return one.",
-            key="schedule.name",
-        )
-    return float(rate)
-
-
-@cache
-def _own(name: str) -> Callable[..., Any]:
-    return plugins.load("trainkit.schedule", name)
-
-
 def _cosine(start: float, end: float, fraction: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
 
 
-# An exponential moving average of the weights, which is often the better model (Polyak and Juditsky, 1992).
-
-
-def decay_at(updates: int, decay: float) -> float:
-    """How much of the average stays at the update after ``updates`` others: the first ones count for more, or a short
-    run would end with what it began with (TensorFlow's rule: Abadi et al., `ExponentialMovingAverage`)."""
-    return min(decay, (1 + updates) / (10 + updates))
-
-
 class Ema:
-    """The averaged weights of a model, sharded as it is, on the devices of its weights.
+    """The exponential moving average of a model's weights, which is often the better model (Polyak and Juditsky, 1992);
+    sharded as the model is, on the devices of its weights.
 
     As in timm's `ModelEmaV3` the running statistics of BatchNorm are averaged too, and its counts are the model's own.
     What is not trained is the model's own as well.
@@ -271,25 +241,26 @@ class Ema:
         self._model, self._decay = model, decay
         self._averages: dict[str, Tensor] = {}
         """By plain name; tied weights have several names and one average."""
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        """This rank's parts of the model's tensors and of their averages, each once."""
-        seen: dict[int, Tensor] = {}
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
         for name, own in _tensors_of(model).items():
             # Buffers in fp16 are no statistics, which need more digits.
             is_statistic = not isinstance(own, nn.Parameter) and own.dtype in (torch.float32, torch.float64)
             if own.requires_grad or is_statistic:
                 if id(own) not in seen:
-                    seen[id(own)] = own.detach().clone()
-                    self._pairs.append((own, seen[id(own)]))
-                self._averages[name] = seen[id(own)]
+                    seen[id(own)] = own, own.detach().clone()
+                self._averages[name] = seen[id(own)][1]
+        self._pairs = list(seen.values())
         # average += weight * (own - average) is a step of SGD with the gradient -own and a weight decay of 1. The fused
         # kernel makes it in one pass, and leaves it out by itself where `found_inf` is 1 on the device.
-        averages = [local_part(average) for _, average in self._pairs]
+        averages = [average for _, average in self._local()]
         self._step = torch.optim.SGD(averages, lr=0.0, weight_decay=1.0, maximize=True, fused=True)
 
     @torch.no_grad()
     def update(self, nonfinite: Tensor, *, updates: int) -> None:
         """Take the weights after an update into the average.
+
+        The first ones count for more, or a short run would end with what it began with (TensorFlow's rule: Abadi et
+        al., `ExponentialMovingAverage`).
 
         Args:
             nonfinite: 1.0 on the device where that update came to nothing: the average then stays as it is.
@@ -297,7 +268,7 @@ class Ema:
         """
         for own, average in self._local():
             average.grad = own.detach() if own.numel() else None  # a small tensor's shards do not reach all ranks
-        self._step.param_groups[0]["lr"] = 1.0 - decay_at(updates, self._decay)
+        self._step.param_groups[0]["lr"] = 1.0 - min(self._decay, (1 + updates) / (10 + updates))
         self._step.found_inf = nonfinite  # type: ignore[attr-defined]  # as torch's GradScaler does
         self._step.step()
 
@@ -331,11 +302,15 @@ class Ema:
         follow_masters(self._model.parameters())
 
     def _local(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's parts of the model's tensors and of their averages, each once."""
         return [(local_part(own), local_part(average)) for own, average in self._pairs]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Plain name -> the model's own parameter or buffer, sharded ones as they are."""
-    inner = model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
-    state = inner.state_dict(keep_vars=True)
+    state = _unwrapped(model).state_dict(keep_vars=True)
     return {plain_name(name): master_of(value) for name, value in state.items() if isinstance(value, Tensor)}

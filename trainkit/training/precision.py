@@ -83,9 +83,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward pass and loss."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._dist.device.type, dtype=self._dtype)
+        return torch.autocast(self._dist.device.type, dtype=self._dtype) if self._dtype else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``, scaled if need be."""
@@ -109,13 +107,17 @@ class Precision:
             whole_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
         nonfinite = (~torch.isfinite(self._norm_here(gradients) if whole_norm is None else whole_norm)).float()
         # Elsewhere the ranks have averaged their gradients, or have the norm of all: they hold the same.
-        if self.scales_loss or (whole_norm is None and any(map(is_sharded, gradients))):
-            self._agree(nonfinite)
-        may_ask = self.scales_loss or is_free_to_ask(nonfinite.device) or not can_skip(optimizer)
-        skips = may_ask and bool(nonfinite.item())
-        # Before clipping, which spreads what is not finite.
-        skip = self._skip(parameters) if skips and self.scales_loss else None
-        if not skips:
+        differ = self.scales_loss or (whole_norm is None and any(map(is_sharded, gradients)))
+        if differ and self._dist.world_size > 1:
+            torch.distributed.all_reduce(nonfinite, op=torch.distributed.ReduceOp.MAX)
+        # torch's fused optimizers look on the device for whether their update is to come to nothing.
+        can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
+        may_ask = self.scales_loss or is_free_to_ask(nonfinite.device) or not can_skip
+        skip = None
+        if may_ask and nonfinite.item():
+            if self.scales_loss:
+                skip = self._skip(parameters)
+        else:
             if max_norm is not None and norm is not None:
                 clip_grads_with_norm_(parameters, max_norm, norm)
             if not may_ask:
@@ -147,10 +149,6 @@ class Precision:
         self._scaler.load_state_dict(lower)
         return Skip(state["scale"], lower["scale"], int(first.item()))
 
-    def _agree(self, flag: Tensor) -> None:
-        if self._dist.world_size > 1:
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers: the loss scale and its history."""
         return {"skipped_steps": self.skipped_steps, "scaler": self._scaler.state_dict()}
@@ -173,17 +171,6 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it looks on the device for whether its update is to come to nothing, as torch's fused ones do."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-# O2: the model computes in fp16, all but its BatchNorm; what learns are fp32 weights beside it.
-#
-# Known by that name from NVIDIA Apex (Micikevicius et al., arXiv 1710.03740). Autocast keeps fp32 weights, cast for
-# each operation; here nothing is cast in the forward pass, and gradients are fp16, half the bytes between ranks.
-
-
 def to_half(model: nn.Module, dist: Distributed) -> nn.Module:
     """``model`` in fp16, in place, before it is parallelized: its BatchNorms stay fp32, and each parameter has its fp32
     value as ``master`` (`trainkit.checkpoint.state.master_of`), the same on every rank. Takes images of any format.
@@ -201,16 +188,21 @@ def to_half(model: nn.Module, dist: Distributed) -> nn.Module:
         for buffer in module.buffers(recurse=False):
             if buffer.dtype == torch.float32:
                 buffer.data = buffer.data.half()
-    model.register_forward_pre_hook(_in_half)
+    model.register_forward_pre_hook(
+        lambda model, inputs: tuple(
+            item.half() if isinstance(item, Tensor) and item.is_floating_point() else item for item in inputs
+        )
+    )
     return model
 
 
-def _in_half(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(item.half() if isinstance(item, Tensor) and item.is_floating_point() else item for item in inputs)
-
-
 class O2(Precision):
-    """Backward and update of a model of `to_half`, with a scaled loss."""
+    """Backward and update of a model of `to_half`, with a scaled loss.
+
+    The model computes in fp16, all but its BatchNorm; what learns are fp32 weights beside it. Known by that name from
+    NVIDIA Apex (Micikevicius et al., arXiv 1710.03740). Autocast keeps fp32 weights, cast for each operation; here
+    nothing is cast in the forward pass, and gradients are fp16, half the bytes between ranks.
+    """
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +29,31 @@ from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistake
 from trainkit.training.build import TrainState
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
-# Metrics of the weights that a run has on any number of ranks: the model's own (raw), and their average (ema).
-
 STEMS = {"raw": "model", "ema": "ema"}
-"""Kind of weights -> where a checkpoint has them."""
+"""Kind of weights, the model's own or their average -> the stem of its file in a checkpoint."""
+MOST_ROLLBACKS = 3
+"""A run that diverges after each of so many checkpoints does so whatever the data."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """What `evaluate` found of each kind of weights."""
 
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     """``loss``, the task's metrics and ``samples``; of averaged weights ``ema_loss`` and so on."""
-    counts: dict[str, Counts]
+    counts: dict[str, Counts] = field(default_factory=dict)
     """Empty where nobody asked for them, and where the task knows no classes or too many."""
     mistakes: dict[str, Mistakes] = field(default_factory=dict)
     """Empty where the task does not say what is wrong."""
 
 
-def no_average(step: int) -> UserError:
-    """The error for who asks for averaged weights where a checkpoint has none."""
-    return UserError(
-        f"The checkpoint of step {step} has no averaged weights.",
-        why="The run, or this part of it, was trained with train.ema_decay=null.",
-        fix="Leave --weights out.",
-    )
-
-
-def measure(state: TrainState, samples: Samples, *, confusion: bool = False, **how: Any) -> Measured | None:
-    """Of the model as it is, and of its average; None if it was told to stop. ``how``: as `evaluate` takes it."""
-    found = Measured({}, {})
+def measure(state: TrainState, samples: Samples, **how: Any) -> Measured | None:
+    """Evaluate the model as it is, and its average; None if it was told to stop. ``how``: as `evaluate` takes it."""
+    found = Measured()
     for kind in STEMS if state.ema is not None else ("raw",):
         with state.ema.in_model() if state.ema is not None and kind == "ema" else nullcontext():
             sync_buffers(state.model, state.dist)
-            if not _add(found, kind, state, samples, confusion=confusion, **how):
+            if not evaluate(state, samples, found, kind, **how):
                 return None
     return found
 
@@ -78,64 +68,47 @@ def measure_saved(
     or_newest: bool = True,
     **how: Any,
 ) -> tuple[int, Measured]:
-    """Of the weights in the checkpoint of ``step``, which the model then has; and the step whose weights they were.
+    """Evaluate the weights in the checkpoint of ``step``, which the model then has; and the step whose they were.
 
     Raises:
         UserError: as `Checkpoints.load_weights` does.
     """
-    found = Measured({}, {})
+    found = Measured()
     for kind in kinds:
         step = checkpoints.load_weights(state.model, step, or_newest=or_newest, stem=STEMS[kind])
-        _add(found, kind, state, samples, confusion=True, **how)
+        evaluate(state, samples, found, kind, confusion=True, **how)
     return step, found
-
-
-def _add(found: Measured, kind: str, state: TrainState, samples: Samples, *, confusion: bool, **how: Any) -> bool:
-    task, classes = state.task, state.splits.info.num_classes
-    is_counted = confusion and task.has("taken_for") and classes <= MOST_CLASSES
-    counts = Confusion(classes, state.dist) if is_counted else None
-    mistakes = Mistakes(task) if task.has("wrong") else None
-    result = evaluate(state, samples, confusion=counts, mistakes=mistakes, **how)
-    if result is None:
-        return False
-    prefix = "ema_" if kind == "ema" else ""
-    seen = result.pop("samples")
-    found.metrics.update({f"{prefix}{key}": value for key, value in result.items()})
-    found.metrics.setdefault("samples", seen)
-    if counts is not None:
-        found.counts[kind] = counts.read()
-    if mistakes is not None:
-        found.mistakes[kind] = mistakes
-    return True
 
 
 def evaluate(
     state: TrainState,
     samples: Samples,
+    found: Measured,
+    kind: str = "raw",
     *,
     batch_size: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
-    confusion: Confusion | None = None,
-    mistakes: Mistakes | None = None,
-) -> dict[str, float] | None:
-    """``loss``, the task's metrics and ``samples`` of one pass over ``samples``; None if it was told to stop.
+    confusion: bool = False,
+) -> bool:
+    """Add to ``found`` what one pass over ``samples`` gives; False if it was told to stop.
 
     Each sample counts once, whatever the number of ranks: the ranks run equally many forward passes, because
     collectives inside them would otherwise wait for ever, and what pads the last ones is masked. So are broken images.
 
     Args:
+        kind: of the weights that the model has now.
         batch_size: samples per rank and forward pass; None: as in training.
         should_stop: asked before each batch; must answer alike on all ranks.
         beat: called for each batch.
-        confusion: counts which class is taken for which.
-        mistakes: keeps the images that are told wrong most surely.
+        confusion: count which class is taken for which.
     """
-    model, dist, task = state.model, state.dist, state.task
-    was_training = model.training
-    model.eval()
+    model, dist, task, classes = state.model, state.dist, state.task, state.splits.info.num_classes
     meter = Meter(task, dist)
     pool = Pool(task, dist) if task.has("pooled") else None
+    mistakes = Mistakes(task, dist) if task.has("wrong") else None
+    is_counted = confusion and task.has("taken_for") and classes <= MOST_CLASSES
+    counts = Confusion(task, classes, dist) if is_counted else None
     loader = eval_batches(
         samples,
         state.splits.eval_transform,
@@ -146,28 +119,33 @@ def evaluate(
         device=dist.device,
         broken=state.broken,
     )
+    was_training = model.training
+    model.eval()
     try:
         with torch.no_grad(), loader as batches:
             for images, labels, mask in batches:
                 beat()
                 if should_stop():
-                    return None
+                    return False
                 with state.precision.autocast():
                     output = model(state.normalized(images))
                 output = output.float()
                 meter.add_masked(task.loss(output, labels, "none"), output, labels, mask)
-                if pool is not None:
-                    pool.add(output, labels, mask)
-                if confusion is not None:
-                    confusion.add(task.taken_for(output), labels, mask)
-                if mistakes is not None:
-                    mistakes.add(images, output, labels, mask)
-        found = meter.read()
-        if pool is not None and found["samples"]:
-            found = {**found, **pool.read()}
-        return found
+                for each in (pool, mistakes, counts):
+                    if each is not None:
+                        each.add(images, output, labels, mask)
     finally:
         model.train(was_training)
+    metrics = meter.read()
+    if pool is not None and metrics["samples"]:
+        metrics |= pool.read()
+    found.metrics.setdefault("samples", metrics.pop("samples"))
+    found.metrics.update({f"{'ema_' * (kind == 'ema')}{key}": value for key, value in metrics.items()})
+    if counts is not None:
+        found.counts[kind] = counts.read()
+    if mistakes is not None:
+        found.mistakes[kind] = mistakes
+    return True
 
 
 def sync_buffers(model: nn.Module, dist: Distributed) -> None:
@@ -180,7 +158,24 @@ def sync_buffers(model: nn.Module, dist: Distributed) -> None:
             torch.distributed.broadcast(buffer, src=0)
 
 
-# How far a training is: what a checkpoint holds besides tensors.
+def no_average(step: int) -> UserError:
+    """The error for averaged weights that a checkpoint does not have."""
+    return UserError(
+        f"The checkpoint of step {step} has no averaged weights.",
+        why="The run, or this part of it, was trained with train.ema_decay=null.",
+        fix="Leave --weights out.",
+    )
+
+
+def too_many(files: Sequence[str], most: int) -> UserError:
+    """The error for more broken images than may be."""
+    more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+    return UserError(
+        f"{len(files)} image{' is' if len(files) == 1 else 's are'} broken, and data.max_broken={most}.",
+        why=f"These cannot be decoded: {', '.join(files[:5])}{more}.",
+        fix="Replace or delete the files, or raise data.max_broken.",
+        key="data.max_broken",
+    )
 
 
 @dataclass
@@ -203,7 +198,7 @@ class Progress:
     stalled: int = 0
     """Validations in a row, up to here, that were no better than ``reference``."""
     reference: float | None = None
-    """What the next validation is measured against: the last one that was better by ``early_stopping_min_delta``."""
+    """What the next validation is compared with: the last one that was better by ``early_stopping_min_delta``."""
     train_seconds: float = 0.0
     """Seconds spent in training steps over all attempts, validation and saving excluded."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -245,38 +240,21 @@ class Progress:
             min_delta: by how much it must be better to be no stand-still, for early stopping.
         """
         name = by.removeprefix("val/")
-        value = val[name]
+        value, loss = val[name], val.get("ema_loss" if name.startswith("ema_") else "loss", 0.0)
         self.val, self.validated_step = val, self.step
-        is_finite = all(math.isfinite(val.get(key, 0.0)) for key in (name, f"{'ema_' * name.startswith('ema_')}loss"))
-        sign = 1.0 if higher_is_better else -1.0
         if self.best_by not in (None, by):  # two measures do not compare
             self.best = self.reference = None
 
         def beats(other: float | None, delta: float = 0.0) -> bool:
-            return is_finite and (other is None or sign * (value - other) > delta)
+            gain = value - (other or 0.0) if higher_is_better else (other or 0.0) - value
+            return math.isfinite(value) and math.isfinite(loss) and (other is None or gain > delta)
 
         self.stalled += 1
         if beats(self.reference, min_delta):
             self.stalled, self.reference = 0, value
-        better = beats(self.best)
-        if better:
+        if better := beats(self.best):
             self.best, self.best_step, self.best_by = value, self.step, by
         return better
-
-
-def too_many(files: Sequence[str], most: int) -> UserError:
-    """The error for more broken images than may be."""
-    more = f" and {len(files) - 5} more" if len(files) > 5 else ""
-    return UserError(
-        f"{len(files)} image{' is' if len(files) == 1 else 's are'} broken, and data.max_broken={most}.",
-        why=f"These cannot be decoded: {', '.join(files[:5])}{more}.",
-        fix="Replace or delete the files, or raise data.max_broken.",
-        key="data.max_broken",
-    )
-
-
-# A run that diverges after each of so many checkpoints does so whatever the data.
-MOST_ROLLBACKS = 3
 
 
 def go_on(state: TrainState, checkpoints: Checkpoints) -> tuple[Restored | None, Progress]:
@@ -337,7 +315,7 @@ class Recorder:
         return minutes is not None and self.state.dist.is_main and self.checkpoints.seconds_since_save() >= minutes * 60
 
     def stops_early(self) -> bool:
-        """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
+        """As many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
         for they judge by the same numbers."""
         patience = self.state.config.train.early_stopping_patience
         return patience is not None and self.progress.stalled >= patience
@@ -393,12 +371,8 @@ class Recorder:
             return None
         self.tell_broken()
         metric = state.metrics.find(by.removeprefix("val/"))
-        better = self.progress.judge(
-            found.metrics,
-            by,
-            higher_is_better=metric is None or metric.higher_is_better,
-            min_delta=state.config.train.early_stopping_min_delta,
-        )
+        higher, delta = metric is None or metric.higher_is_better, state.config.train.early_stopping_min_delta
+        better = self.progress.judge(found.metrics, by, higher_is_better=higher, min_delta=delta)
         self.metrics.log({**where, "split": "val", **found.metrics})
         if better:
             self._show(found.mistakes.get("ema" if by.startswith("val/ema_") else "raw"), "val", self.progress.step)
@@ -421,19 +395,18 @@ class Recorder:
         self.tell_broken()
         if state.dist.is_main and found.counts:  # before the record: loggers show it with that
             content = confusion_json(state.splits.info, found.counts, split="test", step=best)
-            self._write(self.writer.run.confusion, content, None)
+            self._write(self.writer.run.confusion, content)
         self.metrics.log({**where, "split": "test", **found.metrics})
         self._show(found.mistakes.get("raw"), "test", best)
         return found.metrics
 
     def _show(self, found: Mistakes | None, split: str, step: int) -> None:
         """Keep the images that were told wrong most surely, for the report. Every rank must call it."""
-        if found is None:
-            return
-        images = found.read(self.state.dist)
-        if self.state.dist.is_main:
+        if found is not None:
+            images = found.read()
             with suppress(OSError):  # a full disk: pictures are nothing to end a run for
-                self._write(self.writer.run.mistakes(split), mistakes_json(images, split, step), None)
+                if self.state.dist.is_main:
+                    self._write(self.writer.run.mistakes(split), mistakes_json(images, split, step))
 
     def save(
         self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any
@@ -445,33 +418,35 @@ class Recorder:
             extra: tensors that belong to it besides the model's and the optimizer's, as `Checkpoints.save` takes them.
             more: further plain values for its ``state.json``.
         """
-        state, progress = self.state, self.progress
+        state, progress, step = self.state, self.progress, self.progress.step
+
+        def written() -> None:
+            if state.dist.is_main:
+                self.writer.attempt.saved(step, **more)
+                self.saved()
+
         with self.clock.during(CHECKPOINT):
             self.clock.settle(progress)
             self.beat()
             self.tell_broken()
+            content = {
+                "progress": asdict(progress),
+                "precision": state.precision.state_dict(),
+                "world_size": state.dist.world_size,
+                "micro_batch_size": state.micro_batch_size,
+                **told_classes(state.splits),
+                **more,
+            }
             self.checkpoints.save(
                 state.model,
                 state.optimizer if optimizer else None,
-                step=progress.step,
-                state={
-                    "progress": asdict(progress),
-                    "precision": state.precision.state_dict(),
-                    "world_size": state.dist.world_size,
-                    "micro_batch_size": state.micro_batch_size,
-                    **told_classes(state.splits),
-                    **more,
-                },
+                step=step,
+                state=content,
                 best_step=progress.best_step,
                 extra={**state.further_tensors(), **(extra or {})},
-                done=partial(self._is_saved, progress.step, more),
+                done=written,
             )
             self.beat()
-
-    def _is_saved(self, step: int, more: Mapping[str, Any]) -> None:
-        if self.state.dist.is_main:
-            self.writer.attempt.saved(step, **more)
-            self.saved()
 
     def settle(self) -> None:
         """Wait until what has been saved is on the disk. Raises RunFailedError if that cannot be."""
@@ -484,13 +459,14 @@ class Recorder:
 
         False if there is none, or it has been tried too often.
         """
-        progress, rollbacks = self.progress, self.progress.rollbacks + 1
-        restored, there = go_on(self.state, self.checkpoints) if rollbacks <= MOST_ROLLBACKS else (None, Progress())
+        progress, before = self.progress, self.progress.step
+        if progress.rollbacks == MOST_ROLLBACKS:
+            return False
+        restored, there = go_on(self.state, self.checkpoints)
         if restored is None:
             return False
-        before = progress.step
         there.seconds, there.broken = progress.seconds, progress.broken  # which no way back makes better
-        there.position, there.rollbacks, there.nonfinite = position, rollbacks, 0
+        there.position, there.rollbacks, there.nonfinite = position, progress.rollbacks + 1, 0
         progress.take_over(there)
         self.remark("rolled_back", step=progress.step, from_step=before, position=position)
         self.save()  # whoever goes on from here does not meet that data again
@@ -527,11 +503,11 @@ class Recorder:
             **spent,
             **more,
         }
-        self._write(self.writer.run.summary, summary, 2)
+        self._write(self.writer.run.summary, summary, indent=2)
         if spent["advice"]:
             print(f"Faster: {spent['advice']}.", flush=True)
 
-    def _write(self, file: Path, content: Mapping[str, Any], indent: int | None) -> None:
+    def _write(self, file: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
         """A file that is complete or absent."""
         text = json.dumps(fileio.finite(content), indent=indent, allow_nan=False) + "\n"
         self.writer.check()

@@ -39,7 +39,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -146,12 +145,11 @@ class StreamClock(Clock):
     def __init__(self, began: float | None = None) -> None:
         super().__init__(began)
         super().to(START)  # until here it is the host's time
-        self._free: list[torch.cuda.Event] = []
         self._marks: list[tuple[int, torch.cuda.Event]] = []  # part, and where it begins
         self.to(START)
 
     def to(self, part: int) -> None:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append((part, event))
         self.part = part
@@ -166,7 +164,6 @@ class StreamClock(Clock):
         """Add up the first ``done`` marks, which the device has passed; the last of them begins the next part."""
         for (part, begin), (_, end) in zip(self._marks[:done], self._marks[1:done], strict=False):
             self._seconds[part] += begin.elapsed_time(end) / 1000
-            self._free.append(begin)
         self._marks = self._marks[max(done - 1, 0) :]
 
 
@@ -202,8 +199,6 @@ def clock_of(device: torch.device) -> Clock:
     return StreamClock(began) if device.type == "cuda" else Clock(began)
 
 
-# Stragglers
-
 SLOWER = 1.5
 """How many times as long as the others' median a straggler's own part takes, at least."""
 COST = 0.1
@@ -213,9 +208,8 @@ WINDOWS = 4
 """Both must hold in so many windows in a row, of `WINDOW_SECONDS` each."""
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that has been slow for some time, and since when."""
+class Straggler(NamedTuple):
+    """A rank that has been slow for some time."""
 
     rank: int
     host: str
@@ -227,10 +221,6 @@ class Straggler:
             f"Rank {self.rank} on {self.host} is a straggler: its own part of a step takes {self.times:.1f} times as "
             "long as that of the others, who wait for it."
         )
-
-    def facts(self) -> dict[str, Any]:
-        """For the event."""
-        return {"rank": self.rank, "host": self.host, "times": round(self.times, 2)}
 
 
 class Stragglers:
@@ -264,12 +254,10 @@ class Stragglers:
             is_slow = seconds > SLOWER * others and seconds - others > COST * self._wall
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
             if self._slow[rank] == self._windows:
-                found.append(Straggler(rank, self._hosts[rank], seconds / max(others, 1e-9)))
+                found.append(Straggler(rank, self._hosts[rank], round(seconds / max(others, 1e-9), 2)))
         self._own, self._wall = [0.0] * len(own), 0.0
         return found
 
-
-# Model FLOPs utilisation
 
 _IMAGES = 2
 
@@ -340,71 +328,55 @@ def flops_per_image(model: nn.Module, chans: int, image_size: int) -> float | No
         model.train(was_training)
 
 
-# Advice
-
 ENOUGH_SECONDS = 30.0
 """In a shorter run all that is slow at first would weigh too much."""
-_NOT_RUNNING = ("start", "end")
 
 
-@dataclass(frozen=True)
-class Place:
-    """The resources of a run."""
-
-    world_size: int
-    workers: int
-    """Loader processes of each rank."""
-    cpus: int
-    """CPUs of each rank."""
-    waits_for_one: bool = False
-    """A straggler was found: waiting for communication is its fault."""
-
-
-def advice(seconds: Mapping[str, float], config: Config, place: Place) -> str | None:
+def advice(
+    seconds: Mapping[str, float], config: Config, *, world_size: int, workers: int, cpus: int, straggler: bool = False
+) -> str | None:
     """The change of a setting that would save most, and the share of time it is about; None where nothing stands out.
 
     Args:
         seconds: of rank 0, by `PARTS`.
+        workers: loader processes of each rank.
+        cpus: of each rank.
+        straggler: one was found: waiting for communication is its fault.
     """
-    total = sum(spent for name, spent in seconds.items() if name not in _NOT_RUNNING)
+    total = sum(spent for name, spent in seconds.items() if name not in ("start", "end"))
     if total < ENOUGH_SECONDS:
         return None
-    found = []
-    for part, (least, words) in _WORTH_A_WORD.items():
-        share = seconds.get(part, 0.0) / total
-        if share >= least and (change := _change(part, share, config, place)):
-            found.append((share / least, f"{share:.0%} {words}: {change}"))
+    share = {part: seconds.get(part, 0.0) / total for part in PARTS}
+    train, rhythms = config.train, {name: getattr(config.checkpoint, name) for name in ("every_steps", "every_epochs")}
+    rarer = math.ceil(share["checkpoint"] / 0.03)
+    rows: tuple[tuple[str, float, str, str | None], ...] = (  # part, least share worth a word, that word, and a change
+        (
+            "data", 0.2, "data wait", f"data.workers={min(cpus - 1, max(4, 2 * workers))}" if workers < cpus - 1
+            else f"more CPUs for each rank, --cpus-per-task {2 * cpus}",
+        ),
+        (
+            "exposed", 0.2, "waiting for gradients of other ranks", None if world_size == 1 or straggler
+            else less_traffic(config) or f"train.global_batch_size={2 * train.global_batch_size}",
+        ),
+        (
+            "checkpoint", 0.1, "saving",
+            next((f"checkpoint.{name}={rarer * every}" for name, every in rhythms.items() if every), None),
+        ),
+        (
+            "evaluation", 0.3, "validation",
+            f"train.eval_every_epochs={math.ceil(share['evaluation'] / 0.1) * train.eval_every_epochs}",
+        ),
+        (
+            "other", 0.2, "records and the loop itself",
+            "monitor.log_every=50" if config.monitor.log_every < 10 else None,
+        ),
+    )  # fmt: skip
+    found = [
+        (share[part] / least, f"{share[part]:.0%} {words}: {change}")
+        for part, least, words, change in rows
+        if change and share[part] >= least
+    ]
     return max(found)[1] if found else None
-
-
-_WORTH_A_WORD = {
-    "data": (0.2, "data wait"),
-    "exposed": (0.2, "waiting for gradients of other ranks"),
-    "checkpoint": (0.1, "saving"),
-    "evaluation": (0.3, "validation"),
-    "other": (0.2, "records and the loop itself"),
-}
-"""Part -> its least share of the time that is worth a word, and that word."""
-
-
-def _change(part: str, share: float, config: Config, place: Place) -> str | None:
-    """The setting and its new value; None where none would surely help."""
-    if part == "data":
-        free = place.cpus - 1
-        if place.workers < free:
-            return f"data.workers={min(free, max(4, 2 * place.workers))}"
-        return f"more CPUs for each rank, --cpus-per-task {2 * place.cpus}"
-    if part == "exposed":
-        if place.world_size == 1 or place.waits_for_one:
-            return None
-        return less_traffic(config) or f"train.global_batch_size={2 * config.train.global_batch_size}"
-    if part == "checkpoint":
-        rarer = math.ceil(share / 0.03)
-        rhythms = {name: getattr(config.checkpoint, name) for name in ("every_steps", "every_epochs")}
-        return next((f"checkpoint.{name}={rarer * every}" for name, every in rhythms.items() if every), None)
-    if part == "evaluation":
-        return f"train.eval_every_epochs={math.ceil(share / 0.1) * config.train.eval_every_epochs}"
-    return "monitor.log_every=50" if config.monitor.log_every < 10 else None
 
 
 def mfu(state: TrainState, images_per_sec: float | None) -> float | None:
@@ -424,16 +396,12 @@ def costs(state: TrainState, run: RunDir, seconds: dict[str, float], images_per_
     Args:
         seconds: of this rank, by `PARTS`.
     """
-    dist, config = state.dist, state.config
+    dist = state.dist
     memory = dist.gather_json([peak_memory_mb(dist.device), reserved_memory_mb(dist.device)])
     if not dist.is_main:
         return {}
-    place = Place(
-        world_size=dist.world_size,
-        workers=state.workers,
-        cpus=cpus_of_rank(dist.env) or visible_cpus(),
-        waits_for_one=bool(read_events(run, "straggler")),
-    )
+    cpus, straggler = cpus_of_rank(dist.env) or visible_cpus(), bool(read_events(run, "straggler"))
+    place = {"world_size": dist.world_size, "workers": state.workers, "cpus": cpus}
     return {
         "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
         "mfu": mfu(state, images_per_sec),
@@ -442,5 +410,5 @@ def costs(state: TrainState, run: RunDir, seconds: dict[str, float], images_per_
         "max_memory_mb_of_ranks": [most for most, _ in memory],
         "max_memory_reserved_mb_of_ranks": [most for _, most in memory],
         "energy": energy_of(run),
-        "advice": advice(seconds, config, place),
+        "advice": advice(seconds, state.config, straggler=straggler, **place),
     }

@@ -56,8 +56,8 @@ class Updater:
         """
         state, clock = self._state, self._clock
         dist, passes = state.dist, state.grad_accum_steps
-        total: Tensor | None = None
-        mean_weight: Tensor | None = None
+        shares: list[Tensor] = []
+        weights: list[Tensor] = []
         self._beat()
         set_lr(state.optimizer, lr)
         for micro_step in range(passes):
@@ -74,8 +74,7 @@ class Updater:
                     output = state.model(images)
                     losses = training_losses(state.task, output.float(), target)
                 if losses.weight is not None:
-                    mean = losses.weight / passes
-                    mean_weight = mean if mean_weight is None else mean_weight + mean
+                    weights.append(losses.weight / passes)
                 share = losses.weighted / passes if passes > 1 else losses.weighted
                 clock.to(BACKWARD)
                 if is_last and dist.world_size > 1:
@@ -83,10 +82,11 @@ class Updater:
                 state.precision.backward(share)
             clock.to(OTHER)
             self.meter.add(losses.plain, output, target.labels)
-            total = share.detach() if total is None else total + share.detach()
-        assert total is not None
+            shares.append(share.detach())
         clock.to(OPTIMIZER)
-        if mean_weight is not None:
+        total = torch.stack(shares).sum()
+        if weights:
+            mean_weight = torch.stack(weights).sum()
             # The mean weight is known only when all ranks have seen their part of the global batch. Dividing the
             # gradients by it then gives the same on any number of ranks and micro batches.
             if dist.world_size > 1:
@@ -103,46 +103,31 @@ class Updater:
         return Update(total, stepped)
 
 
-# Updates whose gradients were infinite or not a number: noticed, written down, and not for ever.
-
-# So many in a row, and the run has diverged: by then no batch of bad luck explains it.
 _DIVERGED = 3
-# So many in a row are for ever: fp16 has halved its scale 50 times, and `skip` would train nothing more.
+"""Updates in a row that were not finite, and the run has diverged: by then no batch of bad luck explains it."""
 _FOR_EVER = 50
-# On a GPU the answers are fetched together; at the latest after so many updates.
+"""The same where they may be skipped: fp16 has halved its scale 50 times, and `skip` would train nothing more."""
 _MOST_PENDING = 100
-
-Remark = Callable[..., None]
-"""Writes an event: ``remark(kind, **facts)``."""
+"""On a GPU the answers are fetched together; at the latest after so many updates."""
 
 
-class DivergedError(Exception):
+class DivergedError(RunFailedError):
     """Too many updates in a row came to nothing."""
 
-    def __init__(self, count: int, position: int, loss: float | str, norm: float | str | None) -> None:
-        super().__init__(count, position)
-        self.count, self.position, self.loss, self.norm = count, position, loss, norm
-
-    def for_user(self) -> RunFailedError:
-        """What ends the run."""
-        norm = "" if self.norm is None else f", the gradients' norm {self.norm}"
-        return RunFailedError(
-            f"Training has diverged: {self.count} updates in a row were not finite.",
-            why=f"The loss of the last one is {self.loss}{norm}. The weights are those before them.",
-            fix="Lower optim.lr, or set train.grad_clip_norm; events.jsonl (nonfinite) names the samples. "
-            "train.on_nonfinite=rollback goes on with other data.",
-        )
+    position = 0
+    """The global batch of the last one."""
 
 
 class NonFinite:
-    """Counts the updates in a row that were not finite.
+    """Counts the updates in a row whose gradients were infinite or not a number.
 
     Args:
+        remark: writes an event: ``remark(kind, **facts)``.
         seed: of the order of the data.
         in_a_row: how many updates before the first one were not finite.
     """
 
-    def __init__(self, state: TrainState, remark: Remark, *, seed: int, in_a_row: int = 0) -> None:
+    def __init__(self, state: TrainState, remark: Callable[..., None], *, seed: int, in_a_row: int = 0) -> None:
         self._state, self._remark, self._seed = state, remark, seed
         self._pending: list[tuple[int, int, Update]] = []
         self.in_a_row = in_a_row
@@ -189,7 +174,15 @@ class NonFinite:
         samples = global_batch(len(state.splits.train), self._seed, position, size)
         self._say("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
         if for_ever:
-            raise DivergedError(self.in_a_row, position, loss, norm)
+            words = "" if norm is None else f", the gradients' norm {norm}"
+            error = DivergedError(
+                f"Training has diverged: {self.in_a_row} updates in a row were not finite.",
+                why=f"The loss of the last one is {loss}{words}. The weights are those before them.",
+                fix="Lower optim.lr, or set train.grad_clip_norm; events.jsonl (nonfinite) names the samples. "
+                "train.on_nonfinite=rollback goes on with other data.",
+            )
+            error.position = position
+            raise error
 
     def _say(self, kind: str, **facts: Any) -> None:
         self._remark(kind, **facts)
