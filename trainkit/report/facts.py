@@ -222,8 +222,8 @@ class Facts:
         found = []
         files = sorted(self.run_dir.path.glob("system-*.jsonl"))
         for file in files:
-            records, *_ = recorded.thinned(file, max(_MOST_SAMPLES // len(files), 500))
-            if samples := [sample for sample in records if fileio.is_time(sample.get("time"))]:
+            records, _ = recorded.thinned(file, max(_MOST_SAMPLES // len(files), 500))
+            if samples := [sample for sample, _ in records if fileio.is_time(sample.get("time"))]:
                 found.append(HostSamples(terminal.one_line(file.stem.removeprefix("system-")), samples))
         return found
 

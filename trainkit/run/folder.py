@@ -249,6 +249,8 @@ class RunDir:
     metrics = _Below("metrics.jsonl")
     task = _Below("task.json")
     """The metrics in `metrics`: unit, direction and label of each."""
+    contributions = _Below("contributions.json")
+    """What was contributed to a collaborative run, by name."""
     evaluations = _Below("evaluations.jsonl")
     """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
     events = _Below("events.jsonl")

@@ -1,18 +1,19 @@
-"""A run's metrics: records, progress, a volunteer's share, and fewer points for charts."""
+"""A run's metrics: its records, whole or thinned, and what they say of its progress, its end and its divergence.
+
+A record is a line of ``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", ...}``. ``step``
+counts optimizer updates, ``epoch`` is a float, and ``task.json`` describes the metrics (`described`).
+"""
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from operator import itemgetter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from trainkit import fileio, terminal
 from trainkit.config.components import LOSS, metrics_of
@@ -21,73 +22,85 @@ from trainkit.config.components import TaskMetrics as TaskMetrics
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
-# Read some of the records of an enormous JSON lines file: evenly spread ones, and the extremes between those.
-
 MOST_BYTES = 1 << 32
 """Ten million records: the updates of a year."""
 _BLOCK = 1 << 24
 _HEAD = 1 << 16
 _STRETCH = 10
-"""Stretches whose extremes are kept are this many times as long as those that one record stands for."""
+"""Extremes are kept in stretches this many times as long as those that one record stands for."""
+SPLITS = ("train", "val", "test")
+MOST = 10_000
+"""The number of train records beyond which a reader may thin them: no curve has more places."""
+TAIL_BYTES = 8192
+"""The end of the file, from which the pace is taken."""
+LONGEST = 1 << 26
+"""Most bytes of the end that are searched for the newest records."""
+FORECAST_EVENTS = ("started", "handed_back")
+SETBACK_EVENTS = ("started", "skipped", "nonfinite", "rolled_back")
+_LOOKED_AT = 1 << 16
+"""Bytes of the end that are read at first; more if no validation is among them."""
+_NAME = re.compile(r"[A-Za-z]\w{0,40}")
+_MOST_METRICS = 50
+_MOST_TRIES = 10_000
+_NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
+_DIVERGED_SHARE = 0.5
+"""The share of lost updates that nobody calls bad luck."""
+MOST_NAMES = 10_000
+"""Names in ``contributions.json``; an open run may meet more, which are counted together as `OTHERS`."""
+OTHERS = "(others)"
 
 
 def thinned(
-    path: Path, most: int, always: Callable[[bytes], bool] = lambda line: False, extremes_of: str = ""
-) -> tuple[list[dict[str, Any]], int, frozenset[int]]:
+    path: Path, most: float, always: Callable[[bytes], bool] = lambda line: False, extremes_of: str = ""
+) -> tuple[list[tuple[dict[str, Any], bool]], int]:
     """About ``most`` records of an enormous file, evenly spread, the last among them; all records of any other file.
 
-    With them: how many records of the file one stands for, and the places of those that stand for themselves alone.
+    Returns each record with whether it is an outlier, which stands for itself alone; and how many records of the file
+    each of the others stands for.
 
     Args:
         always: whether a line must not be left out; called for each, so it must be quick.
-        extremes_of: a key: the records with its largest and its smallest value in each stretch of lines are kept, and
-            the first one whose value is no finite number.
+        extremes_of: a key: outliers are the records with its largest and its smallest value in each stretch of lines,
+            and the first one whose value is no finite number.
 
     Raises UserError where there is something that cannot be read.
     """
-    taken: list[bytes] = []
-    outliers: set[int] = set()  # places in `taken`
+    taken: list[tuple[bytes, bool]] = []
     number, last, rest = 0, b"", b""
     try:
         with fileio.open_regular(path) as file:
-            fileio.require_size(file, MOST_BYTES)
-            every = _every(file, most)
+            size, head = fileio.require_size(file, MOST_BYTES), file.read(_HEAD)
+            lines_there = size / max(len(head) / max(head.count(b"\n"), 1), 1)  # by the length of the first ones
+            every = max(1, round(lines_there / most))
+            file.seek(0)
             while block := file.read(_BLOCK):
                 *lines, rest = (rest + block).split(b"\n")
-                even = {at for at, line in enumerate(lines, number) if at % every == 0 or always(line)}
-                wanted = extremes_of.encode() if every > 1 else b""
-                extremes = {number + at for at in _extremes(lines, wanted, _STRETCH * every)} if wanted else set()
-                for place, at in enumerate(sorted(even | extremes), len(taken)):
-                    taken.append(lines[at - number])
-                    if at not in even:
-                        outliers.add(place)
+                even = {at for at, line in enumerate(lines) if (number + at) % every == 0 or always(line)}
+                odd = _extremes(lines, extremes_of, _STRETCH * every) - even if extremes_of and every > 1 else set()
+                taken += [(lines[at], at in odd) for at in sorted(even | odd)]
                 number += len(lines)
-                last = lines[-1] if lines and number - 1 not in even else b""
+                last = lines[-1] if lines and len(lines) - 1 not in even else b""
                 rest = rest if len(rest) < fileio.LONGEST_LINE else b""  # neither a record nor worth its memory
     except FileNotFoundError:
-        return [], 1, frozenset()
+        return [], 1
     except OSError as error:
         raise fileio.unreadable(path, error) from None
-    lines_of = enumerate([*taken, last, rest])
-    parsed = [(place, fileio.parse_object(line)) for place, line in lines_of if 0 < len(line) < fileio.LONGEST_LINE]
-    whole = [(place, record) for place, record in parsed if record is not None]
-    places = frozenset(at for at, (place, _) in enumerate(whole) if place in outliers)
-    return [record for _, record in whole], every, places
+    lines_taken = [item for item in (*taken, (last, False), (rest, False)) if 0 < len(item[0]) < fileio.LONGEST_LINE]
+    parsed = [(fileio.parse_object(line), is_outlier) for line, is_outlier in lines_taken]
+    return [(record, is_outlier) for record, is_outlier in parsed if record is not None], every
 
 
-def _extremes(lines: Sequence[bytes], key: bytes, stretch: int) -> set[int]:
-    """Places of the lines with the smallest and the largest value of each stretch, and with the first that is no finite
-    number."""
-    value = re.compile(rb'"' + re.escape(key) + rb'": ([^,}]+)')
-    found = [(at, _number(match[1])) for at, line in enumerate(lines) if (match := value.search(line))]
+def _extremes(lines: Sequence[bytes], key: str, stretch: int) -> set[int]:
+    """Places of the lines with the smallest, the largest, and the first not finite value of each stretch."""
+    value = re.compile(rb'"' + re.escape(key.encode()) + rb'": ([^,}]+)')
+    found = [(_number(match[1]), at) for at, line in enumerate(lines) if (match := value.search(line))]
     places: set[int] = set()
     for begin in range(0, len(found), stretch):
         part = found[begin : begin + stretch]
-        if not math.isfinite(sum(number for _, number in part)):
-            places |= {at for at, number in [item for item in part if not math.isfinite(item[1])][:1]}
-            part = [item for item in part if math.isfinite(item[1])]
-        if part:
-            places |= {min(part, key=itemgetter(1))[0], max(part, key=itemgetter(1))[0]}
+        finite = [item for item in part if math.isfinite(item[0])]
+        places |= {at for _, at in (min(finite), max(finite))} if finite else set()
+        if len(finite) < len(part):
+            places.add(next(at for number, at in part if not math.isfinite(number)))
     return places
 
 
@@ -98,41 +111,8 @@ def _number(text: bytes) -> float:
         return math.nan
 
 
-def _every(file: BinaryIO, most: int) -> int:
-    """One of how many lines is to be read, by the length of the first ones."""
-    size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
-    file.seek(0)
-    lines = size / max(len(head) / max(head.count(b"\n"), 1), 1)
-    return max(1, round(lines / most))
-
-
-# ``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", "images_per_sec", ...}``.
-#
-# ``step`` counts optimizer updates, ``epoch`` is a float. ``task.json`` describes the metrics (`described`).
-
-SPLITS = ("train", "val", "test")
-MOST = 10_000
-"""Train records from which on a reader may do with fewer: no curve has more places, and a median hardly moves."""
-TAIL_BYTES = 8192
-"""The end of the file, from which the pace is taken."""
-LONGEST = 1 << 26
-"""Most bytes of the end that are searched for the newest records."""
-FORECAST_EVENTS = ("started", "handed_back")
-SETBACK_EVENTS = ("started", "skipped", "nonfinite", "rolled_back")
-_LOOKED_AT = 1 << 16
-"""Bytes of the end that are read at first; more where no validation is among them."""
-_NAME = re.compile(r"[A-Za-z]\w{0,40}")
-_MOST_METRICS = 50
-_MOST_TRIES = 10_000
-_NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
-_NO_METRICS = TaskMetrics("", {})
-"""Enough for reading when a step was recorded."""
-_DIVERGED_SHARE = 0.5
-"""The share of lost updates that nobody calls bad luck."""
-
-
 def described(run_dir: RunDir) -> TaskMetrics:
-    """The metrics of a run, from its ``task.json``; those of classification where that is missing or damaged."""
+    """The metrics of a run, from its ``task.json``; those of classification if that is missing or damaged."""
     told = fileio.read_object(run_dir.task)
     headline, items = told.get("headline"), told.get("metrics")
     found = {"loss": LOSS}
@@ -147,8 +127,7 @@ def described(run_dir: RunDir) -> TaskMetrics:
 
 def describe(run_dir: RunDir, metrics: TaskMetrics) -> None:
     """Write ``task.json``, for `described`."""
-    content = {"headline": metrics.headline, "metrics": {name: asdict(each) for name, each in metrics.metrics.items()}}
-    fileio.write(run_dir.task, json.dumps(content, indent=2) + "\n", run_dir.path)
+    fileio.write(run_dir.task, json.dumps(asdict(metrics), indent=2) + "\n", run_dir.path)
 
 
 def typed_record(raw: Mapping[str, Any], metrics: TaskMetrics) -> dict[str, Any] | None:
@@ -183,13 +162,7 @@ def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, An
 
     Raises UserError where the file is there and cannot be read.
     """
-    newest: dict[tuple[str, int], dict[str, Any]] = {}
-    metrics = described(run_dir)
-    for raw in fileio.read_jsonl(run_dir.metrics, most=MOST_BYTES):
-        record = typed_record(raw, metrics)
-        if record is not None and split in (None, record["split"]):
-            newest[record["split"], record["step"]] = record
-    return _by_step(newest.values())
+    return [record for record in read_thinned(run_dir, math.inf).records if split in (None, record["split"])]
 
 
 class Thinned(NamedTuple):
@@ -201,18 +174,17 @@ class Thinned(NamedTuple):
     """Further train records, in order of step: extremes of the loss between those, and where it is no number."""
 
 
-def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
+def read_thinned(run_dir: RunDir, most: float = MOST) -> Thinned:
     """`read_metrics` for drawing and summing up: of an enormous file only some of the train records.
 
     Raises UserError where the file is there and cannot be read.
     """
-    raw, every, extra = thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss")
+    raw, every = thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss")
     newest: dict[tuple[str, int], dict[str, Any]] = {}
     outliers: dict[int, dict[str, Any]] = {}
     metrics, highest = described(run_dir), -1
-    for place, item in enumerate(raw):
-        record = typed_record(item, metrics)
-        if record is None:
+    for item, is_outlier in raw:
+        if (record := typed_record(item, metrics)) is None:
             continue
         step, is_train = record["step"], record["split"] == "train"
         if every > 1 and is_train:
@@ -220,21 +192,18 @@ def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
                 newest = {key: value for key, value in newest.items() if key[1] < step}
                 outliers = {key: value for key, value in outliers.items() if key < step}
             highest = step
-        if place in extra and is_train:
+        if is_outlier and is_train:
             outliers[step] = record
         else:
             newest[record["split"], step] = record
-    return Thinned(_by_step(newest.values()), every, _by_step(outliers.values()))
-
-
-def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(records, key=lambda record: record["step"])
+    by_step = [sorted(found, key=lambda record: record["step"]) for found in (newest.values(), outliers.values())]
+    return Thinned(by_step[0], every, by_step[1])
 
 
 def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
     """The newest record in ``evaluations.jsonl`` of the best weights on the test split, with the run's own settings."""
     own = {"split": "test", "checkpoint": "best", "settings": []}
-    found = [raw for raw in fileio.read_jsonl(run_dir.evaluations) if all(raw.get(key) == own[key] for key in own)]
+    found = [raw for raw in fileio.read_jsonl(run_dir.evaluations) if own.items() <= raw.items()]
     return typed_record(found[-1], described(run_dir)) if found else None
 
 
@@ -251,9 +220,6 @@ def best_of(
     chosen = [record for record in finite if record["step"] == best_step]
     scored = [record for record in finite if fileio.is_number(record.get(headline))]
     return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
-
-
-# How far a run is, from the end of its metrics: a list of a thousand runs must not read all that they hold.
 
 
 @dataclass(frozen=True)
@@ -307,7 +273,11 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
         return RunProgress()
     except OSError as error:
         raise fileio.unreadable(run.metrics, error) from None
-    return RunProgress(last, found["val"], found["train"], None if pace_since is None else _pace(end, pace_since))
+    pace = None
+    if pace_since is not None and len(recent := _recent(end, pace_since)) > 1:
+        seconds, steps = recent[-1][0] - recent[0][0], recent[-1][1] - recent[0][1]
+        pace = seconds / steps if steps > 0 and seconds > 0 else None
+    return RunProgress(last, found["val"], found["train"], pace)
 
 
 def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: TaskMetrics) -> dict[str, Any]:
@@ -329,45 +299,26 @@ def _record(line: bytes, metrics: TaskMetrics) -> dict[str, Any] | None:
     return typed_record(raw, metrics) if raw is not None else None
 
 
-def _timed(line: bytes) -> tuple[float, int] | None:
-    """When a step was recorded, and which; None for a line that is no record."""
-    record = _record(line, _NO_METRICS)
-    return (record["time"], record["step"]) if record is not None and "time" in record else None
+def _recent(content: bytes, since: float) -> list[tuple[float, int]]:
+    """Time and step of the records near the end that were written since then."""
+    records = [_record(line, TaskMetrics("", {})) for line in content[-TAIL_BYTES:].split(b"\n")]
+    return [(each["time"], each["step"]) for each in records if each is not None and each.get("time", -1.0) >= since]
 
 
 def longest_pause(run: RunDir, since: float) -> float | None:
-    """Most seconds between two records of late that were written since then; None where too little is known."""
+    """Most seconds between two recent records that were written since then; None if too little is known."""
     try:
-        text = fileio.read_end(run.metrics, TAIL_BYTES)
+        recent = _recent(fileio.read_end(run.metrics, TAIL_BYTES).encode(), since)
     except OSError:
         return None
-    timed = [item[0] for line in text.encode().split(b"\n") if (item := _timed(line)) is not None and item[0] >= since]
-    return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
+    return max((later[0] - earlier[0] for earlier, later in itertools.pairwise(recent)), default=None)
 
 
-def _pace(content: bytes, since: float) -> float | None:
-    """Seconds per step, from the first and the last record near the end: few of those between are looked at."""
-    lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
-    last = next((found for line in reversed(lines) if (found := _timed(line)) is not None), None)
-    if last is None or last[0] < since:
-        return None  # an attempt that has recorded nothing yet
-    begin = bisect.bisect_left(lines, since, key=lambda line: (_timed(line) or (0.0, 0))[0])
-    late = (found for line in lines[begin:] if (found := _timed(line)) is not None and found[0] >= since)
-    first = next(late, last)
-    if last[1] <= first[1] or last[0] <= first[0]:
-        return None
-    return (last[0] - first[0]) / (last[1] - first[1])
-
-
-# When a run will have ended that needs more attempts than it has had: time limits end some, and each start costs.
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Until the training's end."""
+class Forecast(NamedTuple):
+    """When a run will end that may need more attempts: time limits end some, and each start costs."""
 
     seconds: float
-    """From now."""
+    """From now to the end of the training."""
     restarts: int
     """Among them; each is taken to cost what those before have cost."""
     restart_seconds: float | None
@@ -381,10 +332,10 @@ def forecast(
 
     Args:
         events: of `FORECAST_EVENTS`, oldest first.
-        training_seconds: as long as it still has to train, at its present pace.
+        training_seconds: what it still has to train, at its present pace.
         now: seconds since 1970.
-        attempt_seconds: as long as its time limit allows an attempt, from its first update on; infinite without one.
-        runs: an attempt does now; else it waits for the next.
+        attempt_seconds: what its time limit allows an attempt, from its first update on; infinite without one.
+        runs: an attempt runs now; else it waits for the next.
     """
     lasted, gaps, limited = [], [], attempt_seconds
     begun: float | None = None
@@ -414,27 +365,16 @@ def forecast(
     return Forecast(training_seconds + more, restarts, gap)
 
 
-# Updates that came to nothing, and a loss that is no number any more: whether a run that looks fine has diverged.
-
-
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(NamedTuple):
     """What a run has lost to gradients and losses that were not finite."""
 
-    nan_from: int | None = None
+    nan_from: int | None
     """Step of the train record from which on the loss is no number, to the newest one; None if the newest is one."""
-    skipped: int = 0
-    """Updates that fp16 skipped because a gradient overflowed, to try the next data with a smaller scale."""
-    nonfinite: int = 0
-    """Other updates that came to nothing because a gradient was infinite or not a number."""
-    updates: int = 0
+    lost: int
+    """Updates that came to nothing: fp16 skipped them, or a gradient was infinite or not a number."""
+    updates: int
     """All that were tried, these among them."""
-    rollbacks: int = 0
-
-    @property
-    def lost(self) -> int:
-        """Updates that came to nothing."""
-        return self.skipped + self.nonfinite
+    rollbacks: int
 
     @property
     def diverged(self) -> bool:
@@ -442,7 +382,7 @@ class Divergence:
         return self.nan_from is not None or (self.lost > 2 and self.lost >= _DIVERGED_SHARE * self.updates)
 
     def in_words(self) -> str:
-        """``loss nan from step 10, 38 of 40 updates skipped``; empty where all went well."""
+        """``loss nan from step 10, 38 of 40 updates skipped``; empty if all went well."""
         words = [f"loss nan from step {self.nan_from}"] * (self.nan_from is not None)
         words += [f"{self.lost} of {self.updates} updates skipped"] * (self.lost > 0)
         words += [f"rolled back {self.rollbacks} time{'s' * (self.rollbacks > 1)}"] * (self.rollbacks > 0)
@@ -457,7 +397,7 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
     Args:
         steps: updates that were done.
     """
-    lost: list[Mapping[str, Any]] = []
+    lost: list[tuple[int, str]] = []
     rollbacks = undone = 0
     for event in events:
         kind, step = event["event"], event.get("step")
@@ -465,22 +405,17 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
             continue
         if kind == "started":
             # fp16's skips carry the step before them, which the checkpoint has; others their own.
-            lost = [item for item in lost if item["step"] <= step]
+            lost = [item for item in lost if item[0] <= step]
         elif kind == "rolled_back":
             rollbacks += 1
             before = event.get("from_step")
             undone += max(before - step, 0) if isinstance(before, int) else 0
-        # The last skip of too many in a row is told a second time, as nonfinite, with its loss.
-        elif kind == "skipped" or not (lost and lost[-1]["event"] == "skipped" and lost[-1]["step"] == step):
-            lost.append(event)
-    skipped = sum(item["event"] == "skipped" for item in lost)
-    nan_from = None
-    for record in reversed(train):
-        if "loss" not in record or record["loss"] is not None:
-            break
-        nan_from = record["step"]
-    # An update that fp16 skips is none of the steps.
-    return Divergence(nan_from, skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
+        elif kind == "skipped" or lost[-1:] != [(step, "skipped")]:
+            # The last skip of too many in a row has a second event, nonfinite, with its loss.
+            lost.append((step, kind))
+    nan = itertools.takewhile(lambda record: record.get("loss", 0.0) is None, reversed(train))
+    skipped = sum(kind == "skipped" for _, kind in lost)  # by fp16, which does not count them as steps
+    return Divergence(min((each["step"] for each in nan), default=None), len(lost), steps + skipped + undone, rollbacks)
 
 
 def steps_done(events: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]) -> int:
@@ -497,19 +432,9 @@ def divergence_of(run: RunDir) -> str:
     return setbacks.in_words() if setbacks.diverged else ""
 
 
-# ``contributions.json``: what was contributed to a collaborative run, by name.
-#
-# The peer that answers for the run counts what was averaged, round by round; what peers say of themselves is not in
-# it. It goes on over restarts.
-
-MOST_NAMES = 10_000
-"""An open run may meet many; those that come later are counted together."""
-OTHERS = "(others)"
-
-
-@dataclass(frozen=True)
+@dataclass
 class Contribution:
-    """What went into the model under one name. Several peers may share a name."""
+    """What went into the model of a collaborative run under one name. Several peers may share a name."""
 
     name: str
     rounds: int = 0
@@ -522,8 +447,7 @@ class Contribution:
     """Bytes of it that the counting peer has received."""
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """What one peer gave to one round."""
 
     name: str
@@ -532,15 +456,15 @@ class Counted:
 
 
 class Contributions:
-    """All names of a run."""
+    """``contributions.json``: what was averaged, by name, as the peer that answers for the run counts it."""
 
     def __init__(self, known: Iterable[Contribution] = ()) -> None:
         self._known = {item.name: item for item in known}
 
     @classmethod
     def of(cls, run: RunDir) -> Contributions:
-        """As the run's file has it; of one without, or with a broken one, none."""
-        return cls(typed_contributions(fileio.read_object(file_of(run)).get("contributions")))
+        """Those in the run's file; none if it is missing or damaged."""
+        return cls(typed_contributions(fileio.read_object(run.contributions).get("contributions")))
 
     def add(self, seconds: float, counted: Iterable[Counted]) -> None:
         """Count one round of ``seconds``."""
@@ -551,36 +475,29 @@ class Contributions:
             name = terminal.name(item.name) or OTHERS
             if name not in self._known and len(self._known) >= MOST_NAMES:
                 name = OTHERS
-            before = self._known.get(name, Contribution(name))
-            self._known[name] = replace(
-                before,
-                rounds=before.rounds + (name not in seen),
-                samples=before.samples + item.samples,
-                seconds=before.seconds + seconds,
-                bytes=before.bytes + max(item.bytes, 0),
-            )
+            total = self._known.setdefault(name, Contribution(name))
+            total.rounds += name not in seen
+            total.samples += item.samples
+            total.seconds += seconds
+            total.bytes += max(item.bytes, 0)
             seen.add(name)
 
     def best_first(self) -> list[Contribution]:
         """Most samples first."""
         return sorted(self._known.values(), key=lambda item: (-item.samples, item.name))
 
-    def write(self, run: RunDir) -> None:
-        """Write the file anew; a reader finds it whole. Raises OSError."""
-        fileio.write(file_of(run), json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", run.path)
-
     def rows(self) -> list[dict[str, Any]]:
         """As plain values, best first."""
         return [asdict(item) for item in self.best_first()]
 
-
-def file_of(run: RunDir) -> Path:
-    """Where a run has it."""
-    return run.path / "contributions.json"
+    def write(self, run: RunDir) -> None:
+        """Replace the run's file. Raises OSError."""
+        content = json.dumps({"contributions": self.rows()}, allow_nan=False)
+        fileio.write(run.contributions, content + "\n", run.path)
 
 
 def typed_contributions(rows: Any) -> list[Contribution]:
-    """Of what a file or a message holds, that which can be one, each name once; text is one line."""
+    """The rows of a file or a message that are contributions, each name once; text is one line."""
     found: dict[str, Contribution] = {}
     for row in rows[: MOST_NAMES + 1] if isinstance(rows, list | tuple) else ():
         if not isinstance(row, Mapping) or not isinstance(row.get("name"), str):
