@@ -20,8 +20,8 @@ from trainkit.launch.controller import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.process import scrubbed
 from trainkit.ranks import VARIABLE, RankEnv, Secret, check_head
+from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir, next_path, runs_root
-from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import restore_code
 from trainkit.start import check, launch_settings, preset_or_run

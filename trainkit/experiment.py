@@ -24,9 +24,8 @@ from trainkit.monitor.hardware import sample_host
 from trainkit.monitor.profiler import profiling, snapshot_on_oom
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
-from trainkit.run.events import Attempt, Writer
+from trainkit.run.events import Attempt, StaleAttemptError, Writer
 from trainkit.run.folder import RunDir, make_private
-from trainkit.run.lease import StaleAttemptError
 from trainkit.tasks import build_task
 from trainkit.training.build import TrainState, build, wants_gpu
 from trainkit.training.loop import train, watched

@@ -22,9 +22,8 @@ from trainkit.launch import submission
 from trainkit.launch.batch_job import excluded_nodes
 from trainkit.launch.plan import Plan, validate
 from trainkit.run import folder as run_folder
-from trainkit.run.events import RunHistory, history_of
+from trainkit.run.events import Holder, RunHistory, history_of, lease_on
 from trainkit.run.folder import RunDir, runs_root
-from trainkit.run.lease import Holder, lease_on
 from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import JobState, job_states, named, require_no_job

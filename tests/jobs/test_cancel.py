@@ -13,9 +13,8 @@ import pytest
 from tests.runs import last_event
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.run.events import append_event, history_of, read_events, submitted
+from trainkit.run.events import ProcessId, append_event, history_of, read_events, submitted
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.schedulers.base import job_state, job_states, named
 
 pytestmark = pytest.mark.usefixtures("no_slurm")

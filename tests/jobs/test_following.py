@@ -12,9 +12,8 @@ import pytest
 
 from trainkit import finish
 from trainkit.monitor import follow
-from trainkit.run.events import Attempt, read_events, submitted
+from trainkit.run.events import Attempt, ProcessId, read_events, submitted
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 
 JOB = """
 import sys, time

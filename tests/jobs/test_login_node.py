@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import append_event
+from trainkit.run.events import ProcessId, append_event
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.site.ssh import BEGIN
 
 Command = Callable[..., Any]

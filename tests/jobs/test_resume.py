@@ -11,9 +11,8 @@ import pytest
 
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
-from trainkit.run.events import Attempt, append_event, read_events, writing
+from trainkit.run.events import Attempt, ProcessId, append_event, read_events, writing
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 

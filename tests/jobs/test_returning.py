@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import Attempt, submitted
+from trainkit.run.events import Attempt, ProcessId, submitted
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.swarm.address import SavedPeer
 
 Command = Callable[..., Any]

@@ -18,9 +18,8 @@ from rich.console import Console
 from jobs.status import ASK_SECONDS, LOOK_SECONDS, Shown, losses_of_late, sparkline, view
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import RunHistory, append_event
+from trainkit.run.events import ProcessId, RunHistory, append_event
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.run.metrics import progress_of
 from trainkit.schedulers import base
 from trainkit.schedulers.base import JobState

@@ -18,9 +18,8 @@ import pytest
 from trainkit.launch import controller as module
 from trainkit.launch.controller import Death, Ending, Limits, Rank, RankGroup, Requests, signal_requests, supervise
 from trainkit.ranks import signals
-from trainkit.run.events import Attempt, history_of
+from trainkit.run.events import Attempt, ProcessId, history_of
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -19,8 +19,8 @@ import pytest
 from trainkit.config.schema import Config
 from trainkit.monitor import open_loggers, prepare_loggers
 from trainkit.monitor import wandb as logger_module
+from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.run.metrics import read_metrics
 
 SECRET = "0123456789abcdef" * 2 + "deadbeef"

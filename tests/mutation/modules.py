@@ -18,6 +18,5 @@ MODULES: dict[str, tuple[str, ...]] = {
         "-k",
         "not kill_at_any_moment",
     ),
-    "trainkit/run/lease.py": ("tests/run/test_lease.py",),
     "trainkit/run/events.py": ("tests/run/test_events.py",),
 }

@@ -274,7 +274,11 @@ def test_setbacks_are_counted_once_and_most_updates_lost_is_a_divergence(
 
 
 def test_odd_events_are_passed_over() -> None:
-    odd = [{"event": "skipped"}, {"event": "nonfinite", "step": "3"}, {"event": "else", "step": 1}]
+    odd: list[dict[str, Any]] = [
+        {"event": "skipped"},
+        {"event": "nonfinite", "step": "3"},
+        {"event": "else", "step": 1},
+    ]
     assert setbacks_of(odd, [], 5).lost == 0
 
 

@@ -36,7 +36,7 @@ def _no_copies_stay() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def mine(tmp_path: Path) -> RunDir:
     """A run of the user's own that names a module of its snapshot."""
     made = RunDir.create(tmp_path / "lab" / "ddp-0001", to_yaml(load("ddp", ["data.name=mine:build"]).config))
     made.code.mkdir()
@@ -44,55 +44,50 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def asked(run: RunDir, *overrides: str, starts: bool = False) -> Snapshot:
+def asked(mine: RunDir, *overrides: str, starts: bool = False) -> Snapshot:
     """As `resume` asks, which starts the snapshot, or as `evaluate`."""
-    loaded = load(str(run.path), overrides)
-    return require_own_code(run.path, loaded, allow_code=False, starts_snapshot=starts, only_loads=not starts)
+    loaded = load(str(mine.path), overrides)
+    return require_own_code(mine.path, loaded, allow_code=False, starts_snapshot=starts, only_loads=not starts)
 
 
-def why(run: RunDir) -> str:
+def why(mine: RunDir) -> str:
     with pytest.raises(RefusedError, match="would run code") as caught:
-        asked(run)
+        asked(mine)
     return str(caught.value.why)
 
 
 @ROOT
 @pytest.mark.parametrize("place", [".", "config.yaml", "code", "code/mine.py", ".."])
-def test_what_a_group_may_write_to_is_not_ones_own(run: RunDir, place: str) -> None:
+def test_what_a_group_may_write_to_or_another_user_has_is_not_ones_own(mine: RunDir, place: str) -> None:
     """The files, the folder and every folder above it: who may rename one of these can put another in its place."""
-    path = run.path / place
+    path = mine.path / place
     os.chown(path, -1, GROUP)
     path.chmod(path.stat().st_mode | 0o020)
-    assert f"The members of group {GROUP} may write to {path.resolve()}." in why(run)
+    assert f"The members of group {GROUP} may write to {path.resolve()}." in why(mine)
+    os.chown(path, GROUP, -1)
+    assert f"belongs to user {GROUP}" in why(mine)
 
 
-@ROOT
-@pytest.mark.parametrize("place", ["..", "code/mine.py"])
-def test_what_belongs_to_another_user_is_not_ones_own(run: RunDir, place: str) -> None:
-    os.chown(run.path / place, GROUP, -1)
-    assert f"belongs to user {GROUP}" in why(run)
+def test_what_anybody_may_write_to_is_not_ones_own_but_in_a_sticky_folder(mine: RunDir) -> None:
+    mine.path.parent.chmod(0o777)
+    assert "Anybody may write to" in why(mine)
+    mine.path.parent.chmod(0o1777)
+    assert asked(mine).own
+    (mine.code / "mine.py").chmod(0o666)
+    assert "Anybody may write to" in why(mine)
 
 
-def test_what_anybody_may_write_to_is_not_ones_own_but_in_a_sticky_folder(run: RunDir) -> None:
-    run.path.parent.chmod(0o777)
-    assert "Anybody may write to" in why(run)
-    run.path.parent.chmod(0o1777)
-    assert asked(run).own
-    (run.code / "mine.py").chmod(0o666)
-    assert "Anybody may write to" in why(run)
-
-
-def test_a_link_in_the_snapshot_leads_to_nothing_that_others_may_write(run: RunDir, tmp_path: Path) -> None:
+def test_a_link_in_the_snapshot_leads_to_nothing_that_others_may_write(mine: RunDir, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir(mode=0o777)
     (tmp_path / "shared").chmod(0o777)
     (tmp_path / "shared" / "more.py").write_text("")
-    (run.code / "more.py").symlink_to(tmp_path / "shared" / "more.py")
-    assert "Anybody may write to" in why(run)
+    (mine.code / "more.py").symlink_to(tmp_path / "shared" / "more.py")
+    assert "Anybody may write to" in why(mine)
 
 
-def test_ones_own_run_is_ones_own_through_a_link(run: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(run.path.parent)
-    assert require_own_code(tmp_path / "link" / run.name, load(str(run.path)), allow_code=False).own
+def test_ones_own_run_is_ones_own_through_a_link(mine: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(mine.path.parent)
+    assert require_own_code(tmp_path / "link" / mine.name, load(str(mine.path)), allow_code=False).own
 
 
 @pytest.fixture
@@ -120,152 +115,156 @@ def user_private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
     ids=str,
 )  # fmt: skip
 def test_a_group_of_which_only_the_user_is_a_member_locks_nobody_out(
-    run: RunDir, user_private: Callable[..., None], group: dict[str, object], own: bool, monkeypatch: pytest.MonkeyPatch
+    mine: RunDir,
+    user_private: Callable[..., None],
+    group: dict[str, object],
+    own: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Debian and Fedora give each user one, and a umask of 002 with it."""
     user_private(**group)
-    os.chown(run.code, -1, GROUP)
-    run.code.chmod(0o775)
+    os.chown(mine.code, -1, GROUP)
+    mine.code.chmod(0o775)
     if not own:
-        assert "may write to" in why(run)
+        assert "may write to" in why(mine)
         return
-    assert asked(run).own
+    assert asked(mine).own
     monkeypatch.setattr(os, "listxattr", lambda path: ["system.posix_acl_access"])
-    assert "may write to" in why(run), "an access list counts all the same"
+    assert "may write to" in why(mine), "an access list counts all the same"
 
 
 # What was submitted, by its digest
 
 
-def shared(run: RunDir) -> None:
+def shared(mine: RunDir) -> None:
     """As in a project's folder with TRAINKIT_RUN_MODE=2770."""
-    for path in (run.path, run.code, run.config, run.code / "mine.py"):
+    for path in (mine.path, mine.code, mine.config, mine.code / "mine.py"):
         os.chown(path, -1, GROUP)
         path.chmod(path.stat().st_mode | 0o020)
 
 
 @ROOT
-def test_a_run_that_a_group_may_write_to_is_ones_own_as_it_was_submitted(run: RunDir) -> None:
-    vouch(run, load(str(run.path)).config)
-    shared(run)
-    assert asked(run).own
-    found = asked(run, starts=True)
+def test_a_run_that_a_group_may_write_to_is_ones_own_as_it_was_submitted(mine: RunDir) -> None:
+    vouch(mine, load(str(mine.path)).config)
+    shared(mine)
+    assert asked(mine).own
+    found = asked(mine, starts=True)
     assert (found.code, found.own) == (None, True), "which imports nothing itself"
     assert found.content == {"mine.py": b"def build(root): ...\n"}
 
 
 @ROOT
 @pytest.mark.parametrize("what", ["code", "another file", "a setting", "a destination"])
-def test_a_run_that_a_group_has_changed_is_not_ones_own(run: RunDir, what: str) -> None:
-    vouch(run, load(str(run.path)).config)
-    shared(run)
+def test_a_run_that_a_group_has_changed_is_not_ones_own(mine: RunDir, what: str) -> None:
+    vouch(mine, load(str(mine.path)).config)
+    shared(mine)
     if what == "code":
-        (run.code / "mine.py").write_text("def build(root): ... # more\n")
+        (mine.code / "mine.py").write_text("def build(root): ... # more\n")
     elif what == "another file":
-        (run.code / "torch.py").write_text("")
+        (mine.code / "torch.py").write_text("")
     else:
         setting = "data.name=json:loads" if what == "a setting" else "checkpoint.remote=s3://eve/all"
-        run.config.write_text(to_yaml(load(str(run.path), [setting]).config))
+        mine.config.write_text(to_yaml(load(str(mine.path), [setting]).config))
     with pytest.raises(RefusedError, match=r"json:loads|s3://eve|mine:build"):
-        asked(run, starts=True)
+        asked(mine, starts=True)
 
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree], ids=["moved", "copied"])
 def test_a_run_that_was_moved_or_copied_is_ones_own(
-    run: RunDir, tmp_path: Path, how: Callable[[Path, Path], object]
+    mine: RunDir, tmp_path: Path, how: Callable[[Path, Path], object]
 ) -> None:
-    vouch(run, load(str(run.path)).config)
+    vouch(mine, load(str(mine.path)).config)
     there = RunDir(tmp_path / "elsewhere" / "best-run")
     there.path.parent.mkdir()
-    how(run.path, there.path)
+    how(mine.path, there.path)
     assert asked(there, starts=True).own
 
 
 @ROOT
-def test_what_was_looked_at_is_what_is_imported(run: RunDir) -> None:
+def test_what_was_looked_at_is_what_is_imported(mine: RunDir) -> None:
     """A member of the group changes the file after the look: what is imported is a copy of what was seen."""
-    vouch(run, load(str(run.path)).config)
-    shared(run)
-    (run.code / "__pycache__").mkdir()  # which Python would run in place of the source beside it
-    (run.code / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"evil")
-    found = asked(run)
-    (run.code / "mine.py").write_text("raise SystemExit\n")
+    vouch(mine, load(str(mine.path)).config)
+    shared(mine)
+    (mine.code / "__pycache__").mkdir()  # which Python would run in place of the source beside it
+    (mine.code / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"evil")
+    found = asked(mine)
+    (mine.code / "mine.py").write_text("raise SystemExit\n")
     assert found.code is not None
-    assert found.code != run.code
+    assert found.code != mine.code
     assert not list(found.code.rglob("*.pyc"))
     assert (found.code / "mine.py").read_text() == "def build(root): ...\n"
     assert found.code.stat().st_mode & 0o777 == 0o700
 
 
 @ROOT
-def test_a_shared_record_does_not_say_where_a_resumed_job_finds_modules(run: RunDir, tmp_path: Path) -> None:
+def test_a_shared_record_does_not_say_where_a_resumed_job_finds_modules(mine: RunDir, tmp_path: Path) -> None:
     """Its `cwd` is where the job works; a member of the group could name a folder of theirs."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    run.manifest.write_text(json.dumps({"cwd": str(theirs)}))
-    assert first_folder(run) == theirs
+    mine.manifest.write_text(json.dumps({"cwd": str(theirs)}))
+    assert first_folder(mine) == theirs
     theirs.chmod(0o777)
-    assert first_folder(run) == theirs, "the user's own word, for a folder that they share"
-    run.manifest.chmod(0o666)
-    assert first_folder(run) == Path.cwd()
+    assert first_folder(mine) == theirs, "the user's own word, for a folder that they share"
+    mine.manifest.chmod(0o666)
+    assert first_folder(mine) == Path.cwd()
 
 
-def packed(run: RunDir, content: dict[str, str]) -> None:
+def packed(mine: RunDir, content: dict[str, str]) -> None:
     """Its code is in an archive, and the copy that it shared is gone."""
-    shutil.rmtree(run.code)
-    run.code.symlink_to("../.code/gone")
-    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+    shutil.rmtree(mine.code)
+    mine.code.symlink_to("../.code/gone")
+    with zipfile.ZipFile(mine.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in content.items():
             archive.writestr(name, text)
 
 
-def test_what_a_run_is_restarted_with_is_what_was_looked_at(run: RunDir, tmp_path: Path) -> None:
+def test_what_a_run_is_restarted_with_is_what_was_looked_at(mine: RunDir, tmp_path: Path) -> None:
     """Compiled files stand in no digest, and Python runs them in the place of the sources beside them."""
-    vouch(run, load(str(run.path)).config)
+    vouch(mine, load(str(mine.path)).config)
     there = RunDir(tmp_path / "received")
-    shutil.copytree(run.path, there.path)
+    shutil.copytree(mine.path, there.path)
     (there.code / "__pycache__").mkdir()
     (there.code / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"evil")
     found = asked(there, starts=True)
     assert found.own
     restore_code(there, found.content)
     assert [file.name for file in there.code.rglob("*")] == ["mine.py"]
-    assert sorted(file.name for file in there.path.iterdir()) == sorted(file.name for file in run.path.iterdir())
+    assert sorted(file.name for file in there.path.iterdir()) == sorted(file.name for file in mine.path.iterdir())
 
 
-def test_an_archive_of_code_that_others_may_write_is_not_ones_own(run: RunDir) -> None:
+def test_an_archive_of_code_that_others_may_write_is_not_ones_own(mine: RunDir) -> None:
     """Runs have it in common, by hard links: who may write to it in one of them, writes to that of all."""
-    packed(run, {"mine.py": "raise SystemExit\n"})
-    assert asked(run).own
-    run.code_archive.chmod(0o666)
-    assert f"Anybody may write to {run.code_archive}." in why(run)
+    packed(mine, {"mine.py": "raise SystemExit\n"})
+    assert asked(mine).own
+    mine.code_archive.chmod(0o666)
+    assert f"Anybody may write to {mine.code_archive}." in why(mine)
 
 
-def test_a_run_is_looked_at_and_read_without_being_written(run: RunDir) -> None:
+def test_a_run_is_looked_at_and_read_without_being_written(mine: RunDir) -> None:
     """It may be on a disk that is mounted to be read only, or another user's."""
-    vouch(run, load(str(run.path)).config)
-    packed(run, {"mine.py": (run.code / "mine.py").read_text()})
-    before = {file: file.lstat().st_mtime_ns for file in (run.path, *run.path.iterdir())}
-    found = asked(run)
+    vouch(mine, load(str(mine.path)).config)
+    packed(mine, {"mine.py": (mine.code / "mine.py").read_text()})
+    before = {file: file.lstat().st_mtime_ns for file in (mine.path, *mine.path.iterdir())}
+    found = asked(mine)
     assert found.code is not None
     assert (found.code / "mine.py").read_text().startswith("def build")
-    assert {file: file.lstat().st_mtime_ns for file in (run.path, *run.path.iterdir())} == before
+    assert {file: file.lstat().st_mtime_ns for file in (mine.path, *mine.path.iterdir())} == before
 
 
 @ROOT
-def test_a_list_of_digests_that_others_may_write_says_nothing(run: RunDir) -> None:
-    vouch(run, load(str(run.path)).config)
-    shared(run)
+def test_a_list_of_digests_that_others_may_write_says_nothing(mine: RunDir) -> None:
+    vouch(mine, load(str(mine.path)).config)
+    shared(mine)
     run_folder.state_file("vouched").chmod(0o660)
-    assert "may write to" in why(run)
+    assert "may write to" in why(mine)
 
 
-def test_what_this_user_remembers_is_written_by_them_alone(run: RunDir) -> None:
+def test_what_this_user_remembers_is_written_by_them_alone(mine: RunDir) -> None:
     """Whatever the umask: who could add to these lists would be trusted."""
     before = os.umask(0)
     try:
-        vouch(run, load(str(run.path)).config)
-        run_folder.remember(run.path)
+        vouch(mine, load(str(mine.path)).config)
+        run_folder.remember(mine.path)
     finally:
         os.umask(before)
     for file in (run_folder.state_file("vouched"), run_folder.own_file("runs")):
@@ -274,16 +273,16 @@ def test_what_this_user_remembers_is_written_by_them_alone(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("whose", ["file", "folder"])
-def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(run: RunDir, whose: str) -> None:
+def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(mine: RunDir, whose: str) -> None:
     """Of a time when the umask let a group in; the next run makes it private again."""
     file = run_folder.own_file("runs")
     folder = run_folder.state_file().parent
     (file if whose == "file" else folder).chmod(0o775)
     if whose == "file":
-        assert "No command of yours" in why(run)
-    run_folder.remember(run.path)
+        assert "No command of yours" in why(mine)
+    run_folder.remember(mine.path)
     assert not (file.stat().st_mode | folder.stat().st_mode) & 0o022
-    assert asked(run).own
+    assert asked(mine).own
 
 
 # Files of settings
@@ -300,28 +299,19 @@ def test_a_file_of_settings_that_others_may_write_starts_and_sends_nothing(tmp_p
     assert require_own_code(file, load(str(file)), allow_code=True).own
 
 
-def test_a_file_counts_for_what_it_says_itself(tmp_path: Path) -> None:
+def test_a_file_counts_for_what_it_says_itself_and_said_when_it_was_loaded(tmp_path: Path) -> None:
     base, file = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text("train: {epochs: 3}")
     file.write_text("extends: base\nlaunch: {setup: [mine]}")
     base.chmod(0o666)
     assert require_own_code(file, load(str(file)), allow_code=False).own
     base.write_text("launch: {modules: [evil]}")
-    with pytest.raises(RefusedError) as caught:
-        require_own_code(file, load(str(file)), allow_code=False)
-    assert "launch.modules=['evil']" in caught.value.what
-    assert "mine" not in caught.value.what.partition("would")[2]
-
-
-def test_what_was_loaded_counts_and_not_what_a_file_extends_by_now(tmp_path: Path) -> None:
-    base, file = tmp_path / "base.yaml", tmp_path / "theirs.yaml"
-    base.write_text("launch: {setup: [evil]}")
-    base.chmod(0o666)
-    file.write_text("extends: base")
     loaded = load(str(file))
     file.write_text("extends: ddp")
-    with pytest.raises(RefusedError, match="evil"):
+    with pytest.raises(RefusedError) as caught:
         require_own_code(file, loaded, allow_code=False)
+    assert "launch.modules=['evil']" in caught.value.what
+    assert "mine" not in caught.value.what.partition("would")[2]
 
 
 def test_presets_of_the_current_folder_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +322,7 @@ def test_presets_of_the_current_folder_are_trusted(tmp_path: Path, monkeypatch: 
     assert require_own_code(Path("ours"), load("ours"), allow_code=False).own
 
 
-def test_a_profile_that_the_user_names_is_their_word(run: RunDir, tmp_path: Path) -> None:
+def test_a_profile_that_the_user_names_is_their_word(mine: RunDir, tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("launch: {setup: [module load cuda]}")
     file = tmp_path / "theirs.yaml"

@@ -18,9 +18,8 @@ import pytest
 from tests.jobs.conftest import PROJECT, Done
 from tests.runs import last_event
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import append_event, history_of, read_events
+from trainkit.run.events import ProcessId, append_event, history_of, read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.schedulers import base
 from trainkit.schedulers.base import CALLS_A_MINUTE, Poller, job_state, job_states
 from trainkit.schedulers.slurm_submission import read_sacct, read_squeue

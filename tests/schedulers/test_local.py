@@ -15,9 +15,8 @@ import pytest
 from tests.runs import last_event
 from trainkit.launch.controller import gpu_mask
 from trainkit.launch.plan import Plan
-from trainkit.run.events import history_of, read_events
+from trainkit.run.events import ProcessId, history_of, read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.schedulers.base import job_state, named
 
 MakeRun = Callable[..., tuple[RunDir, Plan]]

@@ -11,9 +11,17 @@ from trainkit.config.loading import Source, load, to_yaml
 from trainkit.errors import UserError
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.resources import Decision
-from trainkit.run.events import append_event, cancelled, history_of, read_events, refused, submitted, submitting
+from trainkit.run.events import (
+    ProcessId,
+    append_event,
+    cancelled,
+    history_of,
+    read_events,
+    refused,
+    submitted,
+    submitting,
+)
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.schedulers import slurm_submission as adoption
 from trainkit.schedulers.base import job_state, job_states, pickled, require_no_job
 from trainkit.schedulers.slurm_submission import SbatchError, sbatch, way_out

@@ -21,9 +21,8 @@ import torch
 from tests.swarm.test_robust import POSSIBLE, SIZE, contributions
 from trainkit.config.components import metrics_of
 from trainkit.errors import DiskError, RunFailedError
-from trainkit.run.events import Attempt, Writer, read_events
+from trainkit.run.events import Attempt, StaleAttemptError, Writer, read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import StaleAttemptError
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
 from trainkit.swarm.messages import PeerProgress

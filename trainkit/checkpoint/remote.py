@@ -39,9 +39,8 @@ from trainkit.checkpoint import format
 from trainkit.checkpoint.format import BrokenCheckpointError, Record
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.run.events import Attempt, Writer, read_events
+from trainkit.run.events import Attempt, Holder, Writer, lease_on, read_events
 from trainkit.run.folder import CLAIM, RunDir, make_private
-from trainkit.run.lease import Holder, lease_on
 from trainkit.run.snapshot import are_of_code, read_code
 
 PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"

@@ -35,9 +35,8 @@ from trainkit.monitor import follow
 from trainkit.process import python_path, run_program, scrubbed, visible_cpus
 from trainkit.ranks import Secret, free_port
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
-from trainkit.run.events import Attempt, history_of, never_began, submitted
+from trainkit.run.events import Attempt, ProcessId, history_of, is_stopped, never_began, submitted
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId, is_stopped
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import TASK
 

@@ -16,9 +16,8 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.process import leaked, set_variables
 from trainkit.run import folder as run_folder
-from trainkit.run.events import Attempt, history_of, submitted
+from trainkit.run.events import Attempt, ProcessId, history_of, submitted
 from trainkit.run.folder import RunDir, make_private
-from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import vouch
 from trainkit.schedulers.base import Function, named
 from trainkit.site.profile import Site

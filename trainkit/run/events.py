@@ -1,27 +1,57 @@
-"""``events.jsonl``: what happened to a run, one line each: history, and never what a job does now.
+"""``events.jsonl``: what happened to a run, one line each; and the lease, by which one process writes a run.
 
-This module alone writes them, and reads them back with types.
+Events are history, and never what a job does now. This module alone writes them, and reads them back with types. A job
+is submitted for a run, makes attempts, and each attempt ends. The kinds, in the order of a life:
+
+    submitting    a job is about to be queued                    by the command that does so
+    unanswered    whether it was, sbatch has not said            by the command that asked for it
+    submitted     a job was queued or started for the run        by the command that did so, or who has found the job
+    refused       it was not queued                              by the command that asked for it
+    started       all ranks have met and begin to train          by rank 0
+    saved         a checkpoint is on disk                        by rank 0
+    handed_back   told to stop, saved, wants to be continued     by the first rank of each node
+    requeued      the job was put back into the queue            by whoever looks after the ranks
+    excluded      the attempts to come do without a node         by whoever looks after the ranks
+    failed        a rank raised, was killed, or hangs            by that rank, or by whoever looks after it
+    cancelled     somebody asked for its end                     by `cancel`
+    ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
+                                                                 by whoever looks after the ranks
+
+A `Remark` is about the training itself.
+
+``lease.json`` names the process that writes, and is renewed as long as it lives. The file is put in place by a hard
+link, which succeeds for one of several at once, and replaced by a rename; both are atomic on NFS too, where locks may
+not be. Ages are differences of the file server's own time stamps, so the clocks of the machines do not matter. A holder
+on this machine is dead when its process is gone; one elsewhere when it has not renewed for `EXPIRY_SECONDS`. A job that
+SLURM starts again takes over from its own earlier attempt at once. A process that has lost the lease (stopped for a
+while, cut off, thought dead) notices before its next write: `Lease.check`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trainkit import fileio, terminal
-from trainkit.errors import UserError
+from trainkit.errors import RunFailedError, UserError
 from trainkit.run import folder
 from trainkit.run.folder import CLAIM, RunDir, make_private
-from trainkit.run.lease import Holder, ProcessId, StaleAttemptError, lease_on, writing_attempt
 
+EXPIRY_SECONDS = 60.0
+"""A holder on another machine that has not renewed for so long is taken for dead."""
+RENEW_SECONDS = 10.0
+_MOMENT = 0.1
 _LONGEST = 20_000
 """Characters of one text: whatever went wrong, the record of a run stays one that can be read."""
 
@@ -33,17 +63,16 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 
 LIFE = (
-    *("submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled"),
-    *("ended",),
-)
+    "submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled",
+    "ended",
+)  # fmt: skip
 """The kinds that say what became of jobs and attempts; a long run has few of them among many others."""
 
 
 def read_events(run_dir: RunDir, kind: str | tuple[str, ...] | None = None) -> list[dict[str, Any]]:
     """Events in the order they happened, of one kind, of some or of all."""
     kinds = (kind,) if isinstance(kind, str) else kind
-    wanted = [f'"{name}"'.encode() for name in kinds or ()]
-    records = fileio.read_jsonl(run_dir.events, wanted)
+    records = fileio.read_jsonl(run_dir.events, [f'"{name}"'.encode() for name in kinds or ()])
     return [event for raw in records if (kinds is None or raw.get("event") in kinds) and (event := typed(raw))]
 
 
@@ -54,52 +83,34 @@ def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     event: dict[str, Any] = {}
     for key, value in raw.items():
-        if key == "time":
-            fits = fileio.is_time(value)
-        elif key == "job_id":  # becomes an argument of scancel: `--me` is none
-            value = str(value) if fileio.is_whole(value) else value
-            fits = isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,63}", value) is not None
-        elif key in _COUNTS:
-            fits = fileio.is_whole(value) or value is None
-        elif key in _TEXTS:
-            fits = isinstance(value, str)
-            value = str(value).strip().partition("\n")[0]  # an error's first line says what it is
-        elif key in _LISTS:
-            fits = isinstance(value, list) and all(isinstance(item, _LISTS[key]) for item in value)
-        else:
-            fits = value is None or fileio.plain(value) is not None
-        if fits:
+        if key == "job_id" and fileio.is_whole(value):
+            value = str(value)
+        elif key in _TEXTS and isinstance(value, str):
+            value = value.strip().partition("\n")[0]  # an error's first line says what it is
+        if _FITS.get(key, lambda value: value is None or fileio.plain(value) is not None)(value):
             event[terminal.one_line(key)] = fileio.plain(value)
     return event
 
 
-_COUNTS = frozenset(
-    ("attempt", "attempts_before", "rank", "node_rank", "step", "total_steps", "steps_per_epoch", "world_size")
-) | {"params", "pid"}
-_TEXTS = frozenset(("event", "executor", "host", "state", "error", "device", "precision", "process_started", "token"))
-_LISTS = {"hosts": str, "signals": str, "exit_codes": int}
+_TEXTS = ("event", "executor", "host", "state", "error", "device", "precision", "process_started", "token")
+_COUNTS = (
+    "attempt", "attempts_before", "rank", "node_rank", "step", "total_steps", "steps_per_epoch", "world_size", "params",
+    "pid",
+)  # fmt: skip
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "time": fileio.is_time,
+    # It becomes an argument of scancel: `--me` is none.
+    "job_id": lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,63}", value) is not None,
+    **dict.fromkeys(_COUNTS, lambda value: value is None or fileio.is_whole(value)),
+    **dict.fromkeys(_TEXTS, lambda value: isinstance(value, str)),
+    **dict.fromkeys(("hosts", "signals"), lambda value: _is_list_of(str, value)),
+    "exit_codes": lambda value: _is_list_of(int, value),
+}
 
 
-# A run's life, as it is written down: jobs are submitted for it, each makes attempts, and each attempt has an ending.
-#
-# Nothing else writes events. Kinds, in the order of a life:
-#
-#     submitting    a job is about to be queued                    by the command that does so
-#     unanswered    whether it was, sbatch has not said            by the command that asked for it
-#     submitted     a job was queued or started for the run       by the command that did so, or who has found the job
-#     refused       it was not queued                              by the command that asked for it
-#     started       all ranks have met and begin to train         by rank 0
-#     saved         a checkpoint is on disk                        by rank 0
-#     handed_back   told to stop, saved, wants to be continued     by the first rank of each node
-#     requeued      the job was put back into the queue            by whoever looks after the ranks
-#     excluded      the attempts to come do without a node         by whoever looks after the ranks
-#     failed        a rank raised, was killed, or hangs            by that rank, or by whoever looks after it
-#     cancelled     somebody asked for its end                     by `cancel`
-#     ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
-#                                                                  by whoever looks after the ranks
-#
-# Beside them stand remarks on the training itself: skipped and nonfinite updates, ranks for which all others
-# wait, peers that come and go.
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
 
 Remark = Literal[
     "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler", "peer_joined",
@@ -151,11 +162,10 @@ def submitted(
         continues: job id of the link before it, in a chain of jobs that nobody but the first has asked for.
         adopted: whoever queued it did not come to write this, and the job was found later.
     """
-    who = process.fields() if process is not None else {}
-    who |= {"continues": continues} if continues else {}
-    how = {"adopted": True} if adopted else {}
+    more = process.fields() if process is not None else {}
+    more |= ({"continues": continues} if continues else {}) | ({"adopted": True} if adopted else {})
     before = len(run.attempts()) if attempts_before is None else attempts_before
-    append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **who, **how)
+    append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **more)
     folder.note_job(run.path, executor, job_id, process.word() if process is not None else "")
 
 
@@ -207,11 +217,7 @@ class Attempt:
             except FileExistsError:
                 number += 1
             except OSError as error:
-                raise UserError(
-                    f"Cannot begin an attempt of {run.path}.",
-                    why=f"{error.strerror}: {error.filename}",
-                    fix="Free some space, or check who may write there.",
-                ) from None
+                raise _cannot_write(run, error) from None
 
     @classmethod
     def named_in(cls, env: Mapping[str, str]) -> Attempt | None:
@@ -290,42 +296,33 @@ class Attempt:
         append_event(self.run, kind, attempt=self.number, **fields)
 
 
-# A run's life, read back with types. Whatever in the file is odd is left out: a reader never fails over it.
-
-
 @dataclass(frozen=True)
 class Submission:
-    """One job that was queued or started for a run."""
+    """One job that was queued or started for a run, or was about to be.
+
+    In the second case the command still does so, was killed, or has had no answer.
+    """
 
     executor: str
-    job_id: str
     time: float
+    """When it was made; if pending when it began, or was left without an answer."""
     attempts_before: int
     process: ProcessId | None
-    """Of what looks after the ranks, where no scheduler does."""
-    cancelled: bool
-    ended: str | None
+    """Looks after the ranks, where no scheduler does; if pending the command itself."""
+    job_id: str = ""
+    cancelled: bool = False
+    """If pending: should there be a job, it is to be ended."""
+    ended: str | None = None
     """The state in which whoever looked after it left it; None if nobody has said."""
-    finished: bool
-    """An attempt of this or an earlier job came to the end of the training."""
-
-
-@dataclass(frozen=True)
-class PendingSubmission:
-    """A command that was about to queue a job, and has not come to say which: it still does so, was killed, or has had
-    no answer."""
-
-    time: float
-    """When it began, or was left without an answer."""
-    attempts_before: int
-    process: ProcessId | None
     token: str = ""
     """In the path of the script that sbatch was given; empty: it was that of the run itself."""
     unanswered: str = ""
     """What sbatch said instead of an answer."""
-    cancelled: bool = False
-    """Should there be a job, it is to be ended."""
-    executor: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """An attempt of this or an earlier job came to the end of the training."""
+        return self.ended == "COMPLETED"
 
 
 @dataclass(frozen=True)
@@ -357,7 +354,7 @@ class RunHistory:
     """Attempts whose job was put back into the queue."""
     outcome: str | None = None
     """The last word: COMPLETED, FAILED and so on, of the newest attempt; None if it has none."""
-    cut_short: PendingSubmission | None = None
+    cut_short: Submission | None = None
     """The newest submission, if nobody has said what came of it."""
 
     @property
@@ -414,33 +411,22 @@ def history_of(run: RunDir) -> RunHistory:
         handed_back=frozenset(attempts["handed_back"]),
         requeued=frozenset(attempts["requeued"]),
         outcome=outcome,
-        cut_short=_cut_short(submitting) if submitting is not None else None,
+        cut_short=_submission(submitting) if submitting is not None else None,
     )
 
 
-def _told_at_submission(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "executor": event.get("executor", ""),
-        "time": float(event.get("time", 0.0)),
-        "attempts_before": event.get("attempts_before") or 0,
-        "process": ProcessId.from_fields(event),
-    }
-
-
-def _cut_short(event: Mapping[str, Any]) -> PendingSubmission:
-    more = {"token": event.get("token", ""), "unanswered": event.get("unanswered", "")}
-    return PendingSubmission(**_told_at_submission(event), **more, cancelled=event.get("cancelled") is True)
-
-
-def _submission(event: Mapping[str, Any], *since: dict[str, Any]) -> Submission:
+def _submission(event: Mapping[str, Any], *since: Mapping[str, Any]) -> Submission:
     last = [item for item in since if item["event"] in ("started", "ended")][-1:]  # started again: not ended yet
-    ended = next((item.get("state", "") for item in last if item["event"] == "ended"), None)
     return Submission(
-        **_told_at_submission(event),
+        executor=event.get("executor", ""),
+        time=float(event.get("time", 0.0)),
+        attempts_before=event.get("attempts_before") or 0,
+        process=ProcessId.from_fields(event),
         job_id=event.get("job_id", ""),
-        cancelled=any(item["event"] == "cancelled" for item in since),
-        ended=ended,
-        finished=ended == "COMPLETED",
+        cancelled=event.get("cancelled") is True or any(item["event"] == "cancelled" for item in since),
+        ended=next((item.get("state", "") for item in last if item["event"] == "ended"), None),
+        token=event.get("token", ""),
+        unanswered=event.get("unanswered", ""),
     )
 
 
@@ -453,7 +439,309 @@ def micro_batch_found(run: RunDir, world_size: int, device: str) -> int | None:
     return None
 
 
-# The one process that writes a run: its attempt, and the lease that says so.
+@dataclass(frozen=True)
+class ProcessId:
+    """One process, on whatever machine, that cannot be mistaken for another one."""
+
+    host: str
+    pid: int
+    started: str
+    space: str = ""
+    """Where the number counts: a container, or a machine before and after a restart, may have the same host name."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """That of a process which runs here now."""
+        return cls(socket.gethostname(), pid, _start_time(pid) or "", _space())
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ProcessId | None:
+        """Read what `fields` has put into a record; None if it is not there or was written by somebody else."""
+        host, pid = fields.get("host"), fields.get("pid")
+        started, space = fields.get("process_started"), fields.get("process_space", "")
+        if isinstance(host, str) and isinstance(started, str) and isinstance(space, str) and type(pid) is int:
+            return cls(host, pid, started, space)
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values for a record."""
+        return {
+            "host": self.host, "pid": self.pid, "process_started": self.started, "process_space": self.space
+        }  # fmt: skip
+
+    @classmethod
+    def seen_from_here(cls, word: str) -> ProcessId | None:
+        """That of a `word`; None if no such process is seen here, as from within a container or on another machine."""
+        number, _, started = word.partition(":")
+        seen = cls(socket.gethostname(), int(number) if number.isdigit() else 0, started, _space())
+        return seen if seen.is_alive() else None
+
+    def word(self) -> str:
+        """The process for others on this machine, in one word."""
+        return f"{self.pid}:{self.started}"
+
+    def is_here(self) -> bool:
+        """Whether it counts among the processes that this one can see."""
+        return self.host == socket.gethostname() and self.space in ("", _space())
+
+    def is_alive(self) -> bool:
+        """Whether it runs still. Only meaningful where `is_here`."""
+        return bool(self.started) and _start_time(self.pid) == self.started
+
+    def signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.is_here() and self.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is held by SIGSTOP or a debugger."""
+    return (_stat(pid) or [""])[0] in ("T", "t")
+
+
+def _space() -> str:
+    try:
+        boot = fileio.read_text(Path("/proc/sys/kernel/random/boot_id"))[:8]
+        return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, as text that only it has; None if it does not run (a zombie does not)."""
+    if (fields := _stat(pid)) is not None:
+        return None if fields[0] in ("Z", "X") else fields[19]
+    if Path("/proc/self/stat").exists():
+        return None
+    import psutil  # for machines without /proc
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        stat = fileio.read_text(Path(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that writes a run, and for which job and attempt."""
+
+    process: ProcessId
+    job_id: str = ""
+    """Of SLURM; empty where there is none."""
+    attempt: int | None = None
+    """None for a command that only prepares the run."""
+
+    @classmethod
+    def me(cls, *, job_id: str = "", attempt: int | None = None) -> Holder:
+        """This process."""
+        return cls(ProcessId.of(os.getpid()), job_id, attempt)
+
+    def __str__(self) -> str:
+        job = f"job {self.job_id}, " if self.job_id else ""
+        attempt = f", attempt {self.attempt}" if self.attempt is not None else ""
+        return f"{job}process {self.process.pid} on {self.process.host}{attempt}"
+
+    def precedes(self, other: Holder) -> bool:
+        """Whether SLURM has started this one's job again as the other, whatever is left of it."""
+        same_job = bool(self.job_id) and self.job_id == other.job_id
+        return same_job and self.attempt is not None and other.attempt is not None and self.attempt < other.attempt
+
+
+class StaleAttemptError(RunFailedError):
+    """Another process writes the run by now: this one ends, and leaves the record to it."""
+
+
+class Lease:
+    """The right to write into a run folder, as long as `check` does not raise. Made by `lease_on`."""
+
+    def __init__(self, run: RunDir, token: str) -> None:
+        self._run, self._token = run, token
+
+    def check(self) -> None:
+        """Raise StaleAttemptError unless this is still the writer. Reads a small file: call it before every write."""
+        there = _read(self._run.lease)
+        if there is None:  # being replaced on a file system that is not quite atomic, or removed by hand
+            time.sleep(_MOMENT)
+            there = _read(self._run.lease)
+        if there is None or there.token != self._token:
+            raise _stale(self._run, there.holder if there is not None else "somebody who has removed its lease.json")
+
+    def _renew(self) -> None:
+        if self._is_mine():
+            os.utime(self._run.lease)
+
+    def _is_mine(self) -> bool:
+        there = _read(self._run.lease)
+        return there is not None and there.token == self._token
+
+
+def writing_attempt(run: RunDir) -> int | None:
+    """The attempt that holds the lease; None if none does."""
+    there = _read(run.lease)
+    return there.holder.attempt if there is not None else None
+
+
+@contextmanager
+def lease_on(
+    run: RunDir,
+    holder: Holder,
+    *,
+    is_dead: Callable[[Holder], bool] = lambda other: False,
+    patience: float = EXPIRY_SECONDS + RENEW_SECONDS,
+) -> Iterator[Lease]:
+    """Hold the lease on ``run`` while the body runs, renewed by a thread.
+
+    Args:
+        is_dead: what else is known of a holder, from its scheduler.
+        patience: how long to wait for a holder elsewhere that may be dead: its lease must expire first. One that is
+            seen to renew is alive, and refuses at once.
+
+    Raises:
+        UserError: somebody else writes, and lives; or the folder cannot be written.
+    """
+    try:
+        lease = _acquire(run, holder, is_dead, patience)
+    except OSError as error:
+        raise _cannot_write(run, error) from None
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(RENEW_SECONDS):
+            with suppress(OSError):  # a file server that does not answer now is asked again
+                lease._renew()
+
+    threading.Thread(target=renew, name="lease", daemon=True).start()
+    try:
+        yield lease
+    finally:
+        stop.set()
+        with suppress(OSError):
+            if lease._is_mine():
+                run.lease.unlink(missing_ok=True)
+
+
+def _cannot_write(run: RunDir, error: OSError) -> UserError:
+    return UserError(
+        f"Cannot write into {run.path}.",
+        why=f"{error.strerror}: {error.filename}",
+        fix="Free some space, or check who may write there.",
+    )
+
+
+def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
+    token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
+    content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
+    mine = run.path / f".lease-{token}"
+    try:
+        while True:
+            fileio.write(mine, json.dumps(content), run.path)
+            there = _read(run.lease)
+            if there is None:
+                if _put(mine, run.lease):
+                    return Lease(run, token)
+                continue
+            first, other = first or there, there.holder
+            if holder.precedes(other):
+                raise _stale(run, other)
+            is_here = other.process.is_here()
+            expired = mine.stat().st_mtime - there.renewed > EXPIRY_SECONDS
+            is_over = other.precedes(holder) or (not other.process.is_alive() if is_here else expired)
+            if is_over or is_dead(other):
+                if _replace(mine, run, there.token):
+                    return Lease(run, token)
+                continue
+            lives = is_here or there.renewed > first.renewed or there.token != first.token
+            is_short = other.attempt is None and holder.attempt is not None  # the command that has started me
+            if (lives and not is_short) or time.monotonic() > deadline:
+                raise UserError(
+                    f"{run.name} is being written by {other}.",
+                    why="Two writers on one run would write over each other.",
+                    fix=f"Wait for it, or end it with `{terminal.command('cancel', run.path)}`.",
+                )
+            time.sleep(min(1.0, max(patience / 20, _MOMENT)))
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _stale(run: RunDir, who: object) -> StaleAttemptError:
+    return StaleAttemptError(
+        f"{run.name} has another writer now: {who}.",
+        why="This process was taken for dead; what it has not saved is done again by the other.",
+        fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
+    )
+
+
+def _put(mine: Path, lease: Path) -> bool:
+    """Put ``mine`` where no lease is; False if somebody was faster."""
+    try:
+        try:
+            os.link(mine, lease)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            with fileio.create(lease, lease.parent) as out:
+                out.write(fileio.read_bytes(mine))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _replace(mine: Path, run: RunDir, token: str) -> bool:
+    """Put ``mine`` in the place of a dead holder's lease; False if somebody else does so."""
+    right = run.path / f".lease-{token}.over"  # which only one can make: the right to replace that very lease
+    try:
+        fileio.create(right, run.path).close()
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # left by one that died in the middle
+            if mine.stat().st_mtime - right.stat().st_mtime > EXPIRY_SECONDS:
+                right.unlink()
+        time.sleep(_MOMENT)
+        return False
+    try:
+        there = _read(run.lease)
+        if there is None or there.token != token:
+            return False
+        os.replace(mine, run.lease)
+        return True
+    finally:
+        right.unlink(missing_ok=True)
+
+
+class _Content(NamedTuple):
+    """A lease as it was read."""
+
+    token: str
+    holder: Holder
+    renewed: float
+    """Time stamp of the file server."""
+
+
+def _read(file: Path) -> _Content | None:
+    """What the lease says; None if there is none. One that cannot be read is nobody's, and expires like any other."""
+    try:
+        with fileio.open_regular(file) as content:  # opened, so that NFS asks its server anew
+            renewed = os.fstat(content.fileno()).st_mtime
+            fields = fileio.parse_object(content.read(10_000)) or {}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        renewed, fields = file.stat().st_mtime, {}  # a FIFO in its place
+    process = ProcessId.from_fields(fields) or ProcessId("an unknown machine", 0, "")
+    attempt = fields.get("attempt")
+    holder = Holder(process, str(fields.get("job_id") or ""), attempt if type(attempt) is int else None)
+    return _Content(str(fields.get("token") or ""), holder, renewed)
 
 
 @dataclass(frozen=True)

@@ -447,7 +447,8 @@ class Contribution:
     """Bytes of it that the counting peer has received."""
 
 
-class Counted(NamedTuple):
+@dataclass(frozen=True)
+class Counted:
     """What one peer gave to one round."""
 
     name: str

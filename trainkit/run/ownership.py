@@ -1,6 +1,6 @@
 """Whose a run or a file of settings is. What a stranger's starts or sends needs the user's yes: ``--allow-code``.
 
-A run is the user's own if nobody else could have written what it would run. Either one of their commands made the
+A run is the user's own if nobody else could have written what it would run. Either a command of the user's made the
 folder and nobody else may write there: not to a file of it, nor to a folder above it, as OpenSSH asks of
 ``authorized_keys`` (StrictModes). Or its code and settings are those that the user has submitted, by the digests in
 their own state folder, wherever the run is by now and whoever else may write there. A file of settings is the user's
@@ -16,18 +16,16 @@ import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainkit import importing
+from trainkit import fileio, importing
 from trainkit.config.loading import OPEN_MAPPINGS, PACKAGED, Loaded, flatten
 from trainkit.config.schema import Config, reach
 from trainkit.errors import RefusedError
-from trainkit.fileio import make_folder, write
 from trainkit.run import folder as run_folder
 from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import code_digest, has_code_in_place, not_code, read_code
@@ -36,8 +34,7 @@ _OWN_WORDS = ("flag", "override", "environment", "default")
 _PROGRAM = ("jobs", "trainkit", "configs")
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What a command may import of a run's code."""
 
     code: Path | None
@@ -45,7 +42,7 @@ class Snapshot:
     own: bool
     """Whether it is the user's own."""
     content: Mapping[str, bytes] | None = None
-    """Of a run that others may write to, the files that were looked at: what is started is to be these."""
+    """The files that were checked, of a run that others may write to: the command starts these."""
 
 
 def require_own_code(
@@ -75,11 +72,12 @@ def require_own_code(
         return Snapshot(None, own=True)
     run = RunDir(folder.absolute())
     found = _reaching(loaded, only_loads=only_loads)
-    seen: dict[str, bytes] | None = None
+    checked: dict[str, bytes] | None = None
     if stranger := _why_foreign(run):
         files = read_code(run)
-        if files is not None and _is_vouched(files, found):
-            stranger, seen = "", files
+        # The settings are those that were loaded, and not read again: nobody can change them in between.
+        if files is not None and set(_seals(files, found)) <= run_folder.vouched():
+            stranger, checked = "", files
     if starts_snapshot:
         found[f"the program in {folder / 'code'}"] = "starts"
     if stranger and found and not allow_code:
@@ -88,21 +86,26 @@ def require_own_code(
         importing.leave(str(folder))  # even if the user stands in it
     names_module = any(reach(key, value).does == "imports" for key, value in _settings(loaded.config))
     if not only_loads or not ("imports" in found.values() if stranger else names_module):
-        return Snapshot(None, own=not stranger, content=seen)
-    if seen is None and has_code_in_place(run):
+        return Snapshot(None, own=not stranger, content=checked)
+    if checked is None and has_code_in_place(run):
         return Snapshot(run.code, own=not stranger)
-    if (files := seen or read_code(run)) is None:
+    if (files := checked or read_code(run)) is None:
         raise not_code(run)
     return Snapshot(_private_copy(files), own=not stranger)
 
 
 def vouch(run: RunDir, config: Config) -> None:
     """Remember, where only this user can write, that they have submitted this code with these settings."""
-    files = read_code(run)
-    if files is not None:
-        code = code_digest(files)
-        texts = [_text(key, value) for key, value in _settings(config) if reach(key, value).does != "nothing"]
-        run_folder.vouch([_seal(code, text) for text in ("", *texts)])
+    if (files := read_code(run)) is not None:
+        texts = [f"{key}={value}" for key, value in _settings(config) if reach(key, value).does != "nothing"]
+        run_folder.vouch(_seals(files, texts))
+
+
+def _seals(files: Mapping[str, bytes], settings: Iterable[str]) -> list[str]:
+    """Digests of code, alone and with each of some settings."""
+    code = code_digest(files)
+    texts = [f"{code}\0{text}".encode(errors="surrogateescape") for text in ("", *settings)]
+    return [hashlib.sha256(text).hexdigest()[:40] for text in texts]
 
 
 def why_others_may_write(path: Path, *, owners: Sequence[int]) -> str:
@@ -127,16 +130,16 @@ def _run_folder(path: Path) -> Path | None:
 
 
 def _strange_files(path: Path, loaded: Loaded) -> tuple[frozenset[str], str]:
-    """Files of settings that others could have written, of one that was given by its path and those that it extends.
+    """The file of settings and those that it extends, as far as others could have written them, and why they could.
 
     They are those that were loaded: what one of them extends now, others may have changed.
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return frozenset(), ""
-    owners = (os.geteuid(), 0)
     read = {source.where.rpartition(":")[0] for source in loaded.sources.values() if source.kind == "file"}
-    theirs = [file for file in sorted(read) if not Path(file).is_relative_to(PACKAGED)]
-    strange = {file: why for file in theirs if (why := why_others_may_write(Path(file), owners=owners))}
+    theirs = [Path(file) for file in sorted(read) if not Path(file).is_relative_to(PACKAGED)]
+    reasons = {str(file): why_others_may_write(file, owners=(os.geteuid(), 0)) for file in theirs}
+    strange = {file: why for file, why in reasons.items() if why}
     return frozenset(strange), next(iter(strange.values()), "")
 
 
@@ -159,16 +162,12 @@ def _reaching(loaded: Loaded, *, only_loads: bool, files: frozenset[str] | None 
         # Of a mapping each entry has a source of its own: with one of the user's the others are still the file's.
         keys = [f"{key}.{name}" for name in value] if key in OPEN_MAPPINGS else [key]
         if does != "nothing" and (does == "imports" or not only_loads) and any(map(is_strange, keys)):
-            found[_text(key, value)] = does
+            found[f"{key}={value}"] = does
     return found
 
 
-def _settings(config: Config) -> Iterator[tuple[str, Any]]:
-    yield from flatten(config.model_dump(mode="json"))
-
-
-def _text(key: str, value: Any) -> str:
-    return f"{key}={value}"
+def _settings(config: Config) -> Iterable[tuple[str, Any]]:
+    return flatten(config.model_dump(mode="json"))
 
 
 def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
@@ -210,7 +209,11 @@ def _why_writable(path: Path, owners: Sequence[int], *, above: bool = False) -> 
     if found.st_mode & stat.S_IWOTH:
         return f"Anybody may write to {path}."
     if found.st_mode & stat.S_IWGRP and not (_is_private(found.st_gid) and not _has_access_list(path)):
-        return f"The members of group {_name_of(found.st_gid)} may write to {path}."
+        try:
+            group = grp.getgrgid(found.st_gid).gr_name
+        except KeyError:
+            group = str(found.st_gid)
+        return f"The members of group {group} may write to {path}."
     return ""
 
 
@@ -232,33 +235,16 @@ def _has_access_list(path: Path) -> bool:
     return False
 
 
-def _name_of(gid: int) -> str:
-    with suppress(KeyError):
-        return grp.getgrgid(gid).gr_name
-    return str(gid)
-
-
-def _seal(code: str, text: str) -> str:
-    return hashlib.sha256(f"{code}\0{text}".encode(errors="surrogateescape")).hexdigest()[:40]
-
-
-def _is_vouched(files: Mapping[str, bytes], found: Mapping[str, str]) -> bool:
-    """Whether the user has submitted this code, and with it each of these settings. They are those that were loaded,
-    and not read again: nobody can change them in between."""
-    code, known = code_digest(files), run_folder.vouched()
-    return all(_seal(code, text) in known for text in ("", *found))
-
-
 _COPIES: list[tempfile.TemporaryDirectory[str]] = []
-"""Taken away when this process ends."""
+"""Removed when this process ends."""
 
 
 def _private_copy(files: Mapping[str, bytes]) -> Path:
-    """The modules whose digest was looked up, where nobody can change them before they are imported."""
+    """The modules whose digest was checked, where nobody can change them before they are imported."""
     _COPIES.append(tempfile.TemporaryDirectory(prefix="trainkit-code-"))
     top = Path(_COPIES[-1].name)
     for name, content in files.items():
         if name.partition(os.sep)[0] not in _PROGRAM:
-            make_folder((top / name).parent)
-            write(top / name, content)
+            fileio.make_folder((top / name).parent)
+            fileio.write(top / name, content)
     return top

@@ -23,9 +23,8 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.process import Answer as Said
 from trainkit.process import NoAnswer, ask
 from trainkit.run import folder
-from trainkit.run.events import RunHistory, Submission, history_of
+from trainkit.run.events import ProcessId, RunHistory, Submission, history_of
 from trainkit.run.folder import RunDir, as_open_as
-from trainkit.run.lease import ProcessId
 
 if TYPE_CHECKING:
     from trainkit.launch.plan import Plan

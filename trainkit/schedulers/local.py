@@ -15,9 +15,8 @@ from trainkit import fileio
 from trainkit.errors import RefusedError
 from trainkit.launch.plan import Plan
 from trainkit.process import scrubbed
-from trainkit.run.events import Submission, cancelled, history_of, submitted
+from trainkit.run.events import ProcessId, Submission, cancelled, history_of, submitted
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import ProcessId
 from trainkit.schedulers import base
 from trainkit.schedulers.base import TASK, Answer, Function, Job, JobState, job_state, pickled, process_of
 

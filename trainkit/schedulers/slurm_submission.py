@@ -17,8 +17,8 @@ from trainkit.launch.plan import Plan
 from trainkit.process import Answer, NoAnswer, NoProgram, ask, scrubbed
 from trainkit.ranks import expand
 from trainkit.run.events import (
-    PendingSubmission,
     RunHistory,
+    Submission,
     cancelled,
     history_of,
     refused,
@@ -354,7 +354,7 @@ def adopt(
     return Search(frozenset(adopted), lost, complaint)
 
 
-def write_down(folder: RunDir, cut: PendingSubmission, job_ids: Sequence[str], *, adopted: bool = False) -> None:
+def write_down(folder: RunDir, cut: Submission, job_ids: Sequence[str], *, adopted: bool = False) -> None:
     """Write down the jobs that a submission has come to; those that were cancelled before anybody knew them, end now.
 
     Raises:
@@ -415,7 +415,7 @@ def _is_mine(folder: RunDir) -> bool:
         return False
 
 
-def _without(cut: PendingSubmission, complaint: str) -> JobState:
+def _without(cut: Submission, complaint: str) -> JobState:
     """No job was found."""
     process = cut.process
     if not cut.unanswered and process is not None and process.is_here() and process.is_alive():

@@ -26,9 +26,8 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import end_with_parent
 from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
-from trainkit.run.events import Attempt, Writer, history_of, submitted, writing
+from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
-from trainkit.run.lease import ProcessId
 from trainkit.swarm import address, processes
 from trainkit.swarm.address import (
     addresses_in,
