@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -43,6 +39,7 @@ SRUN_TASK: Env = {
 FIRST: Env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 BATCH_SHELL: Env = {**{name: value for name, value in SRUN_TASK.items() if "STEP" not in name}, **FIRST}
 SALLOC_SHELL: Env = {name: value for name, value in BATCH_SHELL.items() if name not in FIRST}
+NEWER_SALLOC_SHELL: Env = {**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}
 TORCHRUN: Env = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
     "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400",
@@ -139,15 +136,12 @@ def test_without_a_port_all_ranks_derive_one_anew_for_each_restart() -> None:
     assert port(MASTER_PORT="21234") == 21234
 
 
-@pytest.mark.parametrize("env", [SALLOC_SHELL, BATCH_SHELL], ids=["salloc", "batch"])
+@pytest.mark.parametrize(
+    "env", [SALLOC_SHELL, BATCH_SHELL, NEWER_SALLOC_SHELL], ids=["salloc", "batch", "newer salloc"]
+)
 @pytest.mark.parametrize("exported", [{}, {"MASTER_ADDR": "n1", "MASTER_PORT": "21234"}], ids=["plain", "with master"])
 def test_a_shell_inside_an_allocation_is_not_a_rank(env: Env, exported: Env) -> None:
     assert RankEnv.from_mapping({**env, **exported}) == RankEnv.single()
-
-
-def test_the_interactive_step_that_newer_sallocs_shell_runs_in_is_not_a_rank() -> None:
-    shell = {**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}
-    assert RankEnv.from_mapping(shell).launcher == "single"
 
 
 BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -189,15 +183,11 @@ def test_a_wrong_value_is_refused_by_name(env: Env, words: str) -> None:
 # ---------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize(("local_rank", "visible", "index"), [(0, 4, 0), (3, 4, 3), (3, 1, 0), (0, 1, 0)])
-def test_local_rank_indexes_what_is_visible(local_rank: int, visible: int, index: int) -> None:
-    assert device_index(local_rank, visible) == index
-
-
-@pytest.mark.parametrize(("local_rank", "visible"), [(2, 2), (0, 0)])
-def test_a_rank_without_a_device_is_refused(local_rank: int, visible: int) -> None:
-    with pytest.raises(UserError, match="has no device"):
-        device_index(local_rank, visible)
+def test_local_rank_indexes_what_is_visible() -> None:
+    assert [device_index(*case) for case in ((0, 4), (3, 4), (3, 1), (0, 1))] == [0, 3, 0, 0]
+    for local_rank, visible in ((2, 2), (0, 0)):
+        with pytest.raises(UserError, match="has no device"):
+            device_index(local_rank, visible)
 
 
 # SLURM's compact lists, as SLURM writes them.
@@ -227,35 +217,27 @@ def test_a_host_list_expands_in_its_own_order(nodelist: str, hosts: list[str]) -
 
 @pytest.mark.parametrize(
     "nodelist",
-    ["", "n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n1,", ",n1", "n1,,n2", "n1 n2", "n[1-2-3]"],
-)
-def test_a_malformed_host_list_is_refused(nodelist: str) -> None:
-    with pytest.raises(UserError, match="Cannot read the host list"):
-        expand(nodelist)
-
-
-@pytest.mark.parametrize(
-    "nodelist",
-    ["n[1-99999999999]", "n[1-9999]m[1-9999]", f"n[{'9' * 5000}]", "n[1-90000],m[1-90000]", "n," * 600_000 + "n"],
+    [
+        *("", "n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n1,", ",n1", "n1,,n2", "n1 n2", "n[1-2-3]"),
+        # More hosts than any machine has are not made.
+        *("n[1-99999999999]", "n[1-9999]m[1-9999]", f"n[{'9' * 5000}]", "n[1-90000],m[1-90000]", "n," * 600_000 + "n"),
+        "n[1-90000,1-90000]",
+    ],
     ids=lambda text: text[:20],
 )
-def test_a_list_of_more_hosts_than_any_machine_has_is_not_made(nodelist: str) -> None:
+def test_a_malformed_or_endless_host_list_is_refused(nodelist: str) -> None:
     with pytest.raises(UserError, match="Cannot read the host list") as caught:
         expand(nodelist)
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("counts", "numbers"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x3),1", [2, 2, 2, 1]), ("1,3(x2)", [1, 3, 3])]
-)
-def test_task_counts_give_one_number_per_node(counts: str, numbers: list[int]) -> None:
-    assert expand_counts(counts) == numbers
-
-
-@pytest.mark.parametrize("counts", ["", "x", "2(x)", "2(3)", "2,"])
-def test_malformed_task_counts_are_refused(counts: str) -> None:
-    with pytest.raises(UserError, match="tasks per node"):
-        expand_counts(counts)
+def test_task_counts_give_one_number_per_node() -> None:
+    assert [expand_counts(counts) for counts in ("4", "2(x3)", "2(x3),1", "1,3(x2)")] == [
+        [4], [2, 2, 2], [2, 2, 2, 1], [1, 3, 3]
+    ]  # fmt: skip
+    for malformed in ("", "x", "2(x)", "2(3)", "2,"):
+        with pytest.raises(UserError, match="tasks per node"):
+            expand_counts(malformed)
 
 
 @pytest.mark.parametrize(
@@ -319,55 +301,29 @@ def test_a_restart_begins_its_search_elsewhere_and_others_anywhere() -> None:
     assert start_for({}) is None
 
 
-def test_the_module_prints_one_port_and_imports_no_torch() -> None:
-    code = (
-        "import atexit, runpy, sys, trainkit.process; atexit.register(lambda: print('torch' in sys.modules))\n"
-        "runpy.run_module('trainkit.ranks', run_name='__main__')"
-    )
-    env = {**os.environ, "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "2"}
-    root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
-    port, torch_loaded = out.stdout.split()
-    assert int(port) in PORTS
-    assert torch_loaded == "False"
-
-
 def test_a_head_node_whose_name_does_not_resolve_is_refused() -> None:
     with pytest.raises(UserError, match=r"no-such-host\.invalid.*cannot be found"):
         check_head("no-such-host.invalid", 2)
 
 
-@pytest.mark.parametrize("addr", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
-def test_a_loopback_head_node_is_refused_on_several_nodes(addr: str) -> None:
-    with pytest.raises(UserError, match="is loopback"):
-        check_head(addr, 2)
-
-
-def test_loopback_is_fine_on_one_node_and_a_real_address_on_several() -> None:
-    check_head("127.0.0.1", 1)
+def test_a_loopback_head_node_is_refused_on_several_nodes_alone() -> None:
+    for addr in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
+        check_head(addr, 1)
+        with pytest.raises(UserError, match="is loopback"):
+            check_head(addr, 2)
     check_head("10.1.2.3", 2)
 
 
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
 
 
-@pytest.mark.parametrize(
-    "sealed",
-    [
-        b"",
-        b"n1",
-        THEIRS.seal("joined/1", b"n1"),
-        NO_SECRET.seal("joined/1", b"n1"),
-        OURS.seal("joined/0", b"n1"),  # moved here from another place
-        OURS.seal("joined/1", b"n1")[:-1],
-        OURS.seal("joined/1", b"n1") + b"2",
-    ],
-    ids=["nothing", "plain", "another secret", "no secret", "another purpose", "cut", "longer"],
-)
-def test_anything_else_is_a_forgery(sealed: bytes) -> None:
-    with pytest.raises(ForgedError):
-        OURS.unseal("joined/1", sealed)
-    assert OURS.unseal("joined/1", OURS.seal("joined/1", b"n1")) == b"n1"
+def test_what_was_not_sealed_for_its_place_with_the_secret_is_a_forgery() -> None:
+    ours = OURS.seal("joined/1", b"n1")
+    assert OURS.unseal("joined/1", ours) == b"n1"
+    others = (THEIRS.seal("joined/1", b"n1"), NO_SECRET.seal("joined/1", b"n1"), OURS.seal("joined/0", b"n1"))
+    for sealed in (b"", b"n1", *others, ours[:-1], ours + b"2"):
+        with pytest.raises(ForgedError):
+            OURS.unseal("joined/1", sealed)
 
 
 def test_names_say_nothing_to_who_does_not_know_the_secret() -> None:
@@ -376,13 +332,10 @@ def test_names_say_nothing_to_who_does_not_know_the_secret() -> None:
     assert "joined" not in OURS.name("joined/1")
 
 
-def test_it_is_read_from_the_environment_and_may_be_absent() -> None:
+def test_a_secret_is_read_from_the_environment_may_be_absent_and_is_not_short() -> None:
     assert Secret.from_mapping({VARIABLE: f" {OURS.text}\n"}) == OURS
     assert not Secret.from_mapping({})
     assert not Secret.from_mapping({VARIABLE: ""})
-
-
-def test_one_that_could_be_guessed_is_refused() -> None:
     with pytest.raises(UserError, match="too short"):
         Secret.from_mapping({VARIABLE: "swordfish"})
 

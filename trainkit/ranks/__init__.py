@@ -15,7 +15,7 @@ import random
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import NoReturn
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
-from trainkit.process import run_program
 
 PORTS = range(20000, 30000)
 """Below Linux's default ephemeral range (32768-60999): a port in that range can be taken, between our probe and
@@ -52,7 +51,9 @@ _MOST = 100_000
 """Hosts in one list; SLURM itself knows at most 65,533."""
 _LONGEST = 1 << 20
 """Characters of a list."""
-_ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")  # a comma inside brackets does not end an item
+_RANGES = r"\d{1,18}(?:-\d{1,18})?(?:,\d{1,18}(?:-\d{1,18})?)*"
+_ITEM = rf"(?:[^,\[\]\s]|\[{_RANGES}\])+"  # a comma inside brackets does not end an item
+_LIST = re.compile(rf"{_ITEM}(?:,{_ITEM})*")
 _NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)  # the last one of a host name
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -64,20 +65,33 @@ def expand(nodelist: str) -> list[str]:
     Raises UserError if it is empty, malformed, or longer than any machine's.
     """
     hosts: list[str] = []
-    position = 0
-    while position < len(nodelist) <= _LONGEST and len(hosts) <= _MOST:
-        item = _ITEM.match(nodelist, position)
-        if item is None:
-            raise _malformed(nodelist)
-        hosts += _expand_item(item.group(), nodelist)
-        position = item.end()
-        if position < len(nodelist):
-            if nodelist[position] != "," or position + 1 == len(nodelist):
-                raise _malformed(nodelist)
-            position += 1
-    if position < len(nodelist) or not 0 < len(hosts) <= _MOST:
-        raise _malformed(nodelist)
+    try:
+        if len(nodelist) > _LONGEST or not _LIST.fullmatch(nodelist):
+            raise ValueError
+        for item in re.findall(_ITEM, nodelist):
+            parts = re.split(r"[\[\]]", item)  # text, ranges, text, ...
+            choices = [_numbers(part) if at % 2 else [part] for at, part in enumerate(parts)]
+            if math.prod(map(len, choices)) + len(hosts) > _MOST:
+                raise ValueError
+            hosts += map("".join, itertools.product(*choices))
+    except ValueError:
+        raise UserError(
+            f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'.",
+            why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
+            fix="Give host names, or a list that 'scontrol show hostnames' can read.",
+        ) from None
     return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        count = int(last or first) - int(first) + 1
+        if not 0 < count <= _MOST - len(numbers):
+            raise ValueError
+        numbers += [str(int(first) + at).zfill(len(first)) for at in range(count)]
+    return numbers
 
 
 def fold(hosts: Sequence[str]) -> str:
@@ -91,58 +105,26 @@ def fold(hosts: Sequence[str]) -> str:
             rows.append([host])
         match = _NUMBER.fullmatch(host)
         following = f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
-    return ", ".join(_folded(row) if len(row) > 2 else ", ".join(row) for row in rows)
-
-
-def _folded(row: list[str]) -> str:
-    parts = [match.groups() for host in (row[0], row[-1]) if (match := _NUMBER.fullmatch(host)) is not None]
-    (before, first, after), (_, last, _) = parts
-    return f"{before}[{first}-{last}]{after}"
+    words: list[str] = []
+    for row in rows:
+        if len(row) > 2 and (match := _NUMBER.fullmatch(row[0])) is not None:
+            last = row[-1][len(match[1]) :].removesuffix(match[3])
+            words.append(f"{match[1]}[{match[2]}-{last}]{match[3]}")
+        else:
+            words += row
+    return ", ".join(words)
 
 
 def expand_counts(counts: str) -> list[int]:
     """SLURM_TASKS_PER_NODE, one number per node: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
-    numbers: list[int] = []
-    for item in counts.split(","):
-        match = _COUNT.fullmatch(item)
-        if match is None:
-            raise UserError(
-                f"Cannot read the tasks per node '{counts}'.",
-                why="SLURM writes them like '4' or '2(x3),1'.",
-                fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
-            )
-        numbers += [int(match[1])] * int(match[2] or 1)
-    return numbers
-
-
-def _expand_item(item: str, nodelist: str) -> Iterator[str]:
-    # re.split with a group alternates text, bracket content, text, ...
-    parts = re.split(r"\[([^\]]*)\]", item)
-    choices = [[part] if i % 2 == 0 else _expand_ranges(part, nodelist) for i, part in enumerate(parts)]
-    if math.prod(map(len, choices)) > _MOST:
-        raise _malformed(nodelist)
-    return map("".join, itertools.product(*choices))
-
-
-def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
-    numbers: list[str] = []
-    for piece in ranges.split(","):
-        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", piece)
-        if match is None:
-            raise _malformed(nodelist)
-        first, last = match[1], match[2] or match[1]
-        if not 0 <= int(last) - int(first) < _MOST:
-            raise _malformed(nodelist)
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return numbers
-
-
-def _malformed(nodelist: str) -> UserError:
-    return UserError(
-        f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'.",
-        why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
-        fix="Give host names, or a list that 'scontrol show hostnames' can read.",
-    )
+    found = [_COUNT.fullmatch(item) for item in counts.split(",")]
+    if None in found:
+        raise UserError(
+            f"Cannot read the tasks per node '{counts}'.",
+            why="SLURM writes them like '4' or '2(x3),1'.",
+            fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
+        )
+    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
 
 
 def derived_port(job: str, attempt: int) -> int:
@@ -387,19 +369,23 @@ class RankEnv:
         )  # fmt: skip
 
 
-def _in_blocks(read: Reader, rank: int, world_size: int, local_world_size: int, addr: str, port: int) -> RankEnv:
-    """A rank of nodes whose ranks follow one another."""
+def _place(
+    read: Reader,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    addr: str,
+    port: int,
+    hosts: tuple[str, ...] = (),
+    **known: int,
+) -> RankEnv:
+    """A rank; local_rank, node_rank and num_nodes are ``known``, or those of nodes whose ranks follow one another."""
+    size = max(local_world_size, 1)
+    blocks = {"local_rank": rank % size, "node_rank": rank // size, "num_nodes": -(-world_size // size)}
     return RankEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank % local_world_size,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=-(-world_size // local_world_size),
-        master_addr=addr,
-        master_port=port,
-        launcher=read.launcher,
-    )
+        rank=rank, world_size=world_size, local_world_size=local_world_size, master_addr=addr, master_port=port,
+        launcher=read.launcher, hosts=hosts, **(blocks | known),
+    )  # fmt: skip
 
 
 def device_index(local_rank: int, visible_device_count: int) -> int:
@@ -421,32 +407,21 @@ def device_index(local_rank: int, visible_device_count: int) -> int:
 
 def _from_torch_variables(read: Reader) -> RankEnv:
     rank, world_size, local_rank = (read.number(name) for name in _TORCH_VARIABLES)
+    addr, default = read.text("MASTER_ADDR"), None
+    # Azure ML tells the number of nodes, each with as many ranks; else all are on one machine.
+    if (nodes := read.number("AZUREML_NODE_COUNT", 0)) and world_size % nodes == 0:
+        default = world_size // nodes
+    elif world_size == 1 or is_loopback(addr):
+        default = world_size
+    local_world_size = read.number("LOCAL_WORLD_SIZE", default)
     node_name = "GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK"
-    addr = read.text("MASTER_ADDR")
-    local_world_size = read.number("LOCAL_WORLD_SIZE", _ranks_per_node(read, world_size, addr))
     node_rank = read.number(node_name, rank // max(local_world_size, 1))
     num_nodes = read.number("GROUP_WORLD_SIZE", -(-world_size // max(local_world_size, 1)))
     hosts = slurm_hosts(read.env) if read.launcher == "torchrun" else ()
-    return RankEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=addr,
-        master_port=read.number("MASTER_PORT"),
-        launcher=read.launcher,
-        hosts=hosts if len(hosts) == num_nodes else (),
-    )
-
-
-def _ranks_per_node(read: Reader, world_size: int, addr: str) -> int | None:
-    """Where it is not said: Azure ML tells the number of nodes, each with as many ranks; else all on one machine."""
-    nodes = read.number("AZUREML_NODE_COUNT", 0)
-    if nodes and world_size % nodes == 0:
-        return world_size // nodes
-    return world_size if world_size == 1 or is_loopback(addr) else None
+    return _place(
+        read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"),
+        hosts if len(hosts) == num_nodes else (), local_rank=local_rank, node_rank=node_rank, num_nodes=num_nodes,
+    )  # fmt: skip
 
 
 def _from_submitit_local(read: Reader) -> RankEnv:
@@ -460,28 +435,19 @@ def _from_submitit_local(read: Reader) -> RankEnv:
             fix="Unset TRAINKIT_SIMULATED_NODES; `python -m jobs.submit` sets it for its own jobs.",
         )
     port = read.number("MASTER_PORT", derived_port(f"local-{read.text('SUBMITIT_LOCAL_JOB_ID', '')}", 0))
-    return _in_blocks(read, rank, world_size, world_size // num_nodes, read.text("MASTER_ADDR", "127.0.0.1"), port)
+    return _place(read, rank, world_size, world_size // num_nodes, read.text("MASTER_ADDR", "127.0.0.1"), port)
 
 
 def _from_mpi(read: Reader, rank: str, size: str, local_rank: str, local_size: str) -> RankEnv:
     world_size = read.number(size)
-    alone = world_size == 1
-    mine, local = read.number(rank), read.number(local_rank, 0 if alone else None)
-    local_world_size = max(read.number(local_size, 1 if alone else None), 1)
+    is_alone = world_size == 1
+    mine, local = read.number(rank), read.number(local_rank, 0 if is_alone else None)
+    local_world_size = max(read.number(local_size, 1 if is_alone else None), 1)
     num_nodes = -(-world_size // local_world_size)
     # mpirun fills a node before the next one unless told otherwise (`--map-by node`); it sets no node number.
     node_rank = mine // local_world_size if mine % local_world_size == local else mine % num_nodes
-    return RankEnv(
-        rank=mine,
-        world_size=world_size,
-        local_rank=local,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_mpi_head(read, num_nodes),
-        master_port=read.number("MASTER_PORT", job_port(read.env)),
-        launcher=read.launcher,
-    )
+    addr, port = _mpi_head(read, num_nodes), read.number("MASTER_PORT", job_port(read.env))
+    return _place(read, mine, world_size, local_world_size, addr, port, local_rank=local, node_rank=node_rank)
 
 
 def _mpi_head(read: Reader, num_nodes: int) -> str:
@@ -498,12 +464,10 @@ def _mpi_head(read: Reader, num_nodes: int) -> str:
 
 
 def _from_slurm(read: Reader) -> RankEnv:
-    hosts = slurm_hosts(read.env)
-    rank = read.number("SLURM_PROCID")
+    hosts, rank = slurm_hosts(read.env), read.number("SLURM_PROCID")
     # The step's numbers, where they are: SLURM_NTASKS may be that of the whole allocation.
     world_size = read.number("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in read.env else "SLURM_NTASKS")
     node_rank, local_rank = read.number("SLURM_NODEID"), read.number("SLURM_LOCALID")
-    num_nodes = len(hosts) or read.number("SLURM_NNODES")
     step = "SLURM_STEP_TASKS_PER_NODE" in read.env
     tasks = expand_counts(read.text("SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"))
     if node_rank >= len(tasks):
@@ -513,18 +477,11 @@ def _from_slurm(read: Reader) -> RankEnv:
             fix="Submit from a shell without SLURM_* of another job.",
         )
     addr = read.text("MASTER_ADDR") if "MASTER_ADDR" in read.env else hosts[0] if hosts else None
-    return RankEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=tasks[node_rank],
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=addr or read.missing("SLURM_STEP_NODELIST"),
-        master_port=read.number("MASTER_PORT", job_port(read.env)),
-        launcher=read.launcher,
-        hosts=hosts,
-    )
+    return _place(
+        read, rank, world_size, tasks[node_rank], addr or read.missing("SLURM_STEP_NODELIST"),
+        read.number("MASTER_PORT", job_port(read.env)), hosts,
+        local_rank=local_rank, node_rank=node_rank, num_nodes=len(hosts) or read.number("SLURM_NNODES"),
+    )  # fmt: skip
 
 
 def _from_hand_set(read: Reader) -> RankEnv:
@@ -534,7 +491,7 @@ def _from_hand_set(read: Reader) -> RankEnv:
     rank, world_size = read.number("RANK"), read.number("WORLD_SIZE")
     addr = read.text("MASTER_ADDR")
     local_world_size = max(read.number("LOCAL_WORLD_SIZE", world_size if is_loopback(addr) else 1), 1)
-    return _in_blocks(read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"))
+    return _place(read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"))
 
 
 class ForgedError(Exception):
@@ -598,12 +555,3 @@ class Secret:
 
 NO_SECRET = Secret()
 """Of a single process, and of ranks that were started by hand without one."""
-
-
-def _print_port(_: Sequence[str], env: Mapping[str, str]) -> int:
-    print(free_port(start_for(env)))
-    return 0
-
-
-if __name__ == "__main__":
-    run_program(_print_port)
