@@ -332,7 +332,7 @@ def test_names_say_nothing_to_who_does_not_know_the_secret() -> None:
     assert "joined" not in OURS.name("joined/1")
 
 
-def test_a_secret_is_read_from_the_environment_may_be_absent_and_is_not_short() -> None:
+def test_a_secret_is_read_from_the_environment_or_absent_and_never_short() -> None:
     assert Secret.from_mapping({VARIABLE: f" {OURS.text}\n"}) == OURS
     assert not Secret.from_mapping({})
     assert not Secret.from_mapping({VARIABLE: ""})
