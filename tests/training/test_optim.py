@@ -427,7 +427,7 @@ def test_within_the_model_has_the_average_and_afterwards_its_own_weights() -> No
     assert torch.equal(ema.tensors()["weight"], average)
 
 
-def test_statistics_and_tied_weights_are_averaged_and_what_is_counted_or_frozen_is_not() -> None:
+def test_statistics_and_tied_weights_are_averaged_but_nothing_frozen() -> None:
     batchnorm, frozen = nn.BatchNorm1d(2), nn.Linear(2, 1).requires_grad_(False)
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight

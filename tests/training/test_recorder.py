@@ -392,7 +392,7 @@ def test_each_sample_counts_once_whatever_pads_the_last_batch(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_evaluated_in_batches_without_gradients_and_left_as_it_was(training: bool) -> None:
+def test_evaluation_needs_no_gradients_and_leaves_the_model_as_it_was(training: bool) -> None:
     """Each batch, of training's size where nobody says another, is a sign of life."""
     model, beats = Linear().train(training), list[int]()
     parts, answers = parts_of(model=model), iter([False, True])

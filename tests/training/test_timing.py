@@ -203,7 +203,7 @@ def test_a_straggler_is_who_is_slow_for_a_minute_and_makes_others_wait(
     assert {at: ranks for at, ranks in enumerate(named(*windows, hosts=hosts)) if ranks} == found
 
 
-def test_quick_records_are_looked_at_together_and_a_straggler_is_named_with_its_host() -> None:
+def test_quick_records_are_looked_at_together_and_stragglers_named() -> None:
     for count, found in ((10 * WINDOWS, [2]), (10 * WINDOWS - 1, [])):
         assert named(*[TENTH] * count, wall=WINDOW_SECONDS / 10 + 1e-6)[-1] == found
     watch = Stragglers(HOSTS)
