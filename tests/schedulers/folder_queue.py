@@ -56,7 +56,7 @@ class FolderQueue(Scheduler):
             submitted(run, plan.executor, ids[-1])
         return ids
 
-    def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
+    def states(self, jobs: Sequence[Job]) -> Answer:
         return Answer([self._state(job.submission.job_id) for job in jobs])
 
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:

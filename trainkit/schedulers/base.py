@@ -1,7 +1,12 @@
-"""The protocol of a scheduler, and what it says of jobs.
+"""The protocol of a scheduler, and the states of runs as their schedulers tell them.
 
 A scheduler is a file of this package, or ``launch.executor=package.module:build`` of the user's own. Nobody compares
 names: whoever must know something of a scheduler asks it, as `named(plan.executor).batch`.
+
+States are never stored. A run may have had many jobs: its state is that of the newest, and it is alive as long as any
+of them may be. Sites warn users whose programs ask often, so each scheduler is asked for all runs at once, a `Poller`
+bounds its questions, and `jobs.status`, which says how old its answer is, takes one that this user got a moment ago.
+That holds for a job as long as the run's own record has not changed. Nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -10,13 +15,15 @@ import json
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, plugins, terminal
 from trainkit.errors import RefusedError, UserError
@@ -38,10 +45,18 @@ Function = Callable[[str], str]
 Alive = Literal["yes", "no", "unknown"]
 """Whether a job may still write, now or after waiting in the queue. Unknown is never taken for no."""
 ENDED = frozenset(
-    (
-        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-        *("REVOKED", "TIMEOUT"),
-    )
+    [
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    ]
 )
 _ALIVE: Sequence[Alive] = ("no", "unknown", "yes")
 
@@ -93,11 +108,10 @@ class JobState:
 
     @property
     def _alone(self) -> Alive:
-        if self.is_gone or self.state in ENDED:
+        # Of a run that nobody has submitted, nothing is alive that one could ask for.
+        if self.is_gone or self.state in ENDED or not self.executor:
             return "no"
-        if self.state == "UNKNOWN":  # of a run that nobody has submitted, nothing is alive that one could ask for
-            return "unknown" if self.executor else "no"
-        return "yes" if self.executor else "no"
+        return "unknown" if self.state == "UNKNOWN" else "yes"
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,8 @@ class Job:
     submission: Submission
     newest: bool = True
     """Of an earlier one it only matters whether it is over."""
+    mark: str = ""
+    """What the record says of the run's jobs: as long as it is the same, nothing is known to have happened."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +136,6 @@ class Answer:
     """The queue has: what it does not have is over."""
     complaint: str = ""
     """Why somebody has not answered."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """What became of submissions that were cut short."""
-
-    adopted: frozenset[Path] = frozenset()
-    """Runs whose jobs have been found and written down."""
-    lost: Mapping[Path, JobState] = field(default_factory=dict)
-    """What is to be said of the others."""
-    complaint: str = ""
-    """Why the queue has not answered."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +269,8 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
-        """What the jobs do; of one that waits, why. ``heard`` is told of each command that is given."""
+    def states(self, jobs: Sequence[Job]) -> Answer:
+        """What the jobs do; of one that waits, why."""
 
     @abstractmethod
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
@@ -284,11 +288,10 @@ class Scheduler(ABC):
         """Those of the jobs that the scheduler, and not only the run's record, knows to be these runs'."""
         return []
 
-    def adopt(
-        self, cut_short: Sequence[tuple[RunDir, RunHistory]], *, heard: Callable[[str], None] = lambda command: None
-    ) -> Search:
-        """Look for jobs whose id nobody could write down, and write down those that are there."""
-        return Search()
+    def adopt(self, cut_short: Sequence[tuple[RunDir, RunHistory]]) -> Mapping[Path, JobState]:
+        """Look for jobs whose id nobody could write down, and write down those that are there; what is to be said of
+        the other runs."""
+        return {}
 
     # Of its own job, for the script that looks after the ranks
 
@@ -383,13 +386,11 @@ def around(env: Mapping[str, str], run: RunDir | None = None) -> tuple[Scheduler
         if (place := found.place(env)).job_id:
             return found, place
     submission = history_of(run).submission if run is not None else None
-    if submission is not None and ":" in submission.executor:
-        host = socket.gethostname()
-        scheduler = named(submission.executor)
-        place = scheduler.place(env)
-        return scheduler, place if place.job_id else Place(submission.job_id, (host,), host)
-    scheduler = batch_schedulers()[0]
-    return scheduler, scheduler.place(env)
+    if submission is None or ":" not in submission.executor:
+        return (found := batch_schedulers()[0]), found.place(env)
+    scheduler, host = named(submission.executor), socket.gethostname()
+    place = scheduler.place(env)
+    return scheduler, place if place.job_id else Place(submission.job_id, (host,), host)
 
 
 def unclaimed(index: int) -> str:
@@ -416,73 +417,61 @@ def pickled(folder: Path, runs: Sequence[RunDir], function: Function, start: Cal
     return ids
 
 
-# The states of runs, asked of the schedulers that started their jobs. Never stored.
-#
-# A run may have had many jobs. Its state is that of the newest, and it is alive as long as any of them may be.
-#
-# Sites warn users whose programs ask often. So each scheduler is asked for all runs at once, a `Poller` bounds its
-# questions, and `jobs.status`, which says how old its answer is, takes one that was given to this user a moment ago.
-# That holds for a job as long as the run's own record has not changed: what was started, cancelled, requeued or has
-# ended since is asked anew. Nothing is decided by it.
-
 ENDING_SECONDS = 60.0
 """How long to wait for a job that is being ended; SLURM gives its tasks 30 s by default."""
 KEPT_SECONDS = 20.0
 """With two commands each, that is six a minute."""
 CALLS_A_MINUTE = 6
 """Of one `Poller`, whatever happens."""
-EVERY_SECONDS = 20.0
+EVERY_SECONDS = 30.0
 SOON_SECONDS = 1.5
-_CALLS_FOR_ONE = 2  # squeue and sacct
-_FIELDS = ("state", "job_id", "executor", "reason", "nodes", "start")
-
-Heard = Callable[[str], None]
-
-
-def _unheard(command: str) -> None:
-    pass
+_CALLS_FOR_ONE = 2
+"""squeue and sacct; where a submission was cut short, both are also asked for its job."""
 
 
 def job_states(
     runs: Sequence[RunDir],
     lives: Sequence[RunHistory] | None = None,
     *,
-    heard: Heard = _unheard,
     aged: Callable[[float], None] | None = None,
 ) -> list[JobState]:
     """What each run does. SLURM is asked twice at most; twice more where a submission was cut short.
 
     Args:
         lives: those of the runs, where they have been read already.
-        heard: told of each command that a scheduler is asked by.
         aged: what was said to this user a moment ago will do, and this is told how many seconds ago that was.
             None: ask anew.
     """
-    known = [history_of(run) for run in runs] if lives is None else list(lives)
-    search = _adopted([(run, life) for run, life in zip(runs, known, strict=True) if life.cut_short], heard)
-    known = [history_of(run) if run.path in search.adopted else life for run, life in zip(runs, known, strict=True)]
+    known = dict(zip((run.path for run in runs), lives or map(history_of, runs), strict=True))
+    cut_short: dict[str, list[tuple[RunDir, RunHistory]]] = {}
+    for run in runs:
+        if (cut := known[run.path].cut_short) and ":" not in cut.executor:
+            cut_short.setdefault(cut.executor, []).append((run, known[run.path]))
+    lost: dict[Path, JobState] = {}
+    for name, group in cut_short.items():
+        lost |= named(name).adopt(group)
+        known |= {run.path: history_of(run) for run, _ in group}
     jobs: dict[Scheduler | str, list[Job]] = {}
-    marks: dict[Job, str] = {}
-    for run, life in zip(runs, known, strict=True):
+    for run in runs:
+        life = known[run.path]
         for item in life.submissions:
-            job = Job(run, item, newest=item is life.submissions[-1])
+            job = Job(run, item, item is life.submissions[-1], _mark(life))
             jobs.setdefault(_scheduler_of(job), []).append(job)
-            marks[job] = mark(life)
-    states: dict[tuple[Path, Submission], JobState] = {}
-    for scheduler, group in jobs.items():
-        if isinstance(scheduler, str):
-            found = [JobState("UNKNOWN", job.submission.job_id, job.submission.executor, scheduler) for job in group]
-        else:
-            answer = _ask(scheduler, group, marks, heard, aged)
-            found = [state or _by_record(scheduler, job.submission, answer)
-                     for job, state in zip(group, answer.states, strict=True)]  # fmt: skip
-        states |= {(job.run.path, job.submission): state for job, state in zip(group, found, strict=True)}
-    return [_state(run, life, states, search) for run, life in zip(runs, known, strict=True)]
+    states = {}
+    for scheduler, asked in jobs.items():
+        answer = scheduler if isinstance(scheduler, str) else _ask(scheduler, asked, aged)
+        for index, job in enumerate(asked):
+            states[job.run.path, job.submission] = _state_of(job.submission, scheduler, answer, index)
+    found = []
+    for run in runs:
+        life = known[run.path]
+        found.append(_state(life, [states[run.path, item] for item in life.submissions], lost.get(run.path)))
+    return found
 
 
-def job_state(run: RunDir, *, heard: Heard = _unheard) -> JobState:
+def job_state(run: RunDir) -> JobState:
     """What one run does."""
-    return job_states([run], heard=heard)[0]
+    return job_states([run])[0]
 
 
 def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
@@ -499,13 +488,13 @@ def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[
     return [item for group in unknown.values() for item in group if item not in own]
 
 
-def process_of(run: RunDir, job: JobState) -> ProcessId | None:
+def process_of(run: RunDir, job_id: str) -> ProcessId | None:
     """What looks after the ranks of a job that no scheduler knows, by the run's record."""
-    return next((item.process for item in history_of(run).submissions if item.job_id == job.job_id), None)
+    return next((item.process for item in history_of(run).submissions if item.job_id == job_id), None)
 
 
 def _has_started(run: RunDir, executor: str, job_id: str) -> bool:
-    process = process_of(run, JobState("", job_id))
+    process = process_of(run, job_id)
     return folder.has_started(run.path, executor, job_id, process.word() if process is not None else "")
 
 
@@ -531,51 +520,29 @@ def require_no_job(run: RunDir, *, force: bool) -> None:
         time.sleep(pause)
         pause *= 1.7
         state = job_state(run)
-    living = state.living()
-    which = ", ".join(job.job_id or "?" for job in living)
-    jobs = "job" if len(living) == 1 else "jobs"
+    living, why = state.living(), "Two jobs on one run would write over each other."
+    which = f"job{'s' * (len(living) > 1)} {', '.join(job.job_id or '?' for job in living)}"
     if state.alive == "yes":
         one = next(job for job in living if job.alive == "yes")
-        raise UserError(
-            f"{run.name} is {one.state} ({jobs} {which}).",
-            why="Two jobs on one run would write over each other.",
-            fix=f"Wait for it, or `{terminal.command('cancel', run.path)}` first.",
-        )
+        fix = f"Wait for it, or `{terminal.command('cancel', run.path)}` first."
+        raise UserError(f"{run.name} is {one.state} ({which}).", why=why, fix=fix)
     if state.alive == "unknown" and not force:
-        reason = next(job.reason for job in living)
-        known = f"{jobs} {which} of {run.name} still {'runs' if len(living) == 1 else 'run'}"
+        lives = f"{which} of {run.name} may run" if living[0].job_id else f"{run.name} has a job"
         raise UserError(
-            f"Nobody can tell whether {known if living[0].job_id else f'{run.name} has a job'}.",
-            why=f"{reason}. Two jobs on one run would write over each other.",
+            f"Nobody can tell whether {lives}.",
+            why=f"{living[0].reason}. {why}",
             fix="Ask again later or elsewhere; if you know that it has ended, add --force.",
         )
 
 
-def _adopted(cut_short: Sequence[tuple[RunDir, RunHistory]], heard: Heard) -> Search:
-    """What became of submissions that were cut short, by their schedulers."""
-    groups: dict[str, list[tuple[RunDir, RunHistory]]] = {}
-    for run, life in cut_short:
-        assert life.cut_short is not None
-        if ":" not in life.cut_short.executor:
-            groups.setdefault(life.cut_short.executor, []).append((run, life))
-    found = [named(name).adopt(group, heard=heard) for name, group in groups.items()]
-    lost = {path: state for search in found for path, state in search.lost.items()}
-    return Search(frozenset().union(*(search.adopted for search in found)), lost)
-
-
-def _state(
-    run: RunDir, life: RunHistory, known: Mapping[tuple[Path, Submission], JobState], search: Search
-) -> JobState:  # fmt: skip
-    states = [known[run.path, item] for item in reversed(life.submissions)]
-    state, *earlier = states or [_without_job(life)]
-    lost = search.lost.get(run.path)
-    if lost is not None:
-        if lost.alive == "no":  # the command that was to submit it came to nothing
-            state = replace(state, reason="; ".join(word for word in (state.reason, lost.reason) if word))
-        else:
-            state, earlier = lost, [state, *earlier]
-    also = tuple(job for job in earlier if job.alive != "no")
-    return replace(state, also=also) if also else state
+def _state(life: RunHistory, jobs: Sequence[JobState], lost: JobState | None) -> JobState:
+    """The state of a run whose jobs, oldest first, have these; ``lost``: of a submission that was cut short."""
+    state, *earlier = jobs[::-1] or [_without_job(life)]
+    if lost is not None and lost.alive == "no":  # the command that was to submit it came to nothing
+        state = replace(state, reason="; ".join(word for word in (state.reason, lost.reason) if word))
+    elif lost is not None:
+        state, earlier = lost, [state, *earlier]
+    return replace(state, also=tuple(job for job in earlier if job.alive != "no"))
 
 
 def _without_job(life: RunHistory) -> JobState:
@@ -587,14 +554,19 @@ def _without_job(life: RunHistory) -> JobState:
     return JobState("NOT SUBMITTED")
 
 
-def _by_record(scheduler: Scheduler, job: Submission, answer: Answer) -> JobState:
-    """Its scheduler does not know the job: long after its end where there is no accounting, or it does not answer."""
-    is_gone, name = answer.has_answered, scheduler.name
+def _state_of(job: Submission, scheduler: Scheduler | str, answer: Answer | str, index: int) -> JobState:
+    """What its scheduler says of a job, else its run's record: the scheduler forgets a job long after its end, or does
+    not answer."""
+    if isinstance(scheduler, str) or isinstance(answer, str):
+        return JobState("UNKNOWN", job.job_id, job.executor, str(answer))
+    if (known := answer.states[index]) is not None:
+        return known
+    is_gone, title = answer.has_answered, scheduler.title
+    state, why = "UNKNOWN", answer.complaint or f"{title} does not know the job"
     if job.finished or job.ended is not None:
-        reason = "by its own record; " + (f"{scheduler.title} has forgotten the job" if is_gone else answer.complaint)
-        return JobState("COMPLETED" if job.finished else str(job.ended), job.job_id, name, reason, is_gone=is_gone)
-    why = answer.complaint or f"{scheduler.title} does not know the job"
-    return JobState("UNKNOWN", job.job_id, name, why, is_gone=is_gone)
+        state = "COMPLETED" if job.finished else str(job.ended)
+        why = "by its own record; " + (f"{title} has forgotten the job" if is_gone else answer.complaint)
+    return JobState(state, job.job_id, scheduler.name, why, is_gone=is_gone)
 
 
 class Poller:
@@ -605,10 +577,9 @@ class Poller:
     """
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock = run, clock
-        self._calls: deque[float] = deque()
-        self._asked, self._soon = clock(), SOON_SECONDS
-        self._state = job_state(run, heard=self._heard)
+        self._run, self._clock, self._soon = run, clock, SOON_SECONDS
+        self._calls: list[float] = []
+        self._ask()
 
     def state(self, *, soon: bool = False) -> JobState:
         """The newest that is known.
@@ -617,69 +588,60 @@ class Poller:
             soon: something has happened that makes it worth asking again early.
         """
         pause = min(self._soon, EVERY_SECONDS) if soon else EVERY_SECONDS
-        local = ":" not in self._state.executor and not named(self._state.executor).batch
-        if local or self._may_ask(pause):
-            self._asked, self._soon = self._clock(), 2 * self._soon if soon else SOON_SECONDS
-            self._state = job_state(self._run, heard=self._heard)
+        now = self._clock()
+        self._calls = [call for call in self._calls if now - call < 60]
+        is_local = ":" not in self._state.executor and not named(self._state.executor).batch
+        if is_local or (now - self._asked >= pause and len(self._calls) + _CALLS_FOR_ONE <= CALLS_A_MINUTE):
+            self._soon = 2 * self._soon if soon else SOON_SECONDS
+            self._ask()
         return self._state
 
-    def _may_ask(self, pause: float) -> bool:
-        now = self._clock()
-        while self._calls and now - self._calls[0] > 60:
-            self._calls.popleft()
-        return now - self._asked >= pause and len(self._calls) + _CALLS_FOR_ONE <= CALLS_A_MINUTE
-
-    def _heard(self, command: str) -> None:
-        self._calls.append(self._clock())
+    def _ask(self) -> None:
+        self._asked = self._clock()
+        self._calls += [self._asked] * (_CALLS_FOR_ONE * (2 if history_of(self._run).cut_short else 1))
+        self._state = job_state(self._run)
 
 
-def mark(life: RunHistory) -> str:
-    """What a run's record says of its jobs: as long as it is the same, nothing is known to have happened."""
+def _mark(life: RunHistory) -> str:
     jobs = [(job.job_id, job.time, job.cancelled, job.ended, job.finished) for job in life.submissions]
     attempts = (life.started.get("time"), life.outcome, len(life.failures), len(life.handed_back), len(life.requeued))
     return json.dumps([jobs, attempts])
 
 
-def _ask(
-    scheduler: Scheduler, jobs: Sequence[Job], marks: Mapping[Job, str], heard: Heard,
-    aged: Callable[[float], None] | None,
-) -> Answer:  # fmt: skip
-    """What a scheduler says of jobs, or has said of all of them within `KEPT_SECONDS`.
+@dataclass(frozen=True)
+class _Kept:
+    """What a scheduler has said of a job."""
 
-    Args:
-        marks: of their runs' records, see `mark`.
-    """
+    asked: float
+    mark: str
+    complaint: str
+    state: tuple[str, str, str, str, str, str] | None
+    """The first fields of its `JobState`."""
+
+
+def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None] | None) -> Answer:
+    """What a scheduler says of jobs, or has said of all of them within `KEPT_SECONDS`."""
     if aged is None or not scheduler.batch:
-        return scheduler.states(jobs, heard=heard)
+        return scheduler.states(jobs)
     now, file = time.time(), folder.state_file("queue.json")
+    kept = TypeAdapter(dict[str, _Kept])
+    try:
+        known = kept.validate_python(fileio.read_object(file))
+    except ValidationError:
+        known = {}
+    known = {key: item for key, item in known.items() if 0 <= now - item.asked < KEPT_SECONDS}
     keys = [f"{scheduler.name} {job.submission.job_id}" for job in jobs]
-    known = {
-        key: item
-        for key, item in fileio.read_object(file).items()
-        if _is_whole(item) and 0 <= now - item["asked"] < KEPT_SECONDS
-    }
-    if all(key in known and known[key]["mark"] == marks[job] for key, job in zip(keys, jobs, strict=True)):
+    if all(key in known and known[key].mark == job.mark for key, job in zip(keys, jobs, strict=True)):
         mine = [known[key] for key in keys]
-        aged(max(now - item["asked"] for item in mine))
-        states = [JobState(*item["state"]) if item["state"] else None for item in mine]
-        return Answer(states, complaint=next((item["complaint"] for item in mine if item["complaint"]), ""))
-    answer = scheduler.states(jobs, heard=heard)
+        aged(max(now - item.asked for item in mine))
+        states = [JobState(*item.state) if item.state else None for item in mine]
+        return Answer(states, complaint=next((item.complaint for item in mine if item.complaint), ""))
+    answer = scheduler.states(jobs)
     if answer.has_answered:
         for key, job, state in zip(keys, jobs, answer.states, strict=True):
-            fields = [getattr(state, name) for name in _FIELDS] if state is not None else None
-            known[key] = {"asked": now, "mark": marks[job], "complaint": answer.complaint, "state": fields}
-        try:
+            fields = None if state is None else astuple(state)[:6]
+            known[key] = _Kept(now, job.mark, answer.complaint, fields)
+        with suppress(OSError):  # a home that cannot be written costs only a question more
             folder.make_state_folder(file.parent)
-            fileio.write(file, json.dumps(known), file.parent)
-        except OSError:  # a home that cannot be written costs only a question more
-            pass
+            fileio.write(file, kept.dump_json(known).decode(), file.parent)
     return answer
-
-
-def _is_whole(item: Any) -> bool:
-    if not isinstance(item, dict) or not fileio.is_time(item.get("asked")):
-        return False
-    state = item.get("state")
-    texts = [item.get("mark"), item.get("complaint"), *(state if isinstance(state, list) else ())]
-    fits = state is None or (isinstance(state, list) and len(state) == len(_FIELDS))
-    return fits and all(isinstance(text, str) for text in texts)

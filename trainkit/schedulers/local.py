@@ -55,13 +55,12 @@ class Local(base.Scheduler):
             log = folder / "logs" / "batch.out"
             fileio.make_folder(log.parent, folder)
             with fileio.append(log, folder) as out:
-                controller = subprocess.Popen(
+                CONTROLLERS.append(subprocess.Popen(
                     [sys.executable, "-u", "-m", CONTROLLER, str(folder), str(cwd)],
                     cwd=runs[0].code,  # the snapshot, so that edits cannot reach the attempts to come
                     env=scrubbed(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                )  # fmt: skip
-            CONTROLLERS.append(controller)
-            return str(controller.pid)
+                ))  # fmt: skip
+            return str(CONTROLLERS[-1].pid)
 
         before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
         job_ids = pickled(folder, runs, function, start)
@@ -70,17 +69,17 @@ class Local(base.Scheduler):
             submitted(run, plan.executor, job_id, controller, attempts_before=attempts)
         return job_ids
 
-    def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
+    def states(self, jobs: Sequence[Job]) -> Answer:
         return Answer([_state(job.run, job.submission) for job in jobs])
 
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
         """Those of controllers that were started with the run's folder as an argument."""
-        return [(run, job) for run, job in jobs if _has_folder_as_argument(process_of(run, job), run)]
+        return [(run, job) for run, job in jobs if _is_of_run(process_of(run, job.job_id), run)]
 
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
         # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
         for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
-            process = process_of(run, state)
+            process = process_of(run, state.job_id)
             if process is None or not process.is_here():
                 where = process.host if process else "another machine"
                 raise RefusedError(
@@ -89,26 +88,28 @@ class Local(base.Scheduler):
                     fix=f"Log in to {where}.",
                 )
             cancelled(run, state.job_id)
-            in_sweep = (run.path.parent / "sweep.json").is_file()
+            in_sweep, deadline = _is_in_sweep(run), time.monotonic() + PATIENCE_SECONDS
             if not in_sweep or job_state(run).state == "RUNNING":
                 # INT ends one run of a sweep, TERM all that its process has to do.
                 process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
-                deadline = time.monotonic() + PATIENCE_SECONDS
                 while time.monotonic() < deadline:
                     if not (job_state(run).alive != "no" if in_sweep else process.is_alive()):
                         break
                     time.sleep(0.05)
             if not in_sweep:
-                # Its ranks die with it: each has asked the kernel for that.
-                process.signal(signal.SIGKILL)
+                process.signal(signal.SIGKILL)  # its ranks die with it: each has asked the kernel for that
             ended(run, state)
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
-        process = process_of(run, job)
+        process = process_of(run, job.job_id)
         return f"kill {process.pid if process else 'NUMBER'}"
 
 
-def _has_folder_as_argument(process: ProcessId | None, run: RunDir) -> bool:
+def _is_in_sweep(run: RunDir) -> bool:
+    return (run.path.parent / "sweep.json").is_file()
+
+
+def _is_of_run(process: ProcessId | None, run: RunDir) -> bool:
     import psutil
 
     if process is None or not process.is_here() or not process.is_alive():
@@ -117,26 +118,28 @@ def _has_folder_as_argument(process: ProcessId | None, run: RunDir) -> bool:
         words = psutil.Process(process.pid).cmdline()
     except psutil.Error:
         return False
-    folder = os.path.realpath(run.path)
-    folders = {folder, os.path.dirname(folder)} if os.path.isfile(run.path.parent / "sweep.json") else {folder}
+    folders = {os.path.realpath(folder) for folder in [run.path, *([run.path.parent] if _is_in_sweep(run) else [])]}
     return CONTROLLER in words and any(os.path.realpath(word) in folders for word in words)
 
 
 def _state(run: RunDir, submission: Submission) -> JobState:
-    job_id, executor, process = submission.job_id, submission.executor or "local", submission.process
+    process, reason, nodes = submission.process, "", ""
     if submission.ended is not None:
-        return JobState(submission.ended, job_id, executor)
-    if process is None or not process.is_here():
-        where = f"it runs on {process.host}; ask there" if process else "its process is not recorded"
-        return JobState("UNKNOWN", job_id, executor, where)
-    if not process.is_alive():
+        state = submission.ended
+    elif process is None or not process.is_here():
+        state = "UNKNOWN"
+        reason = f"it runs on {process.host}; ask there" if process else "its process is not recorded"
+    elif not process.is_alive():
         again = history_of(run).submission  # it may have ended between the two looks
-        if again is not None and again.job_id == job_id and again.ended is not None:
-            return JobState(again.ended, job_id, executor)
-        return JobState("FAILED", job_id, executor, "the process that ran it is gone without a word")
-    if len(run.attempts()) > submission.attempts_before:
-        return JobState("RUNNING", job_id, executor, nodes=process.host)
-    return JobState("PENDING", job_id, executor, "waits for its turn")
+        if again is not None and again.job_id == submission.job_id and again.ended is not None:
+            state = again.ended
+        else:
+            state, reason = "FAILED", "the process that ran it is gone without a word"
+    elif len(run.attempts()) > submission.attempts_before:
+        state, nodes = "RUNNING", process.host
+    else:
+        state, reason = "PENDING", "waits for its turn"
+    return JobState(state, submission.job_id, submission.executor or "local", reason, nodes)
 
 
 def build() -> base.Scheduler:

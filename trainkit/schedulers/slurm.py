@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,17 +21,22 @@ from trainkit.process import NoAnswer, NoProgram, scrubbed
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base, slurm_script
-from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Search, Start
+from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
 from trainkit.schedulers.slurm_submission import (
     NAME,
+    is_job_of,
     job_id_in,
     names,
     persist,
+    queue,
+    queued_scripts,
     read_sacct,
     read_squeue,
     read_start,
     run,
+    search,
     told,
+    write_down,
 )
 from trainkit.site.profile import Partition, Site, read_nodes, read_partitions
 
@@ -39,7 +44,7 @@ ARGUMENTS = "TRAINKIT_ARGUMENTS"
 """Environment variable of the templates: the preset and the settings that sbatch was given, one a line."""
 _DEFAULT_ARRAY = 1001
 _NO_CLUSTER = "Could not establish a configuration source"
-_SQUEUE_FORMAT = "%i|%T|%r|%M|%N|%S"
+_SQUEUE, _SACCT = "%i|%T|%r|%M|%N|%S", "JobID,State,ExitCode,NodeList"
 # What scancel, and the controller, say of a job.
 _OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
 _DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
@@ -79,15 +84,13 @@ class Slurm(base.Scheduler):
 
     def largest_array(self) -> int:
         """Its indices count from 0, and MaxArraySize is one more than the highest; SLURM's default if it says none."""
-        try:
+        config = ""
+        with contextlib.suppress(NoAnswer):
             config = run("scontrol", "show", "config").shown().require()
-        except NoAnswer:
-            return _DEFAULT_ARRAY
         size = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", config, flags=re.MULTILINE)
         return max(int(size[1]), 1) if size else _DEFAULT_ARRAY
 
     def questions(self, user: str, account_fields: str, summary_format: str) -> dict[str, tuple[str, ...]]:
-        """Commands that tell what the site is, by what they tell."""
         return {
             "config": ("scontrol", "show", "config"),
             "partitions": ("scontrol", "show", "partition", "-o"),
@@ -99,7 +102,6 @@ class Slurm(base.Scheduler):
         }
 
     def ask(self, command: Sequence[str], env: Mapping[str, str]) -> process.Answer:
-        """What a command of `questions` says. Raises NoAnswer."""
         return run(*command, env=env).shown()
 
     def has_pyxis(self, env: Mapping[str, str] | None = None) -> bool | None:
@@ -133,28 +135,19 @@ class Slurm(base.Scheduler):
     def submit(
         self, folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
     ) -> list[str]:
-        from trainkit.schedulers.slurm_submission import queue
-
         return queue(folder, runs, plan, function, env)
 
-    def adopt(
-        self, cut_short: Sequence[tuple[RunDir, RunHistory]], *, heard: Callable[[str], None] = lambda command: None
-    ) -> Search:
-        from trainkit.schedulers.slurm_submission import adopt
-
-        return adopt(cut_short, heard=heard)
+    def adopt(self, cut_short: Sequence[tuple[RunDir, RunHistory]]) -> Mapping[Path, JobState]:
+        return search(cut_short)[0]
 
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
         """Those whose script, as SLURM has it, is the run's."""
-        from trainkit.schedulers.slurm_submission import is_job_of, queued_scripts
-
-        try:
+        scripts: Mapping[str, str] = {}
+        with contextlib.suppress(NoAnswer):
             scripts = queued_scripts()
-        except NoAnswer:
-            scripts = {}
         return [(run, job) for run, job in jobs if is_job_of(run, job.job_id, scripts.get(job.job_id, ""))]
 
-    def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
+    def states(self, jobs: Sequence[Job]) -> Answer:
         """By squeue, and sacct for what it has forgotten: two commands at most."""
         if not jobs:
             return Answer()
@@ -162,19 +155,16 @@ class Slurm(base.Scheduler):
         wanted = {job.submission.job_id for job in jobs if job.newest}
         complaint, has_answered = "", True
         found: dict[str, JobState] = {}
-        # `-t all` also shows jobs that have just ended, with or without accounting.
-        heard("squeue")
-        try:
-            found = read_squeue(told("squeue", "-h", "-r", "-t", "all", "-j", _listed(ids), "-o", _SQUEUE_FORMAT))
+        try:  # `-t all` also shows jobs that have just ended, with or without accounting
+            found = read_squeue(told("squeue", "-h", "-r", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _SQUEUE))
         except NoAnswer as error:
             if "invalid job id" not in error.words.lower():  # which only means that the queue has forgotten it
                 complaint, has_answered = error.words, False
         # An ended job's own word is in the accounts: squeue shows COMPLETING and forgets.
         if missing := (wanted if has_answered else ids) - found.keys():
-            heard("sacct")
-            fields = "JobID,State,ExitCode,NodeList"
+            command = ("sacct", "-X", "-n", "-P", "-D", "-j", ",".join(sorted(missing)), "-o", _SACCT)
             try:
-                accounts = read_sacct(told("sacct", "-X", "-n", "-P", "-D", "-j", _listed(missing), "-o", fields))
+                accounts = read_sacct(told(*command))
                 known = {job: state for job, state in accounts.items() if job in missing}
                 found |= known if has_answered else {job: _doubted(state) for job, state in known.items()}
             except NoAnswer as error:
@@ -230,8 +220,6 @@ class Slurm(base.Scheduler):
         it was cancelled before anybody knew it."""
         cut = history_of(run).cut_short
         if cut is not None and cut.cancelled:
-            from trainkit.schedulers.slurm_submission import write_down
-
             with contextlib.suppress(NoAnswer):
                 write_down(run, cut, [job_of(env)])
             return
@@ -244,29 +232,19 @@ class Slurm(base.Scheduler):
                     fileio.copy(found, mine, folder)
 
     def own_job(self, job_id: str) -> OwnJob:
-        try:
-            answer = persist("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r")
-        except NoAnswer:
-            return OwnJob()
-        state, excluded, required, reason, *_ = (answer + "|||").split("|")
+        answer = _lines("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r") or [""]
+        state, excluded, required, reason, *_ = (answer[0] + "|||").split("|")
         return OwnJob(state, names(excluded), names(required), reason)
 
     def nodes(self, partition: str) -> dict[str, NodeState]:
         where = ["-p", partition] if partition else []
-        try:
-            lines = persist("sinfo", "-h", "-N", *where, "-o", "%N %t %G %f").splitlines()
-        except NoAnswer:
-            return {}
+        lines = _lines("sinfo", "-h", "-N", *where, "-o", "%N %t %G %f")
         rows = [words for line in lines if len(words := line.split(None, 2)) > 1]
         return {words[0]: NodeState(words[1], "".join(words[2:])) for words in rows}
 
     def restarted(self, nodes: Sequence[str], since: float) -> dict[str, str]:
-        try:
-            lines = persist("scontrol", "show", "node", "-o", ",".join(nodes)).splitlines() if nodes else []
-        except NoAnswer:
-            return {}
         found = {}
-        for line in lines:
+        for line in _lines("scontrol", "show", "node", "-o", ",".join(nodes)) if nodes else []:
             fields = dict(word.partition("=")[::2] for word in line.split())
             for key, what in (("SlurmdStartTime", "its slurmd was started"), ("BootTime", "it was booted")):
                 with contextlib.suppress(ValueError):  # "None", of a node that has not answered yet
@@ -303,16 +281,20 @@ class Slurm(base.Scheduler):
         return new
 
 
+def _lines(*command: str) -> list[str]:
+    """What it prints, asked again and again; nothing where it does not answer, which is no reason to lose a run."""
+    try:
+        return persist(*command).splitlines()
+    except NoAnswer:
+        return []
+
+
 def _doubted(state: JobState) -> JobState:
     """By the accounts alone: SLURM may have put it back into the queue since."""
     if state.state not in ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "REQUEUED"):
         return state
     reason = f"the accounts say {state.state}, and the queue, to which it may have returned, does not answer"
     return replace(state, state="UNKNOWN", reason=reason)
-
-
-def _listed(job_ids: Iterable[str]) -> str:
-    return ",".join(sorted(job_ids))
 
 
 def _not_cancelled(job_ids: Sequence[str], words: str) -> SchedulerError:

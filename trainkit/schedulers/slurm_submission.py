@@ -1,4 +1,12 @@
-"""Run SLURM's programs, and submit a job exactly once."""
+"""Run SLURM's programs, and submit a job exactly once.
+
+What the programs print is read as text: their JSON differs between versions. One that fails, or has not answered in
+time, is `NoAnswer`, whoever has asked; what a run is lost without is asked again (`persist`).
+
+A job whose id nobody could write down (the command that had called sbatch was killed, or sbatch has had no answer) is
+found by its script: each submission gives SLURM a path of its own, a link in ``.submitit`` to the script in the run's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,8 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -27,12 +36,7 @@ from trainkit.run.events import (
     unanswered,
 )
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import Function, JobState, Search, Start, pickled, unclaimed
-
-# SLURM's programs, run in one place, and what they print as text. Its JSON differs between its versions.
-#
-# A program that fails, or has not answered in time, is `NoAnswer`, whoever has asked. What a run is lost without is
-# asked again (`persist`).
+from trainkit.schedulers.base import Function, JobState, Start, pickled, unclaimed
 
 NAME = "slurm"
 PAUSES = (0.0, 2.0, 5.0)
@@ -80,9 +84,9 @@ def persist(
     Raises:
         NoAnswer: not even when it was asked for the last time.
     """
-    failure: NoAnswer | None = None
+    failure = NoAnswer("")
     for number, pause in enumerate((*PAUSES, *PATIENCE) if patiently else PAUSES):
-        if failure is not None and number >= len(PAUSES) and not _GONE.search(failure.words):
+        if number >= len(PAUSES) and not _GONE.search(failure.words):
             break
         time.sleep(pause)
         if number and (answer := done_already()):
@@ -93,20 +97,20 @@ def persist(
             raise
         except NoAnswer as error:
             failure = error
-    assert failure is not None
     if answer := done_already():
         return answer
     raise failure
 
 
-# What they print
+def _rows(text: str) -> Iterator[list[str]]:
+    for line in text.splitlines():
+        yield [terminal.one_line(field, _LONGEST) for field in line.strip().split("|")]
 
 
 def read_squeue(text: str) -> dict[str, JobState]:
     """Jobs by id from ``squeue -h -r -o "%i|%T|%r|%M|%N|%S"``."""
     found = {}
-    for line in text.splitlines():
-        fields = [terminal.one_line(field, _LONGEST) for field in line.strip().split("|")]
+    for fields in _rows(text):
         if len(fields) in (5, 6):
             job_id, state, reason, _, nodes, start = [*fields, ""][:6]
             start = start if state == "PENDING" and re.fullmatch(r"[\dT:-]{16,}", start) else ""
@@ -117,14 +121,12 @@ def read_squeue(text: str) -> dict[str, JobState]:
 def read_sacct(text: str) -> dict[str, JobState]:
     """Jobs by id from ``sacct -X -n -P -D -o JobID,State,ExitCode,NodeList``; of a requeued job the newest run."""
     found = {}
-    for line in text.splitlines():
-        fields = [terminal.one_line(field, _LONGEST) for field in line.strip().split("|")]
+    for fields in _rows(text):
         if len(fields) == 4 and "[" not in fields[0]:
             job_id, state, exit_code, nodes = fields
+            state = state.split()[0] if state else "UNKNOWN"  # "CANCELLED by 0"
             reason = f"exit code {exit_code}" if exit_code not in ("", "0:0") else ""
-            nodes = "" if nodes == "None assigned" else nodes
-            # "CANCELLED by 0"
-            found[job_id] = JobState(state.split()[0] if state else "UNKNOWN", job_id, NAME, reason, nodes)
+            found[job_id] = JobState(state, job_id, NAME, reason, "" if nodes == "None assigned" else nodes)
     return found
 
 
@@ -155,12 +157,6 @@ def job_id_in(text: str) -> str:
     match = re.search(r"^(\d{1,20})(?:;.*)?$", text, flags=re.MULTILINE)
     return match[1] if match is not None else ""
 
-
-# Queueing a job with sbatch, and finding one whose id nobody could write down: the command that had called sbatch was
-# killed, or sbatch has had no answer.
-#
-# SLURM knows which script each job was submitted with. Each submission gives it a path of its own, a link in
-# ``.submitit`` to the script in the run's folder, so that its job is told from all others.
 
 SBATCH_SECONDS = 300.0
 """So long sbatch may take; who called it on another machine may live until then."""
@@ -241,27 +237,28 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
     Raises:
         SchedulerError: there are none; where nobody can tell, the runs' records say so.
     """
+    complaint = ""
     for pause in SEARCH_PAUSES[: 1 if error.is_answer else None]:
         time.sleep(pause)
-        search = adopt([(item, history_of(item)) for item in runs if history_of(item).cut_short])
+        _, complaint = search([(item, life) for item in runs if (life := history_of(item)).cut_short])
         lives = [history_of(item) for item in runs]
         if not any(life.cut_short for life in lives):
             job_ids = [life.submission.job_id for life in lives if life.submission is not None]
             print(f"sbatch has failed ({error.why}), and has queued the job: {job_ids[0]}.", file=sys.stderr)
             return job_ids
-        if search.complaint:
+        if complaint:
             break
-    if error.is_answer and (not search.complaint or "Batch job submission failed" in error.why):
+    if error.is_answer and (not complaint or "Batch job submission failed" in error.why):
         for index, item in enumerate(runs):
             refused(item, error.why)
             (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
         raise SchedulerError(error.what, why=error.why, fix=way_out(error.why, plan))
     for item in runs:
         unanswered(item, error.why)
+    asked = f"SLURM cannot be asked: {complaint}" if complaint else "SLURM has no job of it yet"
     raise SchedulerError(
         f"Nobody can tell whether SLURM has taken the job of {folder}.",
-        why=f"sbatch said: {error.why}. "
-        + (f"SLURM cannot be asked: {search.complaint}." if search.complaint else "SLURM has no job of it yet."),
+        why=f"sbatch said: {error.why}. {asked}.",
         fix=f"Do not submit it anew: `{terminal.command('status', folder)}` looks for the job, "
         f"`{terminal.command('cancel', folder)}` ends it if it comes.",
     )
@@ -302,10 +299,8 @@ def way_out(words: str, plan: Plan) -> str:
     asked = [item for item in given if item.source.kind not in ("default", "derived", "trainkit")] or given
     what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in asked)
     ways = [f"Change {what}."] if what else []
-    if "account" in options or "qos" in options:
-        missing = [
-            f"--{name}" for name in ("account", "qos") if name in options and name not in {i.name for i in given}
-        ]
+    if {"account", "qos"} & {*options}:
+        missing = [f"--{name}" for name in ("account", "qos") if name in {*options} - {item.name for item in given}]
         ways += [f"No {' or '.join(missing)} is given: SLURM takes your default."] if missing else []
         ways += ["`python -m jobs.cluster show` lists your accounts and QOS."]
     if _TOO_MANY.search(words):
@@ -313,45 +308,39 @@ def way_out(words: str, plan: Plan) -> str:
     return " ".join([*ways, "`--dry-run` shows all that is submitted, and who has said it."])
 
 
-def adopt(
-    cut_short: Sequence[tuple[RunDir, RunHistory]], *, heard: Callable[[str], None] = lambda command: None
-) -> Search:
-    """Look for the jobs of these runs, and write down those that are there, with one call or two."""
-    if not cut_short:
-        return Search()
+def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, JobState], str]:
+    """Look for the jobs of these runs, with one call or two, and write down those that are there.
+
+    What is to be said of the others, and why the queue has not answered.
+    """
     complaint, scripts = "", {}
-    heard("squeue")
     try:
         scripts = queued_scripts()
     except NoAnswer as error:
         complaint = error.words
-    found = {folder.path: _jobs_of(folder, life, scripts) for folder, life in cut_short}
+    found = {run.path: _jobs_of(run, life, scripts) for run, life in cut_short}
     if not all(found.values()):  # it may have ended, and be forgotten
-        heard("sacct")
         since = min(life.cut_short.time for _, life in cut_short if life.cut_short is not None) - 60
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(max(since, 0)))
-        try:
-            me = str(os.geteuid())
+        me = str(os.geteuid())
+        with suppress(NoAnswer):  # no accounting, or older than 21.08
             accounts = read_scripts(told("sacct", "-X", "-n", "-P", "-u", me, "-S", start, "-o", "JobID,SubmitLine"))
-        except NoAnswer:  # no accounting, or older than 21.08
-            accounts = {}
-        found = {folder.path: found[folder.path] or _jobs_of(folder, life, accounts) for folder, life in cut_short}
-    adopted, lost = set(), {}
-    for folder, life in cut_short:
+            found = {run.path: found[run.path] or _jobs_of(run, life, accounts) for run, life in cut_short}
+    lost = {}
+    for run, life in cut_short:
         assert life.cut_short is not None
-        if found[folder.path] and _is_mine(folder):
+        job_ids = found[run.path]
+        if not job_ids:
+            lost[run.path] = _without(life.cut_short, complaint)
+        elif not _is_mine(run):
+            lost[run.path] = JobState("UNKNOWN", job_ids[-1], NAME, "its record is not yours to mend")
+        else:
             try:
-                write_down(folder, life.cut_short, found[folder.path], adopted=True)
+                write_down(run, life.cut_short, job_ids, adopted=True)
             except NoAnswer as error:
                 reason = f"it is to be cancelled, and scancel does not do it: {error.words}"
-                lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], NAME, reason)
-                continue
-            adopted.add(folder.path)
-        elif found[folder.path]:
-            lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], NAME, "its record is not yours to mend")
-        else:
-            lost[folder.path] = _without(life.cut_short, complaint)
-    return Search(frozenset(adopted), lost, complaint)
+                lost[run.path] = JobState("UNKNOWN", job_ids[-1], NAME, reason)
+    return lost, complaint
 
 
 def write_down(folder: RunDir, cut: Submission, job_ids: Sequence[str], *, adopted: bool = False) -> None:
@@ -417,16 +406,22 @@ def _is_mine(folder: RunDir) -> bool:
 
 def _without(cut: Submission, complaint: str) -> JobState:
     """No job was found."""
-    process = cut.process
-    if not cut.unanswered and process is not None and process.is_here() and process.is_alive():
-        return JobState("UNKNOWN", "", NAME, f"process {process.pid} is just submitting it")
+    process, is_dead = cut.process, False
+    if process is not None and process.is_here():
+        is_dead = not process.is_alive()
+        if not is_dead and not cut.unanswered:
+            return JobState("UNKNOWN", "", NAME, f"process {process.pid} is just submitting it")
     what = f"sbatch had no answer ({cut.unanswered})" if cut.unanswered else "its submission was cut short"
+    left = cut.time + LATE_SECONDS - time.time()
+    is_recent = time.time() - cut.time < SBATCH_SECONDS
     if complaint:
-        return JobState("UNKNOWN", "", NAME, f"{what}, and SLURM cannot be asked: {complaint}")
-    if not cut.unanswered and (process is None or (not process.is_here() and time.time() - cut.time < SBATCH_SECONDS)):
+        what += f", and SLURM cannot be asked: {complaint}"
+    elif not (cut.unanswered or is_dead) and (process is None or is_recent):
         where = process.host if process is not None else "an unknown machine"
-        return JobState("UNKNOWN", "", NAME, f"it is being submitted on {where}, or that was cut short")
-    if (left := cut.time + LATE_SECONDS - time.time()) > 0:
-        late = f"{what}; SLURM has no job of it, but may still have one within {left:.0f} s"
-        return JobState("UNKNOWN", "", NAME, late + ", which would be cancelled" * cut.cancelled)
-    return JobState("NOT SUBMITTED", reason=f"{what}, and SLURM has no job of it")
+        what = f"it is being submitted on {where}, or that was cut short"
+    elif left > 0:
+        what += f"; SLURM has no job of it, but may still have one within {left:.0f} s"
+        what += ", which would be cancelled" * cut.cancelled
+    else:
+        return JobState("NOT SUBMITTED", reason=f"{what}, and SLURM has no job of it")
+    return JobState("UNKNOWN", "", NAME, what)
