@@ -22,7 +22,7 @@ from trainkit.schedulers.base import Answer, Function, Job, JobState, OwnJob, Pl
 
 SCRIPT = """#!/bin/bash
 cd "$QUEUED_FROM"
-export TRAINKIT_RUN_DIR PYTHONPATH="$TRAINKIT_RUN_DIR/code"
+export TRAINKIT_RUN_DIR PYTHONPATH="$TRAINKIT_RUN_DIR/code:$PYTHONPATH"
 job() {{ (cd "$TRAINKIT_RUN_DIR/code" && {python} -m trainkit.launch.batch_job "$@"); }}
 begun=$(job begin) || exit
 eval "$begun"

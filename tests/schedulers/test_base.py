@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import light_experiment
 from tests.jobs.conftest import PROJECT, Done
 from tests.runs import last_event
 from trainkit.config.loading import load, to_yaml
@@ -25,19 +26,22 @@ from trainkit.schedulers.base import CALLS_A_MINUTE, Poller, job_state, job_stat
 from trainkit.schedulers.slurm_submission import read_sacct, read_squeue
 
 OWN = "launch.executor=folder_queue:build"
-TINY = ("single", OWN, "--gpus-per-node", "0", "monitor.loggers=[jsonl]", "checkpoint.every_steps=1")
+TINY = ("single", OWN, "--gpus-per-node", "0", "monitor.loggers=[jsonl]", "model.name=light_model:build")
+SLOW = "model.seconds=1.5"
+"""Of each update in the first attempt: time to interrupt it."""
 
 Command = Callable[..., Done]
 
 
 @pytest.fixture
 def queue(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The queue's folder; its code is in the current one."""
+    """The queue's folder; its code is in the current one. What is trained there imports no torch."""
     folder = tmp_path / "queue"
     folder.mkdir()
-    shutil.copy(Path(__file__).with_name("folder_queue.py"), tmp_path)
+    for file in ("schedulers/folder_queue.py", "slurm/light_model.py"):
+        shutil.copy(PROJECT / "tests" / file, tmp_path)
     monkeypatch.setenv("FOLDER_QUEUE", str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.setenv("PYTHONPATH", f"{light_experiment.hook(tmp_path / 'light')}:{PROJECT}")
     monkeypatch.syspath_prepend(str(tmp_path))
     forget()
     yield folder
@@ -97,8 +101,8 @@ def test_a_job_waits_with_its_reason_and_is_cancelled(queue: Path, command: Comm
 
 @pytest.mark.usefixtures("worker")
 def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command: Command, tmp_path: Path) -> None:
-    run = submitted(command, tmp_path, "train.epochs=4")
-    wait(lambda: last_event(run, "saved"))
+    run = submitted(command, tmp_path, SLOW)
+    wait(lambda: last_event(run, "started"))
     os.killpg(json.loads((queue / "1").read_text())["pid"], signal.SIGUSR2)
     wait(lambda: history_of(run).finished)
     wait(lambda: status(command, run)["state"] == "COMPLETED")
@@ -109,8 +113,8 @@ def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command
 
 @pytest.mark.usefixtures("worker")
 def test_a_cancelled_job_is_resumed_as_another_one(queue: Path, command: Command, tmp_path: Path) -> None:
-    run = submitted(command, tmp_path, "train.epochs=300")
-    wait(lambda: last_event(run, "saved"))
+    run = submitted(command, tmp_path, SLOW)
+    wait(lambda: last_event(run, "started"))
     assert "cancelled job 1" in command("cancel", str(run.path)).out
     done = command("resume", str(run.path))  # which waits for its end
     assert "Submitted job 2" in done.out, done.err

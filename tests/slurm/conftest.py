@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import os
 import re
@@ -13,12 +15,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
+from jobs import cli
 from tests import light_experiment
 from tests.debian import cannot_run
 
@@ -69,8 +74,18 @@ class Cluster:
     def job(
         self, verb: str, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """One of the project's own commands."""
-        return self.run(sys.executable, "-m", f"jobs.{verb}", *arguments, check=check, env=env)
+        """One of the project's own commands, in this process: to start Python takes longer than most of them."""
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.home)
+            patch.setattr(sys, "path", [str(self.home), *sys.path])
+            patch.setattr(sys, "argv", [f"jobs/{verb}.py", *arguments])
+            with mock.patch.dict(os.environ, {**self.env, **(env or {})}, clear=True):
+                code = cli.call(importlib.import_module(f"jobs.{verb}").main)
+        said = [text.buffer.getvalue().decode() for text in (out, err)]
+        if check and code:
+            pytest.fail(f"jobs.{verb} {' '.join(arguments)}: exit {code}\n{''.join(said)}")
+        return subprocess.CompletedProcess([verb, *arguments], code, *said)
 
     def submit(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Submitted:
         """`jobs.submit ddp` into the run folder ``name``."""
@@ -91,7 +106,7 @@ class Cluster:
         out = self.run("sacct", "-X", "-D", "-n", "-P", "-j", job_id, "-o", "State").stdout
         return [line.split()[0] for line in out.splitlines() if line]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 90) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 200) -> None:
         """Poll until it holds; else the test fails with what the cluster is doing."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -100,7 +115,7 @@ class Cluster:
                 pytest.fail(f"Not within {timeout:.0f} s: {what}\n{queue}{self.logs()}")
             time.sleep(0.3)
 
-    def wait(self, job_id: str, *, timeout: float = 90) -> str:
+    def wait(self, job_id: str, *, timeout: float = 240) -> str:
         """Wait until the job has ended for good; its state. All tasks of an array must have ended in the same state."""
         self.wait_for(f"the end of job {job_id}", lambda: self._ended(job_id), timeout)
         return self.states(job_id)[-1]

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
     killed = first_in_path(devcluster, "killed", sbatch='$real "$@" > /dev/null; kill -9 $PPID; sleep 1')
     slow = (*TINY, "--again", "model.seconds=1", "train.max_steps=600", "--run-dir", str(run), *ONE_RANK)
     later = ("--sbatch", "begin=now+1hour")  # nobody but `status` finds it
-    assert devcluster.job("submit", "ddp", *slow, *later, env={**light, **killed}, check=False).returncode == -9
+    words = (sys.executable, "-m", "jobs.submit", "ddp", *slow, *later)  # a process of its own, which can be killed
+    assert devcluster.run(*words, env={**light, **killed}, check=False).returncode == -9
     assert jobs_of(devcluster, run) == []
     assert "adopted=true" in devcluster.job("status", "adopted").stdout
     (job_id,) = jobs_of(devcluster, run)
