@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from trainkit.config.schema import SECTIONS, Config, LaunchConfig, Reach, field_of, reach
 from trainkit.config.slurm_options import time_minutes
+from trainkit.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_numbers_become_text_and_true_an_option_without_a_value() -> None:
     ],
 )
 def test_settings_that_cannot_hold_together_are_refused(tree: dict[str, Any], keys: str) -> None:
-    with pytest.raises(ValidationError, match=keys):
+    with pytest.raises(UserError, match=keys):
         Config.model_validate(tree)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,15 +135,6 @@ def lost_when_resized(config: Config) -> list[str]:
 
 def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> None:
     """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
-    try:
-        require_strategy(config, facts)
-    except ImpossibleError as problem:
-        what, key = f"{problem}.", problem.keys[0]
-        raise UserError(what, why=problem.why, fix=problem.fix, key=key) from None
-
-
-def require_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> None:
-    """As `check_strategy`, for the validation of a configuration. Raises ImpossibleError."""
     name, traits = config.strategy.name, strategy_traits(config.strategy.name)
     excluded = {**(_EXCLUDED_BY_SHARDS if traits.sharded else {}), **EXCLUDED_BY_LOOP[traits.loop], **traits.excludes}
     for condition, told in excluded.items():
@@ -156,7 +146,7 @@ def require_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> 
         shown = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
         alone = len(keys) == 1
         raise ImpossibleError(
-            f"{shown[0]} does not go with {f'strategy.name={name}' if alone else ' and '.join(shown[1:])}",
+            f"{shown[0]} does not go with {f'strategy.name={name}' if alone else ' and '.join(shown[1:])}.",
             keys=(*keys, "strategy.name") if alone else tuple(keys),
             why=why,
             fix=fix or f"Leave {keys[0]} out, or use another strategy.",
@@ -199,14 +189,14 @@ def check_combinations(config: Config) -> None:
     if micro is not None and batch % micro:
         possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
         raise ImpossibleError(
-            f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}",
+            f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}.",
             keys=("train.global_batch_size", "train.micro_batch_size"),
             why="An update takes whole micro batches.",
             fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
         )
     if (config.checkpoint.best or "").startswith("val/ema_") and config.train.ema_decay is None:
         raise ImpossibleError(
-            f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null",
+            f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null.",
             keys=("checkpoint.best", "train.ema_decay"),
             why="There are no averaged weights to judge by.",
             fix="Use train.ema_decay=0.9999, or leave checkpoint.best out.",
@@ -215,14 +205,14 @@ def check_combinations(config: Config) -> None:
     if config.augment.mixes and odd % 2:
         name = "micro_batch_size" if micro is not None else "global_batch_size"
         raise ImpossibleError(
-            f"train.{name}={odd} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images",
+            f"train.{name}={odd} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images.",
             keys=(f"train.{name}", "augment.mixup_alpha", "augment.cutmix_alpha"),
             why="Both of a pair are in one micro batch.",
             fix=f"Use train.{name}={odd + 1}.",
         )
     if config.train.memory_limit_mb is not None and config.train.micro_batch_size != "auto":
         raise ImpossibleError(
-            f"train.memory_limit_mb={config.train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}",
+            f"train.memory_limit_mb={config.train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}.",
             keys=("train.memory_limit_mb", "train.micro_batch_size"),
             why="It bounds the size that is looked for, and none is looked for.",
             fix="Use train.micro_batch_size=auto, or leave train.memory_limit_mb out.",
@@ -230,28 +220,32 @@ def check_combinations(config: Config) -> None:
     if config.train.early_stopping_min_delta and config.train.early_stopping_patience is None:
         raise ImpossibleError(
             f"train.early_stopping_min_delta={config.train.early_stopping_min_delta:g} and "
-            "train.early_stopping_patience=null",
+            "train.early_stopping_patience=null.",
             keys=("train.early_stopping_min_delta", "train.early_stopping_patience"),
             why="It says what counts as better, and nobody waits for that.",
             fix="Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out.",
         )
     if not config.strategy.is_own:  # a user's own file is read at submission and by those who train
-        with suppress(UserError):  # no such strategy: `trainkit.start` says so
-            require_strategy(config)
+        try:
+            check_strategy(config)
+        except ImpossibleError:
+            raise
+        except UserError:  # no such strategy: `trainkit.start` says so
+            pass
 
 
 def _require_gradients(config: Config) -> None:
     """Refuse what does not go with averaging gradients in a swarm."""
     if config.train.micro_batch_size is None:
         raise ImpossibleError(
-            "collaborative.sync=gradients needs train.micro_batch_size",
+            "collaborative.sync=gradients needs train.micro_batch_size.",
             keys=("collaborative.sync", "train.micro_batch_size"),
             why="Peers gather an update of train.global_batch_size together, each in micro batches of its own size.",
             fix=f"Give a number that divides {config.train.global_batch_size}; each peer may have its own.",
         )
     if config.train.class_weights is not None:
         raise ImpossibleError(
-            f"train.class_weights={config.train.class_weights} does not go with collaborative.sync=gradients",
+            f"train.class_weights={config.train.class_weights} does not go with collaborative.sync=gradients.",
             keys=("train.class_weights", "collaborative.sync"),
             why="They are weighed against those of the whole update, which no peer sees.",
             fix="Use collaborative.sync=diloco, or leave train.class_weights out.",

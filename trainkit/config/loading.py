@@ -429,6 +429,10 @@ def _validate(layer: Layer) -> Config:
         node[last] = value
     try:
         return Config.model_validate(tree)
+    except ImpossibleError as error:
+        written = [f"{key} ({_source(key, layer)})" for key in error.keys if key in layer]
+        where = "" if error.secret else f" Written: {', '.join(written) or 'by default'}."
+        raise UserError(error.what, why=f"{error.why}{where}", fix=error.fix, key=error.key) from None
     except ValidationError as error:
         raise explain(error, layer) from None
 
@@ -493,10 +497,6 @@ def explain(error: ValidationError, layer: Layer) -> UserError:
     problem = error.errors(include_url=False)[0]
     location = [str(part) for part in problem["loc"]]
     cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, ImpossibleError):
-        written = [f"{key} ({_source(key, layer)})" for key in cause.keys if key in layer]
-        where = "" if cause.secret else f"Written: {', '.join(written) or 'by default'}."
-        return UserError(f"{cause}.", why=f"{cause.why} {where}".strip(), fix=cause.fix, key=cause.keys[0])
     if problem["type"] == "extra_forbidden":
         return unknown_key(".".join([*location, *problem.get("ctx", {}).values()]), layer)
     # Members of a union and items of a list put their own names behind the key; keep the setting itself.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -32,6 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from trainkit import fileio, plugins
 from trainkit.config.slurm_options import long_name, time_minutes
+from trainkit.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -78,15 +79,17 @@ PLAIN = Reach("nothing")
 """A name, a size, a folder to read."""
 
 
-class ImpossibleError(ValueError):
+class ImpossibleError(UserError):
     """Settings that are each well-formed and cannot hold together.
 
     ``keys``: those that one may change; ``secret``: what was written must not be repeated.
     """
 
-    def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str, secret: bool = False) -> None:
-        super().__init__(what)
-        self.keys, self.why, self.fix, self.secret = keys, why, fix, secret
+    def __init__(
+        self, what: str, *, why: str, fix: str, keys: Sequence[str] = (), key: str | None = None, secret: bool = False
+    ) -> None:
+        super().__init__(what, why=why, fix=fix, key=key or keys[0])
+        self.keys, self.secret = tuple(keys), secret
 
 
 class UnknownNameError(ValueError):
@@ -254,7 +257,7 @@ class CheckpointConfig(Section):
             return None
         if "@" in value or "?" in value or "#" in value:
             raise ImpossibleError(
-                "checkpoint.remote holds more than a place",
+                "checkpoint.remote holds more than a place.",
                 keys=("checkpoint.remote",),
                 why="Configurations are kept, so that no key and no password may be in them.",
                 fix="Use s3://bucket/prefix, and put credentials into the environment.",
@@ -409,7 +412,7 @@ class LaunchConfig(Section):
     def _combinations(self) -> LaunchConfig:
         if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
             raise ImpossibleError(
-                "launch.gres and launch.gpus_per_node both ask for GPUs",
+                "launch.gres and launch.gpus_per_node both ask for GPUs.",
                 keys=("launch.gres", "launch.gpus_per_node"),
                 why="A site knows one of them.",
                 fix="Give one of them.",
@@ -418,7 +421,7 @@ class LaunchConfig(Section):
         memory = [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]
         if len(memory) > 1:
             raise ImpossibleError(
-                f"--{' and --'.join(memory)} both ask for memory",
+                f"--{' and --'.join(memory)} both ask for memory.",
                 keys=("launch.sbatch", "launch.mem"),
                 why="sbatch takes one of them.",
                 fix="Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way.",
@@ -426,7 +429,7 @@ class LaunchConfig(Section):
         seconds = time_minutes(self.time) * 60
         if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
             raise ImpossibleError(
-                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}",
+                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}.",
                 keys=("launch.signal_seconds", "launch.time"),
                 why="The job would be told to save soon after it starts.",
                 fix=f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time.",
@@ -481,7 +484,7 @@ class DataConfig(PluginSection):
     def _only_packs_are_staged(self) -> DataConfig:
         if self.stage is not False and self.pack is None:
             raise ImpossibleError(
-                f"data.stage={str(self.stage).lower()} without data.pack",
+                f"data.stage={str(self.stage).lower()} without data.pack.",
                 keys=("data.stage", "data.pack"),
                 why="Only packs are copied to a node's own disk: one large file instead of a million small ones.",
                 fix="Make one by `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256.",
@@ -619,7 +622,7 @@ class CollaborativeConfig(Section):
         if self.round_seconds < self.matchmaking_seconds + 1:
             raise ImpossibleError(
                 f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
-                f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}",
+                f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}.",
                 keys=("collaborative.round_seconds", "collaborative.matchmaking_seconds"),
                 why="Peers look for one another at the end of every round.",
                 fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
