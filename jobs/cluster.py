@@ -101,7 +101,7 @@ def _check_parser() -> cli.Parser:
 
 
 def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from trainkit.launch.batch_job import check_nodes, check_plan
+    from trainkit.launch.submission import check_nodes, check_plan
     from trainkit.run.folder import runs_root
     from trainkit.site.node_health import culprits, findings, table
     from trainkit.site.profile import discover

@@ -133,7 +133,7 @@ READING_CALLS = re.compile(
 STARTERS = {
     "trainkit.process": "is who asks",
     "trainkit.site.ssh": "passes on what ssh says as it comes; what comes before that is bounded",
-    "trainkit.launch.batch_job": "passes on what ranks of a check say as it comes; their result is bounded",
+    "trainkit.launch.submission": "passes on what ranks of a check say as it comes; their result is bounded",
     "trainkit.launch.controller": "starts ranks, which write to their logs",
     "trainkit.schedulers.local": "starts the controller of a local job, which writes to a log",
     "trainkit.swarm.peer": "starts ranks, which write to the terminal of rank 0",

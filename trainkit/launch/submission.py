@@ -1,25 +1,33 @@
-"""From a plan to a job: the run folder written, the job handed over, and who did it recorded."""
+"""From a plan to a job: the run folder written, the job handed over, and who did it recorded; or a check of nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
-from trainkit import fileio
-from trainkit.config.loading import Loaded, to_yaml
-from trainkit.config.schema import Config
-from trainkit.errors import RefusedError, UserError
-from trainkit.launch.plan import Plan
-from trainkit.process import leaked, set_variables
+from trainkit import fileio, terminal
+from trainkit.config.loading import Loaded, load, to_yaml
+from trainkit.config.schema import Config, LaunchConfig
+from trainkit.errors import RefusedError, SchedulerError, UserError
+from trainkit.launch.plan import Plan, make_plan
+from trainkit.process import MOST, leaked, python_path, scrubbed, set_variables
+from trainkit.ranks import Secret, free_port
 from trainkit.run import folder as run_folder
 from trainkit.run.events import Attempt, ProcessId, history_of, submitted
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.ownership import vouch
 from trainkit.schedulers.base import Function, named
+from trainkit.site.node_health import FOLDER
 from trainkit.site.profile import Site
 
 STORE = ".code"
@@ -204,3 +212,126 @@ def is_part(folder: Path) -> bool:
 def split(runs: Sequence[RunDir], largest: int) -> list[list[RunDir]]:
     """The runs of each array."""
     return [list(runs[first : first + largest]) for first in range(0, len(runs), largest)]
+
+
+# A check of nodes is started the way a training would be: by the scheduler, or as ranks of this machine.
+
+LIMIT_MINUTES = 3
+_END_SECONDS = 5.0
+"""After the report the ranks have nothing left to do; one that hangs does not hold the answer."""
+_MOST_SAID = 1_000_000
+"""Characters of what srun or a rank says beside the report; nobody reads more."""
+
+
+def check_plan(
+    flags: Mapping[str, tuple[Any, str]], site: Site, folder: Path, env: Mapping[str, str]
+) -> tuple[Plan, LaunchConfig]:
+    """Where a check runs: as a training with these flags would, with two ranks on a node without GPUs."""
+    given: dict[str, tuple[Any, str]] = {
+        "launch.job_name": ("check", "check"), "launch.time": (str(LIMIT_MINUTES), "check"), **flags
+    }  # fmt: skip
+    nodes = load("ddp", flags=given, env=env).config.launch.nodes
+    # Nothing is trained: a number that divides over the ranks, however many a node has.
+    given["train.global_batch_size"] = (nodes * math.lcm(*range(1, 17)), "check")
+    loaded = load("ddp", flags=given, env=env)
+    plan = make_plan(loaded, site, folder)
+    if not plan.gpus_per_node and loaded.config.launch.ntasks_per_node is None:
+        loaded = load("ddp", flags={**given, "launch.ntasks_per_node": (2, "check")}, env=env)
+        plan = make_plan(loaded, site, folder)
+    return plan, loaded.config.launch
+
+
+def check_nodes(
+    plan: Plan, folder: Path, env: Mapping[str, str], *, interface: str | None = None
+) -> tuple[dict[str, Any], float]:
+    """What the ranks of ``plan`` found, and by how much this machine's clock is ahead of theirs, in seconds.
+
+    Args:
+        folder: where a job would write.
+        interface: the site's own network interface, if it has named one.
+
+    Raises:
+        SchedulerError: the scheduler gave no such nodes.
+        RefusedError: the ranks started and gave no answer.
+    """
+    processes = _start(plan, folder, env, interface)
+    listeners = [threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True) for process in processes]
+    try:
+        for listener in listeners:
+            listener.start()
+        first = processes[0].stdout
+        assert first is not None
+        heard = 0
+        while line := first.readline(MOST):
+            heard += len(line)
+            if heard > MOST:
+                raise _no_answer(f"Its first rank has said {terminal.size(heard)} and no result.")
+            report = fileio.parse_object(line) if line.startswith('{"ranks"') else None
+            if report is not None and fileio.is_time(report.get("time")):
+                return report, time.time() - report["time"]
+            print(terminal.log_text(line, sys.stderr), end="", file=sys.stderr)
+        code = processes[0].wait()
+        if named(plan.executor).batch and code == 1:  # srun's own, before anything was started
+            raise SchedulerError(
+                "The check has no nodes to run on, or its first node ended it.",
+                why="srun has said above what is wrong.",
+                fix="Give --partition or --account, or other nodes with --nodelist and --exclude.",
+            )
+        raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
+    finally:
+        for process, listener in zip(processes, listeners, strict=True):
+            _end(process)
+            listener.join(_END_SECONDS)  # its last words come before what is said of its end
+
+
+def _pass_on(words: IO[str]) -> None:
+    """Show what is said as it comes, up to where nobody reads it; it is heard to its end, so that nobody waits."""
+    left = _MOST_SAID
+    with words:
+        while part := words.readline(_MOST_SAID):
+            print(terminal.log_text(part[:left], sys.stderr), end="", file=sys.stderr)
+            left -= len(part[:left])
+
+
+def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | None) -> list[subprocess.Popen[str]]:
+    """The processes to be read and ended; rank 0's output comes from the first."""
+    # In an allocation of one's own (salloc) its nodes are meant, and srun finds them in the environment.
+    own = dict(env) if "SLURM_JOB_ID" in env else scrubbed(env)
+    own["PYTHONPATH"] = python_path(Path(__file__).parents[2], env)
+    own |= {"TRAINKIT_SECRET": Secret.generate().text, FOLDER: str(folder.absolute()), "SLURM_EXPORT_ENV": "ALL"}
+    own["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # pages of a library's own calls, where one line says who is missing
+    if interface:
+        own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} | own
+    if not plan.gpus_per_node:
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-u", "-m", "trainkit.distributed.health"]
+    together = named(plan.executor).on_its_nodes(plan, command, LIMIT_MINUTES)
+    starts: list[tuple[list[str], dict[str, str]]] = [(together or command, own)]
+    if together is None:
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+        own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(plan.ntasks_per_node))
+        ranks = map(str, range(plan.ntasks_per_node))
+        starts = [(command, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace")
+        for words, variables in starts
+    ]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process that may hang. srun that is told to end ends its ranks and gives the nodes back."""
+    for stop in (process.terminate, process.kill):
+        try:
+            process.wait(timeout=_END_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            stop()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _no_answer(why: str) -> RefusedError:
+    fix = "Leave that node out with --exclude, and check again."
+    return RefusedError("The check gave no answer.", why=why, fix=fix)

@@ -16,9 +16,8 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch import containers
-from trainkit.launch.batch_job import LIMIT_MINUTES
 from trainkit.launch.plan import Plan
-from trainkit.launch.submission import is_part, whole
+from trainkit.launch.submission import LIMIT_MINUTES, is_part, whole
 from trainkit.run.events import history_of
 from trainkit.run.folder import PREFLIGHT, REQUEUE, RunDir
 from trainkit.schedulers.base import BEGIN, TASK, built_in
