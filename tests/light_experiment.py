@@ -80,15 +80,16 @@ def run(
     """As `trainkit.experiment.run`."""
     me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()
     print(f"rank {env.rank} of {env.world_size}: {me['host']}, local rank {env.local_rank}", flush=True)
+    port = env.master_port + ("TORCHELASTIC_RUN_ID" in os.environ)  # torchrun's own agents meet at the other one
     if not env.is_main:
-        with _line_to(env.master_addr, env.master_port) as line:
+        with _line_to(env.master_addr, port) as line:
             line.sendall(json.dumps([word, me]).encode() + b"\n")
             _model(config)
             outcome, run_dir = json.loads(line.makefile().readline() or "null") or _lost()
         if outcome == "preempted":
             hand_back(node, env, stop.signals, step=None)
         return outcome, RunDir(Path(run_dir))
-    with _met(env, me, word) as (ranks, tell):
+    with _met(env, port, me, word) as (ranks, tell):
         writer = open_run()
         outcome = _train(config, env, stop, writer, ranks, beat)
         tell(outcome, str(writer.run.path))
@@ -113,11 +114,11 @@ def _lost() -> Any:
 
 @contextmanager
 def _met(
-    env: RankEnv, me: dict[str, Any], word: str
+    env: RankEnv, port: int, me: dict[str, Any], word: str
 ) -> Iterator[tuple[list[dict[str, Any]], Callable[[str, str], None]]]:
     """What each rank says of itself, and a way to tell the others how it ended."""
     ranks, lines = [me], []
-    door: Any = socket.create_server(("", env.master_port), backlog=env.world_size) if env.world_size > 1 else None
+    door: Any = socket.create_server(("", port), backlog=env.world_size) if env.world_size > 1 else None
     with door or nullcontext():
         for _ in range(env.world_size - 1):
             door.settimeout(PATIENCE_SECONDS)
