@@ -79,7 +79,7 @@ def test_a_preempted_job_goes_on_where_it_was_and_makes_each_update_once(
 
 def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster, light: dict[str, str]) -> None:
     script = edited(devcluster, "train_torchrun.sbatch")
-    job = devcluster.sbatch("--nodes=1", script, "ddp", *LIGHT, "model.bad_rank=1", "model.seconds=10", env=light)
+    job = devcluster.sbatch("--nodes=1", script, "ddp", *LIGHT, "model.bad_rank=1", "model.seconds=2", env=light)
     assert devcluster.wait(job) == "FAILED", devcluster.logs()
     assert "ValueError: bad labels" in (run_of(devcluster, job) / "logs" / "0" / "rank-1.err").read_text()
 
