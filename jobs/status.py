@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.live import course_of
+from trainkit.diagnosis.evidence import course_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.monitor import number

@@ -10,7 +10,7 @@ from jobs import cli, login_node
 from jobs.status import forecast_of, words
 from trainkit import terminal
 from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.live import course_of
+from trainkit.diagnosis.evidence import course_of
 from trainkit.errors import UserError
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs

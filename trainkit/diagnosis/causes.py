@@ -22,19 +22,16 @@ from trainkit.diagnosis.evidence import (
     STEPD,
     Failure,
     Quote,
-    RankLog,
     Source,
     facts_of,
     failure_of,
     is_lost_connection,
     lagging_ranks,
-    of_logs_elsewhere,
     of_the_batch,
-    of_the_code,
-    of_the_folder,
-    of_the_job,
-    of_the_rank,
     places_of,
+    rank_log,
+    ranks_of,
+    sources_of,
     until_ended,
     words_of_state,
 )
@@ -201,13 +198,7 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     waits = attempt is None and state.alive == "yes" and state.state != "COMPLETING"
     newest = attempt is None or (state.alive != "yes" and number == (attempts[-1] if attempts else 0))
     failure = None if waits else failure_of(run, number)
-    sources = of_the_job(run, state, number) if newest else []
-    if not waits:
-        sources += of_the_batch(run, number, failure)
-        sources += of_logs_elsewhere(run, state, failure)
-        sources += of_the_rank(run, failure)
-        sources += of_the_code(run, number, failure) if newest else []
-        sources += of_the_folder(run) if newest and (failure is None or not failure.traceback) else []
+    sources = sources_of(run, state, number, failure, newest=newest, waits=waits)
     tried = rows()
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
         tried, sources = tuple(row for row in tried if row.name == "launch-failure"), of_the_batch(run, number)
@@ -277,11 +268,10 @@ def _on_every_node(row: Row, run: RunDir, attempt: int, failure: Failure | None,
     if failure is None or len(nodes) < 2:
         return False
     one_of_each = {_host_of_task(run, hosts, failure.rank): True}
-    for path in sorted(run.attempt_logs(attempt).glob("rank-*.err")):
-        rank = path.stem.removeprefix("rank-")
-        host = _host_of_task(run, hosts, int(rank)) if rank.isascii() and rank.isdecimal() else ""
-        if host and host not in one_of_each:
-            one_of_each[host] = row.find(RankLog(path).error) is not None
+    for rank in ranks_of(run, attempt):
+        host = _host_of_task(run, hosts, rank)
+        if host not in one_of_each:
+            one_of_each[host] = row.find(rank_log(run, attempt, rank).error) is not None
     return all(one_of_each.get(node, False) for node in nodes)
 
 

@@ -1,4 +1,7 @@
-"""What an attempt has left that tells why it ended: which rank failed first, what it said, and who else speaks of it.
+"""What a run has left that tells why an attempt ended, or what a running one does.
+
+Of an attempt that ended: which rank failed first, what it said, and who else speaks of it. Of a running one: its own
+records, without a question to the scheduler.
 
 Ranks write what they like to stderr, for hours: progress bars, colours, bytes that are no text. Only the end is read.
 """
@@ -8,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainkit import fileio, terminal
-from trainkit.run.events import history_of
+from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import longest_pause, progress_of
 from trainkit.schedulers.base import JobState, built_in
 
 _LONGEST = 1 << 20
@@ -243,6 +249,18 @@ def is_lost_connection(error: str) -> bool:
     return _LOST_CONNECTION.search(error) is not None and _OWN_FAULT.search(error) is None
 
 
+def rank_log(run: RunDir, attempt: int, rank: int) -> RankLog:
+    return RankLog(run.attempt_logs(attempt) / f"rank-{rank}.err")
+
+
+def ranks_of(run: RunDir, attempt: int, kind: str = "err") -> list[int]:
+    """The ranks of which there is a log of that kind, ``err`` or ``out``."""
+    names = [
+        path.stem.removeprefix("rank-") for path in run.attempt_logs(attempt).glob(f"rank-*.{kind}") if path.is_file()
+    ]
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
 @dataclass(frozen=True)
 class Failure:
     """The rank that failed first in an attempt. ``traceback`` may be empty: a rank that was killed leaves none."""
@@ -255,7 +273,7 @@ class Failure:
 
     def log(self, run: RunDir) -> RankLog:
         """What the rank wrote."""
-        return RankLog(run.attempt_logs(self.attempt) / f"rank-{self.rank}.err")
+        return rank_log(run, self.attempt, self.rank)
 
 
 def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
@@ -269,19 +287,18 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     if not attempts:
         return None
     attempt = attempts[-1] if attempt is None else attempt
-    logs = run.attempt_logs(attempt)
     hard, exited, late = _from_srun(run, attempt)
     said = [
-        Failure(attempt, item.rank, item.error, RankLog(logs / f"rank-{item.rank}.err").words, item.host)
+        Failure(attempt, item.rank, item.error, rank_log(run, attempt, item.rank).words, item.host)
         for item in history_of(run).failures
         if item.attempt in (attempt, None) and item.rank is not None
     ]
-    written = []
-    ranks = {path: path.stem.removeprefix("rank-") for path in logs.glob("rank-*.err") if path.is_file()}
-    ranks = {path: name for path, name in ranks.items() if name.isascii() and name.isdecimal()}
-    for _, path in sorted((path.stat().st_mtime, path) for path in ranks):
-        if traceback := RankLog(path).traceback:
-            written.append(Failure(attempt, int(ranks[path]), traceback.error, traceback.lines))
+    logs = {rank: rank_log(run, attempt, rank) for rank in ranks_of(run, attempt)}
+    written = [
+        Failure(attempt, rank, log.traceback.error, log.traceback.lines)
+        for rank, log in sorted(logs.items(), key=lambda item: item[1].path.stat().st_mtime)
+        if log.traceback
+    ]
     found = [*hard, *said, *exited, *written]
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
     # A task that SLURM ended with the step is no cause; but where all others only miss one, it is the one to look at.
@@ -291,24 +308,18 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
 def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure], list[Failure]]:
     """Tasks that were ended from outside, those that exited, each with its own words, and those ended with the step."""
     text = batch_text(run, attempt)
-    ended = _STEP_ENDED.search(text)
-    hard: list[Failure] = []
-    exited: list[Failure] = []
-    late: list[Failure] = []
+    whole = len(until_ended(text))
+    found: tuple[list[Failure], list[Failure], list[Failure]] = ([], [], [])
     for match in _SRUN.finditer(text):
         host, rank, words = match[1], int(match[2]), match[3].strip()
-        own = RankLog(run.attempt_logs(attempt) / f"rank-{rank}.err")
-        error = f"{words} (on {host})"
+        own, error, with_the_step = rank_log(run, attempt, rank), f"{words} (on {host})", match.start() > whole
         if _HARD.match(words):
-            with_the_step = ended is not None and match.start() > ended.start()
-            (late if with_the_step else hard).append(Failure(attempt, rank, error, (), host))
-        elif ended is not None and match.start() > ended.start():
-            continue
-        elif _CRASHED.match(words):
-            exited.append(Failure(attempt, rank, error, own.crash, host))
-        else:
-            exited.append(Failure(attempt, rank, own.error or error, own.words, host))
-    return hard, exited, late
+            found[2 if with_the_step else 0].append(Failure(attempt, rank, error, (), host))
+        elif not with_the_step and _CRASHED.match(words):
+            found[1].append(Failure(attempt, rank, error, own.crash, host))
+        elif not with_the_step:
+            found[1].append(Failure(attempt, rank, own.error or error, own.words, host))
+    return found
 
 
 def until_ended(batch: str) -> str:
@@ -353,16 +364,10 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
 
     Ranks that waited say so; the others were waited for. Where all say so, NCCL's count of enqueued work tells.
     """
-    waited, enqueued = set(), {}
-    ranks = sorted(
-        int(name) for path in run.attempt_logs(attempt).glob("rank-*.out") if (name := path.stem[5:]).isdecimal()
-    )
-    for rank in ranks:
-        text = RankLog(run.attempt_logs(attempt) / f"rank-{rank}.err").text
-        if _WAITED.search(text):
-            waited.add(rank)
-        if counts := _ENQUEUED.findall(text):
-            enqueued[rank] = int(counts[0])
+    ranks = ranks_of(run, attempt, "out")
+    texts = {rank: rank_log(run, attempt, rank).text for rank in ranks}
+    waited = {rank for rank in ranks if _WAITED.search(texts[rank])}
+    enqueued = {rank: int(match[1]) for rank in ranks if (match := _ENQUEUED.search(texts[rank]))}
     if not waited:
         return ()
     silent = tuple(rank for rank in ranks if rank not in waited)
@@ -420,7 +425,30 @@ class Source:
         return Quote(where, self.text.splitlines()[before].strip())
 
 
-def of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
+def sources_of(
+    run: RunDir, state: JobState, attempt: int, failure: Failure | None, *, newest: bool, waits: bool
+) -> list[Source]:
+    """All that may show a cause: facts of the machine first, then what ended or holds the job, then the rank.
+
+    Args:
+        newest: whether the scheduler's word and the folder as it is now are of this attempt.
+        waits: whether the job has yet to run, so that its logs are of an earlier attempt.
+    """
+    found = _of_the_job(run, state, attempt) if newest else []
+    if waits:
+        return found
+    found += [
+        *of_the_batch(run, attempt, failure),
+        *_of_logs_elsewhere(run, state, failure),
+        *_of_the_rank(run, failure),
+    ]
+    if newest:
+        found += _of_the_code(run, attempt, failure)
+        found += _of_the_folder(run) if failure is None or not failure.traceback else []
+    return found
+
+
+def _of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
     """The job's state, and what the controller of its ranks said once they had saved."""
     life = history_of(run)
     said = [
@@ -446,7 +474,7 @@ def words_of_state(state: JobState) -> str:
     return f"{state.state} {state.reason}".strip()
 
 
-def of_the_folder(run: RunDir) -> list[Source]:
+def _of_the_folder(run: RunDir) -> list[Source]:
     """A run whose folder has become read-only cannot say so itself."""
     try:
         room, status = os.statvfs(run.path), os.stat(run.path)
@@ -463,7 +491,7 @@ _GONE = re.compile(
 )
 
 
-def of_the_code(run: RunDir, attempt: int, failure: Failure | None) -> list[Source]:
+def _of_the_code(run: RunDir, attempt: int, failure: Failure | None) -> list[Source]:
     """The code of the run was removed as it began: ``code`` leads nowhere, and a module of the kit was not found."""
     leads_nowhere = run.code.is_symlink() and not run.code.exists()
     said = _GONE.search(failure.error if failure else batch_text(run, attempt)) if leads_nowhere else None
@@ -476,7 +504,7 @@ def of_the_batch(run: RunDir, attempt: int, failure: Failure | None = None) -> l
     return [Source("batch", "logs/batch.out", text, raised=raised)] if text else []
 
 
-def of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> list[Source]:
+def _of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> list[Source]:
     """A node that does not see the folder of the logs makes one of its own (SLURM since 23.02), and they stay there."""
     if failure is not None and failure.error.startswith("Exited"):
         logs = run.attempt_logs(failure.attempt)
@@ -489,37 +517,142 @@ def of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> 
     return []
 
 
-def of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
+def _of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
     """How the rank ended and its last error; where it has left no cause, the end of its log."""
     if failure is None:
         return []
-    where = f"logs/{failure.attempt}/rank-{failure.rank}.err"
-    log = failure.log(run)
+    log, where = failure.log(run), f"logs/{failure.attempt}/rank-{failure.rank}.err"
     tail, traceback = log.tail, log.traceback if failure.traceback else None
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
     told = failure.error in (item.error for item in history_of(run).failures if item.attempt == failure.attempt)
     of_code = bool(_OF_CODE.match(failure.error)) and raised_in_own_code(failure.traceback)
     found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
-    if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
-        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
+
+    def of_tail(is_told: Callable[[str], object], *, aside: bool = False) -> Source:
+        """The lines at the end of the log that count; the others are left empty, so that lines keep their numbers."""
+        return Source(
+            "rank", where, "\n".join(text if is_told(text) else "" for _, text in tail), tail[0][0], aside=aside
+        )
+
     if traceback is not None:
         first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
         same = failure.error in traceback.message or traceback.error in failure.error
         found.append(Source("rank", where, traceback.message, first, of_code=of_code, aside=not same))
         alone = traceback.first == traceback.error
         found.append(Source("rank", where, traceback.causes, of_code=of_code and alone, aside=True))
+        if _POINTS_ELSEWHERE.search(failure.error):
+            found.append(of_tail(_OF_TOOLS.search, aside=True))
     elif failure.traceback:
         found.append(Source("rank", where, "\n".join(failure.traceback), of_code=of_code))
-    if traceback is not None and _POINTS_ELSEWHERE.search(failure.error):
-        tools = [(number, text if _OF_TOOLS.search(text) else "") for number, text in tail]
-        found.append(Source("rank", where, "\n".join(text for _, text in tools), tail[0][0], aside=True))
-    if traceback is not None and not is_lost_connection(failure.error):
-        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
-    elif traceback is None:
-        tail = [
-            (number, text if _LOUD.search(text) or before.rstrip().endswith("error:") else "")
-            for (number, text), (_, before) in zip(tail, [(0, ""), *tail], strict=False)
+    killed = failure.error.startswith(("Killed", "killed by SIGKILL"))
+    if tail and (killed or (traceback is not None and not is_lost_connection(failure.error))):
+        found.append(of_tail(partial(re.match, STEPD)))  # it had no last word: only its node's can be of it
+    elif tail and traceback is not None:
+        found.append(of_tail(bool))
+    elif tail:
+        after = {text for (_, before), (_, text) in pairwise(tail) if before.rstrip().endswith("error:")}
+        found.append(of_tail(lambda text: text in after or _LOUD.search(text)))
+    return found if found[-1].text.strip() else found[:-1]
+
+
+QUIET_SECONDS = 60.0
+"""A shorter silence of the records is not reported."""
+STARTING_SECONDS = 600.0
+"""Seconds that code and data may take to load before the first step."""
+SILENT_SECONDS = 180.0
+"""A node samples its hardware every few seconds; clocks differ, and shared folders show new lines late."""
+IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
+_TAIL_BYTES = 32768
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a running job does, in a sentence, and what looks wrong."""
+
+    does: str
+    smells: tuple[Quote, ...]
+    command: str
+    """Shows more of it."""
+
+    def __str__(self) -> str:
+        if not self.smells:
+            return self.does
+        width = max(len(quote.where) for quote in self.smells)
+        shown = "\n       ".join(f"{quote.where:{width}}  {quote.text}" for quote in self.smells)
+        return f"{self.does}\n  why: {shown}\n  fix: See what its ranks do: `{self.command}`"
+
+
+def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Course:
+    """What the newest attempt does at a time in seconds since 1970 (now if None).
+
+    Args:
+        ends: a sentence on when it will have ended.
+    """
+    now = time.time() if now is None else now
+    life, attempts = history_of(run), run.attempts()
+    attempt, since = life.started.get("attempt", 0), life.started.get("time")
+    command = terminal.command("logs", run.path, "--rank", "all")
+    if not fileio.is_time(since) or attempt != (attempts or [0])[-1]:
+        return Course("Its ranks start, and have not met yet.", (), command)
+    standing = progress_of(run, pace_since=float(since))
+    last = standing.last.get("time", 0.0)
+    if last < since:
+        does = f"Attempt {attempt} began {terminal.age(now - since)} ago; no step of it is recorded yet."
+        quiet = f"no step in the {terminal.age(now - since)} since the attempt began"
+        is_quiet = now - since > STARTING_SECONDS
+    else:
+        total, pace = life.started.get("total_steps"), standing.seconds_per_step
+        of = f" of {total}" if fileio.is_whole(total) else ""
+        epoch = f" (epoch {standing.last['epoch']:.1f})" if "epoch" in standing.last else ""
+        does = f"It trains: step {'?' if standing.step is None else standing.step}{of}{epoch}, attempt {attempt}"
+        does += f", {pace:.3g} s a step" if pace is not None else ""
+        does += f", the last record {terminal.age(now - last)} ago."
+        pause = longest_pause(run, since)
+        before = "" if pause is None else f"; of late {pause:.3g} s passed between two records at most"
+        quiet = f"nothing for {terminal.age(now - last)}{before}"
+        is_quiet = now - last > (STARTING_SECONDS if pause is None else max(5 * pause, QUIET_SECONDS))
+    smells = [Quote("metrics.jsonl", quiet)] * is_quiet
+    return Course(
+        f"{does} {ends}".strip(), (*smells, *_hardware(run, life, since, now), *_stragglers(run, attempt)), command
+    )
+
+
+def _stragglers(run: RunDir, attempt: int) -> Iterator[Quote]:
+    """Ranks for which all others wait, as the ranks of this attempt have recorded."""
+    events = [event for event in read_events(run, "straggler") if event.get("attempt", 0) == attempt]
+    for rank, event in {event.get("rank"): event for event in events if fileio.is_number(event.get("times"))}.items():
+        where = f"rank {rank} on {event.get('host', '?')}"
+        yield Quote("events.jsonl", f"{where} needs {event['times']:.1f} times as long as the others, who wait for it")
+
+
+def _hardware(run: RunDir, life: RunHistory, since: float, now: float) -> Iterator[Quote]:
+    """Nodes that have stopped to sample their hardware, and idle GPUs of the others."""
+    for host in life.started.get("hosts") or ():
+        file = run.hardware(terminal.one_line(host).replace("/", "_"))
+        samples = [item for item in _samples(file) if item["time"] >= since]
+        if not samples:
+            continue  # it is not sampled, or has just begun
+        age = now - samples[-1]["time"]
+        if age > SILENT_SECONDS:
+            yield Quote(file.name, f"nothing from {host} for {terminal.age(age)}: the node or its file system hangs")
+            continue
+        seen: dict[int, list[Any]] = {}
+        for gpu in (gpu for sample in samples[-IDLE_SAMPLES:] for gpu in sample.get("gpus") or ()):
+            if isinstance(gpu, dict) and fileio.is_whole(gpu.get("index")):
+                seen.setdefault(gpu["index"], []).append(gpu.get("util_percent", 100.0))
+        idle = [
+            str(index)
+            for index, used in sorted(seen.items())
+            if len(used) == IDLE_SAMPLES and all(fileio.is_number(item) and item < IDLE_PERCENT for item in used)
         ]
-    if any(text for _, text in tail):
-        found.append(Source("rank", where, "\n".join(text for _, text in tail), tail[0][0]))
-    return found
+        if idle:
+            seconds = samples[-1]["time"] - samples[-IDLE_SAMPLES]["time"]
+            which = f"GPU{'s' * (len(idle) > 1)} {', '.join(idle)} of {host}"
+            yield Quote(file.name, f"{which} idle for {terminal.age(seconds)}: the ranks wait, for data or for others")
+
+
+def _samples(file: Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        found = map(fileio.parse_object, fileio.read_end(file, _TAIL_BYTES).splitlines())
+        return [item for item in found if item is not None and fileio.is_time(item.get("time"))]
+    return []
