@@ -32,6 +32,7 @@ NOTEBOOK = Path(__file__).parents[2] / "jobs" / "notebooks" / "join_colab.ipynb"
         ((EXAMPLE, "--port", "4711"), "--port needs --public."),
         ((EXAMPLE, "--host", "10.0.0.1"), "--host needs --public."),
         ((EXAMPLE, "--public", "--port", "-1"), "--port -1 does not exist."),
+        ((EXAMPLE, "--public"), "Only those whom the owner trusts can be reached by others."),
         ((EXAMPLE, "--publik"), "Unrecognized arguments: --publik."),
     ],
 )

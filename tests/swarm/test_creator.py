@@ -1,14 +1,27 @@
+"""A creator's own: where else it answers, and the account of who has contributed how much.
+
+Credit is counted from what was averaged, after the screen; claims are worth nothing.
+"""
+
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.swarm.messages import PeerProgress
+from trainkit.run.events import Attempt, Writer
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Contribution, Contributions
+from trainkit.swarm.access import Bans
+from trainkit.swarm.messages import PeerProgress, RoundClock
+from trainkit.swarm.robust import Sentry, Verdict
 from trainkit.swarm.spec import Hooks, PeerSpec
 
 if TYPE_CHECKING:
@@ -24,84 +37,142 @@ def at(host: str, peer: str = ME) -> str:
     return f"/ip4/{host}/tcp/4711/p2p/{peer}"
 
 
-HERE = [at("10.0.0.1"), at("127.0.0.1")]
+HERE, THERE = [at("10.0.0.1"), at("127.0.0.1")], at("10.0.0.2")
 
 
-@dataclass
-class Node:
-    """A peer's node: the swarm knows this of it, and these addresses answer."""
-
-    told: PeerProgress | None
-    answering: tuple[str, ...]
-    peer_id: str = ME
-    dialled: list[str] = field(default_factory=list)
-
-    def addresses(self) -> list[str]:
-        return HERE
-
-    def progress(self) -> dict[str, PeerProgress]:
-        return {} if self.told is None else {ME: self.told}
-
-    def in_dht(self, work: Any, seconds: float, otherwise: Any) -> list[str]:
-        self.dialled += work.keywords["at"]
-        return [item for item in work.keywords["at"] if item in self.answering]
-
-
-def require(node: Node, *known: str) -> None:
+def dialled(told: PeerProgress | None, known: Sequence[str], answering: Sequence[str] = ()) -> list[str]:
+    """Whom a creator asks that comes back, where the swarm knows ``told`` of it, and these addresses answer."""
     from trainkit.swarm.creator import require_alone
 
-    require_alone(node, known)  # type: ignore[arg-type]
+    asked: list[str] = []
+
+    def in_dht(work: Any, seconds: float, otherwise: Any) -> list[str]:
+        asked.extend(work.keywords["at"])
+        return [item for item in asked if item in answering]
+
+    progress = {} if told is None else {ME: told}
+    node: Any = SimpleNamespace(peer_id=ME, addresses=lambda: HERE, progress=lambda: progress, in_dht=in_dht)
+    require_alone(node, known)
+    return asked
 
 
-def test_who_comes_back_where_it_was_dials_nobody() -> None:
-    node = Node(replace(TOLD, addresses=HERE), (at("10.0.0.1"),))
-    require(node, *HERE)
-    assert node.dialled == []
+def test_a_creator_comes_back_where_it_was_or_moves_if_that_is_silent() -> None:
+    assert dialled(replace(TOLD, addresses=HERE), HERE, HERE) == []
+    assert dialled(None, (THERE, at("10.0.0.3", ANOTHER))) == [THERE]
 
 
-def test_a_creator_may_move_if_its_old_address_is_silent() -> None:
-    node = Node(None, ())
-    require(node, at("10.0.0.2"), at("10.0.0.3", ANOTHER))
-    assert node.dialled == [at("10.0.0.2")]
-
-
-@pytest.mark.parametrize("known", [(at("10.0.0.2"),), ()])
+@pytest.mark.parametrize("known", [(THERE,), ()])
 def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...]) -> None:
-    node = Node(replace(TOLD, addresses=[at("10.0.0.2")]), (at("10.0.0.2"),))
     with pytest.raises(UserError, match="goes on already, on another machine") as refused:
-        require(node, *known)
-    assert at("10.0.0.2") in refused.value.why
+        dialled(replace(TOLD, addresses=[THERE]), known, [THERE])
+    assert THERE in refused.value.why
 
 
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def creator(said: list[str]) -> Creator:
-    """One that leads its run since 900 s."""
+def made(say: Any = print) -> Creator:
     from trainkit.swarm.creator import Creator
 
-    made = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
-    made.own_addresses, made.since = HERE, 900.0
-    return made
-
-
-def test_a_duplicate_is_told_of_once(creator: Creator, said: list[str]) -> None:
-    for _ in range(3):
-        creator.warn_of_duplicate(replace(TOLD, addresses=[at("10.0.0.2")]))
-    assert len(said) == 1
-    assert f"at {at('10.0.0.2')}: two swarms come of it" in said[0]
+    return Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, say))
 
 
 @pytest.mark.parametrize(
-    "told",
-    [None, replace(TOLD, addresses=HERE), TOLD, replace(TOLD, time=899.0, addresses=[at("10.0.0.2")])],
-    ids=["nothing", "its own", "no addresses", "of its earlier life"],
+    ("told", "is_double"),
+    [
+        pytest.param(replace(TOLD, addresses=[THERE]), True, id="elsewhere, while this one leads the run since 900 s"),
+        pytest.param(None, False, id="nothing"),
+        pytest.param(replace(TOLD, addresses=HERE), False, id="its own"),
+        pytest.param(TOLD, False, id="no addresses"),
+        pytest.param(replace(TOLD, time=899.0, addresses=[THERE]), False, id="of its earlier life"),
+    ],
 )
-def test_what_the_swarm_knows_of_this_very_peer_is_no_duplicate(
-    creator: Creator, said: list[str], told: PeerProgress | None
-) -> None:
-    creator.warn_of_duplicate(told)
-    assert said == []
+def test_a_duplicate_is_told_of_once_and_a_peers_own_word_is_none(told: PeerProgress | None, is_double: bool) -> None:
+    said: list[str] = []
+    creator = made(said.append)
+    creator.own_addresses, creator.since = HERE, 900.0
+    for _ in range(3):
+        creator.warn_of_duplicate(told)
+    assert [f"at {THERE}: two swarms come of it" in line for line in said] == [True] * is_double
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the averager has found in a round."""
+
+    members: tuple[str, ...]
+    counted: Mapping[str, float]
+    received: Mapping[str, int] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
+
+
+def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
+    return Findings((peer,), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})
+
+
+PEERS = {"QmAnna": PeerProgress("anna", 3, 640, 80.0, 1.0, 3, 0.0)}
+
+
+@dataclass
+class Account:
+    """The account of a run, by a creator that may be killed; what it tells the swarm."""
+
+    run: RunDir
+    told: list[Sequence[Contribution]] = field(default_factory=list)
+    found: list[Findings] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        creator: Any = made()
+        creator.writer, creator.clock = Writer(Attempt(self.run, 0), lambda: None), RoundClock(60.0, 0, 10)
+        creator.dht = SimpleNamespace(publish_credits=lambda known, seconds: self.told.append(known))
+        creator.credits = Contributions.of(self.run)
+        averager = SimpleNamespace(expect=lambda possible: None, findings=lambda: [self.found.pop()])
+        self.sentry = Sentry(averager, Bans(None), credit=creator.credit)
+
+    def after_round(self, found: Findings, peers: Mapping[str, PeerProgress] = PEERS) -> list[Contribution]:
+        """Count one; what is in the run folder then."""
+        self.found.append(found)
+        self.sentry.after_round(0, peers)
+        return Contributions.of(self.run).best_first()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n")
+
+
+def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> None:
+    account, expected = Account(run), [Contribution("anna", 1, 640.0, 60.0)]
+    assert account.after_round(anna()) == expected
+    assert account.told == [expected]
+    # One that was killed goes on counting.
+    assert Account(run).after_round(anna()) == [Contribution("anna", 2, 1280.0, 120.0)]
+
+
+def test_a_newcomers_first_round_is_credited_once_its_name_is_known(run: RunDir) -> None:
+    account = Account(run)
+    assert account.after_round(anna(), {}) == []
+    assert account.after_round(anna(60.0)) == [Contribution("anna", 2, 700.0, 120.0)]
+
+
+@pytest.mark.parametrize(("said", "invited", "name"), [("best", "anna", "anna"), ("carl", "guest", "guest carl")])
+def test_credit_goes_to_the_name_that_the_owner_has_signed(run: RunDir, said: str, invited: str, name: str) -> None:
+    """Where many use one invitation, what each says of itself tells them apart."""
+    found = anna(received=57_000, invited=invited)
+    peers = {"QmAnna": replace(PEERS["QmAnna"], name=said)}
+    assert Account(run).after_round(found, peers) == [Contribution(name, 1, 640.0, 60.0, 57_000)]
+
+
+def test_who_was_invited_by_name_is_credited_at_once_and_with_a_new_key(run: RunDir) -> None:
+    account = Account(run)
+    account.after_round(anna(100.0, peer="QmBefore", invited="anna"), {})
+    (row,) = account.after_round(anna(100.0, peer="QmAfter", invited="anna"), {})
+    assert (row.name, row.rounds, row.samples) == ("anna", 2, 200.0)
+
+
+def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Contributions, run: RunDir) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Contributions, "write", full)
+    account = Account(run)
+    account.after_round(anna())
+    assert [item.samples for item in account.told[0]] == [640.0]

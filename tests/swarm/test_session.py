@@ -1,31 +1,38 @@
-"""What peers must have alike to train together: what is computed, and not how it is written down."""
+"""What peers must have alike to train together, and the ranks of one peer: what rank 0 says, the others do."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.rank_functions import QUICK, run_ranks
 from trainkit.config.loading import load
+from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import TensorSamples
-from trainkit.errors import RefusedError
+from trainkit.distributed.process_group import distributed
+from trainkit.errors import RefusedError, UserError
+from trainkit.models import build_model
+from trainkit.ranks import RankEnv
 from trainkit.swarm import session
-from trainkit.swarm.session import (
-    code_facts,
-    facts_of,
-    installed,
-    meaning_of,
-    meeting_place,
-    parameters_in,
-    require_same,
-)
+from trainkit.swarm.session import code_facts, facts_of, meaning_of, meeting_place, parameters_in, require_same
+from trainkit.swarm.sync import Average, OuterState
+from trainkit.training.update import Updater
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 CONFIG = load("hivemind").config
 
@@ -51,6 +58,8 @@ def test_comments_docstrings_and_layout_are_no_difference() -> None:
     bare = CODE.replace(b'"""Doubles."""\n', b"").replace(b"  # a comment", b"").replace(b'        """Twice."""\n', b"")
     wrapped = bare.replace(b"(a for a in file if a)", b"(\n  a\n  for a in file if a)").replace(b"5e-1", b"0.5")
     assert meaning_of(CODE) == meaning_of(bare) == meaning_of(wrapped)
+    # By every version of Python.
+    assert hashlib.sha256(meaning_of(CODE)).hexdigest()[:12] == "28351bf19612"
 
 
 @pytest.mark.parametrize(
@@ -72,39 +81,38 @@ def test_whatever_changes_what_is_computed_is_a_difference(was: bytes, becomes: 
     assert meaning_of(CODE) != meaning_of(CODE.replace(was, becomes))
 
 
-def test_every_version_of_python_reads_the_same_meaning() -> None:
-    assert session._hash([meaning_of(CODE)]) == "214ea2466304"
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    for name in ("data/order", "models/net", "training/update", "training/deep/er", "report/page"):
-        file = tmp_path / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f'"""{name}"""\nx = 1\n')
-    (tmp_path / "swarm").mkdir()
-    for name in ("exchange", "link", "messages", "sync", "doctor"):
-        (tmp_path / "swarm" / f"{name}.py").write_text("x = 1\n")
-    return tmp_path
+ROUNDS = [f"swarm/{name}" for name in ("exchange", "link", "messages", "sync", "doctor")]
 
 
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
         ("data/order", ["code of data"]),
-        ("models/net", ["code of models"]),
         ("training/deep/er", ["code of training"]),
         ("training/new", ["code of training"]),
         ("swarm/sync", ["code of swarm"]),
         ("swarm/doctor", []),
         ("report/page", []),
+        ("mine_of_facts", ["code of mine_of_facts"]),
     ],
 )
-def test_rooms_of_the_code_that_decide_what_is_computed_count(package: Path, file: str, differs: list[str]) -> None:
-    before = code_facts(package, ())
-    (package / f"{file}.py").write_text('"""New words."""\nx = 2\n')
-    after = code_facts(package, ())
-    assert [key for key in after if after[key] != before[key]] == differs
+def test_code_that_decides_what_is_computed_counts_also_a_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, differs: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("data/order", "models/net", "training/deep/er", "report/page", "mine_of_facts", *ROUNDS):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'"""{name}"""\nx = 1\n')
+
+    def changed(text: str) -> list[str]:
+        before = code_facts(tmp_path, ["mine_of_facts:build", "digits"])
+        (tmp_path / f"{file}.py").write_text(text)
+        after = code_facts(tmp_path, ["mine_of_facts:build", "digits"])
+        return [key for key in after if after[key] != before[key]]
+
+    assert changed('"""New words."""\nx = 2\n') == differs
+    assert changed("x = 2  # tried 3\n") == []
 
 
 def test_the_files_that_are_looked_at_exist() -> None:
@@ -112,59 +120,40 @@ def test_the_files_that_are_looked_at_exist() -> None:
     assert list(found) == ["code of data", "code of models", "code of tasks", "code of training", "code of swarm"]
 
 
-def test_a_module_of_ones_own_that_the_run_names_counts(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    own = tmp_path / "mine_of_facts.py"
-    own.write_text("size = 1\n")
-    before = code_facts(package, ["mine_of_facts:build", "digits"])
-    own.write_text("size = 1  # tried 3\n")
-    assert code_facts(package, ["mine_of_facts:build", "digits"]) == before
-    own.write_text("size = 3\n")
-    after = code_facts(package, ["mine_of_facts:build", "digits"])
-    assert [key for key in after if after[key] != before[key]] == ["code of mine_of_facts"]
-
-
 def test_each_difference_is_told_with_both_values_and_a_remedy() -> None:
     theirs = {"torch": "2.6", "seed": "0", "data": "digits", "code of training": "ab12", "timm": "1.0.9"}
     ours = {"torch": "2.7", "seed": "0", "data": "digits, 9 classes", "code of training": "cd34"}
+    require_same(theirs, theirs)
     with pytest.raises(RefusedError) as refused:
         require_same(theirs, ours)
     error = refused.value
     assert error.what == "This peer differs from the run in: code of training, data, timm, torch."
-    assert error.why == (
-        "code of training: cd34 here, ab12 in the run; data: digits, 9 classes here, digits in the run; "
-        "timm: none here, 1.0.9 in the run; torch: 2.7 here, 2.6 in the run."
-    )
+    assert "timm: none here, 1.0.9 in the run; torch: 2.7 here, 2.6 in the run." in error.why
     assert error.fix == (
         "Give data.root the folder of the very same data set. "
         "Use the creator's version of trainkit, and of code of one's own. Install timm 1.0.9, torch 2.6."
     )
 
 
-def test_who_is_alike_is_welcome_and_meets_the_others() -> None:
-    here, there = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
-    require_same(here, there)
-    assert meeting_place("run-1", here) == meeting_place("run-1", there)
-
-
-@pytest.mark.parametrize("changed", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])
-def test_who_differs_would_look_for_the_others_elsewhere(changed: dict[str, str]) -> None:
-    assert meeting_place("run-1", changed) != meeting_place("run-1", {"a": "1", "b": "2"})
-
-
 @pytest.mark.parametrize(
-    ("version", "same"),
-    [("2.6.1", True), ("2.6.0+cpu", True), ("2.6.0+cu124", True), ("2.7.0", False), ("3.6.0", False)],
+    ("facts", "same"),
+    [
+        ({"b": "2", "a": "1"}, True),
+        ({"a": "1", "b": "3"}, False),
+        ({"a": "1"}, False),
+        ({"a": "1", "b": "2", "c": ""}, False),
+    ],
 )
-def test_a_third_digit_or_a_build_for_another_device_is_no_other_version(
-    version: str, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "2.6.0")
-    before = installed()
-    monkeypatch.setattr(metadata, "version", lambda name: version)
-    assert (installed() == before) == same
+def test_who_is_alike_meets_the_others_and_who_differs_looks_elsewhere(facts: dict[str, str], same: bool) -> None:
+    assert (meeting_place("run-1", facts) == meeting_place("run-1", {"a": "1", "b": "2"})) is same
+
+
+def test_a_third_digit_or_a_build_for_another_device_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for version in ("2.6.0", "2.6.1", "2.6.0+cu124", "2.7.0", "3.6.0"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        found[version] = session.installed()["torch"]
+    assert list(found.values()) == ["2.6", "2.6", "2.6", "2.7", "3.6"]
 
 
 def net(width: int = 4, seed: int = 0) -> nn.Module:
@@ -177,27 +166,34 @@ def splits() -> Splits:
     return build_data(CONFIG.data)
 
 
-def other_samples(splits: Splits, images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor]) -> Splits:
-    train = splits.train
-    assert isinstance(train, TensorSamples)
-    return replace(splits, train=TensorSamples(images(train.images), labels(train.labels)))
+def with_samples(splits: Splits, change: Callable[[TensorSamples], tuple[torch.Tensor, torch.Tensor]]) -> Splits:
+    assert isinstance(splits.train, TensorSamples)
+    return replace(splits, train=TensorSamples(*change(splits.train)))
 
 
 def other_classes(splits: Splits) -> Splits:
     return replace(splits, info=replace(splits.info, class_names=tuple(reversed(splits.info.class_names))))
 
 
+def same(splits: Splits) -> Splits:
+    return splits
+
+
 @pytest.mark.parametrize(
     ("seed", "model", "data", "differs"),
     [
-        pytest.param(0, net, lambda splits: splits, [], id="the same run on another machine"),
-        pytest.param(0, lambda: net(seed=1), lambda splits: splits, [], id="other weights: the swarm gives its own"),
-        pytest.param(0, lambda: net(width=5), lambda splits: splits, ["model"], id="another shape"),
-        pytest.param(0, lambda: net().double(), lambda splits: splits, ["model"], id="another type"),
-        pytest.param(1, net, lambda splits: splits, ["seed"], id="another seed"),
-        pytest.param(0, net, lambda splits: other_samples(splits, lambda x: x.flip(0), lambda y: y), ["data"]),
-        pytest.param(0, net, lambda splits: other_samples(splits, lambda x: x, lambda y: (y + 1) % 10), ["data"]),
-        pytest.param(0, net, lambda splits: other_samples(splits, lambda x: x[:-1], lambda y: y[:-1]), ["data"]),
+        pytest.param(0, net, same, [], id="the same run on another machine"),
+        pytest.param(0, lambda: net(seed=1), same, [], id="other weights: the swarm gives its own"),
+        pytest.param(0, lambda: net(width=5), same, ["model"], id="another shape"),
+        pytest.param(0, lambda: net().double(), same, ["model"], id="another type"),
+        pytest.param(1, net, same, ["seed"], id="another seed"),
+        pytest.param(0, net, lambda s: with_samples(s, lambda x: (x.images.flip(0), x.labels)), ["data"], id="images"),
+        pytest.param(
+            0, net, lambda s: with_samples(s, lambda x: (x.images, (x.labels + 1) % 10)), ["data"], id="labels"
+        ),
+        pytest.param(
+            0, net, lambda s: with_samples(s, lambda x: (x.images[:-1], x.labels[:-1])), ["data"], id="number"
+        ),
         pytest.param(0, net, other_classes, ["data"], id="other classes"),
     ],
 )
@@ -209,7 +205,7 @@ def test_seed_shapes_and_samples_must_be_alike_and_weights_need_not(
     data: Callable[[Splits], Splits],
     differs: list[str],
 ) -> None:
-    monkeypatch.setattr(session, "code_facts", lambda package, plugins: {})  # alike here
+    monkeypatch.setattr(session, "code_facts", lambda package, names: {})  # alike here
     before = facts_of(CONFIG, splits, net())
     after = facts_of(CONFIG.model_copy(update={"seed": seed}), data(splits), model())
     assert [key for key in before if before[key] != after[key]] == differs
@@ -219,3 +215,83 @@ def test_seed_shapes_and_samples_must_be_alike_and_weights_need_not(
 @pytest.mark.parametrize("text", ["", "many parameters", "-5 parameters"])
 def test_a_number_of_parameters_that_is_none_is_nought(text: str) -> None:
     assert parameters_in({"model": text}) == 0
+
+
+# The ranks of one peer, without a swarm around it.
+
+
+def settings(*overrides: str) -> Config:
+    return load("hivemind", [*QUICK, "train.global_batch_size=32", "data.workers=0", *overrides]).config
+
+
+def digest(model: nn.Module) -> str:
+    tensors = [*model.parameters(), *model.buffers()]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def rank(env: RankEnv, die: int = -1) -> dict[str, Any]:
+    """Two rounds of a peer; what each rank has at their end. ``die``: the rank that is killed in the second."""
+    with distributed(env, use_gpu=False, collective_timeout=session.PATIENCE) as dist:
+        if not env.is_main:
+            beats = [0]
+
+            def beat() -> None:
+                beats[0] += 1
+                if die == env.rank and beats[0] > 12:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            return {"weights": digest(session.follow(dist, beat=beat))}
+        config = settings("optim.weight_decay=0")
+        splits = build_data(config.data)
+        model = build_model(config.model, splits.info, config.seed + 1)  # which must come over the others' own
+        common = OuterState(model, lr=0.7, momentum=0.9)
+        found: dict[str, Any] = {}
+        with (
+            session.spread(config, dist, splits, common, "QmPeer") as peer,
+            peer.batches(session.data_seed(config, "QmPeer"), 0) as batches,
+        ):
+            update = Updater(peer.state)
+            for number in range(2):
+                for step in range(3):
+                    peer.before_update(1e-3, 10 * number + step)
+                    with session.together(peer.size):
+                        update(batches, lr=1e-3, seed=10 * number + step)
+                found["samples"] = peer.read(update.meter)["samples"]
+                given = common.give(8)
+                found[f"moved {number}"] = float(given.moved.norm())
+                everything = [True] * len(given.weights)
+                common.step(Average(given.vector, number + 1, everything, everything), given)
+            peer.before_update(0.0, 99)  # after which all have the weights of the round's end
+            update(batches, lr=0.0, seed=99)
+        return {**found, "weights": digest(model), "theta": common.theta.tolist()}
+
+
+def test_all_ranks_agree_bit_for_bit_and_all_their_samples_count() -> None:
+    first, second = run_ranks(2, rank)
+    assert first["weights"] == second["weights"]
+    (alone,) = run_ranks(1, rank)
+    assert first["samples"] == alone["samples"] == 3 * 32
+    assert first["moved 1"] == pytest.approx(alone["moved 1"], rel=1e-3)
+    torch.testing.assert_close(torch.tensor(first["theta"]), torch.tensor(alone["theta"]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.global_batch_size=33", "An update of 33 samples cannot be divided among the 2 ranks"),
+        ("train.micro_batch_size=32", "They need micro batches of 32 each"),
+    ],
+)
+def test_an_update_that_cannot_be_divided_is_refused(override: str, says: str) -> None:
+    two: Any = SimpleNamespace(world_size=2)
+    nothing: Any = None
+    with pytest.raises(UserError) as error, session.spread(settings(override), two, nothing, nothing, "QmPeer"):
+        pass
+    assert says in str(error.value)
+
+
+def test_a_rank_that_dies_ends_the_peer_at_once_and_in_words() -> None:
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="A rank of this peer has died"):
+        run_ranks(2, rank, 1)
+    assert time.monotonic() - began < 60

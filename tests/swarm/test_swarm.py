@@ -25,14 +25,6 @@ def summary(run: Path) -> dict[str, Any]:
     return fileio.read_object(run / "summary.json")
 
 
-def kill_main_process(command: Command) -> None:
-    """As the memory killer does it, or `restart runtime` in a notebook."""
-    command.note_family()
-    assert len(command.alive()) >= 3  # itself, the DHT, libp2p's daemon
-    command.process.kill()
-    command.process.wait(10)
-
-
 @pytest.mark.long
 def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) -> None:
     # Two minutes, of which all that happens here takes one, for machines that have much else to do.
@@ -40,24 +32,17 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     first, second = (commands.join(token, "--name", name) for name in ("first", "second"))
     creator.says("3 peers averaged(.*\n)+.*3 peers averaged")  # their names are known by the second time
 
-    kill_main_process(first)
+    first.kill()  # as the memory killer does it, or `restart runtime` in a notebook
+    assert len(first.family) >= 3  # itself, the DHT, libp2p's daemon
     wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
 
     late = commands.join(token, "--name", "late")
     late.says("Who uses this machine sees the token in its list of processes; put it in TRAINKIT_TOKEN or a file")
     late.says("peers averaged")
     creator.says("first has left")
-
-    status = commands.start("swarm", "status", token)
-    assert status.ends() == 0, status.output
-    assert re.search(
-        r"hivemind-0001: running, round \d+/24, \d peers, [\d,]+ samples/s, loss \d.*, val acc1 \d", status.output
-    )
-    assert all(name in status.output for name in ("creator", "second", "late"))
-
+    assert {row["name"] for row in commands.status(token)["peers"]} >= {"creator", "second", "late"}
     board = commands.start("swarm", "status", token, "--leaderboard")
     assert board.ends() == 0, board.output
-    assert re.search(r"^hivemind-0001: round \d+/24, [\d,]+ samples of [34] contributors$", board.output, re.MULTILINE)
     for name in ("creator", "guest first", "guest second"):
         assert re.search(rf"^  {name} +\d", board.output, re.MULTILINE), board.output
 
@@ -73,12 +58,10 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     assert done["val"]["acc1"] >= 98.0
     # All end with the same model: what a peer that joined has validated is what the creator has.
     joined = [path for path in commands.runs_root.glob("*-peer-*") if (path / "summary.json").exists()]
-    assert len(joined) == 2
     assert [summary(path)["val"]["acc1"] for path in joined] == pytest.approx([done["val"]["acc1"]] * 2, abs=0.8)
 
     afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
-    assert afterwards.ends() == 0, afterwards.output
-    assert "hivemind-0001: not running, round 24/24" in afterwards.output
+    afterwards.says("hivemind-0001: not running, round 24/24")
 
 
 @dataclass
@@ -109,19 +92,17 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
         _, join, ask = readme.blocks("swarm", readme.DOCS / "swarm.md")[0]
         guest = commands.type_in(join.replace("=TOKEN", f"={token}"), "--name", "guest", "--allow-code")
-        trusted = commands.invite("trusted", "--reduce")
-        (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
-        public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
         (commands.folder / "invited.txt").write_text(f"{token}\n", encoding="utf-8")
         here = ("--executor", "local", "--gpus-per-node", "0", "--wait", "--allow-code", "data.workers=0")
         submitted = commands.start("submit", "hivemind", "--join", "invited.txt", *here)
+        trusted = commands.invite("trusted", "--reduce")
+        (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
+        public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
         refused = {
-            "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
-            "stranger": commands.start("join", f"{machine}/{STRANGER}"),
+            "dead": commands.start("swarm", "status", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
+            "stranger": commands.start("swarm", "status", f"{machine}/{STRANGER}"),
             "port": commands.start("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
             "closed": commands.start("join", address),
-            "reduce": commands.start("join", token, "--public", "--host", "127.0.0.1"),
-            "data": commands.join(token, "data.root=/nowhere", "optim.lr=1"),
         }
         creator.says("4 peers averaged")
         for command in (guest, public, submitted):
@@ -131,7 +112,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         asked.ends()
         guest.process.terminate()
         guest.ends()
-        creator.says("guest has left")
+        creator.says(r"4 peers averaged(.*\n)+.*3 peers averaged")
         creator.process.send_signal(signal.SIGINT)
         for command in (creator, public, submitted, *refused.values()):
             command.ends()
@@ -159,25 +140,14 @@ def test_a_token_is_in_no_list_of_processes_and_in_nothing_that_is_kept(story: S
         assert [item for item in texts if token.encode() in item or read_token(token)[0].key.seed in item] == []
 
 
-def test_a_peer_leaves_cleanly_on_sigterm_and_the_others_go_on(story: Story) -> None:
-    assert story.guest.process.returncode == 0
+def test_each_leaves_cleanly_and_others_are_told_what_they_need_to_know(story: Story) -> None:
+    """The guest by SIGTERM, the creator by Ctrl-C; the run ends with its creator, not with a guest."""
+    peers = (story.creator, story.guest, story.public, story.submitted)
+    assert [peer.process.returncode for peer in peers] == [0, 0, 0, 0]
     assert "Left the swarm." in story.guest.output
-
-
-def test_the_creator_leaves_cleanly_on_ctrl_c(story: Story) -> None:
-    assert story.creator.process.returncode == 0
-    assert summary(story.commands.run("hivemind-0001"))["outcome"] == "stopped"
-
-
-def test_when_the_creator_leaves_the_others_are_told_and_end_too(story: Story) -> None:
-    assert story.public.process.returncode == 0
     assert "The creator ended the run." in story.public.output
-
-
-def test_a_submitted_peer_joins_with_its_token_and_ends_with_the_run(story: Story) -> None:
-    assert story.submitted.process.returncode == 0
     (run,) = story.commands.runs_root.glob("hivemind-peer-*")
-    assert summary(run)["outcome"] == "stopped"  # as the run was
+    assert [summary(path)["outcome"] for path in (story.commands.run("hivemind-0001"), run)] == ["stopped", "stopped"]
 
 
 def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
@@ -185,8 +155,7 @@ def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
     assert {"train", "val"} <= {record["split"] for record in fileio.read_jsonl(run / "metrics.jsonl")}
     assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
     assert (run / "manifest.json").is_file()
-    events = {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
-    assert {"started", "saved", "peer_joined", "peer_left"} <= events
+    assert {"started", "saved", "peer_joined"} <= {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +165,6 @@ def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
         ("stranger", "Nobody of the swarm answers at"),
         ("port", "Cannot listen on 127.0.0.1, port"),
         ("closed", "Nobody of the swarm answers at"),
-        ("reduce", "Only those whom the owner trusts can be reached by others."),
-        ("data", "'optim.lr' cannot be set by a peer that joins."),
     ],
 )
 def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines(story: Story, case: str, says: str) -> None:
@@ -213,10 +180,11 @@ def test_who_was_refused_has_written_nothing(story: Story) -> None:
     assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer", "hivemind-peer"]
 
 
+@pytest.mark.long
 def test_a_peer_whose_training_diverges_ends_as_failed(commands: Commands) -> None:
     own = ("data.name=tests.training.poisoned:data", "data.positions=all", "model.name=tests.training.poisoned:model")
     creator, _ = commands.create("train.global_batch_size=8", "collaborative.round_seconds=5", *own)
     assert creator.ends() == 1
-    assert "Training has diverged: 3 updates in a row were not finite." in creator.output
     done = summary(commands.run("hivemind-0001"))
     assert (done["outcome"], done["why"]) == ("failed", "Training has diverged: 3 updates in a row were not finite.")
+    assert done["why"] in creator.output

@@ -1,4 +1,4 @@
-"""What peers have in common that average gradients; the averaging itself is done by hand here."""
+"""What the peers of a run have in common, in both ways to agree; the averaging itself is done by hand here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,29 +16,50 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch
-from trainkit.data.loader import Batches, train_batches
+from trainkit.data.loader import Batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm.link import PART
+from trainkit.swarm.robust import has_drifted
 from trainkit.swarm.session import data_seed
-from trainkit.swarm.sync import Average, GatheringParts, Given, GradientState, OuterState
+from trainkit.swarm.sync import Average, CommonState, GatheringState, Given, GradientState, OuterState
 from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 
-
-def state(*, lr: float = 1.0, momentum: float = 0.0) -> tuple[nn.Module, OuterState]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    return model, OuterState(model, lr=lr, momentum=momentum)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def common(outer: OuterState) -> Tensor:
-    """The weights that the peers have in common."""
+def step(
+    common: CommonState,
+    vector: Tensor,
+    given: Given,
+    *,
+    arrived: Sequence[bool] = (),
+    counted: Sequence[bool] = (),
+    trained_on: bool = False,
+) -> None:
+    """Make the step of a round, by default with everything in it."""
+    everything = [True] * len(given.weights)
+    average = Average(vector, common.round + 1, arrived or everything, counted or everything)
+    common.step(average, given, trained_on=trained_on)
+
+
+# DiLoCo
+
+
+def outer_state(*, lr: float = 1.0, momentum: float = 0.0) -> tuple[nn.Module, OuterState]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    return model, OuterState(model, lr=lr, momentum=momentum)
+
+
+def weights(outer: OuterState) -> Tensor:
+    """That the peers have in common, without running statistics."""
     return outer.theta[: outer.num_parameters].clone()
 
 
@@ -49,23 +69,8 @@ def move(model: nn.Module, by: float) -> None:
             parameter.add_(by)
 
 
-def step(
-    outer: OuterState,
-    vector: Tensor,
-    given: Given,
-    *,
-    arrived: Sequence[bool] = (),
-    counted: Sequence[bool] = (),
-    trained_on: bool = False,
-) -> None:
-    """Make the outer step, by default with everything in it."""
-    everything = [True] * len(given.weights)
-    average = Average(vector, outer.round + 1, arrived or everything, counted or everything)
-    outer.step(average, given, trained_on=trained_on)
-
-
 def test_alone_with_lr_1_and_no_momentum_the_peer_keeps_what_it_has_learned() -> None:
-    model, outer = state()
+    model, outer = outer_state()
     move(model, 0.5)
     learned, given = flat(model), outer.give(8)
     # It points back to where the round began.
@@ -75,8 +80,8 @@ def test_alone_with_lr_1_and_no_momentum_the_peer_keeps_what_it_has_learned() ->
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum() -> None:
-    model, outer = state(lr=0.7, momentum=0.9)
-    reference = common(outer).requires_grad_()
+    model, outer = outer_state(lr=0.7, momentum=0.9)
+    reference = weights(outer).requires_grad_()
     sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for number in range(3):
         move(model, 0.1 * (number + 1))
@@ -84,22 +89,22 @@ def test_the_outer_step_is_sgd_with_nesterov_momentum() -> None:
         reference.grad = given.vector[: outer.num_parameters].clone()
         sgd.step()
         step(outer, given.vector, given)
-        assert torch.allclose(common(outer), reference.detach(), atol=1e-6)
+        assert torch.allclose(weights(outer), reference.detach(), atol=1e-6)
 
 
 def test_what_is_not_finite_has_no_say_and_the_model_starts_anew() -> None:
-    model, outer = state()
+    model, outer = outer_state()
     before = outer.theta.clone()
     move(model, math.nan)
     given = outer.give(8)
     assert (given.usable, set(given.weights), float(given.vector[: outer.num_parameters].norm())) == (False, {0.0}, 0.0)
     step(outer, given.vector, given)
     assert torch.equal(outer.theta, before)
-    assert torch.equal(flat(model), common(outer))
+    assert torch.equal(flat(model), weights(outer))
 
 
 def test_a_late_average_keeps_what_was_learned_since() -> None:
-    (model, outer), (in_time, same) = state(lr=0.7, momentum=0.9), state(lr=0.7, momentum=0.9)
+    (model, outer), (in_time, same) = (outer_state(lr=0.7, momentum=0.9) for _ in range(2))
     for one in (model, in_time):
         move(one, 0.5)
     given, average = outer.give(8), torch.full_like(outer.theta, -0.3)
@@ -116,24 +121,23 @@ def test_a_late_average_keeps_what_was_learned_since() -> None:
 @pytest.mark.parametrize("trained_on", [False, True])
 def test_what_was_not_counted_is_in_the_mean_of_a_later_contribution(trained_on: bool) -> None:
     """With the samples of both rounds."""
-    model, outer = state()
+    model, outer = outer_state()
     move(model, 0.5)
     others = torch.full_like(outer.theta, 0.2)
     step(outer, others, outer.give(8), counted=[False], trained_on=trained_on)
-    assert torch.allclose(flat(model), common(outer) + 0.5, atol=1e-6)  # it has followed the others, and keeps its own
+    assert torch.allclose(flat(model), weights(outer) + 0.5, atol=1e-6)  # it has followed the others, and keeps its own
     move(model, 0.3)
     given = outer.give(4)
     assert given.weights == (12.0,)
     assert torch.allclose(given.vector[: outer.num_parameters], torch.tensor(-0.4), atol=1e-6)
     step(outer, others, given, trained_on=trained_on)
-    assert torch.allclose(flat(model), common(outer), atol=1e-6)
+    assert torch.allclose(flat(model), weights(outer), atol=1e-6)
     move(model, 0.1)
     assert outer.give(4).weights == (4.0,)
 
 
 def test_where_nothing_has_arrived_common_weights_and_momentum_stay() -> None:
-    model = nn.Linear(PART // 64, 128, bias=False)  # two parts
-    outer = OuterState(model, lr=1.0, momentum=0.9)
+    outer = OuterState(nn.Linear(PART // 64, 128, bias=False), lr=1.0, momentum=0.9)  # of two parts
     before = outer.theta.clone()
     step(outer, torch.ones_like(outer.theta), outer.give(8), arrived=[False, True])
     assert torch.equal(outer.theta[:PART], before[:PART])
@@ -146,50 +150,44 @@ def test_where_nothing_has_arrived_common_weights_and_momentum_stay() -> None:
 
 
 def test_the_model_as_the_peers_have_it_in_common_is_lent_and_given_back() -> None:
-    model, outer = state()
+    model, outer = outer_state()
     move(model, 0.5)
     own = flat(model)
     with outer.in_model():
-        assert torch.equal(flat(model), common(outer))
+        assert torch.equal(flat(model), weights(outer))
     assert torch.equal(flat(model), own)
 
 
-def test_running_statistics_are_averaged_as_they_are() -> None:
-    model, outer = state()
-    mean, variance = model.get_buffer("1.running_mean"), model.get_buffer("1.running_var")
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_running_statistics_are_averaged_but_for_a_model_that_trains_on(trained_on: bool) -> None:
+    model, outer = outer_state()
+    mean, size = model.get_buffer("1.running_mean"), outer.num_parameters
     model(torch.randn(64, 4))
     given = outer.give(8)
-    assert torch.allclose(given.vector[outer.num_parameters : outer.num_parameters + 3], mean)
-    given.vector[outer.num_parameters :] = 2.0
-    step(outer, given.vector, given)
-    assert torch.equal(variance, torch.full((3,), 2.0))
-
-
-def test_running_statistics_of_a_model_that_has_trained_on_are_its_own() -> None:
-    model, outer = state()
-    mean, given = model.get_buffer("1.running_mean"), outer.give(8)
+    assert torch.allclose(given.vector[size : size + 3], mean)
+    given.vector[size:] = 2.0
     model(torch.randn(64, 4))
     own = mean.clone()
-    step(outer, torch.zeros_like(outer.theta), given, trained_on=True)
-    assert torch.equal(mean, own)
-    assert torch.equal(outer.theta[outer.num_parameters : outer.num_parameters + 3], torch.zeros(3))
+    step(outer, given.vector, given, trained_on=trained_on)
+    assert torch.equal(outer.theta[size : size + 3], torch.full((3,), 2.0))
+    assert torch.equal(mean, own if trained_on else torch.full((3,), 2.0))
 
 
 def test_another_peers_state_is_taken_over_whole() -> None:
-    (_, donor), (model, outer) = state(), state()
+    (_, donor), (model, outer) = outer_state(), outer_state()
     donor.theta += 1.0
     donor.momentum += 2.0
     outer.load(donor.theta, donor.momentum, 4)
     assert torch.equal(outer.theta, donor.theta)
     assert torch.equal(outer.momentum, donor.momentum)
     assert outer.round == 4
-    assert torch.equal(flat(model), common(donor))
+    assert torch.equal(flat(model), weights(donor))
 
 
 @pytest.mark.parametrize("broken", ["weights instead of", "momentum: weights instead of", "not finite"])
 def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str) -> None:
     """One of another model, of another optimizer, of a model that has diverged."""
-    _, outer = state()
+    _, outer = outer_state()
     before = outer.theta.clone()
     theta = {"weights instead of": before[:-1], "not finite": before * math.nan}.get(broken, before)
     momentum = outer.momentum[:-1] if "momentum" in broken else outer.momentum
@@ -200,32 +198,27 @@ def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str)
 
 def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None:
     """Weights that differ anywhere have another one in every round."""
-    from trainkit.swarm.robust import has_drifted
-
-    probes = [state()[1].probe() for _ in range(3)]
-    assert all(torch.equal(first, second) for first, second in pairwise(probes))
-    for place in range(0, state()[1].theta.numel(), 97):
-        ours, theirs = state()[1], state()[1]
-        theirs.theta[place] += 0.1 * float(theirs.theta.norm())
+    (_, ours), (_, theirs) = outer_state(), outer_state()
+    assert torch.equal(ours.probe(), theirs.probe())
+    by = 0.1 * float(ours.theta.norm())
+    for place in range(ours.theta.numel()):
+        theirs.theta[place] += by
         for ours.round in (0, 5):
             theirs.round = ours.round
             assert has_drifted(theirs.probe().numpy().tobytes(), ours.probe())
+        theirs.theta[place] -= by
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# Gradients
 
 MICRO, PEERS, ROUNDS = 16, 2, 6
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))
 
 
 def settings(*overrides: str) -> Config:
-    quick = [
-        *QUICK,
-        "data.workers=0",
-        f"train.micro_batch_size={MICRO}",
-        f"train.global_batch_size={PEERS * 2 * MICRO}",
-    ]
-    return load("hivemind_gradients", [*quick, f"collaborative.rounds={ROUNDS}", *overrides]).config
+    sizes = [f"train.micro_batch_size={MICRO}", f"train.global_batch_size={PEERS * 2 * MICRO}"]
+    quick = [*QUICK, *sizes, "data.workers=0", f"collaborative.rounds={ROUNDS}"]
+    return load("hivemind_gradients", [*quick, *overrides]).config
 
 
 @dataclass
@@ -242,6 +235,9 @@ class Peer:
             self.used.append(next(self.batches))
             self.update(iter(self.used[-1:]), lr=0.0, seed=1)
 
+    def give(self) -> Given:
+        return self.common.give(self.common.samples)
+
 
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
@@ -251,32 +247,20 @@ def peers(request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
         made = []
         for name in ("one", "two"):
             common = GradientState(build_model(config.model, splits.info, config.seed), config)
-            parts = GatheringParts.of(build(alone(config), CPU, splits, model=common.model), common.gathered)
-            batches: Batches[Batch] = train_batches(
-                parts.splits,
-                seed=data_seed(config, name),
-                start_step=0,
-                stop_step=1000,
-                global_batch_size=MICRO,
-                micro_batch_size=MICRO,
-                rank=0,
-                world_size=1,
-                workers=0,
-            )
-            parts.model.train()
-            made.append(Peer(common, Updater(parts), held.enter_context(batches), []))
+            state = GatheringState.of(build(alone(config), CPU, splits, model=common.model), common.gathered)
+            batches: Batches[Batch] = held.enter_context(state.batches(0, 1000, seed=data_seed(config, name)))
+            state.model.train()
+            made.append(Peer(common, Updater(state), batches, []))
         yield made
 
 
 def agree(peers: list[Peer]) -> list[Tensor]:
     """All exchange and update, as `exchange` averages: by samples. The weights of each afterwards."""
-    given = [peer.common.give(peer.common.samples) for peer in peers]
-    weights = torch.tensor([one.weights[0] for one in given])
-    average = sum(one.vector * weight for one, weight in zip(given, weights, strict=True)) / weights.sum()
-    assert isinstance(average, Tensor)
+    given = [peer.give() for peer in peers]
+    samples = torch.tensor([one.weights[0] for one in given])
+    average = (torch.stack([one.vector for one in given]) * samples[:, None]).sum(0) / samples.sum()
     for peer, one in zip(peers, given, strict=True):
-        everything = [True] * len(one.weights)
-        peer.common.step(Average(average.clone(), peer.common.round + 1, everything, everything), one)
+        step(peer.common, average.clone(), one)
     return [peer.common.theta.clone() for peer in peers]
 
 
@@ -313,31 +297,27 @@ def test_two_peers_make_the_updates_of_one_process(peers: list[Peer]) -> None:
     assert float((flat(one.common.model) - expected).norm() / expected.norm()) < within
 
 
-def test_a_peer_that_has_gathered_more_counts_for_more(peers: list[Peer]) -> None:
-    one, two = peers
-    one.gather(3)
-    two.gather(1)
-    first, second = one.common.give(one.common.samples), two.common.give(two.common.samples)
-    assert (set(first.weights), set(second.weights)) == ({3.0 * MICRO}, {1.0 * MICRO})
+def test_who_has_gathered_more_counts_for_more_until_an_average_is_used(peers: list[Peer]) -> None:
+    for peer, times in zip(peers, (3, 1), strict=True):
+        peer.gather(times)
+        assert set(peer.give().weights) == {float(times * MICRO)}
+    agree(peers)
+    assert [peer.common.samples for peer in peers] == [0, 0]
+    peers[0].gather()
+    first, second = agree(peers)  # the other one has nothing to give, and makes the same update
+    assert torch.equal(first, second)
+    assert torch.equal(flat(peers[0].common.model), flat(peers[1].common.model))
 
 
 def test_a_round_that_fails_keeps_weights_and_gradients(peers: list[Peer]) -> None:
     """hivemind 1.1.12 makes an update from zeros."""
-    common = peers[0].common
-    peers[0].gather()
-    before, given = common.theta.clone(), common.give(common.samples)
-    nothing = [False] * len(given.weights)
-    common.step(Average(given.vector, common.round + 1, nothing, nothing), given)
+    peer, common = peers[0], peers[0].common
+    peer.gather()
+    before, given = common.theta.clone(), peer.give()
+    step(common, given.vector, given, arrived=[False] * len(given.weights))
     assert (common.round, common.samples) == (0, 2 * MICRO)
     assert torch.equal(common.theta, before)
-    assert torch.equal(common.give(common.samples).vector, given.vector)
-
-
-def test_what_one_peer_has_gathered_is_gone_once_an_average_is_used(peers: list[Peer]) -> None:
-    peers[0].gather()
-    agree(peers)  # the other one has nothing to give, and makes the same update
-    assert [peer.common.samples for peer in peers] == [0, 0]
-    assert torch.equal(flat(peers[0].common.model), flat(peers[1].common.model))
+    assert torch.equal(peer.give().vector, given.vector)
 
 
 @pytest.mark.parametrize("peers", CASES[:1] + CASES[2:], indirect=True, ids=lambda case: " ".join(case) or "adamw")
@@ -361,8 +341,7 @@ def test_a_newcomer_goes_on_from_the_state_that_it_is_given_bit_for_bit(peers: l
 def test_gradients_that_are_not_finite_are_never_gathered(peers: list[Peer]) -> None:
     peer = peers[0]
     batch = next(peer.batches)
-    spoilt = batch._replace(images=batch.images.float() * float("nan"))
-    made = peer.update(iter([spoilt]), lr=0.0, seed=1)
+    made = peer.update(iter([batch._replace(images=batch.images.float() * math.nan)]), lr=0.0, seed=1)
     assert made.stepped.nonfinite.item() == 1.0
     assert peer.common.samples == 0
 
@@ -371,8 +350,7 @@ def test_the_rate_is_that_of_one_machine_with_as_many_updates() -> None:
     config = settings("collaborative.rounds=10", "train.epochs=5")
     common = GradientState(nn.Linear(2, 2), config)
     rates = []
-    for index in range(10):
-        common.round = index
+    for common.round in range(10):
         rates.append(common.lr)
     assert max(rates) == pytest.approx(config.optim.lr)
     assert rates.index(max(rates)) == 1  # warm-up of one epoch of two updates

@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 from trainkit.config.components import metrics_of
+from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
 from trainkit.run.metrics import Contribution
 from trainkit.swarm import view as swarm_view
+from trainkit.swarm.address import EXAMPLE
 from trainkit.swarm.admission import by_address
+from trainkit.swarm.messages import Manifest, progress_of
 from trainkit.swarm.view import PeerRow, SwarmRecords, View, as_object, leaderboard_lines, status_lines, view_of
-
-ADDRESS_READER = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def test_a_swarm_that_takes_too_long_to_answer_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm_view, "_SECONDS", 0.01)
+    monkeypatch.setattr(swarm_view, "_ASK_SECONDS", 0.01)
     with pytest.raises(RunFailedError, match=r"no answer within 0\.01 s[\s\S]*jobs\.swarm doctor"):
-        swarm_view.run_at(by_address([ADDRESS_READER], name="join"))
+        swarm_view.run_at(by_address([EXAMPLE], name="join"))
 
 
 ANNA = PeerRow("anna", "anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
@@ -33,11 +34,6 @@ VIEW = View(
     "hivemind-0001", 5, 15, True, (ANNA, BO), 0.4545, {"loss": 0.3, "acc1": 93.217}, metrics_of("classification"),
     (Contribution("anna", 4, 3000.0, 7200.0, 18_000_000), Contribution("carl", 1, 1000.0, 900.0, 0)),
 )  # fmt: skip
-
-
-def width_of(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((columns, 24)))
 
 
 def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
@@ -49,92 +45,78 @@ def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
     ]
 
 
-@pytest.mark.parametrize("columns", [20, 40, 60, 80, 100])
-def test_a_narrow_terminal_gets_fewer_columns_and_whole_names(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    width_of(monkeypatch, columns)
-    long = replace(VIEW, peers=(replace(ANNA, name="a-long-name"), BO))
-    lines = status_lines(long)
-    table = lines[[line.split()[0] for line in lines].index("peer") :]
-    assert [line.split()[0] for line in table] == ["peer", "a-long-name", "bo"]
-    assert all("samples/s" in line or index for index, line in enumerate(table))
+LONG = "somebody who has thought of a name of 61 characters, you see"
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "shown"), [(20, "a-long-name", None), (60, "a-long-name", None), (80, LONG, f"{LONG[:21]}...")]
+)
+def test_a_narrow_terminal_gets_fewer_columns_and_a_long_name_its_own_line(
+    monkeypatch: pytest.MonkeyPatch, columns: int, name: str, shown: str | None
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((columns, 24)))
+    lines = status_lines(replace(VIEW, peers=(ANNA, replace(BO, name=name))))
+    header, *table = lines[[line.split()[0] for line in lines].index("peer") :]
+    assert "samples/s" in header
+    assert [line.strip().startswith(text) for line, text in zip(table, ("anna", shown or name), strict=False)] == [
+        True
+    ] * 2
+    assert [line.strip() for line in table[2:]] == ([name] if shown else [])
     assert columns < 30 or max(map(len, lines)) <= columns
 
 
-def test_a_long_name_takes_no_room_and_stands_below_in_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    width_of(monkeypatch, 80)
-    name = "somebody who has thought of a name of 61 characters, you see"
-    lines = status_lines(replace(VIEW, peers=(ANNA, replace(BO, name=name))))
-    assert lines[:2] == [
-        "hivemind-0001: running, round 5/15, 2 peers, 1,244 samples/s, loss 0.4545, val",
-        "    acc1 93.22 %",
-    ]
-    assert [word for word in ("role", "parts", "samples/s", "up", "down") if word not in lines[2]] == []
-    assert lines[4].startswith("  somebody who has thou...  client ")
-    assert lines[5].strip() == name
-    assert max(map(len, lines)) <= 80
-
-
-def test_the_leaderboard_says_who_has_contributed_how_much() -> None:
-    assert leaderboard_lines(VIEW) == [
-        "hivemind-0001: round 5/15, 4,000 samples of 2 contributors",
+def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> None:
+    """By the name of its invitation."""
+    dora = Contribution("dora", 1, 0.0, 900.0, 0)
+    view = replace(
+        VIEW, peers=(ANNA, replace(BO, name="colab", credited="carl")), contributions=(*VIEW.contributions, dora)
+    )
+    assert leaderboard_lines(view) == [
+        "hivemind-0001: round 5/15, 4,000 samples of 3 contributors",
         "  name  samples  share   rounds  hours  bytes    now",
         "  anna  3,000    75.0 %  4       2.00   18.0 MB  training",
-        "  carl  1,000    25.0 %  1       0.25   0 B      -",
-    ]
-
-
-def test_who_trains_now_goes_by_the_name_of_its_invitation() -> None:
-    carl = replace(BO, name="colab", credited="carl")
-    assert leaderboard_lines(replace(VIEW, peers=(ANNA, carl)))[-1].split() == [
-        *("carl", "1,000", "25.0", "%", "1", "0.25", "0", "B", "training"),
+        "  carl  1,000    25.0 %  1       0.25   0 B      training",
+        "  dora  0        0.0 %   1       0.25   0 B      -",
     ]
 
 
 def test_the_object_for_programs_holds_everything_and_is_json() -> None:
     found = json.loads(json.dumps(as_object(VIEW), allow_nan=False))
-    assert found["peers"][1]["role"] == "client"
-    assert found["peers"][0]["peer"] == "QmAnna12345"
+    assert [(row["peer"], row["role"]) for row in found["peers"]] == [
+        ("QmAnna12345", "creator"),
+        ("QmBo1234567", "client"),
+    ]
     assert (found["samples_per_sec"], found["val"]["acc1"]) == (1244.5, 93.217)
-    assert found["contributions"][0] == {
-        "name": "anna", "rounds": 4, "samples": 3000.0, "seconds": 7200.0, "bytes": 18_000_000
-    }  # fmt: skip
+    anna = {"name": "anna", "rounds": 4, "samples": 3000.0, "seconds": 7200.0, "bytes": 18_000_000}
+    assert found["contributions"][0] == anna
 
 
-CREATOR = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-ADDRESS_VIEW = f"/ip4/203.0.113.7/tcp/4711/p2p/{CREATOR}"
+CREATOR = EXAMPLE.rpartition("/")[2]
 
 
-def told(**own: Any) -> SwarmRecords:
+def seen(names: dict[str, str] | None = None, **own: Any) -> View:
     """A swarm of its creator and one stranger, whose record says ``own``."""
-    from trainkit.config.loading import load, to_yaml
-    from trainkit.swarm.messages import Manifest, progress_of
-
     manifest = Manifest("id", "run\x1b[2J", to_yaml(load("hivemind").config), int(time.time() / 8), "", 10, 1, 8)
-    plain: dict[str, Any] = {
-        "name": "x", "round": 0, "samples": 64, "samples_per_sec": 10.0, "loss": 1.0, "group": 2, "time": time.time()
-    }  # fmt: skip
+    plain: dict[str, Any] = {"name": "x", "round": 0, "samples": 64, "samples_per_sec": 10.0, "loss": 1.0, "group": 2}
     said = {
-        CREATOR: {**plain, "val_loss": 0.5, "val_headline": 90.0},
-        "QmStranger": {**plain, "client": True, "val_headline": 1.0, **own},
+        CREATOR: {**plain, "time": time.time(), "val_loss": 0.5, "val_headline": 90.0},
+        "QmStranger": {**plain, "time": time.time(), "client": True, "val_headline": 1.0, **own},
     }
     progress = {peer: found for peer, record in said.items() if (found := progress_of(record)) is not None}
-    mine = [Contribution("anna", 1, 64.0, 8.0, 0)]
-    theirs = [Contribution("mallory", 1, 1e9, 1e9, 0)]
-    return SwarmRecords({CREATOR: manifest}, progress, {CREATOR: mine, "QmStranger": theirs})
+    accounts = {peer: [Contribution(peer, 1, 64.0, 8.0, 0)] for peer in said}
+    return view_of(SwarmRecords({CREATOR: manifest}, progress, accounts, names or {}), [EXAMPLE], None)
 
 
 def test_a_peer_is_credited_by_its_invitation_whatever_it_calls_itself() -> None:
-    peers = {"QmStranger": "mallory", CREATOR: "owner"}
-    rows = {row.peer: row.credited for row in view_of(replace(told(), names=peers), [ADDRESS_VIEW], None).peers}
-    assert rows == {"QmStranger": "mallory", CREATOR: "x"}
+    rows = seen({"QmStranger": "mallory", CREATOR: "owner"}).peers
+    assert {row.peer: row.credited for row in rows} == {"QmStranger": "mallory", CREATOR: "x"}
 
 
 def test_accuracy_and_contributions_are_the_creators_account() -> None:
-    view = view_of(told(), [ADDRESS_VIEW], None)
+    view = seen()
     assert view.val == {"loss": 0.5, "acc1": 90.0}
-    assert [item.name for item in view.contributions] == ["anna"]
+    assert [item.name for item in view.contributions] == [CREATOR]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +133,10 @@ def test_accuracy_and_contributions_are_the_creators_account() -> None:
     ],
 )
 def test_what_a_stranger_writes_about_itself_cannot_harm_who_looks(own: dict[str, Any]) -> None:
-    view = view_of(told(**own), [ADDRESS_VIEW], None)
+    """Nonsense is not shown; what can be cleaned is."""
+    view = seen(**own)
     lines = status_lines(view)
-    assert len(lines) == (4 if len(own.get("name", "x" * 200)) <= 128 else 3), (
-        "nonsense is not shown; what can be cleaned is"
-    )
+    assert len(lines) == (4 if len(own.get("name", "x" * 200)) <= 128 else 3)
     assert all(line.isprintable() and len(line) < 250 for line in lines)
     assert view.samples_per_sec == pytest.approx(10.0 * len(view.peers))
     assert view.loss == pytest.approx(1.0)

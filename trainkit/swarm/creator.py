@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +15,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Contributions, Counted
 from trainkit.swarm import address
 from trainkit.swarm.address import Memory, addresses_in, identity_in, known_of, saved_peer
 from trainkit.swarm.admission import Admission, keep_key, key_of, own_pass
@@ -22,13 +23,15 @@ from trainkit.swarm.dht import SwarmDHT, Watch, reached
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.link import creators_share, fitted
 from trainkit.swarm.messages import REVOKED, Manifest, PeerProgress, RoundClock
-from trainkit.swarm.records import Credits, take_over
+from trainkit.swarm.records import take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import LOST_AFTER, Session
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
 _DIAL_SECONDS = 30.0
+# Seconds for which a creator that comes back asks what the others have reached without it.
+_CATCH_UP_SECONDS = 10.0
 
 
 def elsewhere(addresses: Sequence[str], own: Sequence[str]) -> list[str]:
@@ -47,20 +50,14 @@ def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
     Raises UserError.
     """
     told = dht.progress().get(dht.peer_id)
-    places = elsewhere([*known, *(told.addresses if told is not None else ())], dht.addresses())
-    if not places:
-        return
-    there: list[str] = dht.in_dht(partial(reached, at=tuple(dict.fromkeys(places))), _DIAL_SECONDS, [])
+    places = tuple(dict.fromkeys(elsewhere([*known, *(told.addresses if told else ())], dht.addresses())))
+    there: list[str] = dht.in_dht(partial(reached, at=places), _DIAL_SECONDS, []) if places else []
     if there:
         raise UserError(
             "This run goes on already, on another machine.",
             why=f"Its creator, with the key of this run folder, answers at {there[0]}: one of the folders is a copy.",
             fix="End that one with Ctrl-C, and copy its run folder here: it has the newer checkpoints.",
         )
-
-
-# Seconds for which a creator that comes back asks what the others have reached without it.
-_CATCH_UP_SECONDS = 10.0
 
 
 class Creator(Session):
@@ -84,9 +81,9 @@ class Creator(Session):
         self.open_node(own_pass(key, spec.name), Admission(key.public, open_run=self.config.collaborative.open), file)
         if folder is not None:
             self.dht.excluded.remember(folder.path)
-        if folder is not None and self.saved is not None:
-            self.dht.reconnect(self.saved.others)
-            require_alone(self.dht, addresses_in(folder))
+            if self.saved is not None:
+                self.dht.reconnect(self.saved.others)
+                require_alone(self.dht, addresses_in(folder))
 
     def open_run(self) -> None:
         """The run folder, with rounds as long as this peer's upload needs, and the owner's key."""
@@ -98,17 +95,15 @@ class Creator(Session):
         assert self.hooks.open_run is not None
         self.writer = self.hooks.open_run(self.config, "")
         run = self.writer.run
-        self.owner = keep_key(run.path, self.key)
+        self.owner, self.credits = keep_key(run.path, self.key), Contributions.of(run)
         # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
         new = f"{run.name}-{os.urandom(4).hex()}".replace(".", "-")
         self.run_id = self.saved.run_id if self.saved is not None else new
 
     def restore(self) -> bool:
         """Go on from the newest checkpoint, if there is one. False when no round is left."""
-        common = self.common
-        found = self.checkpoints.restore(
-            self.team.judge.model, None, extra=["common"], accept=lambda found: take_over(found, common)
-        )
+        common, accept = self.common, partial(take_over, common=self.common)
+        found = self.checkpoints.restore(self.team.judge.model, None, extra=["common"], accept=accept)
         if found:
             self.progress.take_over(Progress.of(found.state))
         if common.round >= self.config.collaborative.rounds:
@@ -183,43 +178,45 @@ class Creator(Session):
         """
         if told is None or told.time <= self.since:
             return
-        for item in elsewhere(told.addresses, self.own_addresses)[:1]:
-            if item not in self.duplicates:
-                self.duplicates.add(item)
-                self.hooks.say(
-                    f"  another machine goes on with this run and its key, at {terminal.one_line(item)}: "
-                    "two swarms come of it. End one of the two with Ctrl-C"
-                )
+        for item in set(elsewhere(told.addresses, self.own_addresses)[:1]) - self.duplicates:
+            self.duplicates.add(item)
+            self.hooks.say(
+                f"  another machine goes on with this run and its key, at {terminal.one_line(item)}: "
+                "two swarms come of it. End one of the two with Ctrl-C"
+            )
+
+    def credit(self, counted: Iterable[Counted]) -> None:
+        """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
+        seconds = self.clock.seconds
+        self.credits.add(self.pace.round_seconds or seconds, counted)
+        self.writer.check()
+        with suppress(OSError):  # a full disk; the next round writes all of it again
+            self.credits.write(self.writer.run)
+        self.dht.publish_credits(self.credits.best_first(), LOST_AFTER * seconds + 60.0)
 
     def train(self) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""
-        seconds, writer = self.clock.seconds, self.writer
-        credits = Credits(
-            writer,
-            lambda: self.pace.round_seconds or seconds,
-            lambda known: self.dht.publish_credits(known, LOST_AFTER * seconds + 60.0),
-        )
         rounds = self.record("judge")
-        self.sentry = replace(self.sentry, credit=credits.count)
+        self.sentry = replace(self.sentry, credit=self.credit)
         with rounds.recorded(self.spec.env):
             ending = take_part(self)
             self.leave(ending)
         if ending == "finished":
             rounds.finish("finished")
-            writer.attempt.ended("COMPLETED", step=self.progress.step)
+            self.writer.attempt.ended("COMPLETED", step=self.progress.step)
         elif not self.spec.goes_on_later:
             rounds.finish("stopped", test=False)  # a user who presses Ctrl-C does not want to wait
         return ending
 
     def leave(self, ending: Ending) -> None:
         """Stay until the others can do without this peer."""
-        if ending == "stopped":
-            self.publish(stopped=True, wait=True)
-            if self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
-                time.sleep(4 * NEWS_SECONDS + self.watch.pause)  # with this peer the news would vanish
-        else:
+        if ending != "stopped":
             # The others may still be fetching their part of the last round's average from this peer.
             time.sleep(max(0.0, self.clock.end + 2.0 - time.time()))
+            return
+        self.publish(stopped=True, wait=True)
+        if self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
+            time.sleep(4 * NEWS_SECONDS + self.watch.pause)  # with this peer the news would vanish
 
 
 def create(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[Ending, RunDir]:

@@ -20,23 +20,17 @@ from trainkit.swarm.link import enough, in_words, load_for, volunteers_share
 from trainkit.swarm.messages import Manifest, RoundClock, no_data, require_going_on, require_same_version
 from trainkit.swarm.rounds import Ending, take_part
 from trainkit.swarm.session import Session, require_same, without_data
-from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec, check_peer
+from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 
 _SAY_EVERY = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
 _LOOK_SECONDS = 0.5
 # Seconds for which a newcomer asks for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
+_ASK_THE_CREATOR = "Ask whoever runs `python -m jobs.swarm create`, and join again."
 
 
-def wait_until_back(
-    look: Callable[[], int],
-    goes_on: Callable[[], bool],
-    hooks: Hooks,
-    patience: float = PATIENCE_SECONDS,
-    now: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
+def wait_until_back(look: Callable[[], int], goes_on: Callable[[], bool], hooks: Hooks, patience: float) -> bool:
     """Wait for a swarm that has been lost, asking less and less often. False when told to leave.
 
     Args:
@@ -46,7 +40,8 @@ def wait_until_back(
 
     Raises RunFailedError when nobody has answered for ``patience`` seconds.
     """
-    began, said, pause, there = now(), now(), _FIRST_PAUSE, False
+    began = said = time.monotonic()
+    pause, there = _FIRST_PAUSE, False
     hooks.say(f"Nobody of the swarm answers. Waiting for it for up to {_in_words(patience)}; Ctrl-C leaves for good.")
     while not hooks.stop_requested():
         if look():
@@ -54,19 +49,19 @@ def wait_until_back(
                 return True
             if not there:  # it has just come back, and will be ready soon
                 there, pause = True, _FIRST_PAUSE
-        waited = now() - began
-        if waited >= patience:
+        now = time.monotonic()
+        if now - began >= patience:
             raise RunFailedError(
                 f"The swarm has not answered for {_in_words(patience)}.",
                 why="Its creator has gone without a word, or this machine has lost its network.",
-                fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
+                fix=_ASK_THE_CREATOR,
             )
-        if now() - said >= _SAY_EVERY:
-            said = now()
-            hooks.say(f"Still waiting for the swarm, since {_in_words(waited)}.")
-        until = now() + min(pause, patience - waited)
-        while (left := until - now()) > 0 and not hooks.stop_requested():
-            sleep(min(left, _LOOK_SECONDS))
+        if now - said >= _SAY_EVERY:
+            said = now
+            hooks.say(f"Still waiting for the swarm, since {_in_words(now - began)}.")
+        until = now + min(pause, patience - (now - began))
+        while (left := until - time.monotonic()) > 0 and not hooks.stop_requested():
+            time.sleep(min(left, _LOOK_SECONDS))
         pause = min(1.5 * pause, _LONGEST_PAUSE)
     return False
 
@@ -96,15 +91,11 @@ class Guest(Session):
         if seen.reached:
             say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
             return
+        what, fix = "Others cannot reach this machine", FORWARD.format(port=self.dht.port)
         why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
         if not spec.trains:
-            raise UserError(
-                "Others cannot reach this machine, so it cannot be an anchor.",
-                why=f"{why[0].upper()}{why[1:]}.",
-                fix=FORWARD.format(port=self.dht.port),
-            )
-        say(f"Others cannot reach this machine: {why}. It takes part as a peer that only calls out.")
-        say(f"  {FORWARD.format(port=self.dht.port)}")
+            raise UserError(f"{what}, so it cannot be an anchor.", why=f"{why[0].upper()}{why[1:]}.", fix=fix)
+        say(f"{what}: {why}. It takes part as a peer that only calls out.\n  {fix}")
         self.spec = replace(spec, host=None)
 
     def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
@@ -117,11 +108,8 @@ class Guest(Session):
         self.clock, agreed = self.clock_from(manifest.first_round), self.config.collaborative
         # By the time, where it says so; else a newcomer learns it from the state that it is given.
         if agreed.sync == "diloco" and self.clock.is_over(time.time()):
-            raise UserError(
-                f"The run {manifest.name} is over.",
-                why=f"All of its {agreed.rounds} rounds are done.",
-                fix="Join another.",
-            )
+            why = f"All of its {agreed.rounds} rounds are done."
+            raise UserError(f"The run {manifest.name} is over.", why=why, fix="Join another.")
 
     def require_same_run(self) -> None:
         """Refuse to train something else than the run does, once there is a model."""
@@ -138,9 +126,9 @@ class Guest(Session):
         With ``sync: gradients`` there is nothing that could be sent later.
         """
         agreed, values = self.config.collaborative, self.common.theta.numel()
-        needed = enough(values, agreed.compression, agreed.round_seconds)
         if not self.spec.trains or agreed.sync == "gradients":
             return None
+        needed = enough(values, agreed.compression, agreed.round_seconds)
         measured = self.dht.upload(self.entry.addresses, enough=needed)
         if not 0.0 < measured < needed:
             return None
@@ -166,43 +154,35 @@ class Guest(Session):
         rounds = self.record("guest" if self.spec.trains else "anchor")
         with rounds.recorded(self.spec.env):
             ending = self.take_part()
-        if progress.step and ending != "stopped":
-            rounds.finish("finished" if ending == "finished" else "stopped")
         if ending != "stopped":
+            if progress.step:
+                rounds.finish("finished" if ending == "finished" else "stopped")
             writer.attempt.ended("COMPLETED", step=progress.step)
         return ending
 
     def take_part(self) -> Ending:
         """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
-        say, name, rounds = self.hooks.say, self.manifest.name, self.rounds
         # Last of all: the state of a round is of use until that round ends.
-        self._adopt(self.clock)
-        say(f"Joined {name} in {self._round()}.")
+        self._adopt(self.clock, _ADOPT_SECONDS)
+        self._say_round("Joined {}")
         self.averaging.share()
         while (ending := take_part(self)) in ("lost", "moved"):
-            if rounds is not None and ending == "lost":
+            rounds = self.rounds if ending == "lost" else None
+            if rounds is not None:
                 rounds.lost()
-            if not self._comes_back(must_wait=ending == "lost"):
+            is_back = (ending == "moved" and self.goes_on()) or wait_until_back(
+                lambda: self.dht.reconnect(self.memory.others), self.goes_on, self.hooks, self.spec.patience
+            )
+            if self.watch.stopped or not is_back:
                 return "ended" if self.watch.stopped else "stopped"
-            if rounds is not None and ending == "lost":
-                rounds.back()
-            say(f"Back in {name}, in {self._round()}.")
+            if rounds is not None:
+                rounds.remark("swarm_back", round=self.common.round)
+            self._say_round("Back in {},")
         return ending
 
-    def _round(self) -> str:
-        return f"round {self.clock.index(time.time()) + 1}/{self.clock.count}"
-
-    def _comes_back(self, *, must_wait: bool) -> bool:
-        """Go on by the clock of the peers that answer; False when it is time to leave."""
-
-        def goes_on() -> bool:
-            return self.finds_run() or self.watch.stopped
-
-        def look() -> int:
-            return self.dht.reconnect(self.memory.others)
-
-        there = not must_wait and goes_on()
-        return (there or wait_until_back(look, goes_on, self.hooks, self.spec.patience)) and not self.watch.stopped
+    def goes_on(self) -> bool:
+        """Whether the peers that answer go on with this one, or have ended the run."""
+        return self.finds_run() or self.watch.stopped
 
     def finds_run(self) -> bool:
         """Take over the clock and the state of the peers that answer; False if they have none to give, yet.
@@ -214,26 +194,6 @@ class Guest(Session):
         # It has been silent meanwhile, and a creator that has come back gives nothing to strangers.
         self.dht.introduce_myself(INTRODUCED_SECONDS, wait=True)
         self.watch.poll()
-        manifest = self._present_manifest()
-        if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
-            return False
-        require_same_version(manifest)
-        require_same(manifest.facts, self.manifest.facts)
-        clock = self.clock_from(manifest.first_round)
-        try:
-            self._adopt(clock, seconds=2 * clock.seconds)
-        except RunFailedError:
-            return False
-        if self.hooks.stop_requested():
-            return False
-        self.clock = clock
-        return True
-
-    def _present_manifest(self) -> Manifest | None:
-        """The manifest of the run; None if the peers that answer do not know it yet.
-
-        Raises UserError when it is another run's by now.
-        """
         found = list(self.dht.manifests().values())
         same = [one for one in found if one.run_id == self.manifest.run_id]
         if found and not same:
@@ -242,12 +202,29 @@ class Guest(Session):
                 why=f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}.",
                 fix="Join that one, if it is meant.",
             )
-        return max(same, key=lambda one: one.first_round, default=None)
+        manifest = max(same, key=lambda one: one.first_round, default=None)
+        if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
+            return False
+        require_same_version(manifest)
+        require_same(manifest.facts, self.manifest.facts)
+        clock = self.clock_from(manifest.first_round)
+        try:
+            self._adopt(clock)
+        except RunFailedError:
+            return False
+        if self.hooks.stop_requested():
+            return False
+        self.clock = clock
+        return True
 
-    def _adopt(self, clock: RoundClock, *, seconds: float = _ADOPT_SECONDS) -> None:
+    def _say_round(self, where: str) -> None:
+        number = self.clock.index(time.time()) + 1
+        self.hooks.say(f"{where.format(self.manifest.name)} in round {number}/{self.clock.count}.")
+
+    def _adopt(self, clock: RoundClock, seconds: float = 0.0) -> None:
         """Take over the state of the run; it must be that of the present round, for the next one ends it.
 
-        Raises RunFailedError when no peer gives it in time.
+        Raises RunFailedError when no peer gives it in ``seconds``, or two rounds.
         """
         stopped = self.hooks.stop_requested
         deadline, pause = time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
@@ -257,13 +234,12 @@ class Guest(Session):
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(pause)
             pause = min(2 * pause, 8.0, clock.seconds / 4)
-        if stopped():
-            return
-        raise RunFailedError(
-            "No peer gives away the state of the run.",
-            why="The peers that could are gone, unreachable from here, or overloaded.",
-            fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
-        )
+        if not stopped():
+            raise RunFailedError(
+                "No peer gives away the state of the run.",
+                why="The peers that could are gone, unreachable from here, or overloaded.",
+                fix=_ASK_THE_CREATOR,
+            )
 
 
 def join(

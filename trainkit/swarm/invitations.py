@@ -46,6 +46,11 @@ class UntrustedError(Exception):
     """What a stranger sent is not what it says. The text says why, in words that are safe to print."""
 
 
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise UntrustedError(otherwise)
+
+
 class Key:
     """A private key; its ``seed`` of 32 bytes is the secret."""
 
@@ -94,13 +99,11 @@ def unpack(data: bytes, count: int) -> list[bytes]:
     """
     parts, at = [], 0
     for _ in range(count):
-        size = int.from_bytes(data[at : at + 4], "big")
-        if at + 4 + size > len(data):
-            raise UntrustedError("it is cut short")
-        parts.append(data[at + 4 : at + 4 + size])
-        at += 4 + size
-    if at != len(data):
-        raise UntrustedError("it is longer than it says")
+        start = at + 4
+        at = start + int.from_bytes(data[at:start], "big")
+        _require(start <= at <= len(data), "it is cut short")
+        parts.append(data[start:at])
+    _require(at == len(data), "it is longer than it says")
     return parts
 
 
@@ -164,10 +167,9 @@ class Grant:
         """Raises UntrustedError unless every field has its type and size."""
         run, owner, key, name, role, expires = parsed(_GRANT, data, "invitation")
         grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
-        if not (_is_name(run, _LONGEST_RUN) and _is_name(name, LONGEST_NAME)):
-            raise UntrustedError("its names are too long or cannot be printed")
-        if len(grant.owner) != KEY_SIZE or len(grant.key) != KEY_SIZE:
-            raise UntrustedError("it is no invitation")
+        for text, longest in ((run, _LONGEST_RUN), (name, LONGEST_NAME)):
+            _require(0 < len(text) <= longest and text.isprintable(), "its names are too long or cannot be printed")
+        _require(len(grant.owner) == len(grant.key) == KEY_SIZE, "it is no invitation")
         return grant
 
 
@@ -196,17 +198,19 @@ class Statement:
 
 def grant(owner: Key, run: str, name: str, role: Role, expires: float) -> Pass:
     """A new invitation by the owner of a run."""
-    key = Key.generate()
-    # Read back, so that nothing is signed that nobody would take.
-    granted = Grant.from_bytes(Grant(run, owner.public, key.public, name, role, int(expires)).to_bytes())
-    return Pass(granted, owner.sign("grant", granted.to_bytes()), key)
+    return _signed(owner, owner.public, run, name, role, expires, Key.generate())
 
 
 def open_pass(name: str, expires: float) -> Pass:
     """What a stranger shows at a run that is open to all: its own word, as a volunteer."""
-    key, name = Key.generate(), as_name(name)
-    granted = Grant.from_bytes(Grant("open", NOBODY, key.public, name, "volunteer", int(expires)).to_bytes())
-    return Pass(granted, key.sign("grant", granted.to_bytes()), key)
+    key = Key.generate()
+    return _signed(key, NOBODY, "open", as_name(name), "volunteer", expires, key)
+
+
+def _signed(by: Key, owner: bytes, run: str, name: str, role: Role, expires: float, key: Key) -> Pass:
+    # Read back, so that nothing is signed that nobody would take.
+    granted = Grant.from_bytes(Grant(run, owner, key.public, name, role, int(expires)).to_bytes())
+    return Pass(granted, by.sign("grant", granted.to_bytes()), key)
 
 
 def read_statement(
@@ -222,26 +226,20 @@ def read_statement(
     Raises:
         UntrustedError: it is forged, expired, for another purpose or of another run.
     """
-    if len(data) > _LONGEST_STATEMENT:
-        raise UntrustedError("it is too long")
+    _require(len(data) <= _LONGEST_STATEMENT, "it is too long")
     granted, owners, content, signature = unpack(data, 4)
     found = Grant.from_bytes(granted)
+    authority = found.owner
     if found.owner == NOBODY:
-        if not open_run:
-            raise UntrustedError("it comes from nobody that was invited")
-        if found.role != "volunteer":
-            raise UntrustedError("only an owner makes a peer more than a volunteer")
+        _require(open_run, "it comes from nobody that was invited")
+        _require(found.role == "volunteer", "only an owner makes a peer more than a volunteer")
         authority = found.key
     else:
-        if owner is not None and found.owner != owner:
-            raise UntrustedError("it is an invitation to another run")
-        authority = found.owner
-    if len(owners) != SIGNATURE_SIZE or not is_signed(authority, owners, "grant", granted):
-        raise UntrustedError("the owner has not signed it")
-    if not is_signed(found.key, signature, purpose, pack([granted, content])):
-        raise UntrustedError("it was not signed with the key of its invitation")
-    if found.expires <= (time.time() if now is None else now):
-        raise UntrustedError("its invitation has expired")
+        _require(owner in (None, found.owner), "it is an invitation to another run")
+    _require(is_signed(authority, owners, "grant", granted), "the owner has not signed it")
+    is_own = is_signed(found.key, signature, purpose, pack([granted, content]))
+    _require(is_own, "it was not signed with the key of its invitation")
+    _require(found.expires > (time.time() if now is None else now), "its invitation has expired")
     return Statement(found, content)
 
 
@@ -267,20 +265,18 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
     match = _TOKEN.search(text)
     text = "".join((match[0] if match else text).split()).strip("'\"")  # a mail program has wrapped it
     try:
-        if len(text) > _LONGEST_TOKEN or not text.startswith(PREFIX):
-            raise UntrustedError("it is too long" if len(text) > _LONGEST_TOKEN else f"it does not begin with {PREFIX}")
+        _require(len(text) <= _LONGEST_TOKEN, "it is too long")
+        _require(text.startswith(PREFIX), f"it does not begin with {PREFIX}")
         body, signature = unpack(_bytes(text.removeprefix(PREFIX)), 2)
         granted, owners, seed, where = unpack(body, 4)
-        if len(seed) != KEY_SIZE:
-            raise UntrustedError("it holds no key")
+        _require(len(seed) == KEY_SIZE, "it holds no key")
         own = Pass(Grant.from_bytes(granted), owners, Key(seed))
-        if own.key.public != own.grant.key or not is_signed(own.grant.key, signature, "token", body):
-            raise UntrustedError("it has been changed")
-        if not is_signed(own.grant.owner, owners, "grant", granted):
-            raise UntrustedError("the owner of the run has not signed it")
+        is_whole = own.key.public == own.grant.key and is_signed(own.grant.key, signature, "token", body)
+        _require(is_whole, "it has been changed")
+        _require(is_signed(own.grant.owner, owners, "grant", granted), "the owner of the run has not signed it")
         addresses = fileio.parse(where)
-        if not (isinstance(addresses, list) and 0 < len(addresses) <= _MOST_ADDRESSES):
-            raise UntrustedError("it does not say where the run is")
+        is_list = isinstance(addresses, list) and 0 < len(addresses) <= _MOST_ADDRESSES
+        _require(is_list, "it does not say where the run is")
         found = tuple(address.check(str(item)) for item in addresses)
     except (UntrustedError, ValueError, RecursionError) as error:
         what = error if isinstance(error, UntrustedError) else "it is garbled"
@@ -313,10 +309,6 @@ def as_name(text: str) -> str:
     return "".join(letter for letter in text if letter.isprintable())[:LONGEST_NAME] or "peer"
 
 
-def _is_name(text: str, longest: int) -> bool:
-    return 0 < len(text) <= longest and text.isprintable()
-
-
 def date(seconds: float) -> str:
     """A moment in words that mean the same everywhere."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
@@ -332,6 +324,5 @@ def _bytes(text: str) -> bytes:
         data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, UnicodeEncodeError, AttributeError) as error:
         raise UntrustedError("it has letters that do not belong there, or lacks some") from error
-    if _text(data) != text:  # a last letter may carry bits that mean nothing
-        raise UntrustedError("it has been changed")
+    _require(_text(data) == text, "it has been changed")  # a last letter may carry bits that mean nothing
     return data

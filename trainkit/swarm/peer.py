@@ -29,14 +29,7 @@ from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.swarm import address, processes
-from trainkit.swarm.address import (
-    addresses_in,
-    announced,
-    how_to_be_reached,
-    identity_in,
-    saved_peer,
-    write_addresses,
-)
+from trainkit.swarm.address import addresses_in, announced, how_to_be_reached, identity_in, saved_peer, write_addresses
 from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
@@ -60,26 +53,27 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     processes.require_hivemind()
     from trainkit.swarm import creator
 
-    say = hooks.say
-
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
         before = addresses_in(run_dir)
         write_addresses(run_dir, addresses)
-        say(f"Run: {run_dir.path}")
-        if before and not {*before} & {*addresses[:1]}:
-            say("It has moved. Who trains finds it through an anchor; without one, and with a token of before:")
-            say(f"  {terminal.command('join', 'TOKEN', addresses[0])}")
+        lines = [f"Run: {run_dir.path}"]
+        if before and addresses[0] not in before:
+            lines.append(
+                "It has moved. Who trains finds it through an anchor; without one, and with a token of before:"
+            )
+            lines.append(f"  {terminal.command('join', 'TOKEN', addresses[0])}")
         if config.collaborative.open:
-            say("Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:")
-            for item in addresses:
-                say(f"  {address.join_command([item])}")
-        elif spec.folder is None:  # a token must not be kept in the run's log
-            lines = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
-            print("\n".join(lines), flush=True)
-        say(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
-        for line in how_to_be_reached(addresses):
-            say(line)
-        say(f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}")
+            lines.append(
+                "Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:"
+            )
+            lines += [f"  {address.join_command([item])}" for item in addresses]
+        hooks.say("\n".join(lines))
+        if not config.collaborative.open and spec.folder is None:  # a token must not be kept in the run's log
+            told = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
+            print("\n".join(told), flush=True)
+        lines = [f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}"]
+        lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
+        hooks.say("\n".join(lines))
 
     return creator.create(config, spec, replace(hooks, opened=opened))
 
@@ -92,31 +86,31 @@ def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> t
 
     Raises UserError when the run folder does not say where it was, or has no owner's key any more.
     """
-    home = saved_peer(run)
-    if home is not None and home.is_anchor:
-        there = ("--port", home.port, *(("--announce", home.announce) if home.announce else ()))
+    place = saved_peer(run)
+    anew = terminal.command("swarm", "create", run.path)
+    if place is None:
+        raise UserError(
+            f"{run.name} has not created a swarm that others could join.",
+            why="It has joined one, or was ended before it was ready.",
+            fix=f"Join again; or start a new one: {anew}",
+        )
+    if place.is_anchor:
+        there = ("--port", place.port, *(("--announce", place.announce) if place.announce else ()))
         again = terminal.command("swarm", "anchor", "TOKEN", *there, "--identity", identity_in(run))
         raise UserError(
             f"{run.name} is an anchor's record, which is not gone on with.",
             why="An anchor takes over the state of the swarm whenever it joins.",
             fix=f"Under the same address: {again}",
         )
-    if home is None:
-        raise UserError(
-            f"{run.name} has not created a swarm that others could join.",
-            why="It has joined one, or was ended before it was ready.",
-            fix=f"Join again; or start a new one: {terminal.command('swarm', 'create', run.path)}",
-        )
     if not (run.path / KEY_FILE).is_file():
         raise UserError(
             f"{run.name} has lost its {KEY_FILE}.",
             why="Whoever was invited believes what this key has signed, and nothing else.",
-            fix=f"Copy it back into that folder, or start anew: {terminal.command('swarm', 'create', run.path)}",
+            fix=f"Copy it back into that folder, or start anew: {anew}",
         )
-    port = spec.port or home.port
-    where = announced(spec.announce, port) or home.announce
-    place = replace(spec, name=home.name or spec.name, host=spec.host or home.host, port=port, announce=where)
-    return create_swarm(config, replace(place, folder=run), hooks)
+    name, host, port = place.name or spec.name, spec.host or place.host, spec.port or place.port
+    where = announced(spec.announce, port) or place.announce
+    return create_swarm(config, replace(spec, name=name, host=host, port=port, announce=where, folder=run), hooks)
 
 
 def join_swarm(
@@ -141,10 +135,9 @@ def join_swarm(
 
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
-        hooks.say("Others join through this machine, too:")
-        for item in addresses:
-            # Not the token itself: this goes into the log.
-            hooks.say(f"  {terminal.command('join', *(['TOKEN'] if entry.invited else []), item)}")
+        # Not the token itself: this goes into the log.
+        lines = [terminal.command("join", *(["TOKEN"] if entry.invited else []), item) for item in addresses]
+        hooks.say("\n  ".join(["Others join through this machine, too:", *lines]))
 
     return guest.join(
         entry,
@@ -154,11 +147,11 @@ def join_swarm(
     )
 
 
-# What the ranks of one job hand each other that nobody else may read: sealed with the run's secret.
-#
-# A meeting of ranks keeps strangers from writing, not from reading: its store speaks in the clear.
+# What the ranks of one job hand each other that nobody else may read: sealed with the run's secret. A meeting of ranks
+# keeps strangers from writing, not from reading: its store speaks in the clear.
 
 _NONCE = 12  # bytes; ChaCha20-Poly1305, RFC 8439
+_TOKEN = "token of the ranks"
 
 
 def hide(secret: Secret, purpose: str, text: str) -> bytes:
@@ -182,6 +175,7 @@ def _cipher(secret: Secret, purpose: str) -> ChaCha20Poly1305:
 # The ranks of one peer, one for each of its GPUs.
 
 _LEAVE_SECONDS = 20.0
+_MOST_RANKS = 64
 
 
 @contextmanager
@@ -200,28 +194,21 @@ def ranks_of_peer(
     Raises UserError when user and launcher disagree.
     """
     known = RankEnv.from_mapping(env)
-    size = known.world_size if number is None else number
-    why, fix = "A peer has one rank for each of its GPUs, 1 to 64.", "Use --nproc 2 for two GPUs."
-    if known.world_size > 1:
-        why, fix = f"{known.launcher} has started {known.world_size} ranks already.", "Leave --nproc out."
-    if size != known.world_size and (known.world_size > 1 or not 0 < size <= 64):
-        raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
-    if size == known.world_size:
+    if number is None or number == known.world_size:
         yield known, Secret.from_mapping(env)
         return
-    secret = Secret.generate()
-    common = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        VARIABLE: secret.text,
-    }
-    variables = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    if known.world_size > 1 or not 0 < number <= _MOST_RANKS:
+        why, fix = f"A peer has one rank for each of its GPUs, 1 to {_MOST_RANKS}.", "Use --nproc 2 for two GPUs."
+        if known.world_size > 1:
+            why, fix = f"{known.launcher} has started {known.world_size} ranks already.", "Leave --nproc out."
+        raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
+    secret, size, port = Secret.generate(), str(number), str(free_port())
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"NODE_RANK": "0", VARIABLE: secret.text}
+    first, *others = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for own in variables[1:]:
+        for own in others:
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "trainkit", "join", *arguments],
                 env={**env, **own},
@@ -230,13 +217,12 @@ def ranks_of_peer(
                 preexec_fn=end_with_parent,
             )
             started.append(process)
-        yield RankEnv.from_mapping(variables[0]), secret
+        yield RankEnv.from_mapping(first), secret
         for process in started:
             process.wait(_LEAVE_SECONDS)
     finally:
         for process in started:
-            if process.poll() is None:
-                process.kill()
+            process.kill()  # nothing, where it has ended
             process.wait()
 
 
@@ -255,7 +241,6 @@ def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable
 # One rank of a submitted swarm: a peer of its own, that meets the others by the job's own means.
 
 Outcome = Literal["finished", "preempted"]
-_TOKEN = "token of the ranks"
 
 
 def run_swarm_rank(
@@ -289,30 +274,25 @@ def run_swarm_rank(
     from trainkit.swarm import guest
 
     assert writer is not None or not rank_env.is_main
-    spec = PeerSpec(
-        f"{socket.gethostname()}/{rank_env.rank}",
-        rank_env,
-        goes_on_later=bool(config.launch.requeue),
-        folder=writer.run if writer is not None else None,
-        secret=secret,
-    )
     hooks = Hooks(
         lambda: stop.requested,
         lambda line: print(line, flush=True),
         None if writer is None else lambda config, name: writer,
         beat=beat,
     )
-    ending: str
+    host, ending = socket.gethostname(), "finished"
+    spec = PeerSpec(f"{host}/{rank_env.rank}", rank_env, goes_on_later=bool(config.launch.requeue), secret=secret)
     if not config.collaborative.initial_peers:
-        ending = _rank_of_new_swarm(config, spec, hooks)
+        folder = writer.run if writer is not None else None
+        ending = _rank_of_new_swarm(config, replace(spec, folder=folder), hooks)
     elif writer is None:
         follow_rank_0(rank_env, secret, use_gpu=config.launch.gpus_per_node != 0 and gpu_is_here(), beat=beat)
         ending = "stopped" if stop.requested else "finished"
     else:
         # Back from the queue it has the name and the key that it had before.
-        name = f"{socket.gethostname()}/{writer.run.name}"[-terminal.LONGEST_NAME :]
+        name = f"{host}/{writer.run.name}"[-terminal.LONGEST_NAME :]
         entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=name)
-        spec = replace(spec, name=name, identity=writer.run.path / "identity", team=True)
+        spec = replace(spec, name=name, folder=writer.run, identity=writer.run.path / "identity", team=True)
         ending, _ = guest.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
     if ending == "stopped":
         hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
@@ -339,12 +319,14 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     if not env.is_main:
         return guest.join(_entry_from(store, secret), spec, hooks, lambda _: config)[0]
 
+    def tell(text: str) -> None:
+        if store is not None:
+            store.set("swarm", hide(secret, _TOKEN, text))
+
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
-        if store is not None:
-            # A rank is as good as rank 0: it averages for others and gives away the state.
-            ranks = own_pass(owner_of(run_dir.path).key, RANKS, "reducer")
-            store.set("swarm", hide(secret, _TOKEN, write_token(ranks, addresses)))
+        # A rank is as good as rank 0: it averages for others and gives away the state.
+        tell(write_token(own_pass(owner_of(run_dir.path).key, RANKS, "reducer"), addresses))
         # Not a token: this goes into a log.
         hooks.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
 
@@ -353,8 +335,7 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     try:
         return creator.create(config, spec, replace(hooks, opened=opened))[0]
     except TrainkitError as error:
-        if store is not None:
-            store.set("swarm", hide(secret, _TOKEN, f"failed: {error.what}"))  # or the others would wait for an address
+        tell(f"failed: {error.what}")  # or the others would wait for an address
         raise
 
 

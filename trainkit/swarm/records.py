@@ -6,8 +6,8 @@ import errno
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +18,8 @@ from trainkit.distributed.device import device_name
 from trainkit.errors import DiskError, RunFailedError
 from trainkit.monitor import Logger
 from trainkit.ranks import RankEnv
-from trainkit.run.events import Attempt, Remark, Writer
-from trainkit.run.metrics import Contribution, Contributions, Counted
+from trainkit.run.events import Attempt, Remark
+from trainkit.run.metrics import Contributions
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync import CommonState
 from trainkit.training.recorder import Progress
@@ -112,25 +112,23 @@ class PatientRecord:
         self._flush()
 
     def _flush(self) -> bool:
-        while self._waiting:
-            if not self._try(self._waiting[0]):
-                return False
+        while self._waiting and self._try(self._waiting[0]):
             self._waiting.popleft()
-        return True
+        return not self._waiting
 
     def _try(self, action: Callable[[], None]) -> bool:
         try:
             action()
+            return True
         except (DiskError, OSError) as error:
-            if not self.is_full:
-                self.is_full = True
-                why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
-                self._say(
-                    f"  cannot write into the run folder: {why}. Training goes on; it is tried again after each round"
-                )
-                self.remark("save_failed", error=why)
-            return False
-        return True
+            why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
+        if not self.is_full:
+            self.is_full = True
+            self._say(
+                f"  cannot write into the run folder: {why}. Training goes on; it is tried again after each round"
+            )
+            self.remark("save_failed", error=why)
+        return False
 
 
 class RoundRecorder:
@@ -143,44 +141,42 @@ class RoundRecorder:
     def __init__(self, session: Session, role: Role) -> None:
         self._session, self._role, self._say = session, role, session.hooks.say
         self._record = PatientRecord(session.writer.attempt, session.recorder.metrics, self._say)
+        self.remark = self._record.remark
+        """Write an event, now or when there is room for it."""
         self._recorder = replace(session.recorder, metrics=self._record)
         self._progress, self._run, self._common = session.progress, session.writer.run, session.common
         self._most_peers = 1
         self._known: dict[str, str] = {}
         self._judges_from, self._unsaved = 0.0, False
 
-    def remark(self, kind: Remark, **facts: Any) -> None:
-        """Write an event, now or when there is room for it."""
-        self._record.remark(kind, **facts)
-
     def after_round(self, done: PeerRound) -> None:
         """Record a round, and judge the model that came out of it if that is due."""
-        checkpoints, result = self._recorder.checkpoints, done.result
+        checkpoints, result, number = self._recorder.checkpoints, done.result, done.index + 1
         if not self._record.attempt(lambda: checkpoints.go_on(checkpoints.over())):
             self._unsaved, self._judges_from = True, 0.0  # what was on its way is lost: save again
         self._progress.images += done.samples
         self._progress.train_seconds += done.seconds
         self._most_peers = max(self._most_peers, result.group)
-        where = self._where(done.index)
-        words = [f"round {done.index + 1}/{self._session.clock.count}", done.outcome]
+        where = self._where(number)
+        words = [f"round {number}/{self._session.clock.count}", done.outcome]
         if done.samples:
             self._log(done, where)
             words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
         if result.collapsed:
             words.append(f"what was learned here is given up: {result.collapsed}")
-            self.remark("collapsed", round=done.index + 1, why=result.collapsed)
+            self.remark("collapsed", round=number, why=result.collapsed)
         if result.late:
             words.append(f"too late: {', '.join(map(self._name, result.late))}")
         if result.drifted:
             words.append("behind the others: taking over their state")
         if self._role != "guest":
             with self._common.in_model():
-                words += self._judge(done.index, where)
+                words += self._judge(number, where)
             self._note_arrivals()
         self._say("  ".join(words))
         if result.advice:
             self._say(f"  {result.advice}")
-            self.remark("link", round=done.index + 1, advice=result.advice)
+            self.remark("link", round=number, advice=result.advice)
 
     def _log(self, done: PeerRound, where: Mapping[str, Any]) -> None:
         result = done.result
@@ -206,18 +202,14 @@ class RoundRecorder:
         index = self._common.round
         self.remark("swarm_lost", round=index)
         with self._common.in_model():
-            saved = self._save(max(index, 1))
-        if saved and self._record.attempt(self._recorder.settle):
+            self._save(max(index, 1))
+        if not self._unsaved and self._record.attempt(self._recorder.settle):
             self._say(f"The weights of round {index} are kept in {self._run.checkpoints}.")
-
-    def back(self) -> None:
-        """Somebody answers again."""
-        self.remark("swarm_back", round=self._common.round)
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
         recorder, rounds = self._recorder, min(self._common.round, self._session.clock.count)
-        where = self._where(rounds - 1)
+        where = self._where(rounds)
         try:
             with self._common.in_model():
                 if self._role == "guest":  # validates once: the model that all of them end with
@@ -241,14 +233,14 @@ class RoundRecorder:
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:
         """The events of a peer's start, and what is left of one that fails."""
-        attempt, parts = self._session.writer.attempt, self._recorder.state
+        attempt, state = self._session.writer.attempt, self._recorder.state
         attempt.started(
             step=self._progress.step,
             world_size=env.world_size,
             hosts=[socket.gethostname()],
-            device=device_name(parts.dist.device),
-            precision=parts.precision.name,
-            params=parts.num_parameters,
+            device=device_name(state.dist.device),
+            precision=state.precision.name,
+            params=state.num_parameters,
         )
         try:
             yield
@@ -259,14 +251,14 @@ class RoundRecorder:
                 self._recorder.summarize("failed", epochs=self._epoch(), test=None, why=what)
             raise
 
-    def _judge(self, index: int, where: Mapping[str, Any]) -> list[str]:
+    def _judge(self, number: int, where: Mapping[str, Any]) -> list[str]:
         """Validate and save, unless that took much of the time lately; what to say of it."""
         began = time.monotonic()
-        if began < self._judges_from and index + 1 < self._session.clock.count:
+        if began < self._judges_from and number < self._session.clock.count:
             return []
         if self._role == "judge":
             self._recorder.validate(where)
-        self._save(index + 1)
+        self._save(number)
         took = time.monotonic() - began
         self._judges_from = 0.0 if self._unsaved else began + took / _SHARE_FOR_RECORDS
         if self._role == "anchor":
@@ -275,7 +267,7 @@ class RoundRecorder:
         shown = [key for key in dict.fromkeys(("loss", metrics.headline)) if key in val]
         return ["  ".join(f"val {metrics.words(key, val[key])}" for key in shown)]
 
-    def _save(self, rounds: int) -> bool:
+    def _save(self, rounds: int) -> None:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
         recorder, stored = self._recorder, {"theta": self._common.theta, "momentum": self._common.momentum}
         if self._role == "anchor":
@@ -288,7 +280,6 @@ class RoundRecorder:
                 recorder.settle()
 
         self._unsaved = not self._record.attempt(save, proves=waits)
-        return not self._unsaved
 
     def _name(self, peer: str) -> str:
         known = self._session.watch.peers.get(peer)
@@ -308,8 +299,8 @@ class RoundRecorder:
     def _epoch(self) -> float:
         return self._progress.images / max(1, len(self._recorder.state.splits.train))
 
-    def _where(self, index: int) -> dict[str, Any]:
-        return {"step": self._progress.step, "epoch": round(self._epoch(), 4), "round": index + 1}
+    def _where(self, number: int) -> dict[str, Any]:
+        return {"step": self._progress.step, "epoch": round(self._epoch(), 4), "round": number}
 
 
 def take_over(restored: Restored, common: CommonState) -> None:
@@ -320,28 +311,3 @@ def take_over(restored: Restored, common: CommonState) -> None:
     Progress.of(restored.state)
     state, stored = restored.state, restored.extra["common"]
     common.load(stored["theta"], stored["momentum"], int(state["round"]))
-
-
-class Credits:
-    """Contributions by name, in the run's folder, as the peer that answers for the run counts them.
-
-    It goes on over restarts, and counts what the averager of this peer has averaged.
-
-    Args:
-        seconds: length of the round that is counted.
-        publish: tells the swarm.
-    """
-
-    def __init__(
-        self, writer: Writer, seconds: Callable[[], float], publish: Callable[[Sequence[Contribution]], None]
-    ) -> None:
-        self._writer, self._seconds, self._publish = writer, seconds, publish
-        self._known = Contributions.of(writer.run)
-
-    def count(self, counted: Iterable[Counted]) -> None:
-        """Count one round."""
-        self._known.add(self._seconds(), counted)
-        self._writer.check()
-        with suppress(OSError):  # a full disk; the next round writes all of it again
-            self._known.write(self._writer.run)
-        self._publish(self._known.best_first())

@@ -70,10 +70,11 @@ def take_part(peer: Session) -> Ending:
 class _Loop:
     """What both ways to train have in common."""
 
-    def __init__(self, peer: Session, batches: Iterator[Batch], parts: TrainState) -> None:
+    def __init__(self, peer: Session, batches: Iterator[Batch], state: TrainState) -> None:
         self.peer, self.batches = peer, batches
-        self.update = Updater(peer.team.parts, beat=peer.hooks.beat)
-        self.nonfinite = NonFinite(parts, peer.remark, seed=peer.data_seed)
+        self.config, self.model = peer.team.judge.config, peer.team.judge.model
+        self.update = Updater(peer.team.state, beat=peer.hooks.beat)
+        self.nonfinite = NonFinite(state, peer.remark, seed=peer.data_seed)
         self.addresses = [] if peer.spec.host is None else peer.dht.addresses()
 
     def hear(self) -> None:
@@ -101,7 +102,7 @@ class _Loop:
     def publish(self, done: PeerRound) -> None:
         """Tell the others about this round; they forget it when the next ones bring no news."""
         peer, result, val = self.peer, done.result, self.peer.progress.val
-        told = PeerProgress(
+        progress = PeerProgress(
             name=peer.spec.name,
             round=done.index,
             samples=done.samples,
@@ -118,37 +119,35 @@ class _Loop:
             val_headline=finite(val.get(peer.team.judge.metrics.headline)),
             addresses=self.addresses,
         )
-        peer.dht.publish_progress(told, LOST_AFTER * peer.clock.seconds + 5.0)
+        peer.dht.publish_progress(progress, LOST_AFTER * peer.clock.seconds + 5.0)
 
     def note_update(self, made: Update, step: int, seconds: float, *, first: bool, what: str, fix: str) -> None:
         """Take note of an update: how long it took, and whether it was finite.
 
         Raises RunFailedError for a peer that is too slow for its rounds, or whose training has diverged.
         """
-        peer = self.peer
-        if not first:  # the very first one also warms up kernels and caches
-            usual = peer.pace.step_seconds  # a single slow one says little
-            peer.pace.step_seconds = 0.8 * usual + 0.2 * seconds if usual else seconds
-        taken, limit = peer.pace.step_seconds, peer.clock.seconds
-        if taken > limit:
+        peer, pace = self.peer, self.peer.pace
+        if not first:  # the very first one also warms up kernels and caches; later ones vary
+            pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * seconds if pace.step_seconds else seconds
+        if pace.step_seconds > peer.clock.seconds:
             raise RunFailedError(
-                f"One {what} takes {taken:.0f} s here, longer than a round of {limit:.0f} s.",
+                f"One {what} takes {pace.step_seconds:.0f} s here, longer than a round of {peer.clock.seconds:.0f} s.",
                 why="This peer would never have anything to contribute.",
                 fix=fix,
             )
         try:
             self.nonfinite.add(peer.progress.position - 1, step, made)
         except DivergedError as error:
-            self.forget_or_end(error)
+            if self.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
+                raise error
+            # The checkpoint of a peer is what the peers have in common.
+            peer.progress.rollbacks += 1
+            self.nonfinite.in_a_row = 0
+            self.forget()
 
-    def forget_or_end(self, error: DivergedError) -> None:
-        """Go on from the common weights (the checkpoint of a peer is what the peers have in common), or end."""
-        peer = self.peer
-        if peer.team.judge.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
-            raise error
-        peer.progress.rollbacks += 1
-        self.nonfinite.in_a_row = 0
-        peer.common.forget()
+    def forget(self) -> None:
+        """Go on from the common weights."""
+        self.peer.common.forget()
 
 
 class TimedLoop(_Loop):
@@ -164,7 +163,7 @@ class TimedLoop(_Loop):
         peer, ending = self.peer, None
         self.publish(PeerRound(peer.common.round))
         # After a resume the first round lasts a little longer, until the clock has reached it.
-        while (index := max(peer.clock.index(time.time()), peer.common.round)) < peer.clock.count:
+        while not ending and (index := max(peer.clock.index(time.time()), peer.common.round)) < peer.clock.count:
             self.hear()
             peer.before_round()
             if ending := self.ending():
@@ -174,57 +173,51 @@ class TimedLoop(_Loop):
                 # It has slept through a round, or was slow to judge the last one. The owner's weights are the run's.
                 if index > peer.common.round and peer.dht.own.grant.role != "owner":
                     peer.averaging.adopt(peer.clock.seconds / 2)
-            if ending := self.round(index):
-                break
+            ending = self.round(index)
         self.settle(math.inf)
         return ending or "finished"
 
     def round(self, index: int) -> Ending | None:
         """One round; why, if it is time to leave and the search for the others has not begun."""
-        peer, pace, boundary = self.peer, self.peer.pace, self.peer.clock.boundary(index)
-        search_at = boundary - peer.team.judge.config.collaborative.matchmaking_seconds
-        began, samples, seconds, lr = time.time(), 0, 0.0, 0.0
-        news_at = began
-        peer.team.judge.model.train()
+        peer, clock, averaging = self.peer, self.peer.clock, self.peer.averaging
+        boundary = clock.boundary(index)
+        search_at = boundary - self.config.collaborative.matchmaking_seconds
+        began = news_at = time.time()
+        samples, seconds, lr = 0, 0.0, 0.0
+        self.model.train()
         while True:
             now = time.time()
-            if not peer.averaging.begun and (ending := self.ending()):
+            if not averaging.begun and (ending := self.ending()):
                 return ending  # afterwards the others count on this peer; the rest of the round is short
             if now > news_at:
                 self.hear()
                 news_at = now + NEWS_SECONDS
             self.settle(0.0)
-            if not peer.averaging.begun and now + pace.step_seconds >= search_at:
+            if not averaging.begun and now + peer.pace.step_seconds >= search_at:
                 self.settle(math.inf)
-                peer.sentry.before_round(peer.watch.peers, peer.clock.seconds)
-                peer.averaging.begin(boundary, samples / seconds if seconds else 0.0)
-            if now + pace.step_seconds >= boundary:
+                peer.sentry.before_round(peer.watch.peers, clock.seconds)
+                averaging.begin(boundary, samples / seconds if seconds else 0.0)
+            if now + peer.pace.step_seconds >= boundary:
                 break
-            if not peer.spec.trains:
+            if peer.spec.trains:
+                lr, taken = self.step(now)
+                samples += self.config.train.global_batch_size
+                seconds += taken
+            else:
                 time.sleep(min(NEWS_SECONDS, boundary - now) / 4)
-                continue
-            lr, taken = self.step(now)
-            samples += peer.team.judge.config.train.global_batch_size
-            seconds += taken
         time.sleep(max(0.0, boundary - time.time()))
-        others = peer.watch.others(time.time() - LOST_AFTER * peer.clock.seconds)
+        others = peer.watch.others(time.time() - LOST_AFTER * clock.seconds)
         metrics = peer.team.read(self.update.meter)
-        peer.averaging.exchange(
-            samples=samples,
-            trained=min(1.0, (boundary - began) / peer.clock.seconds),
-            next_round=index + 1,
-            alone=not others,
-            loss=metrics["loss"] if samples else None,
-        )
+        trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
+        averaging.exchange(samples=samples, trained=trained, next_round=index + 1, alone=not others, loss=loss)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
-        worth_waiting = _WAITING_SHARE * peer.clock.seconds
-        if pace.exchange_seconds <= worth_waiting:
-            self.settle(worth_waiting)
+        if peer.pace.exchange_seconds <= _WAITING_SHARE * clock.seconds:
+            self.settle(_WAITING_SHARE * clock.seconds)
         return None
 
     def step(self, now: float) -> tuple[float, float]:
         """One update; its learning rate, and how long it took."""
-        peer, config, device = self.peer, self.peer.team.judge.config, self.peer.team.judge.dist.device
+        peer, config, device = self.peer, self.config, self.peer.team.judge.dist.device
         step, per_epoch, total = peer.clock.grid(now, config.train.epochs)
         lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
         seed = derive_seed(peer.data_seed, peer.progress.position)
@@ -240,19 +233,18 @@ class TimedLoop(_Loop):
         self.note_update(made, peer.progress.step, taken, first=peer.progress.step <= 1, what="update", fix=fix)
         return lr, taken
 
-    def forget_or_end(self, error: DivergedError) -> None:
+    def forget(self) -> None:
         """As `_Loop`; what this peer has given is no part of it."""
         self.settle(math.inf)
-        super().forget_or_end(error)
+        super().forget()
 
     def settle(self, seconds: float) -> None:
         """Wait for the result of the last round, if it is not known yet, and take note of it."""
         peer, done = self.peer, self.done
         if done is None:
             return
-        result = peer.averaging.settle(
-            seconds, trained_on=peer.progress.position > done.position, leads=peer.may_be_alone
-        )
+        trained_on = peer.progress.position > done.position
+        result = peer.averaging.settle(seconds, trained_on=trained_on, leads=peer.may_be_alone)
         if result is None:
             return
         self.done, peer.pace.exchange_seconds = None, result.seconds
@@ -260,7 +252,7 @@ class TimedLoop(_Loop):
         done = replace(done, result=result)
         self.publish(done)
         peer.after_round(done)
-        peer.team.judge.model.train()
+        self.model.train()
         if result.drifted:
             self.catch_up()
         peer.pace.rounds_alone = peer.pace.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
@@ -281,12 +273,10 @@ class SampleLoop(_Loop):
     """Rounds that are over when the peers have gathered the samples of an update."""
 
     def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
-        super().__init__(peer, batches, peer.team.parts)
+        super().__init__(peer, batches, peer.team.state)
         assert isinstance(peer.common, GradientState)
         self.common = peer.common
         self.last = PeerRound(self.common.round, position=peer.progress.position)
-        self.target = peer.team.judge.config.train.global_batch_size
-        self.matchmaking = peer.team.judge.config.collaborative.matchmaking_seconds
         self.volunteers = peer.dht.own.grant.role == "volunteer"
         self.rate = 0.0
         """Samples per second."""
@@ -305,35 +295,34 @@ class SampleLoop(_Loop):
     def run(self) -> Ending:
         """Gather until all peers together have enough, agree, and update, again and again."""
         peer = self.peer
-        peer.team.judge.model.train()
+        self.model.train()
         try:
             while self.common.round < peer.clock.count:
                 self.news()
-                counted_on = peer.averaging.found and self.others()
-                if not counted_on and (ending := self.ending()):
+                others = self.others()
+                if not (others and peer.averaging.found) and (ending := self.ending()):
                     return ending
-                if self.has_strayed():
-                    self.come_back()
-                elif self.is_over():
-                    self.agree()
+                gathered = self.tally(others)
+                if self.has_strayed(others):
+                    peer.averaging.withdraw()
+                    if not self.adopt():  # nobody gives the state: ask later and later again
+                        time.sleep(self.pause)
+                        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+                elif (others or peer.may_be_alone) and self.is_over(gathered.samples):
+                    self.agree(others)
                 else:
-                    self.gather()
+                    self.gather(bool(others), gathered.seconds_left(self.config.train.global_batch_size))
         finally:
             peer.averaging.withdraw()
         self.news(at_once=True)
-        self.see_off()
-        return "finished"
-
-    def see_off(self) -> None:
-        """Stay for another round's time at most, while somebody is behind: the owner's side gives the last state."""
-        peer, until = self.peer, time.time() + self.peer.clock.seconds
-        if self.volunteers:
-            return
-        while any(told.round < peer.clock.count for told in self.others().values()):
+        # The owner's side gives the last state: it stays for another round's time while somebody is behind.
+        until = time.time() + peer.clock.seconds
+        while not self.volunteers and any(one.round < peer.clock.count for one in self.others().values()):
             if time.time() > until or peer.hooks.stop_requested():
-                return
+                break
             self.news()
             time.sleep(_IDLE_SECONDS)
+        return "finished"
 
     def news(self, *, at_once: bool = False) -> None:
         """Tell and hear how far everybody is, now and then."""
@@ -378,64 +367,48 @@ class SampleLoop(_Loop):
             now=time.time(),
         )
 
-    def has_strayed(self) -> bool:
+    def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
         """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
         from a checkpoint."""
-        others, now, own = self.others(), time.time(), self.common.round
-        trusted = self.trusted(others)
+        now, own, trusted = time.time(), self.common.round, self.trusted(others)
         if newest_round(others, trusted, now) > own:
             return True
         late = {key: told for key, told in others.items() if told.time > self.began + _NEWS_DELAY}
         return self.volunteers and 0 <= newest_round(late, trusted, now) < own
 
-    def come_back(self) -> None:
-        """Take over the state of the owner's side; if nobody gives it, later and later again."""
-        self.peer.averaging.withdraw()
-        if not self.adopt():
-            time.sleep(self.pause)
-            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
-
     def adopt(self) -> bool:
-        """Only a volunteer goes back to an earlier update: what the owner's side has made is not lost."""
+        """Take over the state of the owner's side. Only a volunteer goes back to an earlier update: what the owner's
+        side has made is not lost."""
         newer_than = -1 if self.volunteers else self.common.round - 1
         if not self.peer.averaging.adopt(_ADOPT_SECONDS, newer_than=newer_than):
             return False
-        self.peer.team.judge.model.train()
+        self.model.train()
         self.update.meter.read()
         self.begin_round()
         return True
 
-    def is_over(self) -> bool:
-        """Whether there is enough for the update, or the round has lasted too long; and somebody to make it with."""
-        others = self.others()
-        if not (others or self.peer.may_be_alone):
-            return False
-        gathered = self.tally(others).samples
-        return gathered >= self.target or (gathered > 0 and time.time() > self.began + self.peer.clock.seconds)
+    def is_over(self, samples: float) -> bool:
+        """Whether these are enough for the update, or the round has lasted too long."""
+        is_late = time.time() > self.began + self.peer.clock.seconds
+        return samples >= self.config.train.global_batch_size or (samples > 0 and is_late)
 
-    def gather(self) -> None:
-        """One micro batch, unless there is enough; and the search for a group, when it is time."""
-        peer, others, now = self.peer, self.others(), time.time()
-        left = self.tally(others).seconds_left(self.target)
-        if others and not peer.averaging.begun:
-            round_ends = self.began + peer.clock.seconds
+    def gather(self, has_others: bool, left: float) -> None:
+        """One micro batch, unless there is enough; and the search for a group, when it is time.
+
+        Args:
+            left: seconds until there is enough.
+        """
+        peer, now, round_ends = self.peer, time.time(), self.began + self.peer.clock.seconds
+        if has_others and not peer.averaging.begun:
+            soon = self.config.collaborative.matchmaking_seconds + peer.pace.step_seconds
             if peer.dht.client_mode:
                 self.search(max(now + 1.0, round_ends))
-            elif min(left, round_ends - now) <= self.matchmaking + peer.pace.step_seconds:
+            elif min(left, round_ends - now) <= soon:
                 self.search(now + min(left, peer.clock.seconds))
-        if peer.spec.trains and left > 0.0:
-            self.step()
-        else:
+        if not peer.spec.trains or left <= 0.0:
             time.sleep(_IDLE_SECONDS)
-
-    def search(self, boundary: float) -> None:
-        """Look for a group until then."""
-        self.peer.sentry.before_round(self.peer.watch.peers, max(1.0, boundary - self.began))
-        self.peer.averaging.begin(boundary, self.rate, grace=2 * self.matchmaking)
-
-    def step(self) -> None:
-        """Gather the gradients of one micro batch."""
-        peer, began = self.peer, time.time()
+            return
+        began = time.time()
         made = self.update(self.batches, lr=0.0, seed=derive_seed(peer.data_seed, peer.progress.position))
         taken = time.time() - began
         peer.progress.position += 1
@@ -444,14 +417,19 @@ class SampleLoop(_Loop):
         first = peer.progress.position <= 1
         self.note_update(made, self.common.round, taken, first=first, what="micro batch", fix=fix)
         if not first:
-            self.rate = peer.team.parts.micro_batch_size / peer.pace.step_seconds
+            self.rate = peer.team.state.micro_batch_size / peer.pace.step_seconds
 
-    def agree(self) -> None:
+    def search(self, boundary: float) -> None:
+        """Look for a group until then."""
+        self.peer.sentry.before_round(self.peer.watch.peers, max(1.0, boundary - self.began))
+        self.peer.averaging.begin(boundary, self.rate, grace=2 * self.config.collaborative.matchmaking_seconds)
+
+    def agree(self, others: Mapping[str, PeerProgress]) -> None:
         """Average with the others, and make the update. Without an average everything stays for another try."""
-        peer, common, others = self.peer, self.common, self.others()
+        peer, common = self.peer, self.common
         index, lr, samples, seconds = common.round, common.lr, common.samples, self.seconds
         if others and not peer.averaging.begun:
-            self.search(time.time() + self.matchmaking)
+            self.search(time.time() + self.config.collaborative.matchmaking_seconds)
         leads = peer.may_be_alone and (not others or self.tries >= _TRIES)
         peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
         while (result := peer.averaging.settle(_PUBLISH_SECONDS, trained_on=False, leads=leads)) is None:
@@ -473,4 +451,4 @@ class SampleLoop(_Loop):
             self.adopt()  # if it fails, the next round says so again
         self.news(at_once=bool(others))
         peer.after_round(self.last)
-        peer.team.judge.model.train()
+        self.model.train()

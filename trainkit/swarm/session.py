@@ -1,8 +1,9 @@
-"""The ranks of one peer: several GPUs that are one peer to the swarm.
+"""What every peer of a swarm is made of, and what it must have alike with the others.
 
-Rank 0 speaks for it: it alone knows the swarm, watches the clock, hears the signals and keeps the records. Before every
-update it tells the others that there is one, and with which learning rate; they train with it by DDP, and know nothing
-of rounds. Where the swarm has changed rank 0's weights, they get the very same bits before they go on.
+A *session* is built step by step, and taken down in reverse. Its ranks, if it has several GPUs, are one peer to the
+swarm: rank 0 speaks for it, and alone knows the swarm, watches the clock, hears the signals and keeps the records.
+Before every update it tells the others that there is one, and with which learning rate; they train with it by DDP, and
+know nothing of rounds. Where the swarm has changed rank 0's weights, they get the very same bits before they go on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from enum import IntEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.models import build_model
 from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_hardware
-from trainkit.plugins import find_module
 from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access
@@ -47,13 +46,13 @@ from trainkit.swarm.address import Memory, SavedPeer, keep_identity
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.dht import SwarmDHT, Watch, open_dht
-from trainkit.swarm.invitations import Pass
+from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link, patience
 from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
-from trainkit.swarm.sync import CommonState, GatheringParts, GradientState, OuterState
+from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.recorder import Progress, Recorder
@@ -62,23 +61,16 @@ from trainkit.training.update import Updater
 PATIENCE = timedelta(hours=1)
 """How long ranks wait for rank 0, which validates, saves and meets others meanwhile. A death is noticed at once."""
 _FOREVER = 1 << 40
+# What rank 0 tells the others: one of these, an integer (the batch to load from, a seed) and a learning rate.
 _ORDER = struct.Struct("<BQd")
-
-
-class _Do(IntEnum):
-    LEAVE = 0
-    BEGIN = 1
-    """Load data from here on."""
-    TAKE_WEIGHTS = 2
-    UPDATE = 3
-    READ_METER = 4
+_LEAVE, _BEGIN, _TAKE_WEIGHTS, _UPDATE, _READ_METER = range(5)
 
 
 @dataclass
 class Team:
     """Rank 0's hand on the others; of a peer with one rank, nobody's."""
 
-    parts: TrainState
+    state: TrainState
     """What trains: spread over the ranks."""
     judge: TrainState
     """The same model for rank 0 alone, which validates and saves while the others wait."""
@@ -89,37 +81,31 @@ class Team:
     @property
     def size(self) -> int:
         """Ranks."""
-        return self.parts.dist.world_size
+        return self.state.dist.world_size
 
     def batches(self, seed: int, position: int) -> Batches[Batch]:
         """This rank's batches, from global batch ``position`` on; the others load theirs."""
-        self._order(_Do.BEGIN, position)
-        return self.parts.batches(position, _FOREVER, seed=seed)
+        self.order(_BEGIN, position)
+        return self.state.batches(position, _FOREVER, seed=seed)
 
     def before_update(self, lr: float, seed: int) -> None:
         """Tell the others to make the update that this rank makes next."""
-        if self.size == 1:
-            return
-        if self._seen != self.common.version:
-            self._order(_Do.TAKE_WEIGHTS)
-            _share_weights(self.judge.model, self.parts.dist)
+        if self.size > 1 and self._seen != self.common.version:
+            self.order(_TAKE_WEIGHTS)
+            _share_weights(self.judge.model)
             self._seen = self.common.version
-        self._order(_Do.UPDATE, seed, lr)
+        self.order(_UPDATE, seed, lr)
 
     def read(self, meter: Meter) -> dict[str, float]:
         """What has been measured on all ranks."""
-        self._order(_Do.READ_METER)
+        self.order(_READ_METER)
         return meter.read()
 
-    def _order(self, what: _Do, number: int = 0, rate: float = 0.0) -> None:
+    def order(self, what: int, number: int = 0, rate: float = 0.0) -> None:
+        """Tell the other ranks, if there are any."""
         if self.size > 1:
             order = bytearray(_ORDER.pack(what, number, rate))
             c10d.broadcast(torch.frombuffer(order, dtype=torch.uint8), src=0)
-
-    def dismiss(self) -> None:
-        """Let the others go."""
-        with suppress(RuntimeError):  # a rank that has died does not hear it
-            self._order(_Do.LEAVE)
 
 
 def data_seed(config: Config, peer_id: str) -> int:
@@ -152,18 +138,27 @@ def spread(config: Config, dist: Distributed, splits: Splits, common: CommonStat
     Raises UserError when a global batch cannot be divided among the ranks.
     """
     if dist.world_size == 1:
-        parts = build(alone(config), dist, splits, model=common.model)
-        yield Team(parts, parts, common)
+        state = build(alone(config), dist, splits, model=common.model)
+        yield Team(state, state, common)
         return
-    _check_batch(config, dist.world_size)
+    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    if size % (dist.world_size * (micro or 1)):
+        each = f"micro batches of {micro} each" if micro else "samples for each"
+        raise UserError(
+            f"An update of {size} samples cannot be divided among the {dist.world_size} ranks of this peer.",
+            why=f"They need {each}, alike, and {size} is no multiple of {dist.world_size * (micro or 1)}.",
+            fix="Use a number of ranks that divides it" + (", or another train.micro_batch_size." if micro else "."),
+        )
     dist.broadcast_json({"config": to_yaml(config), "identity": identity})
-    parts = build(_as_ddp(config), dist, splits, model=common.model)
+    state = build(_as_ddp(config), dist, splits, model=common.model)
     solo = Distributed(replace(dist.env, rank=0, world_size=1), dist.device)
-    team = Team(parts, replace(parts, config=alone(config), dist=solo, model=common.model, strategy=AsItIs()), common)
+    judge = replace(state, config=alone(config), dist=solo, model=common.model, strategy=AsItIs())
+    team = Team(state, judge, common)
     try:
         yield team
     finally:
-        team.dismiss()
+        with suppress(RuntimeError):  # a rank that has died does not hear it
+            team.order(_LEAVE)
 
 
 def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.Module:
@@ -171,7 +166,7 @@ def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.
 
     Raises RunFailedError when rank 0 has died.
     """
-    with together(dist.world_size):
+    with together(dist.world_size), ExitStack() as loading:
         told: dict[str, Any] = dist.broadcast_json({})
         # Rank 0, who knows the secret, has asked whether its code may be run.
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
@@ -180,69 +175,44 @@ def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.
             config = load(str(file)).config
         splits = build_data(config.data)
         model = build_model(config.model, splits.info, config.seed)
-        parts = build(_as_ddp(config), dist, splits, model=model)
-        seed, updater = data_seed(config, told["identity"]), Updater(parts, beat=beat)
-        loader: Batches[Batch] | None = None
+        state = build(_as_ddp(config), dist, splits, model=model)
+        seed, updater = data_seed(config, told["identity"]), Updater(state, beat=beat)
+        batches: Iterator[Batch] = iter(())
         order = torch.empty(_ORDER.size, dtype=torch.uint8)
-        try:
-            while True:
-                c10d.broadcast(order, src=0)
-                what, number, rate = _ORDER.unpack(order.numpy().tobytes())
-                if what == _Do.LEAVE:
-                    return model
-                beat()
-                if what == _Do.BEGIN:
-                    if loader is not None:
-                        loader.close()
-                    loader, updater = parts.batches(number, _FOREVER, seed=seed), Updater(parts, beat=beat)
-                    parts.model.train()
-                elif what == _Do.TAKE_WEIGHTS:
-                    _share_weights(model, dist)
-                elif what == _Do.UPDATE:
-                    assert loader is not None
-                    updater(loader, lr=rate, seed=number)
-                elif what == _Do.READ_METER:
-                    updater.meter.read()
-        finally:
-            if loader is not None:
-                loader.close()
+        while True:
+            c10d.broadcast(order, src=0)
+            what, number, rate = _ORDER.unpack(order.numpy().tobytes())
+            if what == _LEAVE:
+                return model
+            beat()
+            if what == _BEGIN:
+                loading.close()
+                batches = loading.enter_context(state.batches(number, _FOREVER, seed=seed))
+                updater = Updater(state, beat=beat)
+                state.model.train()
+            elif what == _TAKE_WEIGHTS:
+                _share_weights(model)
+            elif what == _UPDATE:
+                updater(batches, lr=rate, seed=number)
+            elif what == _READ_METER:
+                updater.meter.read()
 
 
 def _as_ddp(config: Config) -> Config:
     return config.model_copy(update={"strategy": type(config.strategy)(name="ddp")})
 
 
-def _check_batch(config: Config, ranks: int) -> None:
-    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
-    pass_size = ranks * (micro or 1)
-    if size % pass_size:
-        each = f"micro batches of {micro} each" if micro else "samples for each"
-        raise UserError(
-            f"An update of {size} samples cannot be divided among the {ranks} ranks of this peer.",
-            why=f"They need {each}, alike, and {size} is no multiple of {pass_size}.",
-            fix="Use a number of ranks that divides it" + (", or another train.micro_batch_size." if micro else "."),
-        )
-
-
 @torch.no_grad()
-def _share_weights(model: nn.Module, dist: Distributed) -> None:
+def _share_weights(model: nn.Module) -> None:
     """Rank 0's weights and buffers, bit for bit, in the model of every rank."""
-    tensors = [*model.parameters(), *(buffer for buffer in model.buffers())]
-    for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype == kind]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        c10d.broadcast(flat, src=0)
-        if not dist.is_main:
-            for tensor, part in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        c10d.broadcast(sent, src=0)
+        tensor.copy_(sent)
 
 
-# What every peer of a swarm is made of: built step by step, and taken down in reverse.
-
-# What every peer of a run must have alike, beyond the settings: without it their averages mean nothing.
-#
-# The creator publishes it with the run, and a peer that joins compares it with its own before it averages with
-# anybody. Peers that differ do not even look for each other in the same place (see `meeting_place`).
+# What every peer of a run must have alike, beyond the settings: without it their averages mean nothing. The creator
+# publishes it with the run, and a peer that joins compares it with its own before it averages with anybody.
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Samples, evenly spaced, that tell one data set from another.
@@ -250,42 +220,35 @@ _SAMPLES = 16
 # The third digit of their versions mends errors, and does not change what is computed.
 _LIBRARIES = ("torch", "hivemind")
 _MODEL_LIBRARIES = ("timm", "torchvision")
-_DATA = "data"
-_CODE = "code of "
+_DATA, _CODE = "data", "code of "
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
 _ROUNDS = ("exchange", "link", "messages", "sync")
 # Of a module's syntax tree.
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MEANS_NOTHING = ("type_comment", "kind", "ctx")
-_MENDS = {
-    _DATA: "Give data.root the folder of the very same data set.",
-    "settings": "Take the run's settings as they are.",
-}
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:
     """One line for each, as the user sees it."""
-    found = {
-        "model": _model(model),
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    libraries = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    return {
+        "model": f"{size:,} parameters in {len(shapes)} tensors ({_hash([repr(shapes).encode()])})",
         _DATA: _data(splits),
         "seed": str(config.seed),
-        **code_facts(_PACKAGE, [getattr(config, section).name for section in ("model", "data", "task")]),
+        **code_facts(_PACKAGE, [config.model.name, config.data.name, config.task.name]),
+        **installed(),
+        **{name: metadata.version(name).split("+")[0] for name in _MODEL_LIBRARIES if name in libraries},
     }
-    libraries = {type(part).__module__.partition(".")[0] for part in model.modules()}
-    found |= installed()
-    for name in _MODEL_LIBRARIES:
-        if name in libraries:
-            found[name] = metadata.version(name).split("+")[0]
-    return found
 
 
 def without_data(ours: Mapping[str, str], theirs: Mapping[str, str], config: Config) -> dict[str, str]:
     """``ours`` of a peer that does not train: what only says which data set it is, is the run's."""
-    module = config.data.name.partition(":")[0]
-    about = {_DATA, *([_CODE + module] if module != config.model.name.partition(":")[0] else [])}
-    taken = {key: theirs[key] for key in about if key in theirs}
-    return {**{key: value for key, value in ours.items() if key not in about}, **taken}
+    about = {_DATA, _CODE + config.data.name.partition(":")[0]} - {_CODE + config.model.name.partition(":")[0]}
+    kept = {key: value for key, value in ours.items() if key not in about}
+    return kept | {key: value for key, value in theirs.items() if key in about}
 
 
 def installed() -> dict[str, str]:
@@ -312,16 +275,15 @@ def require_same(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
     different = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if not different:
         return
-    libraries = [key for key in different if key in theirs and key in (*_LIBRARIES, *_MODEL_LIBRARIES)]
-    mends = [_MENDS[key] for key in different if key in _MENDS]
+    mends = ["Give data.root the folder of the very same data set."] if _DATA in different else []
     if any(key.startswith(_CODE) for key in different):
         mends.append("Use the creator's version of trainkit, and of code of one's own.")
-    if libraries:
-        mends.append(f"Install {', '.join(f'{key} {theirs[key]}' for key in libraries)}.")
+    if wanted := {key: theirs[key] for key in different if key in theirs and key in (*_LIBRARIES, *_MODEL_LIBRARIES)}:
+        mends.append(f"Install {in_words(wanted)}.")
+    said = (f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
     raise RefusedError(
         f"This peer differs from the run in: {', '.join(different)}.",
-        why="; ".join(f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
-        + ".",
+        why=f"{'; '.join(said)}.",
         fix=" ".join(mends) or "Use what the creator of the run uses.",
     )
 
@@ -331,24 +293,16 @@ def meeting_place(run_id: str, facts: Mapping[str, str]) -> str:
     return f"{run_id}-{_hash([json.dumps(dict(facts), sort_keys=True).encode()])}"
 
 
-def _model(model: nn.Module) -> str:
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return f"{size:,} parameters in {len(shapes)} tensors ({_hash([repr(shapes).encode()])})"
-
-
 def _data(splits: Splits) -> str:
     info = splits.info
     about = [repr((info.class_names, info.num_classes, info.in_chans, info.image_size)).encode()]
     for samples in (splits.train, splits.val, splits.test):
-        about.append(str(len(samples)).encode())
-        about.extend(_some(samples))
+        about += [str(len(samples)).encode(), *_some(samples)]
     return f"{info.name}, {len(splits.train):,} samples to train on, {info.num_classes} classes ({_hash(about)})"
 
 
-def _some(samples: Samples) -> Iterable[bytes]:
-    size = len(samples)
-    for index in sorted({place * size // _SAMPLES for place in range(_SAMPLES)} if size else ()):
+def _some(samples: Samples) -> Iterator[bytes]:
+    for index in sorted({place * len(samples) // _SAMPLES for place in range(_SAMPLES)} if len(samples) else ()):
         try:
             image, label = samples[index]
         except (OSError, ValueError):  # an image that cannot be decoded is so everywhere
@@ -359,18 +313,18 @@ def _some(samples: Samples) -> Iterable[bytes]:
         yield image.numpy().tobytes() if hasattr(image, "numpy") else repr(image.size).encode()
 
 
-def code_facts(package: Path, plugins: Iterable[str]) -> dict[str, str]:
-    """Hashes of the code that decides what is computed: in the kit, and in a user's modules that the run names.
+def code_facts(package: Path, names: Iterable[str]) -> dict[str, str]:
+    """Hashes of the code that decides what is computed: in the kit, and in a user's modules that the run ``names``.
 
     The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
     """
     found = {_CODE + room: sorted((package / room).rglob("*.py")) for room in _ROOMS}
     found[f"{_CODE}swarm"] = [package / "swarm" / f"{name}.py" for name in _ROUNDS]
-    for module in sorted(name.partition(":")[0] for name in plugins if ":" in name):
-        if (file := find_module(module)) is not None:
+    for module in sorted(name.partition(":")[0] for name in names if ":" in name):
+        if (file := plugins.find_module(module)) is not None:
             found[_CODE + module] = [file]
     return {
-        key: _hash([meaning_of(fileio.read_bytes(file, follow=True)) for file in files]) for key, files in found.items()
+        key: _hash(meaning_of(fileio.read_bytes(file, follow=True)) for file in files) for key, files in found.items()
     }
 
 
@@ -405,11 +359,7 @@ def _add_words(node: object, words: list[str]) -> None:
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(len(part).to_bytes(8, "big"))
-        found.update(part)
-    return found.hexdigest()[:12]
+    return hashlib.sha256(pack(list(parts))).hexdigest()[:12]
 
 
 # Rounds without an average and without news of anybody after which the swarm is lost.
@@ -442,7 +392,6 @@ class Session:
     identity: Identity
     dht: SwarmDHT
     splits: Splits
-    common: CommonState
     facts: dict[str, str]
     clock: RoundClock
     watch: Watch
@@ -453,8 +402,6 @@ class Session:
     data_seed: int
     """Every peer has a data order of its own, so that together they see more than each alone."""
     writer: Writer
-    checkpoints: Checkpoints
-    recorder: Recorder
 
     def __init__(self, held: ExitStack, spec: PeerSpec, hooks: Hooks) -> None:
         self.held, self.spec, self.hooks = held, spec, hooks
@@ -463,27 +410,19 @@ class Session:
 
     def open_node(self, own: Pass, admission: Admission, identity: Path | None, peers: Sequence[str] = ()) -> None:
         """Come into the DHT of the swarm at ``peers``; of a new one without any."""
-        spec = self.spec
-        self.identity = self.held.enter_context(access.identity(identity, own, admission))
-        node = open_dht(
-            self.identity,
-            peers=peers,
-            host=spec.host,
-            port=spec.port,
-            announce=spec.announce,
-            proven=not spec.must_prove,
-        )
+        me = self.identity = self.held.enter_context(access.identity(identity, own, admission))
+        spec, proven = self.spec, not self.spec.must_prove
+        node = open_dht(me, peers=peers, host=spec.host, port=spec.port, announce=spec.announce, proven=proven)
         self.dht = self.held.enter_context(node)
 
     def build_model(self, splits: Splits) -> None:
         """A model on the CPU, and what the peers have in common of it."""
-        config, self.splits = self.config, splits
+        config, self.splits, agreed = self.config, splits, self.config.collaborative
         model = build_model(config.model, splits.info, config.seed)
-        if config.collaborative.sync == "gradients":
-            self.common = GradientState(model, config)
+        if agreed.sync == "gradients":
+            self.common: CommonState = GradientState(model, config)
         else:
-            outer = config.collaborative
-            self.common = OuterState(model, lr=outer.outer_lr, momentum=outer.outer_momentum)
+            self.common = OuterState(model, lr=agreed.outer_lr, momentum=agreed.outer_momentum)
         self.facts = facts_of(config, splits, model)
 
     def clock_from(self, first_round: int) -> RoundClock:
@@ -508,10 +447,9 @@ class Session:
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
         self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
         if isinstance(common, GradientState):
-            self.team = replace(self.team, parts=GatheringParts.of(self.team.parts, common.gathered))
-        link = Link(
-            common.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), spec.max_upload, measured
-        )
+            self.team = replace(self.team, state=GatheringState.of(self.team.state, common.gathered))
+        size, seconds = common.theta.numel(), agreed.round_seconds
+        link = Link(size, agreed.compression, seconds, patience(agreed), spec.max_upload, measured)
         self.averaging = Averaging(averager, dht, common, agreed, link)
         self.sentry = Sentry(
             self.averaging.averager,
@@ -528,26 +466,25 @@ class Session:
 
         Loggers say which peers open them: a volunteer's machine writes no accounts of a service.
         """
-        config, writer, parts = self.config, self.writer, self.team.judge
+        config, writer, run, judge = self.config, self.writer, self.writer.run, self.team.judge
         wanted = ("all", "judge") if judges else ("all",)
         stated = {name: plugins.stated("trainkit.monitor", name) for name in config.monitor.loggers}
         names = tuple(name for name in stated if stated[name].get("PEERS", "all") in wanted)
         quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
-        run, dist, every = writer.run, parts.dist, config.monitor.hardware_every_seconds
-        metrics = self.held.enter_context(
-            open_loggers(quiet, run, total_steps=0, params=parts.num_parameters, may_write=writer.check)
-        )
-        self.held.enter_context(sample_hardware(run, socket.gethostname(), every, dist.device.type))
+        loggers = open_loggers(quiet, run, total_steps=0, params=judge.num_parameters, may_write=writer.check)
+        metrics = self.held.enter_context(loggers)
+        device, every = judge.dist.device.type, config.monitor.hardware_every_seconds
+        self.held.enter_context(sample_hardware(run, socket.gethostname(), every, device))
         self.checkpoints = Checkpoints(
             run.checkpoints,
             keep=config.checkpoint.keep,
-            dist=dist,
+            dist=judge.dist,
             may_write=writer.check,
             asynchronous=config.checkpoint.asynchronous,
         )
         self.held.enter_context(closing(self.checkpoints))
         self.held.push(self._settle)
-        self.recorder = Recorder(parts, writer, self.checkpoints, metrics, self.progress, self.hooks.beat)
+        self.recorder = Recorder(judge, writer, self.checkpoints, metrics, self.progress, self.hooks.beat)
 
     def _settle(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:  # what was saved last must be on the disk before this peer says that it is done

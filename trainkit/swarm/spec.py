@@ -22,14 +22,8 @@ from trainkit.run.folder import RunDir
 PATIENCE_SECONDS = 24 * 3600.0
 """How long a peer waits for a swarm that does not answer any more."""
 # A joining peer decides these for itself; everything else is the run's.
-OWN_KEYS = (
-    "data.root",
-    "data.workers",
-    "train.micro_batch_size",
-    "train.precision",
-    "launch.gpus_per_node",
-    "monitor.",
-)
+_OF_A_MACHINE = ("data.root", "data.workers", "train.micro_batch_size", "train.precision", "launch.gpus_per_node")
+OWN_KEYS = (*_OF_A_MACHINE, "monitor.")
 _NOT_COMMON = (*OWN_KEYS, "launch.", "checkpoint.", "collaborative.initial_peers", "collaborative.port")
 
 
@@ -144,14 +138,15 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
                 fix="If you have that code and trust it, add --allow-code.",
             )
     sections = {}
-    for name, section in SECTIONS.items():
+    for name in SECTIONS.keys() - {"collaborative"}:
+        section = getattr(config, name)
         values = {
             key: info.get_default(call_default_factory=True)
-            for key, info in section.model_fields.items()
-            if f"{name}.{key}" not in given and name != "collaborative"
-            if reach(f"{name}.{key}", getattr(getattr(config, name), key)).does in ("starts", "sends")
+            for key, info in SECTIONS[name].model_fields.items()
+            if f"{name}.{key}" not in given
+            and reach(f"{name}.{key}", getattr(section, key)).does in ("starts", "sends")
         }
-        sections[name] = getattr(config, name).model_copy(update=values)
+        sections[name] = section.model_copy(update=values)
     config = config.model_copy(update=sections)
     require_collaborative(config)
     return config

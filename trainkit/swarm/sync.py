@@ -1,4 +1,7 @@
-"""DiLoCo (arXiv 2311.08105): every peer trains on its own for a round, then the peers agree on what was learned.
+"""What the peers of a run have in common, and the two ways in which they agree on it.
+
+``sync: diloco`` (DiLoCo, arXiv 2311.08105): every peer trains on its own for a round, then the peers agree on what was
+learned.
 
 A peer's *pseudo-gradient* is how far its weights have moved in a round, against their direction. The peers average
 theirs, weighted by samples, and each makes the same step of SGD with Nesterov momentum from the weights that they had
@@ -14,6 +17,25 @@ arXiv 2501.18512, and eager updates, arXiv 2502.12996):
   the common step and keeps what it has learned besides, so that this becomes part of a later contribution. After k
   rounds that is a sum of k moves, each made close to the common weights of its time, because the model has followed
   them; it enters as their mean, with the samples of all k rounds as its weight, and so is no longer than others'.
+
+``sync: gradients``: peers average gradients, and all make the same update from them; synchronous, for large batches. It
+is what `hivemind.Optimizer` does in its default mode: a peer's ``step`` only gathers gradients; when all peers together
+have gathered those of ``train.global_batch_size`` samples, they are averaged by samples, and every peer makes the same
+update. hivemind's DHT, matchmaking and all-reduce are used; the class is not, for each of its three parts had to be
+replaced for what it does in version 1.1.12:
+
+- Its `GradientAverager` empties its sums before it knows what becomes of the round, so that a failed round makes an
+  update from zeros; takes the group that formed for what arrived; and averages whatever it is sent. Here `Gathered`
+  holds its sums until an average has been used; the averager is the guarded one of every mode, with its screen and its
+  count of what arrived; and a round that fails is tried again with the same gradients.
+- Its `TrainingStateAverager` averages parameters as well, a second way in for whoever lies; downloads states without
+  end from anybody; knows the learning rate only of schedulers that it can look into; and crashes in a peer that only
+  calls out. Here all peers make one update from the very same bits, a state comes from the owner's side with a signed
+  digest, the rate is a function of the round, and nothing depends on who can be reached.
+- Its `ProgressTracker` lets any record end everybody's round, or send them all for a newer state. Here a volunteer's
+  word counts in bounds, and only the owner's side says that there is a newer state: see `robust.Tally`.
+
+Steps and averaging are never delayed against each other, which hivemind allows and where its peers fall out of step.
 """
 
 from __future__ import annotations
@@ -38,8 +60,6 @@ from trainkit.swarm.link import cuts, num_parts
 from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer, lr_at, set_lr
 from trainkit.training.precision import Precision
-
-# What all peers of a run have in common, however they agree: weights, an optimizer's state, the next round.
 
 # Numbers that peers compare in each round, to see whether they still train the same model.
 PROBE_SIZE = 256
@@ -117,11 +137,11 @@ class CommonState(ABC):
     def forget(self) -> None:
         """Drop what is in no average yet: the model is as the peers have it in common."""
 
-    def nothing(self, collapsed: str = "") -> Given:
-        """What a peer puts into the exchange of a round that has come to no good."""
-        vector = torch.cat([torch.zeros(self.num_parameters), self.theta[self.num_parameters :]])
+    def nothing(self, collapsed: str = "", *, sound: bool = False) -> Given:
+        """What a peer puts into the exchange of a round that has come to no good, or was none."""
+        moved = torch.zeros(self.num_parameters)
         weights = (0.0,) * num_parts(self.theta.numel())
-        return Given(vector, weights, torch.zeros(self.num_parameters), False, collapsed)
+        return Given(torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound, collapsed)
 
     def probe(self) -> Tensor:
         """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
@@ -207,22 +227,18 @@ class OuterState(CommonState):
 
     def give(self, samples: int) -> Given:
         """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
-        local, size = flatten(self._tensors()), self.num_parameters
-        moved = self.theta[:size] - local[:size]
-        finite = bool(torch.isfinite(local).all())
-        if samples and finite:
+        vector, size = flatten(self._tensors()), self.num_parameters
+        if not torch.isfinite(vector).all():
+            return self.nothing()
+        moved = self.theta[:size] - vector[:size]
+        if samples:
             self._samples = [held + samples for held in self._samples]
             self._rounds = [rounds + 1 for rounds in self._rounds]
-        if not finite:
-            return self.nothing()
-        vector = local
         vector[:size] = moved
         for part, rounds in zip(cuts(size), self._rounds, strict=False):
             vector[part] /= max(1, rounds)
-        weights = tuple(
-            held * min(1.0, _MOST_ROUNDS / max(1, rounds))
-            for held, rounds in zip(self._samples, self._rounds, strict=True)
-        )
+        shares = (min(1.0, _MOST_ROUNDS / max(1, rounds)) for rounds in self._rounds)
+        weights = tuple(held * share for held, share in zip(self._samples, shares, strict=True))
         return Given(vector, weights, moved, sound=True)
 
     def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
@@ -243,10 +259,10 @@ class OuterState(CommonState):
             self.round = average.next_round
         taken = given.moved.clone()
         for number, (part, is_in) in enumerate(zip(cuts(size), average.counted, strict=False)):
-            if not is_in:
-                taken[part] = 0.0
-            else:
+            if is_in:
                 self._samples[number], self._rounds[number] = 0.0, 0
+            else:
+                taken[part] = 0.0
         if not given.sound:
             self.forget()
         elif trained_on:
@@ -269,30 +285,6 @@ class OuterState(CommonState):
         self.into_model()
 
 
-# ``sync: gradients``: peers average gradients, and all make the same update from them; synchronous, for large
-# batches.
-#
-# What `hivemind.Optimizer` does in its default mode: a peer's ``step`` only gathers gradients; when all peers
-# together have gathered those of ``train.global_batch_size`` samples, they are averaged by samples, and every peer
-# makes the same update. hivemind's DHT, matchmaking and all-reduce are used as in `diloco`. The class itself is not:
-# each of the three parts that it is made of has to be replaced for what it does in version 1.1.12, and around them
-# nothing is left of it but the order of the calls, which is here and in `rounds`.
-#
-# - Its `GradientAverager` empties its sums before it knows what becomes of the round, so that a failed round makes an
-#   update from zeros; takes the group that formed for what arrived; and averages whatever it is sent. Here `Gathered`
-#   holds its sums until an average has been used; the averager is the guarded one of every mode, with its screen and
-#   its count of what arrived; and a round that fails is tried again with the same gradients.
-# - Its `TrainingStateAverager` averages parameters as well, a second way in for whoever lies; downloads states without
-#   end from anybody; knows the learning rate only of schedulers that it can look into; and crashes in a peer that only
-#   calls out. Here all peers make one update from the very same bits, a state comes from the owner's side with a signed
-#   digest, the rate is a function of the round, and nothing depends on who can be reached.
-# - Its `ProgressTracker` lets any record end everybody's round, or send them all for a newer state. Here a volunteer's
-#   word counts in bounds, and only the owner's side says that there is a newer state: see `robust.Tally`.
-#
-# Steps and averaging are never delayed against each other, which hivemind allows and where its peers fall out of
-# step.
-
-
 class Gathered(torch.optim.Optimizer):
     """Takes gradients and moves nothing: what an update of `trainkit.training.update` is given for its optimizer."""
 
@@ -305,11 +297,10 @@ class Gathered(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Add the gradients that are there now."""
         parameters = self.param_groups[0]["params"]
-        own = [torch.zeros_like(item) if item.grad is None else item.grad for item in parameters]
-        if self._sums:
-            torch._foreach_add_(self._sums, own)
-        else:
-            self._sums = [gradient.clone() for gradient in own]
+        self._sums = self._sums or [torch.zeros_like(item) for item in parameters]
+        for total, item in zip(self._sums, parameters, strict=True):
+            if item.grad is not None:
+                total.add_(item.grad)
         self.times += 1
 
     def mean(self) -> Tensor | None:
@@ -322,8 +313,8 @@ class Gathered(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class GatheringParts(TrainState):
-    """Parts whose updates are one micro batch each, and only gather gradients."""
+class GatheringState(TrainState):
+    """Train state whose updates are one micro batch each, and only gather gradients."""
 
     gathered: Gathered = field(kw_only=True)
 
@@ -332,13 +323,12 @@ class GatheringParts(TrainState):
         return self.gathered
 
     @classmethod
-    def of(cls, parts: TrainState, gathered: Gathered) -> GatheringParts:
+    def of(cls, state: TrainState, gathered: Gathered) -> GatheringState:
         """The gradients are clipped when they are averaged: so are those of an update on one machine."""
-        train = parts.config.train.model_copy(
-            update={"global_batch_size": parts.micro_batch_size, "grad_clip_norm": None}
-        )
-        own = {item.name: getattr(parts, item.name) for item in fields(parts)}
-        return cls(**{**own, "config": parts.config.model_copy(update={"train": train})}, gathered=gathered)
+        micro_batch = {"global_batch_size": state.micro_batch_size, "grad_clip_norm": None}
+        train = state.config.train.model_copy(update=micro_batch)
+        own = {item.name: getattr(state, item.name) for item in fields(state)}
+        return cls(**{**own, "config": state.config.model_copy(update={"train": train})}, gathered=gathered)
 
 
 class GradientState(CommonState):
@@ -353,13 +343,12 @@ class GradientState(CommonState):
         freeze(model, config.model.freeze)
         super().__init__(model)
         self.gathered = Gathered(self.params)
-        self._rounds = config.collaborative.rounds
-        self._config, self._clip = config, config.train.grad_clip_norm
-        twin = copy.deepcopy(model)
-        self._masters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+        self._config = config
+        master_model = copy.deepcopy(model)
+        self._masters = [parameter for parameter in master_model.parameters() if parameter.requires_grad]
         for master, part in unflattened(self.theta, self._masters):
             master.data = part
-        self._optimizer = build_optimizer(twin, config.optim)
+        self._optimizer = build_optimizer(master_model, config.optim)
         self._precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
         _begin(self._optimizer, self._masters)
         self.momentum = _remembered(self._optimizer)
@@ -367,14 +356,10 @@ class GradientState(CommonState):
     @property
     def lr(self) -> float:
         """Of the next update. The schedule of ``train.epochs`` is stretched over the rounds."""
-        rounds = self._rounds
-        return lr_at(
-            min(self.round, rounds - 1),
-            optim=self._config.optim,
-            schedule=self._config.schedule,
-            steps_per_epoch=max(1, round(rounds / self._config.train.epochs)),
-            total_steps=rounds,
-        )
+        config, rounds = self._config, self._config.collaborative.rounds
+        step, per_epoch = min(self.round, rounds - 1), max(1, round(rounds / config.train.epochs))
+        optim, schedule = config.optim, config.schedule
+        return lr_at(step, optim=optim, schedule=schedule, steps_per_epoch=per_epoch, total_steps=rounds)
 
     @property
     def samples(self) -> int:
@@ -385,13 +370,13 @@ class GradientState(CommonState):
 
     def give(self, samples: int) -> Given:
         """The mean of the gathered gradients, with ``samples`` as its weight. They stay until an average is used."""
-        buffers = flatten(self._tensors()[len(self.params) :])
         mean = self.gathered.mean() if samples else None
-        finite = mean is None or bool(torch.isfinite(mean).all() and torch.isfinite(buffers).all())
-        if mean is None or not finite:
-            mean, samples, buffers = torch.zeros(self.num_parameters), 0, self.theta[self.num_parameters :]
-        weights = (float(samples),) * num_parts(self.theta.numel())
-        return Given(torch.cat([mean, buffers]), weights, torch.zeros(0), finite)
+        if mean is None:
+            return self.nothing(sound=True)
+        vector = torch.cat([mean, flatten(self._tensors()[len(self.params) :])])
+        if not torch.isfinite(vector).all():
+            return self.nothing()
+        return Given(vector, (float(samples),) * num_parts(vector.numel()), torch.zeros(0), sound=True)
 
     def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
         """The update. Where nothing has arrived there is none: neither weights nor gathered gradients change.
@@ -407,7 +392,7 @@ class GradientState(CommonState):
             for master, part in unflattened(average.vector, self._masters):
                 master.grad = part.clone()
             set_lr(self._optimizer, self.lr)
-            self._precision.step(self._optimizer, self._masters, self._clip)
+            self._precision.step(self._optimizer, self._masters, self._config.train.grad_clip_norm)
             self.theta[self.num_parameters :] = average.vector[self.num_parameters :]
             self.momentum.copy_(_remembered(self._optimizer))
             self.round = average.next_round
@@ -459,13 +444,11 @@ def _remembered(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @torch.no_grad()
 def _remember(optimizer: torch.optim.Optimizer, vector: Tensor) -> None:
-    position = 0
-    for place, key in _places(optimizer):
+    places = list(_places(optimizer))
+    sizes = [torch.as_tensor(place[key]).numel() for place, key in places]
+    for (place, key), part in zip(places, torch.split(vector, sizes), strict=True):
         value = place[key]
-        size = value.numel() if isinstance(value, Tensor) else 1
-        part = vector[position : position + size]
         if isinstance(value, Tensor):
             value.copy_(part.view_as(value))
         else:
             place[key] = type(value)(part.item())
-        position += size

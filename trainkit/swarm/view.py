@@ -1,4 +1,8 @@
-"""A swarm seen from outside, in about a second without torch: its run, its peers, their progress and contributions."""
+"""A swarm seen from outside, in about a second without torch: its run, its peers, their progress and contributions.
+
+``python -m trainkit.swarm.view`` reads where a swarm is in a line of standard input, and prints its configuration as
+JSON: a process of its own, for the one that asks may import hivemind later, in its own way.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from trainkit import fileio, terminal
 from trainkit.config import yaml
@@ -49,20 +52,17 @@ from trainkit.swarm.messages import (
     manifests_in,
     no_run_at,
     progress_in,
+    require_going_on,
 )
 from trainkit.swarm.spec import adapted, check_own
 from trainkit.workarounds import hivemind_without_torch
-
-if TYPE_CHECKING:
-    from trainkit.swarm.access import Identity
-
-
-# What a swarm publishes, read from outside in about a second: no torch, no process that trains, nothing published.
 
 T = TypeVar("T")
 
 _START_SECONDS = 15.0
 _READ_SECONDS = 10.0
+# For a process of its own, its imports included.
+_ASK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,25 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
     def done(work: Coroutine[Any, Any, T], seconds: float) -> T:
         return loop.run_until_complete(asyncio.wait_for(work, seconds))
 
+    def read() -> SwarmRecords:
+        excluded = access.Excluded(identity.own, identity.peer_id, identity.admission)
+        keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
+        deadline = time.monotonic() + _READ_SECONDS
+        while True:
+            try:
+                found = done(node.get_many(keys, sufficient_expiration_time=float("inf")), _READ_SECONDS)
+            except (asyncio.TimeoutError, OSError):
+                raise address.nobody_answers(entry.addresses[0]) from None
+            if manifests := manifests_in(found[MANIFEST]):
+                progress, contributions = progress_in(found[PROGRESS]), credits_in(found[CREDITS])
+                return SwarmRecords(manifests, progress, contributions, identity.admission.names())
+            for key in (REVOKED, BANNED):
+                excluded.take(key, found[key])
+            excluded.require_welcome()
+            if time.monotonic() > deadline:
+                raise no_run_at(entry.addresses[0])
+            time.sleep(0.3)
+
     try:
         with access.identity(None, entry.own, entry.admission()) as identity:
             access.bound_node()
@@ -122,7 +141,7 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
                     raise address.wrong_clock() from None
                 raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
             try:
-                yield partial(_read, node, done, entry.addresses[0], identity)
+                yield read
             finally:
                 with suppress(Exception):  # on the way out
                     done(node.shutdown(), 3.0)
@@ -135,61 +154,29 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
         loop.close()
 
 
-def _read(node: Any, done: Callable[[Any, float], Any], peer: str, identity: Identity) -> SwarmRecords:
-    from trainkit.swarm.access import Excluded
-
-    excluded = Excluded(identity.own, identity.peer_id, identity.admission)
-    deadline = time.monotonic() + _READ_SECONDS
-    while True:
-        keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
-        try:
-            found = done(node.get_many(keys, sufficient_expiration_time=float("inf")), _READ_SECONDS)
-        except (asyncio.TimeoutError, OSError):
-            raise address.nobody_answers(peer) from None
-        if manifests := manifests_in(found[MANIFEST]):
-            names = identity.admission.names()
-            return SwarmRecords(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
-        for key in (REVOKED, BANNED):
-            excluded.take(key, found[key])
-        excluded.require_welcome()
-        if time.monotonic() > deadline:
-            raise no_run_at(peer)
-        time.sleep(0.3)
-
-
-# What a swarm's run is configured as, asked by a process of its own: the one that asks may import hivemind later.
-#
-# python -m trainkit.swarm.view      where the swarm is, in a line of standard input -> JSON
-
-_SECONDS = 60.0
-
-
 def run_at(entry: Entry) -> str:
     """The configuration, as YAML, of the run that ``entry`` leads to, as its creator publishes it.
 
     Raises UserError when nobody answers.
     """
-    what = "The swarm could not be asked for its settings."
+    command = [sys.executable, "-m", "trainkit.swarm.view"]
     try:
-        answer = ask([sys.executable, "-m", "trainkit.swarm.view"], text=f"{entry.text}\n", seconds=_SECONDS)
+        answer = ask(command, text=f"{entry.text}\n", seconds=_ASK_SECONDS)
+        told: dict[str, Any] = fileio.parse(answer.out)
     except NoAnswer as error:
         words = error.words.replace(sys.executable, "The process that asks")
-        raise RunFailedError(
-            what,
-            why=f"{words}: this machine is overloaded, or its network is.",
-            fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
-        ) from None
-    try:
-        told: dict[str, Any] = fileio.parse(answer.out)
-    except ValueError:
-        raise RunFailedError(
-            what,
-            why=(answer.err.strip().splitlines() or ["Nothing was said."])[-1][:200],
-            fix="Try `python -m jobs.swarm status` with the same token; that traceback is ours to mend.",
-        ) from None
-    if "error" in told:
-        raise error_from_json(told["error"])
-    return str(told["config"])
+        why = f"{words}: this machine is overloaded, or its network is."
+    except ValueError:  # a bug of ours
+        why = (answer.err.strip().splitlines() or ["Nothing was said."])[-1][:200]
+    else:
+        if "error" in told:
+            raise error_from_json(told["error"])
+        return str(told["config"])
+    raise RunFailedError(
+        "The swarm could not be asked for its settings.",
+        why=why,
+        fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
+    )
 
 
 def as_peer(
@@ -219,27 +206,6 @@ def as_peer(
         fileio.write(file, yaml.dump(values))
         return load(str(file), list(overrides), flags=flags, env=env)
 
-
-def main() -> int:
-    """Ask, and print the answer."""
-    from trainkit.swarm.messages import require_going_on
-
-    try:
-        entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
-        with open_reader(entry) as read:
-            _, manifest = manifest_of(read().manifests, entry.addresses)
-        require_going_on(manifest)
-        print(json.dumps({"config": manifest.config}))
-    except TrainkitError as error:
-        print(json.dumps({"error": error.to_json()}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
-# A swarm seen from outside: its run, its peers, their progress and their contributions.
 
 # A stranger may publish as many records as it likes, each under a key of its own.
 _MOST_PEERS = 5000
@@ -308,39 +274,37 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
     Raises:
         UserError: nobody answers at the address, or there is no such run.
     """
-    with ExitStack() as held:
-        if reference == "-" or (reference is None and env.get(VARIABLE)) or _is_entry(reference or ""):
-            entry = warned(entry_of([reference] if reference else [], env, name="status"))
-            read = held.enter_context(open_reader(entry))
-            yield lambda: view_of(read(), entry.addresses, None)
-            return
+    run_dir, text = None, reference or ""
+    is_entry = address.looks_like(text) or invitations.looks_like(text) or os.path.isfile(text)
+    if reference == "-" or is_entry or (reference is None and env.get(VARIABLE)):
+        entry = warned(entry_of([text] if text else [], env, name="status"))
+    else:
         run_dir = run_seen(reference, env)
         if not (run_dir.path / ADDRESS_FILE).is_file():
-            raise UserError(
-                f"{run_dir.name} is not a swarm.",
-                why=f"It has no {ADDRESS_FILE}.",
-                fix="`python -m jobs.status` shows it.",
-            )
+            why = f"It has no {ADDRESS_FILE}."
+            raise UserError(f"{run_dir.name} is not a swarm.", why=why, fix="`python -m jobs.status` shows it.")
         entry = by_address(addresses_of(run_dir), name="status")
         if (run_dir.path / KEY_FILE).exists():  # its owner needs no token
             entry = replace(entry, own=own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
+    with ExitStack() as held:
+        read: Callable[[], SwarmRecords] | None = None
         try:
             read = held.enter_context(open_reader(entry))
         except TrainkitError:
-            yield lambda: _from_records(run_dir)
-            return
+            if run_dir is None:
+                raise
 
         def look() -> View:
             try:
-                return view_of(read(), entry.addresses, run_dir)
+                if read is not None:
+                    return view_of(read(), entry.addresses, run_dir)
             except TrainkitError:  # it has ended since
-                return _from_records(run_dir)
+                if run_dir is None:
+                    raise
+            assert run_dir is not None
+            return _from_records(run_dir)
 
         yield look
-
-
-def _is_entry(reference: str) -> bool:
-    return address.looks_like(reference) or invitations.looks_like(reference) or os.path.isfile(reference)
 
 
 def run_seen(reference: str | None, env: Mapping[str, str]) -> RunDir:
@@ -358,12 +322,12 @@ def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None
     """
     creator, manifest = manifest_of(told.manifests, addresses)
     config, now = adapted(manifest.config, (), allow_code=True), time.time()
-    agreed, progress = config.collaborative, told.progress
+    agreed, progress, validated = config.collaborative, told.progress, told.progress.get(creator)
     if agreed.sync == "diloco":
         done = RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
     else:  # the creator knows how far they are; without it, most of the others do
         heard = sorted(own.round for own in progress.values()) or [agreed.rounds]
-        done = min(progress[creator].round if creator in progress else heard[len(heard) // 2], agreed.rounds)
+        done = min(heard[len(heard) // 2] if validated is None else validated.round, agreed.rounds)
     rows = [
         PeerRow(
             credited=terminal.name(invitations.credited("" if peer == creator else told.names.get(peer, ""), own.name)),
@@ -376,7 +340,7 @@ def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None
         for peer, own in list(progress.items())[:_MOST_PEERS]
     ]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
-    samples, validated = sum(row.samples for row in rows), progress.get(creator)
+    samples = sum(row.samples for row in rows)
     # Of a task of ours: a stranger's file is not read for its metrics.
     metrics = TaskMetrics("loss", {"loss": LOSS}) if ":" in config.task.name else metrics_of(config.task.name)
     headline = validated.val_headline if validated is not None else None
@@ -401,6 +365,7 @@ def _from_records(run_dir: RunDir) -> View:
     last = (read_metrics(run_dir, "train") or [{}])[-1]
     history, metrics = _history(run_dir), described(run_dir)
     validated = history[-1] if history else {}
+    measured = {key: validated.get(key) for key in ("loss", metrics.headline)}
     return View(
         name=run_dir.name,
         round=int(last.get("round") or 0),
@@ -408,9 +373,7 @@ def _from_records(run_dir: RunDir) -> View:
         running=False,
         peers=(),
         loss=last.get("loss"),
-        val={
-            key: value if fileio.is_number(value := validated.get(key)) else None for key in ("loss", metrics.headline)
-        },
+        val={key: value if fileio.is_number(value) else None for key, value in measured.items()},
         metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
         history=history,
@@ -418,20 +381,17 @@ def _from_records(run_dir: RunDir) -> View:
 
 
 def _history(run_dir: RunDir) -> tuple[Mapping[str, Any], ...]:
-    by_step = {record["step"]: record for record in read_metrics(run_dir, "train")}
-    rows = []
-    for record in read_metrics(run_dir, "val")[-10:]:
-        train = by_step.get(record["step"], {})
-        rows.append({**record, "peers": train.get("peers"), "train_loss": train.get("loss")})
-    return tuple(rows)
+    trained = {record["step"]: record for record in read_metrics(run_dir, "train")}
+    rows = ((record, trained.get(record["step"], {})) for record in read_metrics(run_dir, "val")[-10:])
+    return tuple({**record, "peers": train.get("peers"), "train_loss": train.get("loss")} for record, train in rows)
 
 
-# A swarm's view as text: tables that fit the terminal, and an object for programs.
+# A view as text: tables that fit the terminal, and an object for programs.
 
-PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
+_PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
 # What a narrow terminal does without, in this order.
 _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", "round", "parts")
-LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
+_LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
 _DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
 _MOST_SHOWN = 100
 # Characters of a name on a terminal: a long one would leave no room for the other columns.
@@ -441,26 +401,23 @@ _LONGEST_NAME = 24
 def status_lines(view: View) -> list[str]:
     """The text of ``status``."""
     peers, head = len(view.peers), view.metrics.headline
-    words = [
-        f"{view.name}: {'running' if view.running else 'not running'}",
-        f"round {view.round}/{view.rounds}",
-        f"{peers} peer{'s' * (peers != 1)}",
-    ]
+    words = [f"{view.name}: {'running' if view.running else 'not running'}", f"round {view.round}/{view.rounds}"]
+    words += [f"{peers} peer{'s' * (peers != 1)}"]
     words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
     measured = [key for key in (head, "loss") if view.val.get(key) is not None]
     words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
     lines = terminal.wrapped(", ".join(words))
     if peers:
-        lines += _indented(PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
-        if peers > _MOST_SHOWN:
-            lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
+        lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
+    if peers > _MOST_SHOWN:
+        lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
     if view.history:
         header = ("round", "peers", "train loss", "val loss", f"val {head}")
         spec = view.metrics.metrics[head].spec
         keys = (("round", "d"), ("peers", "d"), ("train_loss", ".4f"), ("loss", ".4f"), (head, spec))
         rows = [tuple(_cell(record.get(key), spec) for key, spec in keys) for record in view.history]
-        lines += _indented(header, rows, ("peers", "train loss"))
+        lines += _table(header, rows, ("peers", "train loss"))
     return lines
 
 
@@ -483,7 +440,7 @@ def leaderboard_lines(view: View) -> list[str]:
         for item in view.contributions
     ]
     title = f"{view.name}: round {view.round}/{view.rounds}, {whole:,.0f} samples of {len(rows)} contributors"
-    return [*terminal.wrapped(title), *_indented(LEADERBOARD, rows, _DISPENSABLE_OF_LEADERBOARD)]
+    return [*terminal.wrapped(title), *_table(_LEADERBOARD, rows, _DISPENSABLE_OF_LEADERBOARD)]
 
 
 def as_object(view: View) -> dict[str, Any]:
@@ -509,8 +466,8 @@ def _cells(row: PeerRow) -> tuple[str, ...]:
     )
 
 
-def _indented(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
-    """A table, in which a long name is cut on a terminal and stands below its row in full."""
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
+    """Indented; a long name is cut on a terminal and stands below its row in full."""
     notes, shown = [], []
     for name, *cells in rows:
         is_long = sys.stdout.isatty() and len(name) > _LONGEST_NAME
@@ -521,3 +478,20 @@ def _indented(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable:
 
 def _cell(value: object, spec: str) -> str:
     return format(value, spec) if isinstance(value, int | float) else "-"
+
+
+def main() -> int:
+    """Ask, and print the answer."""
+    try:
+        entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
+        with open_reader(entry) as read:
+            _, manifest = manifest_of(read().manifests, entry.addresses)
+        require_going_on(manifest)
+        print(json.dumps({"config": manifest.config}))
+    except TrainkitError as error:
+        print(json.dumps({"error": error.to_json()}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
