@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +33,7 @@ from trainkit.run.metrics import (
     typed_record,
 )
 from trainkit.schedulers.base import KEPT_SECONDS, JobState, job_states
-from trainkit.terminal import age
+from trainkit.terminal import age, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,6 +48,7 @@ LOOK_SECONDS = 2.0
 """Seconds between looks at the runs' own records while watching."""
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 MOST_BARS = 6
+_LONG = 5000
 _TAIL_BYTES = 16384
 _RECORDS = 24
 _HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -58,19 +59,23 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
-class Shown:
+class StatusRow:
     """Everything to show of one run."""
 
     run: RunDir
     name: str
     state: JobState
-    life: RunHistory = RunHistory()  # noqa: RUF009  frozen
-    standing: RunProgress = RunProgress()  # noqa: RUF009
-    problems: tuple[str, ...] = ()
+    history: RunHistory = field(default_factory=RunHistory)
+    progress: RunProgress = field(default_factory=RunProgress)
+    problems: Sequence[str] = ()
     forecast: Forecast | None = None
     """Time to the end of training, further attempts included; None if unknown."""
     diverged: str = ""
     """How the loss diverged; empty if it did not."""
+
+    @property
+    def total_steps(self) -> Any:
+        return self.history.started.get("total_steps")
 
     @property
     def cause(self) -> Cause | None:
@@ -82,20 +87,22 @@ class Shown:
     @property
     def notes(self) -> list[str]:
         """Remarks for the last column."""
-        notes = [self.state.reason, *self.problems]
-        notes += [f"to start about {self.state.start.replace('T', ' ')[:16]}"] if self.state.start else []
-        notes += [f"job {job.job_id or '?'} is {job.state} too" for job in self.state.also]
-        if self.state.state == "COMPLETED" and self.standing.last.get("step") != self.life.started.get("total_steps"):
+        state = self.state
+        notes = [state.reason, *self.problems]
+        notes += [f"to start about {state.start.replace('T', ' ')[:16]}"] if state.start else []
+        notes += [f"job {job.job_id or '?'} is {job.state} too" for job in state.also]
+        if state.state == "COMPLETED" and self.progress.last.get("step") != self.total_steps:
             early = fileio.read_object(self.run.summary).get("stopped_early")
             notes += [f"stopped early: {early}"] if isinstance(early, str) else []
         notes += [f"DIVERGED: {self.diverged}"] if self.diverged else []
-        if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
-            last = max((item.attempt or 0 for item in self.life.failures), default=0)
-            errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
+        if state.alive == "no" and state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
+            failures = self.history.failures
+            last = max((item.attempt or 0 for item in failures), default=0)
+            errors = [item.error for item in failures if (item.attempt or 0) == last]
             if not errors and (cause := self.cause):  # ranks that fail before they meet write no event
                 errors = [cause.what]
             notes += [*errors[:1], fileio.full(self.run.path)]
-        return list(dict.fromkeys(note for note in notes if note))
+        return list(dict.fromkeys(filter(None, notes)))
 
 
 def parser() -> cli.Parser:
@@ -115,193 +122,183 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
     root = runs_root(env)
-    runs, hidden = _chosen(args.runs, root, args.all, env)
+
+    def chosen() -> list[RunDir]:
+        """The runs to show, of which those that were not named may be too many."""
+        if args.runs:
+            return [run for reference in args.runs for run in find_runs(reference, env)]
+        found = [*(RunDir(path) for path in folder.known(everywhere=args.all)), *list_runs(root)]
+        return sorted({run.path: run for run in found}.values(), key=RunDir.made)
+
+    shown = slice(0 if args.all or args.runs else -LISTED, None)
+    runs = chosen()
     if not runs and not args.json:
         others = "" if args.all else " (--all looks at those of other clones too)"
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return 0
     if args.watch:
-        _watch(lambda: _chosen(args.runs, root, args.all, env)[0], root)  # chosen anew: runs may start meanwhile
+        _watch(lambda: chosen()[shown], root)  # chosen anew: runs may start meanwhile
     ages: list[float] = []
-    shown = look(runs, root, aged=ages.append)
+    rows = look(runs[shown], root, aged=ages.append)
     if args.json:
         asked = time.time() - max(ages, default=0.0)
-        print(json.dumps([_as_object(item, asked) for item in shown], indent=2, allow_nan=False))
+        print(json.dumps([_as_object(row, asked) for row in rows], indent=2, allow_nan=False))
         return 0
-    print("\n".join(_table(shown)))
-    if args.runs and len(shown) == 1:
-        _print_detail(shown[0])
+    print("\n".join(_table(rows)))
+    if args.runs and len(rows) == 1:
+        _print_detail(rows[0])
     if ages:
         print(f"SLURM said so {age(max(ages))} ago; it is asked again after {KEPT_SECONDS:.0f} s.")
-    if hidden:
+    if hidden := len(runs) - len(rows):
         print(f"{hidden} older runs are not shown; --all shows them.")
     return 0
-
-
-def _chosen(
-    references: Sequence[str], root: Path, everything: bool, env: Mapping[str, str]
-) -> tuple[list[RunDir], int]:
-    """The runs to show, and the number of hidden ones."""
-    if references:
-        return [run for reference in references for run in find_runs(reference, env)], 0
-    found = folder.known(everywhere=everything)
-    made = {run.path: run for run in [*(RunDir(path) for path in found), *list_runs(root)]}
-    runs = sorted(made.values(), key=RunDir.made)
-    hidden = 0 if everything else max(len(runs) - LISTED, 0)
-    return runs[hidden:], hidden
 
 
 def look(
     runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | None = None,
     aged: Callable[[float], None] | None = None,
-) -> list[Shown]:  # fmt: skip
+) -> list[StatusRow]:  # fmt: skip
     """Collect what is known of the runs, asking each scheduler once. An unreadable run does not hide the others.
 
     Args:
         states: recent answers of the scheduler to this process.
         aged: see `job_states`.
     """
-    lives: dict[RunDir, RunHistory] = {}
-    problems: dict[RunDir, tuple[str, ...]] = {}
-    for run in runs:
+    histories: dict[RunDir, RunHistory] = {}
+    rows: dict[RunDir, StatusRow] = {}
+    names = {run: str(run.path.relative_to(root) if run.path.is_relative_to(root) else run.path) for run in runs}
+    for run, name in names.items():
         try:
-            lives[run] = history_of(run)
+            histories[run] = history_of(run)
         except TrainkitError as error:
-            problems[run] = (f"{error.what} {error.why}",)
+            rows[run] = StatusRow(run, name, JobState("UNKNOWN", reason=f"{error.what} {error.why}"))
     if states is None:
-        asked = job_states(list(lives), list(lives.values()), aged=aged)
-        states = {run.path: state for run, state in zip(lives, asked, strict=True)}
-    shown = []
-    for run in runs:
-        name = str(run.path.relative_to(root)) if run.path.is_relative_to(root) else str(run.path)
-        if run not in lives or run.path not in states:
-            shown.append(Shown(run, name, JobState("UNKNOWN", reason="".join(problems.get(run, ())))))
-            continue
-        life, state, standing, expected, found = lives[run], states[run.path], RunProgress(), None, list[str]()
+        asked = job_states(list(histories), list(histories.values()), aged=aged)
+        states = {run.path: state for run, state in zip(histories, asked, strict=True)}
+    for run, history in histories.items():
+        state, progress, ends, problems = states[run.path], RunProgress(), None, list[str]()
+        since = history.started.get("time", 0.0) if state.state in GOING_ON else None
         try:
-            standing = progress_of(run, pace_since=life.started.get("time", 0.0) if state.state in GOING_ON else None)
-            expected = forecast_of(run, state, life, standing)
+            progress = progress_of(run, pace_since=since)
+            ends = forecast_of(run, state, history, progress)
         except TrainkitError as error:
-            found.append(f"{error.what} {error.why}")
+            problems.append(f"{error.what} {error.why}")
         if not os.path.isfile(run.config):
-            found.append("config.yaml is no file")
-        lost = divergence_of(run) if standing.train.get("loss", 0.0) is None else ""  # only then read the whole record
-        shown.append(Shown(run, name, state, life, standing, tuple(found), expected, lost))
-    return shown
+            problems.append("config.yaml is no file")
+        lost = divergence_of(run) if progress.train.get("loss", 0.0) is None else ""  # only then read the whole record
+        rows[run] = StatusRow(run, names[run], state, history, progress, problems, ends, lost)
+    return [rows[run] for run in runs]
 
 
 def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
     """Redraw until Ctrl-C: read records often, ask the scheduler rarely."""
     states: dict[Path, JobState] | None = None
-    asked, shown = 0.0, list[Shown]()
+    asked, rows = 0.0, list[StatusRow]()
 
     def text() -> str:
-        nonlocal states, asked, shown
+        nonlocal states, asked, rows
         runs = chosen()
-        if time.monotonic() - asked >= ASK_SECONDS or (states is not None and any(r.path not in states for r in runs)):
+        if time.monotonic() - asked >= ASK_SECONDS or any(run.path not in (states or {}) for run in runs):
             states, asked = None, time.monotonic()
-        shown = look(runs, root, states)
-        states = {item.run.path: item.state for item in shown}
-        return "\n".join(_table(shown))
+        rows = look(runs, root, states)
+        states = {row.run.path: row.state for row in rows}
+        return "\n".join(_table(rows))
 
-    terminal.watch(text, every=LOOK_SECONDS, view=lambda height: view(_table(shown), shown, height))
-
-
-def _table(shown: Sequence[Shown]) -> list[str]:
-    """One row per run, with its problems in the last column."""
-    notes = [terminal.one_line("; ".join(item.notes)) for item in shown]
-    return terminal.table(HEADER, [_row(item) for item in shown], notes, dispensable=DISPENSABLE)
+    terminal.watch(text, every=LOOK_SECONDS, view=lambda height: view(_table(rows), rows, height))
 
 
-def _row(item: Shown) -> tuple[str, ...]:
-    total = item.life.started.get("total_steps")
-    last, val, metrics = item.standing.last, item.standing.val, described(item.run)
+def _table(rows: Sequence[StatusRow]) -> list[str]:
+    """One line per run, with its problems in the last column."""
+    notes = [one_line("; ".join(row.notes)) for row in rows]
+    return terminal.table(HEADER, [_cells(row) for row in rows], notes, dispensable=DISPENSABLE)
+
+
+def _cells(row: StatusRow) -> list[str]:
+    last, val, metrics = row.progress.last, row.progress.val, described(row.run)
     measured = [key for key in (metrics.headline, "loss") if val.get(key) is not None][:1]
+    of_all = f"/{row.total_steps}" if row.total_steps is not None else ""
     cells = (
-        item.name,
-        item.state.state,
-        item.state.job_id or "-",
-        str(len(item.run.attempts()) or "-"),
-        (f"{last['step']}" + (f"/{total}" if total is not None else "")) if last else "-",
-        f"{last['epoch']:.1f}" if "epoch" in last else "-",
-        "".join(metrics.words(key, val[key]).removesuffix(" %") for key in measured) or "-",
-        age(item.forecast.seconds) if item.forecast is not None else "-",
-        age(time.time() - item.run.made()),
+        row.name,
+        row.state.state,
+        row.state.job_id,
+        str(len(row.run.attempts()) or ""),
+        f"{last['step']}{of_all}" if last else "",
+        f"{last['epoch']:.1f}" if "epoch" in last else "",
+        "".join(metrics.words(key, val[key]).removesuffix(" %") for key in measured),
+        age(row.forecast.seconds) if row.forecast is not None else "",
+        age(time.time() - row.run.made()),
     )
-    return tuple(terminal.one_line(cell) for cell in cells)
+    return [one_line(cell or "-") for cell in cells]
 
 
-def _as_object(item: Shown, asked: float) -> dict[str, Any]:
+def _as_object(row: StatusRow, asked: float) -> dict[str, Any]:
     """The stable format for programs. Times are seconds since 1970; unknown values are null.
 
     Args:
         asked: time of the scheduler's answer.
     """
-    last = item.standing.last
+    state, last = row.state, row.progress.last
     return {
-        "run": item.name,
-        "folder": str(item.run.path),
-        "state": item.state.state,
-        "alive": item.state.alive,
-        "executor": item.state.executor or None,
-        "job_id": item.state.job_id or None,
-        "living_jobs": [job.job_id for job in item.state.living() if job.job_id],
-        "nodes": item.state.nodes or None,
+        "run": row.name,
+        "folder": str(row.run.path),
+        "state": state.state,
+        "alive": state.alive,
+        "executor": state.executor or None,
+        "job_id": state.job_id or None,
+        "living_jobs": [job.job_id for job in state.living() if job.job_id],
+        "nodes": state.nodes or None,
         "asked": round(asked, 1),
-        "attempts": len(item.run.attempts()),
-        "finished": item.life.finished,
+        "attempts": len(row.run.attempts()),
+        "finished": row.history.finished,
         "step": last.get("step"),
-        "total_steps": item.life.started.get("total_steps"),
+        "total_steps": row.total_steps,
         "epoch": last.get("epoch"),
-        "val": {key: value for key, value in item.standing.val.items() if key not in ("split", "time")} or None,
-        "estimated_end": round(time.time() + item.forecast.seconds) if item.forecast is not None else None,
-        "made": item.run.made(),
-        "notes": item.notes,
+        "val": {key: value for key, value in row.progress.val.items() if key not in ("split", "time")} or None,
+        "estimated_end": round(time.time() + row.forecast.seconds) if row.forecast is not None else None,
+        "made": row.run.made(),
+        "notes": row.notes,
     }
 
 
-def _print_detail(item: Shown) -> None:
-    print(f"\nfolder  {terminal.one_line(item.run.path, 5000)}")
-    if item.state.nodes:
-        print(f"nodes   {terminal.one_line(item.state.nodes)}")
-    if cause := item.cause:
-        print(f"cause   {terminal.one_line(cause.what, 5000)}")
-        if cause.why:
-            print(f"why     {cause.shown}")
-        print(f"fix     {terminal.one_line(cause.advice, 5000)}")
-    if item.forecast is not None:
-        print(f"ends    about {_clock(time.time() + item.forecast.seconds)[:16]}, {words(item.forecast)}")
-    if isinstance(hint := fileio.read_object(item.run.summary).get("advice"), str):
-        print(f"faster  {terminal.one_line(hint)}")
+def _print_detail(row: StatusRow) -> None:
+    facts = {"folder": one_line(row.run.path, _LONG), "nodes": one_line(row.state.nodes)}
+    if cause := row.cause:
+        facts |= {"cause": one_line(cause.what, _LONG), "why": cause.shown if cause.why else ""}
+        facts["fix"] = one_line(cause.advice, _LONG)
+    if row.forecast is not None:
+        facts["ends"] = f"about {_clock(time.time() + row.forecast.seconds)[:16]}, {words(row.forecast)}"
+    if isinstance(hint := fileio.read_object(row.run.summary).get("advice"), str):
+        facts["faster"] = one_line(hint)
+    print("\n" + "\n".join(f"{name:6}  {fact}" for name, fact in facts.items() if fact))
     try:
-        for smell in course_of(item.run).smells if item.state.state == "RUNNING" else ():
+        for smell in course_of(row.run).smells if row.state.state == "RUNNING" else ():
             print(f"smells  {smell.where}  {smell.text}")
-        events = read_events(item.run)
+        events = read_events(row.run)
     except TrainkitError:  # shown in its row
         return
     for event, following in zip(events, [*events[1:], {}], strict=False):
         # Of consecutive checkpoints only the last: a long training would fill pages.
-        again = all(event.get(key) == following.get(key) for key in ("event", "attempt"))
-        if not (again and event["event"] == "saved"):
-            hidden = ("time", "event", "process_started", "process_space")
-            facts = {key: value for key, value in event.items() if key not in hidden}
-            told = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in facts.items())
-            print(f"{_clock(event.get('time', 0))}  {event['event']:10} {' '.join(told)}")
+        if event["event"] == "saved" and all(event.get(key) == following.get(key) for key in ("event", "attempt")):
+            continue
+        hidden = ("time", "event", "process_started", "process_space")
+        shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in event.items()}
+        told = " ".join(f"{key}={value}" for key, value in shown.items() if key not in hidden)
+        print(f"{_clock(event.get('time', 0))}  {event['event']:10} {told}")
 
 
 def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def forecast_of(run: RunDir, state: JobState, life: RunHistory, standing: RunProgress) -> Forecast | None:
+def forecast_of(run: RunDir, state: JobState, history: RunHistory, progress: RunProgress) -> Forecast | None:
     """Extrapolate the present pace and the past waits between attempts; None if too little is known."""
-    left = standing.seconds_to(life.started.get("total_steps"))
-    if left is None or life.finished or state.state not in GOING_ON:
+    left = progress.seconds_to(history.started.get("total_steps"))
+    if left is None or history.finished or state.state not in GOING_ON:
         return None
     now, runs, limit = time.time(), state.state == "RUNNING", math.inf
     if runs:
-        left = max(left - (now - standing.last.get("time", now)), 0.0)
-    if life.submission is not None and life.submission.executor != "launch":
+        left = max(left - (now - progress.last.get("time", now)), 0.0)
+    if history.submission is not None and history.submission.executor != "launch":
         with suppress(OSError, ValueError, TrainkitError):  # runs of templates have no plan
             plan = Plan.read(run.plan)
             limit = max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)
@@ -312,13 +309,13 @@ def words(found: Forecast) -> str:
     """The assumptions of a forecast, for people."""
     if not found.restarts:
         return "if it goes on as it does"
-    many = f"{found.restarts} further start{'s' * (found.restarts > 1)}"
+    many = f"with {found.restarts} further start{'s' * (found.restarts > 1)}"
     if found.restart_seconds is None:
-        return f"with {many}, and without waiting in the queue for them"
-    return f"with {many}, if each takes {found.restart_seconds:.0f} s as before, the wait in the queue included"
+        return f"{many}, and without waiting in the queue for them"
+    return f"{many}, if each takes {found.restart_seconds:.0f} s as before, the wait in the queue included"
 
 
-def view(table: Sequence[str], shown: Sequence[Shown], height: int) -> RenderableType:
+def view(table: Sequence[str], rows: Sequence[StatusRow], height: int) -> RenderableType:
     """The table (if too long, its head and the newest runs) and a progress bar for each running training.
 
     Args:
@@ -330,26 +327,26 @@ def view(table: Sequence[str], shown: Sequence[Shown], height: int) -> Renderabl
     from rich.table import Table
     from rich.text import Text
 
-    going_on = [item for item in shown if item.state.state == "RUNNING" and item.standing.last][-MOST_BARS:]
+    going_on = [row for row in rows if row.state.state == "RUNNING" and row.progress.last][-MOST_BARS:]
     room = max(height - len(going_on) - 3, 3)
-    rows = table if len(table) <= room else [table[0], *table[len(table) - room + 1 :]]
-    text = Text("\n".join(rows), no_wrap=True)  # not Rich's markup: [red] may be a name
+    lines = table if len(table) <= room else [table[0], *table[len(table) - room + 1 :]]
+    text = Text("\n".join(lines), no_wrap=True)  # not Rich's markup: [red] may be a name
     for word, style in _STYLES.items():
         text.highlight_regex(rf"(?m)(?<=\s){word}(?=[\s:])", style)
     bars = Table.grid(padding=(0, 2))
-    for item in going_on:
-        total, step = item.life.started.get("total_steps"), item.standing.step or 0
-        losses, speed = losses_of_late(item.run), item.standing.train.get("images_per_sec")
+    for row in going_on:
+        total, step = row.total_steps, row.progress.step or 0
+        losses, speed = losses_of_late(row.run), row.progress.train.get("images_per_sec")
         known = float(total) if fileio.is_whole(total) and total > 0 else None
         bars.add_row(
-            Text(terminal.one_line(item.name)),
+            Text(one_line(row.name)),
             ProgressBar(total=known, completed=float(step), width=24, pulse=not known),
             Text(f"{step}/{total}" if known else str(step)),
             Text(f"loss {number(losses[-1], '.4f')}" if losses else ""),
             Text(sparkline(losses), style="cyan"),
             Text(f"{speed:,.0f} images/s" if fileio.is_number(speed) else ""),
         )
-    return Group(text, "", bars) if going_on else Group(text)
+    return Group(text, "", bars) if going_on else text
 
 
 def losses_of_late(run: RunDir) -> list[float | None]:
@@ -359,20 +356,17 @@ def losses_of_late(run: RunDir) -> list[float | None]:
     except OSError:
         return []
     metrics = described(run)
-    records = [
-        typed_record(raw, metrics) for line in text.splitlines() if (raw := fileio.parse_object(line)) is not None
-    ]
+    parsed = (fileio.parse_object(line) for line in text.splitlines())
+    records = [typed_record(raw, metrics) for raw in parsed if raw is not None]
     return [r["loss"] for r in records if r is not None and r["split"] == "train" and "loss" in r][-_RECORDS:]
 
 
 def sparkline(values: Sequence[float | None]) -> str:
     """One bar character per value, scaled between the smallest and the largest; x for no number."""
     known = [value for value in values if value is not None]
-    if not known:
-        return "x" * len(values)
-    low, span = min(known), (max(known) - min(known)) or 1.0
-    steps = len(_HEIGHTS) - 1
-    return "".join("x" if value is None else _HEIGHTS[round(steps * (value - low) / span)] for value in values)
+    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    steps = (len(_HEIGHTS) - 1) / (span or 1.0)
+    return "".join("x" if value is None else _HEIGHTS[round(steps * (value - low))] for value in values)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from tests.conftest import LONGEST
 PROJECT = Path(__file__).resolve().parents[1]
 QUICK = "not long and not slurm and not swarm"
 SLOW = (
-    *("tests/jobs/test_bad_answers.py", "tests/jobs/test_bad_records.py", "tests/jobs/test_bench.py"),
-    "tests/jobs/test_submit.py",
+    *("tests/jobs/test_bench.py", "tests/jobs/test_submit.py", "tests/jobs/test_verbs.py"),
     *("tests/training/test_build.py", "tests/training/test_resume.py"),
     *(name for name in LONGEST if name.endswith(".py")),
 )

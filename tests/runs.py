@@ -27,6 +27,12 @@ def last_event(run: RunDir, kind: str) -> dict[str, Any] | None:
     return events[-1] if events else None
 
 
+def script(file: Path, body: str) -> None:
+    """Write a program of bash."""
+    file.write_text(f"#!/bin/bash\n{body}\n")
+    file.chmod(0o755)
+
+
 @pytest.fixture
 def local_run(tmp_path: Path) -> Callable[..., tuple[RunDir, Plan]]:
     """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags."""
@@ -70,9 +76,7 @@ def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 
     def make(name: str, body: str) -> Path:
         calls = tmp_path / f"{name}.calls"
-        script = folder / name
-        script.write_text(f'#!/bin/bash\necho "$*" >> {calls}\n{body}\n')
-        script.chmod(0o755)
+        script(folder / name, f'echo "$*" >> {calls}\n{body}')
         return calls
 
     return make

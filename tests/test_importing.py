@@ -1,4 +1,4 @@
-"""Libraries are imported before files of the same name in the user's folders."""
+"""Libraries, and our own packages, are imported before files of the same name in the user's folders."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.config.loading import load, to_yaml
 from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import write_code
 from trainkit.schedulers.base import BEGIN
 
 PROJECT = Path(__file__).parents[1]
-STRAY = ("torch", "yaml", "typing", "numpy", "argparse", "json")
+STRAY = ("torch", "yaml", "typing", "numpy", "argparse", "json", "sitecustomize")
+IMPORTED = "of the folder was imported"
+FIRST = "from trainkit import importing; importing.installed_first(); "
+
+
+def write_stray(folder: Path) -> None:
+    """Files that are called as libraries are."""
+    for name in STRAY:
+        (folder / f"{name}.py").write_text(f"import sys; sys.exit('{name}.py {IMPORTED}')\n")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with files that are called as libraries are, and a module of the user's own."""
-    for name in STRAY:
-        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name}.py of the folder was imported')\n")
+    """A folder with such files, and a module of the user's own."""
+    write_stray(tmp_path)
     (tmp_path / "my_net.py").write_text("import my_layers\ndef net(info): ...\n")
     (tmp_path / "my_layers.py").write_text("")
     return tmp_path
@@ -40,10 +48,33 @@ def test_a_command_is_given_in_a_folder_with_files_named_as_libraries(folder: Pa
 def test_a_job_takes_the_users_modules_from_its_snapshot_and_no_libraries(folder: Path) -> None:
     for package in ("trainkit", "jobs"):
         (folder / package).symlink_to(PROJECT / package)
+    (folder / "sitecustomize.py").unlink()  # which no snapshot has
     code = f"{BEGIN}import torch, yaml, my_net; print(my_net.__file__)"
     done = start("-c", code, cwd=PROJECT, PYTHONPATH=str(folder))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(folder / "my_net.py")
+    assert done.stdout.strip() == str(folder / "my_net.py"), done.stderr
+
+
+def test_a_program_of_the_users_own_that_imports_trainkit_is_left_as_it_is(folder: Path) -> None:
+    (folder / "script.py").write_text("import trainkit, json\n")
+    assert f"json.py {IMPORTED}" in start("script.py", cwd=folder).stderr
+
+
+def test_a_library_elsewhere_on_pythonpath_comes_before_the_installed_one(folder: Path, tmp_path: Path) -> None:
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "yaml.py").write_text("")
+    (folder / "sitecustomize.py").unlink()
+    done = start("-c", f"{FIRST}import yaml; print(yaml.__file__)", cwd=folder, PYTHONPATH=f"{PROJECT}:{newer}")
+    assert done.stdout.strip() == str(newer / "yaml.py"), done.stderr
+
+
+def test_the_snapshot_has_no_file_that_python_would_start_with(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    run = RunDir.create(tmp_path / "runs" / "one-0001", "")
+    write_code(run)
+    assert {path.stem for path in run.code.glob("*.py")} == {"my_net", "my_layers", "torch", "yaml", "numpy"}
 
 
 # A folder with packages called as ours are
@@ -51,6 +82,8 @@ def test_a_job_takes_the_users_modules_from_its_snapshot_and_no_libraries(folder
 
 TRAINKIT = "import sys; from trainkit.__main__ import main; sys.exit(main())\n"
 """What pip makes of `[project.scripts]`; Python puts its folder first on the module path."""
+SCRIPT, MODULE = ("bin/trainkit",), ("-m", "trainkit")
+QUICK = ("model.name=my_net:net", "train.max_steps=2", "monitor.loggers=[jsonl]")
 
 
 @pytest.fixture
@@ -58,7 +91,7 @@ def thesis(folder: Path) -> Path:
     """The same folder with jobs/, tests/, configs/ and slurm/, all of the user's own."""
     for name in ("jobs", "tests", "configs", "slurm"):
         (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text(f"raise RuntimeError('{name} of the folder was imported')\n")
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('{name} {IMPORTED}')\n")
     (folder / "jobs" / "submit.py").touch()
     (folder / "my_net.py").write_text(
         "from torch import nn\nimport my_layers\n"
@@ -69,34 +102,32 @@ def thesis(folder: Path) -> Path:
     return folder
 
 
-QUICK = ("model.name=my_net:net", "train.max_steps=2", "monitor.loggers=[jsonl]")
-
-
-@pytest.mark.parametrize("command", [("bin/trainkit",), ("-m", "trainkit")], ids=["script", "module"])
-@pytest.mark.parametrize("verb", ["submit", "launch", "train"])
-def test_trainkit_trains_in_a_folder_with_its_own_jobs(thesis: Path, command: tuple[str, ...], verb: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "verb", "own"),
+    [(SCRIPT, "submit", "jobs/"), (MODULE, "launch", "jobs.py"), (MODULE, "train", "jobs/")],
+    ids=["submit", "launch", "train"],
+)
+def test_trainkit_trains_in_a_folder_with_its_own_jobs(
+    thesis: Path, command: tuple[str, ...], verb: str, own: str
+) -> None:
+    if own == "jobs.py":
+        (thesis / "jobs").rename(thesis / "old_jobs")
+        (thesis / own).write_text(f"raise RuntimeError('{own} {IMPORTED}')\n")
     flags = () if verb == "train" else ("--gpus-per-node", "0")
     done = start(*command, verb, "single", *flags, *QUICK, cwd=thesis, PATH="", TRAINKIT_RUNS="runs")
     assert done.returncode == 0, done.stderr
-    assert (thesis / "runs" / "single-0001" / "summary.json").is_file()
-    code = thesis / "runs" / "single-0001" / "code"
-    assert verb == "train" or not (code / "jobs" / "submit.py").samefile(thesis / "jobs" / "submit.py")
+    run = thesis / "runs" / "single-0001"
+    assert (run / "summary.json").is_file()
+    assert verb == "train" or (run / "code" / "jobs" / "submit.py").read_bytes(), "ours"
+    assert not (run / "code" / "jobs.py").exists()
     assert "python -m jobs" not in done.stdout, "which would not work here"
-
-
-def test_a_module_jobs_py_of_the_users_own_is_in_nobodys_way(thesis: Path) -> None:
-    (thesis / "jobs").rename(thesis / "old_jobs")
-    (thesis / "jobs.py").write_text("raise RuntimeError('jobs.py of the folder was imported')\n")
-    done = start("bin/trainkit", "submit", "single", *QUICK, cwd=thesis, PATH="", TRAINKIT_RUNS="runs")
-    assert done.returncode == 0, done.stderr
-    assert not (thesis / "runs" / "single-0001" / "code" / "jobs.py").exists()
 
 
 @pytest.mark.parametrize(("model", "line"), [("my_net:net", "import jobs.util"), ("jobs.util:net", "")])
 def test_who_imports_a_jobs_of_their_own_is_told_what_it_is_behind(thesis: Path, model: str, line: str) -> None:
     (thesis / "jobs" / "util.py").touch()
     (thesis / "my_net.py").write_text(f"{line}\ndef net(info): ...\n")
-    done = start("bin/trainkit", "submit", "single", f"model.name={model}", "--dry-run", cwd=thesis)
+    done = start(*SCRIPT, "submit", "single", f"model.name={model}", "--dry-run", cwd=thesis)
     what, why, fix = done.stderr.splitlines()
     assert done.returncode == 2
     assert "which would be trainkit's own package 'jobs'" in what
@@ -115,26 +146,49 @@ def test_a_trainkit_of_the_users_own_is_named_before_it_runs(tmp_path: Path, nam
     assert (why[:7], fix[:7]) == ("  why: ", "  fix: ")
 
 
-def test_a_program_of_the_users_own_that_imports_trainkit_is_left_as_it_is(folder: Path) -> None:
-    (folder / "script.py").write_text("import trainkit, json\n")
-    done = start("script.py", cwd=folder)
-    assert "json.py of the folder was imported" in done.stderr
+# A run whose snapshot has such files
 
 
-def test_a_library_elsewhere_on_pythonpath_comes_before_the_installed_one(folder: Path, tmp_path: Path) -> None:
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    (newer / "yaml.py").write_text("")
-    code = "from trainkit import importing; importing.installed_first(); import yaml; print(yaml.__file__)"
-    done = start("-c", code, cwd=folder, PYTHONPATH=f"{PROJECT}:{newer}")
-    assert done.stdout.strip() == str(newer / "yaml.py"), done.stderr
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run that names no code of its own."""
+    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
+    run.code.mkdir()
+    write_stray(run.code)
+    return run
 
 
-def test_the_snapshot_has_no_file_that_python_would_start_with(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("whose", "flags"), [("mine", ()), ("theirs", ("--allow-code",))], ids=["mine", "allowed"])
+def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
+    run: RunDir, tmp_path: Path, whose: str, flags: tuple[str, ...]
 ) -> None:
-    (folder / "sitecustomize.py").write_text("")
-    monkeypatch.chdir(folder)
-    run = RunDir.create(tmp_path / "runs" / "one-0001", "")
-    write_code(run)
-    assert {path.stem for path in run.code.glob("*.py")} == {"my_net", "my_layers", "torch", "yaml", "numpy"}
+    state = {} if whose == "mine" else {"XDG_STATE_HOME": str(tmp_path / "another-user")}
+    done = start("-m", "jobs.evaluate", str(run.path), *flags, cwd=tmp_path, **state)
+    assert (done.returncode, "No checkpoint 'best'" in done.stderr) == (2, True), done.stderr
+
+
+def test_ones_own_snapshot_gives_its_modules_and_no_libraries(run: RunDir, tmp_path: Path) -> None:
+    """With a module of its own that is named, and that imports another beside it."""
+    (run.code / "strange.py").write_text("import beside, torch\ndef net(info): return torch.nn.Identity()\n")
+    (run.code / "beside.py").write_text(f"open({str(tmp_path / 'beside-ran')!r}, 'w')\n")
+    code = (
+        f"{FIRST}from trainkit import plugins; from pathlib import Path; "
+        f"plugins.search_snapshot(Path({str(run.code)!r}), own=True); "
+        "print(plugins.load('trainkit.models', 'strange:net')(None))"
+    )
+    done = start("-c", code, cwd=PROJECT)
+    assert done.stdout == "Identity()\n", done.stderr
+    assert (tmp_path / "beside-ran").exists()
+
+
+def test_a_strangers_run_shadows_no_library_from_a_bucket_or_from_within(run: RunDir, tmp_path: Path) -> None:
+    """`python -m` puts the current folder first on the module path."""
+    (run.code / "sitecustomize.py").unlink()  # which Python itself imports
+    (run.path / "pictures").mkdir()
+    stranger = {"XDG_STATE_HOME": str(tmp_path / "another-user")}
+    copy = ("-m", "jobs.predict", f"file://{run.path}", str(run.path / "pictures"))
+    for words, cwd in ((copy, tmp_path), (("-m", "jobs.evaluate", str(run.path)), run.code)):
+        done = start(*words, cwd=cwd, **stranger)
+        assert done.returncode in (1, 2)
+        assert IMPORTED not in done.stderr
+        assert "Traceback" not in done.stderr

@@ -8,11 +8,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import cli
-from tests.runs import fake_command, local_run, rank_function  # noqa: F401
+from tests.runs import fake_command, local_run, rank_function, script  # noqa: F401
+from trainkit.config.loading import load, to_yaml
+from trainkit.run.events import append_event, submitted
+from trainkit.run.folder import RunDir
 
 PROJECT = Path(__file__).parents[2]
 
@@ -26,6 +30,26 @@ class Done:
     err: str
 
 
+Command = Callable[..., Done]
+NO_ANSWER = "echo 'Unable to contact slurm controller' >&2; exit 1"
+"""What SLURM's programs do while its controller is away."""
+
+
+def make_run(path: Path, *overrides: str, job: str = "", **record: Any) -> RunDir:
+    """A run folder of the preset ddp.
+
+    Args:
+        job: of SLURM, which this user has submitted for it.
+        record: the facts of a submission that stand in the run's own record alone.
+    """
+    run = RunDir.create(path, to_yaml(load("ddp", overrides).config))
+    if job:
+        submitted(run, "slurm", job)
+    if record:
+        append_event(run, "submitted", **record)
+    return run
+
+
 @pytest.fixture
 def captured(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
     """What this process prints; a test file may say that it wants what programs of others print as well."""
@@ -33,9 +57,7 @@ def captured(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]) -> Command:
     """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
@@ -67,7 +89,9 @@ def no_slurm(
 
 
 @pytest.fixture
-def fake_slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_slurm(
+    no_slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A login node whose sbatch takes every script, as job 4711, and keeps it as submitted.sbatch; its folder."""
     folder = tmp_path_factory.mktemp("slurm")
     partition = "PartitionName=main Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] State=UP"
@@ -81,7 +105,6 @@ def fake_slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         "scancel": f'echo "$*" >> {folder}/cancelled',
     }
     for name, body in scripts.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
+        script(folder / name, body)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.finish import full_name
 from trainkit.launch.plan import Plan
 from trainkit.monitor import follow
 from trainkit.run.events import append_event
@@ -42,11 +41,6 @@ def test_an_attempt_whose_ranks_have_not_opened_their_logs_is_no_mistake(command
     done = command("logs", "ddp-0001")
     assert done.code == 0
     assert "no rank has started" in done.out
-
-
-def test_a_run_of_a_sweep_is_called_by_the_sweeps_name_too() -> None:
-    assert full_name(RunDir(Path("/runs/ddp-0002/3"))) == "ddp-0002/3"
-    assert full_name(RunDir(Path("/runs/ddp-0002"))) == "ddp-0002"
 
 
 def test_of_a_failed_run_the_failing_ranks_traceback_comes_first(command: Command, ended: RunDir) -> None:

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.jobs.conftest import NO_ANSWER, Command
+from tests.runs import script
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
 from trainkit.run.events import Attempt, ProcessId, append_event, read_events, writing
@@ -16,38 +17,13 @@ from trainkit.run.folder import RunDir
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
-PROJECT = Path(__file__).parents[2]
-Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]
-
-
-OLDER = """launch:
-  executor: auto
-  cluster: {profile}
-  nodes: 2
-  gpus_per_node: 0
-  ntasks_per_node: null
-  cpus_per_task: null
-  mem: null
-  time: '30:00'
-  partition: null
-  account: null
-  qos: null
-  constraint: null
-  nodelist: null
-  exclude: null
-  reservation: null
-  gres: null
-  job_name: null
-  dependency: null
-  mail_user: null
-  mail_type: null
-  requeue: true
-  signal_seconds: null
-  setup: []
-  sbatch: {{}}
-  srun: {{}}
-"""
+NULL = (
+    "ntasks_per_node cpus_per_task mem partition account qos constraint nodelist exclude reservation gres job_name "
+    "dependency mail_user mail_type signal_seconds"
+)
+OLDER = ["launch:", "  executor: auto", "  nodes: 2", "  gpus_per_node: 0", "  time: '30:00'", "  requeue: true"]
+OLDER += [*(f"  {key}: null" for key in NULL.split()), "  setup: []", "  sbatch: {}", "  srun: {}"]
 """As the first version wrote it."""
 
 
@@ -61,42 +37,40 @@ def stopped(local_run: MakeRun) -> RunDir:
 
 
 def test_a_stopped_run_is_queued_again_in_its_own_folder(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    """Resources may change, the settings stay, and the job that it waited for is over."""
+    """Resources may change, the settings stay, and the job that it waited for is over. A dry run changes nothing."""
     before = load(str(stopped.config)).config
     assert command("resume", "ddp-0001", "optim.lr=1").code == 2
+    files = {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")}
+    dry = command("resume", "ddp-0001", "--nodes", "2", "--dry-run")
+    assert ("#SBATCH --nodes=2\n" in dry.out, " diverged" in dry.err) == (True, False)
+    assert {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")} == files
     done = command("resume", "ddp-0001", "--nodes", "2", "--time", "2:00:00")
     assert done.code == 0, done.err
     assert "Submitted job 4711" in done.out
-    script = (fake_slurm / "submitted.sbatch").read_text()
-    assert f"export TRAINKIT_RUN_DIR={stopped.path}\n" in script
-    assert "#SBATCH --nodes=2\n" in script
-    assert "--dependency" not in script
+    text = (fake_slurm / "submitted.sbatch").read_text()
+    assert f"export TRAINKIT_RUN_DIR={stopped.path}\n" in text
+    assert ("#SBATCH --nodes=2\n" in text, "--dependency" in text) == (True, False)
     assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
     after = load(str(stopped.config)).config
     assert (after.launch.nodes, after.launch.time) == (2, "2:00:00")
     assert after.model_copy(update={"launch": before.launch}) == before
 
 
-def test_an_older_run_is_told_nothing_that_its_own_code_does_not_know(
-    command: Command, fake_slurm: Path, stopped: RunDir
-) -> None:
+@pytest.mark.usefixtures("fake_slurm")
+def test_an_older_run_is_told_nothing_that_its_own_code_does_not_know(command: Command, stopped: RunDir) -> None:
     """A key without which the older version has written the file; that code runs the job."""
-    older = "".join(
-        line
-        for line in stopped.config.read_text().splitlines(keepends=True)
-        if not line.strip().startswith(("label_smoothing:", "hang_seconds:", "interface:"))
-    )
-    stopped.config.write_text(older)
+    newer = ("label_smoothing:", "hang_seconds:", "interface:")
+    lines = stopped.config.read_text().splitlines(keepends=True)
+    stopped.config.write_text("".join(line for line in lines if not line.strip().startswith(newer)))
     assert command("resume", "ddp-0001", "--nodes", "2").code == 0
     now = stopped.config.read_text()
     assert "nodes: 2" in now
-    assert not {"label_smoothing", "hang_seconds", "interface"} & {
-        line.strip().partition(":")[0] for line in now.split("\n")
-    }
+    assert [line for line in now.splitlines() if line.strip().startswith(newer)] == []
 
 
+@pytest.mark.usefixtures("fake_slurm")
 def test_another_sites_profile_takes_the_place_of_the_one_before(
-    command: Command, fake_slurm: Path, local_run: MakeRun, tmp_path: Path
+    command: Command, local_run: MakeRun, tmp_path: Path
 ) -> None:
     here, there = tmp_path / "here.yaml", tmp_path / "there.yaml"
     here.write_text(
@@ -107,11 +81,19 @@ def test_another_sites_profile_takes_the_place_of_the_one_before(
         "launch: {account: proj42, time: '4:00:00', setup: [module load python], sbatch: {licenses: there}}\n"
     )
     run, _ = local_run("ddp-0001", mem="2G")
-    text = run.config.read_text().replace("time: 1:00:00", "time: '8:00:00'").replace("qos: null", "qos: long")
-    text = text.replace("modules: []", "modules: [cuda/12.4]").replace("environment: null", "environment: conda:old")
-    text = text.replace("sbatch: {}", "sbatch: {comment: here, licenses: here, hold: ''}")
-    text = text.replace("srun: {}", "srun: {mpi: pmi2}")
-    run.config.write_text(text.replace("cluster: null", f"cluster: {here}").replace("partition: null", "partition: p"))
+    text = run.config.read_text()
+    for before, after in (
+        ("time: 1:00:00", "time: '8:00:00'"),
+        ("qos: null", "qos: long"),
+        ("modules: []", "modules: [cuda/12.4]"),
+        ("environment: null", "environment: conda:old"),
+        ("sbatch: {}", "sbatch: {comment: here, licenses: here, hold: ''}"),
+        ("srun: {}", "srun: {mpi: pmi2}"),
+        ("cluster: null", f"cluster: {here}"),
+        ("partition: null", "partition: p"),
+    ):
+        text = text.replace(before, after)
+    run.config.write_text(text)
     append_event(run, "submitted", executor="slurm", job_id="17")
     done = command("resume", "ddp-0001", "--cluster", str(there), "--partition", "main")
     assert done.code == 0, done.err
@@ -130,17 +112,18 @@ def test_a_run_of_an_older_version_does_not_ask_its_profile_again(
     profile.write_text("launch: {account: other, hang_seconds: 60, modules: [cuda/99]}\n")
     text = stopped.config.read_text()
     begin, end = text.index("launch:\n"), text.index("collaborative:\n")
-    stopped.config.write_text(text[:begin] + OLDER.format(profile=profile) + text[end:])
+    stopped.config.write_text("\n".join([text[:begin], *OLDER, f"  cluster: {profile}", text[end:]]))
     assert command("resume", "ddp-0001").code == 0
     launch = load(str(stopped.config)).config.launch
     assert (launch.account, launch.hang_seconds, launch.modules) == (None, 600, ())
     profile.unlink()
-    (fake_slurm / "squeue").write_text("#!/bin/bash\n")
+    script(fake_slurm / "squeue", "")
     assert command("resume", "ddp-0001").code == 0, "nor does it need it"
 
 
+@pytest.mark.usefixtures("fake_slurm")
 def test_it_runs_where_it_was_submitted_from(
-    command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a model of the user's own is found, from any folder."""
     text = stopped.config.read_text()
@@ -153,29 +136,11 @@ def test_it_runs_where_it_was_submitted_from(
     assert f"\ncd {tmp_path}\n" in stopped.script.read_text()
 
 
-def test_a_dry_run_changes_nothing(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    before = {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")}
-    done = command("resume", "ddp-0001", "--nodes", "2", "--dry-run")
-    assert "#SBATCH --nodes=2\n" in done.out
-    assert {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")} == before
-
-
-def test_a_run_that_is_running_is_not_started_twice(command: Command, local_run: MakeRun) -> None:
-    run, _ = local_run("ddp-0001")
-    me = ProcessId.of(os.getpid())
-    append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started=me.started)
-    done = command("resume", "ddp-0001")
-    assert done.code == 2
-    assert "jobs.cancel" in done.err
-
-
 def test_of_two_resumes_at_once_one_queues_a_job(fake_slurm: Path, stopped: RunDir, tmp_path: Path) -> None:
-    sbatch = fake_slurm / "sbatch"
-    sbatch.write_text(sbatch.read_text().replace("\n", "\nsleep 2\n", 1))
-    command = [sys.executable, "-m", "jobs.resume", str(stopped.path)]
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, env=env, cwd=tmp_path, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    sbatch = (fake_slurm / "sbatch").read_text().partition("\n")[2]
+    script(fake_slurm / "sbatch", f"sleep 2\n{sbatch}")
+    command, pipe = [sys.executable, "-m", "jobs.resume", str(stopped.path)], subprocess.PIPE
+    both = [subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
     errors = [process.communicate(timeout=60)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], errors
     assert "Two " in "".join(errors)
@@ -184,45 +149,41 @@ def test_of_two_resumes_at_once_one_queues_a_job(fake_slurm: Path, stopped: RunD
 
 def test_a_run_that_may_still_run_is_resumed_by_force_only(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
     for name in ("squeue", "sacct"):
-        (fake_slurm / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        script(fake_slurm / name, NO_ANSWER)
     refused = command("resume", "ddp-0001")
-    assert refused.code == 2
-    assert "--force" in refused.err
-    assert "Unable to contact" in refused.err
+    assert (refused.code, "--force" in refused.err, "Unable to contact" in refused.err) == (2, True, True)
     assert command("resume", "ddp-0001", "--force").code == 0
 
 
-def test_a_run_that_a_process_writes_is_not_resumed(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    """Of `jobs.train`, which no scheduler knows."""
+def test_a_run_that_a_process_writes_is_not_started_twice(command: Command, stopped: RunDir) -> None:
+    """One that no scheduler knows, as of `jobs.train`; and that of a local job."""
     with writing(Attempt.begin(stopped)):
-        done = command("resume", "ddp-0001")
-    assert done.code == 2
-    assert f"is being written by process {os.getpid()}" in done.err
+        done = command("resume", "ddp-0001", "--force")
+    assert (done.code, f"is being written by process {os.getpid()}" in done.err) == (2, True)
+    append_event(stopped, "submitted", executor="local", job_id="1", **ProcessId.of(os.getpid()).fields())
+    done = command("resume", "ddp-0001", "--force")
+    assert (done.code, "jobs.cancel" in done.err) == (2, True)
 
 
-def test_a_finished_run_is_not_resumed(command: Command, local_run: MakeRun) -> None:
-    run, _ = local_run("ddp-0001")
-    append_event(run, "ended", state="COMPLETED", step=380)
+def test_a_finished_run_is_not_resumed(command: Command, stopped: RunDir) -> None:
+    append_event(stopped, "ended", state="COMPLETED", step=380)
     done = command("resume", "ddp-0001")
-    assert done.code == 2
-    assert "has finished" in done.err
-    assert "jobs.submit" in done.err
-    run.summary.write_text('{"stopped_early": "val/acc1 has not improved in 3 validations in a row"}')
+    assert (done.code, "has finished" in done.err, "jobs.submit" in done.err) == (2, True, True)
+    stopped.summary.write_text('{"stopped_early": "val/acc1 has not improved in 3 validations in a row"}')
     assert command("resume", "ddp-0001").err.splitlines() == [
         "ddp-0001 has stopped early.",
         "  why: val/acc1 has not improved in 3 validations in a row.",
-        f"  fix: `python -m jobs.submit {run.path} train.early_stopping_patience=null` trains anew, to the end.",
+        f"  fix: `python -m jobs.submit {stopped.path} train.early_stopping_patience=null` trains anew, to the end.",
     ]
 
 
 def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
     command: Command, fake_slurm: Path, stopped: RunDir
 ) -> None:
-    assert " diverged" not in command("resume", "ddp-0001", "--dry-run").err
     error = "Training has diverged: 3 updates in a row were not finite. The loss of the last one is nan."
     append_event(stopped, "failed", attempt=0, rank=0, host="n1", error=error)
     append_event(stopped, "ended", attempt=0, state="FAILED", job_id="17", exit_codes=[1])
-    (fake_slurm / "squeue").write_text("#!/bin/bash\nexit 0\n")
+    script(fake_slurm / "squeue", "")
     done = command("resume", "ddp-0001")
     assert done.code == 0
     assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate:" in done.err

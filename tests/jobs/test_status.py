@@ -8,16 +8,15 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from jobs.status import ASK_SECONDS, LOOK_SECONDS, Shown, losses_of_late, sparkline, view
+from jobs.status import ASK_SECONDS, LOOK_SECONDS, StatusRow, losses_of_late, sparkline, view
+from tests.jobs.conftest import NO_ANSWER, Command, make_run
+from tests.runs import script
 from trainkit import fileio
-from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import ProcessId, RunHistory, append_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import progress_of
@@ -26,33 +25,35 @@ from trainkit.schedulers.base import JobState
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
-Command = Callable[..., Any]
+
+@pytest.fixture
+def listed(tmp_path: Path) -> RunDir:
+    """A run whose job is 4711 of SLURM."""
+    return make_run(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
 
 
-def make(path: Path, **submitted: Any) -> RunDir:
-    run = RunDir.create(path, to_yaml(load("ddp").config))
-    if submitted:
-        append_event(run, "submitted", **submitted)
-    return run
+@pytest.fixture
+def mine(tmp_path: Path) -> RunDir:
+    """A local run, which this very process trains."""
+    me = ProcessId.of(os.getpid())
+    return make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id=str(me.pid), **me.fields())
 
 
-def local(process: ProcessId) -> dict[str, Any]:
-    return {
-        "executor": "local", "job_id": str(process.pid), "host": process.host, "pid": process.pid,
-        "process_started": process.started, "attempts_before": 0,
-    }  # fmt: skip
+def calls(fake_slurm: Path) -> int:
+    """How often SLURM was asked."""
+    return len((fake_slurm / "calls").read_text().split())
 
 
 def test_without_runs_it_says_how_to_start_one(command: Command) -> None:
     assert "python -m jobs.submit ddp" in command("status").out
+    assert json.loads(command("status", "--json").out) == []
 
 
-def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, tmp_path: Path) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
-    run.attempt_logs(0).mkdir()
-    append_event(run, "started", attempt=0, total_steps=380)
-    fileio.append_jsonl(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
-    fileio.append_jsonl(run.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
+def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, mine: RunDir) -> None:
+    mine.attempt_logs(0).mkdir()
+    append_event(mine, "started", attempt=0, total_steps=380)
+    fileio.append_jsonl(mine.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
+    fileio.append_jsonl(mine.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
     done = command("status")
     assert done.code == 0
     header, line = done.out.splitlines()
@@ -62,7 +63,8 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, tmp_
 
 def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(command: Command, tmp_path: Path) -> None:
     """With its history: of checkpoints in a row the last is shown."""
-    run = make(tmp_path / "elsewhere" / "mine-0004", **local(ProcessId("far", 1, "1")))
+    far = ProcessId("far", 1, "1").fields()
+    run = make_run(tmp_path / "elsewhere" / "mine-0004", executor="local", job_id="1", **far)
     run.summary.write_text(json.dumps({"advice": "62% data wait: data.workers=4"}))
     for attempt, step in ((0, 1), (0, 2), (1, 3)):
         append_event(run, "saved", attempt=attempt, step=step)
@@ -74,15 +76,10 @@ def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(com
     assert re.findall(r"saved      attempt=(\d) step=(\d)", out) == [("0", "2"), ("1", "3")]
 
 
-def test_a_slurm_run_is_asked_from_the_queue(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
-    assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
-
-
 def test_a_sweep_is_shown_by_its_runs(command: Command, tmp_path: Path) -> None:
     sweep = tmp_path / "runs" / "ddp-0001"
     for index in range(2):
-        make(sweep / str(index))
+        make_run(sweep / str(index))
     (sweep / "sweep.json").write_text(json.dumps([]))
     lines = command("status", "ddp-0001").out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["ddp-0001/0", "ddp-0001/1"]
@@ -91,7 +88,7 @@ def test_a_sweep_is_shown_by_its_runs(command: Command, tmp_path: Path) -> None:
 
 def test_only_the_newest_runs_are_listed_unless_asked(command: Command, tmp_path: Path) -> None:
     for index in range(22):
-        run = make(tmp_path / "runs" / f"ddp-{index:04}")
+        run = make_run(tmp_path / "runs" / f"ddp-{index:04}")
         os.utime(run.config, (time.time() - 1000 + index,) * 2)
     done = command("status")
     assert "2 older runs are not shown" in done.out
@@ -100,47 +97,40 @@ def test_only_the_newest_runs_are_listed_unless_asked(command: Command, tmp_path
     assert "ddp-0000" in command("status", "--all").out
 
 
-def running(folder: Path, steps: int = 20) -> RunDir:
-    """A local run, that of this very process, which makes a step a second."""
-    run = make(folder, **local(ProcessId.of(os.getpid())))
+@pytest.fixture
+def running(mine: RunDir) -> RunDir:
+    """The same, which has made a step a second, twenty of 380."""
     for attempt in (0, 1):
-        run.attempt_logs(attempt).mkdir()
+        mine.attempt_logs(attempt).mkdir()
     now = time.time()
-    fileio.append_jsonl(run.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
-    for step in range(1, steps + 1):
-        fileio.append_jsonl(
-            run.metrics, {"time": now - steps + step, "split": "train", "step": step, "epoch": step / 19}
-        )
-    return run
+    fileio.append_jsonl(mine.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
+    for step in range(1, 21):
+        record = {"time": now - 20 + step, "split": "train", "step": step, "epoch": step / 19}
+        fileio.append_jsonl(mine.metrics, record)
+    return mine
 
 
-def test_programs_are_told_everything(command: Command, tmp_path: Path) -> None:
-    run = running(tmp_path / "runs" / "ddp-0001")
-    fileio.append_jsonl(
-        run.metrics, {"time": time.time(), "split": "val", "step": 20, "epoch": 1.1, "acc1": 55.4, "loss": 2.0}
-    )
+def test_programs_are_told_everything(command: Command, running: RunDir) -> None:
+    val = {"time": time.time(), "split": "val", "step": 20, "epoch": 1.1, "acc1": 55.4, "loss": 2.0}
+    fileio.append_jsonl(running.metrics, val)
     (told,) = json.loads(command("status", "--json").out)
-    assert (told["run"], told["folder"], told["state"], told["alive"]) == ("ddp-0001", str(run.path), "RUNNING", "yes")
+    assert (told["run"], told["folder"]) == ("ddp-0001", str(running.path))
+    assert (told["state"], told["alive"]) == ("RUNNING", "yes")
     assert (told["attempts"], told["step"], told["total_steps"]) == (2, 20, 380)
     assert (told["val"]["acc1"], told["val"]["step"]) == (55.4, 20)
     assert told["living_jobs"] == [str(os.getpid())]
     assert told["estimated_end"] == pytest.approx(time.time() + 360, abs=30)
 
 
-def test_programs_are_told_of_no_runs_as_an_empty_list(command: Command) -> None:
-    assert json.loads(command("status", "--json").out) == []
-
-
-def test_the_end_is_estimated_from_the_pace_of_late(command: Command, tmp_path: Path) -> None:
-    running(tmp_path / "runs" / "ddp-0001")
+@pytest.mark.usefixtures("running")
+def test_the_end_is_estimated_from_the_pace_of_late(command: Command) -> None:
     done = command("status", "ddp-0001")
     assert "  5 min  " in done.out.splitlines()[1]
     assert "ends    about" in done.out
 
 
-def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, tmp_path: Path) -> None:
+def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, running: RunDir) -> None:
     """360 s of training in attempts of 100 s, the third of which has lasted for 60; each restart has cost 30 s."""
-    run = running(tmp_path / "runs" / "ddp-0001")
     now = time.time()
     before = []
     for begun in (now - 320, now - 190):
@@ -148,110 +138,98 @@ def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, 
             {"time": begun, "event": "started", "attempt": 0, "total_steps": 380},
             {"time": begun + 100, "event": "handed_back", "attempt": 0, "node_rank": 0, "signals": ["SIGUSR2"]},
         ]
-    run.events.write_text("".join(json.dumps(event) + "\n" for event in before) + run.events.read_text())
+    running.events.write_text("".join(json.dumps(event) + "\n" for event in before) + running.events.read_text())
     (told,) = json.loads(command("status", "--json").out)
     assert told["estimated_end"] == pytest.approx(now + 360 + 4 * 30, abs=30)
     assert "with 4 further starts, if each takes 30 s as before" in command("status", "ddp-0001").out
 
 
-def test_why_a_run_failed_stands_in_its_row(command: Command, tmp_path: Path) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
-    append_event(run, "failed", attempt=0, rank=3, error="Cannot write metrics.jsonl. No space left on device.")
-    append_event(run, "ended", attempt=0, state="FAILED")
+def test_why_a_run_failed_stands_in_its_row(command: Command, mine: RunDir) -> None:
+    append_event(mine, "failed", attempt=0, rank=3, error="Cannot write metrics.jsonl. No space left on device.")
+    append_event(mine, "ended", attempt=0, state="FAILED")
     assert "No space left on device" in command("status").out
 
 
-def test_why_a_rank_was_refused_stands_in_its_row_too(command: Command, tmp_path: Path) -> None:
-    # Ranks that are refused before they have met write no event: their own words are in their logs.
-    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711", attempts_before=0)
-    (run.logs / "0").mkdir(parents=True)
+def test_why_a_rank_was_refused_stands_in_its_row_too(command: Command, listed: RunDir) -> None:
+    """Ranks that are refused before they have met write no event: their own words are in their logs."""
+    (listed.logs / "0").mkdir(parents=True)
     said = "train.global_batch_size=2048 is larger than the training data.\n  why: It has 1350.\n  fix: Use 1024.\n"
-    (run.logs / "0" / "rank-0.err").write_text(said)
-    (run.logs / "batch.out").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
-    append_event(run, "ended", attempt=0, state="FAILED", exit_codes=[2])
+    (listed.logs / "0" / "rank-0.err").write_text(said)
+    (listed.logs / "batch.out").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
+    append_event(listed, "ended", attempt=0, state="FAILED", exit_codes=[2])
     (row,) = (line for line in command("status").out.splitlines() if line.startswith("ddp-0001"))
     assert row.endswith("train.global_batch_size=2048 is larger than the training data.")
 
 
-def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, tmp_path: Path) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
-    append_event(run, "started", attempt=0, step=0, total_steps=40)
+def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, mine: RunDir) -> None:
+    append_event(mine, "started", attempt=0, step=0, total_steps=40)
     for step, loss in ((5, 2.3), (10, None), (15, None)):
-        fileio.append_jsonl(run.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
-        append_event(run, "nonfinite", attempt=0, step=step, loss="nan")
+        fileio.append_jsonl(mine.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
+        append_event(mine, "nonfinite", attempt=0, step=step, loss="nan")
     assert "DIVERGED: loss nan from step 10, 3 of 15 updates skipped" in command("status").out
-    fileio.append_jsonl(run.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
+    fileio.append_jsonl(mine.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
     assert "DIVERGED" not in command("status").out
 
 
-def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4710")
-    append_event(run, "submitted", executor="slurm", job_id="4711")
-    (fake_slurm / "squeue").write_text('#!/bin/bash\nfor i in 4710 4711; do echo "$i|RUNNING|None|0:39|n1"; done\n')
-    assert "job 4710 is RUNNING too" in command("status").out
+def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, listed: RunDir) -> None:
+    append_event(listed, "submitted", executor="slurm", job_id="4712")
+    script(fake_slurm / "squeue", 'for i in 4711 4712; do echo "$i|RUNNING|None|0:39|n1"; done')
+    assert "job 4711 is RUNNING too" in command("status").out
 
 
 @pytest.fixture
-def asked(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often SLURM was asked, of which job 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
+def counted(fake_slurm: Path, listed: RunDir, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A SLURM that counts who asks it; of its jobs 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
     monkeypatch.setattr(base, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
     for name, says in (("squeue", "echo '4711|PENDING|Resources|0:00||2035-11-21T22:04:10'"), ("sacct", "exit 1")):
-        (fake_slurm / name).write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\n{says}\n")
-    return lambda: len((fake_slurm / "calls").read_text().split())
+        script(fake_slurm / name, f"echo x >> {fake_slurm}/calls\n{says}")
+    return fake_slurm
 
 
 def test_who_asks_again_within_seconds_hears_what_slurm_said_and_when(
-    command: Command, asked: Callable[[], int], tmp_path: Path
+    command: Command, counted: Path, tmp_path: Path
 ) -> None:
-    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
-    make(tmp_path / "runs" / "ddp-0002", executor="slurm", job_id="4712")
+    make_run(tmp_path / "runs" / "ddp-0002", executor="slurm", job_id="4712")
     began = time.time()
     first = command("status").out.splitlines()
-    assert asked() == 2
+    assert first[1].split()[1:3] == ["PENDING", "4711"]
+    assert "Resources; to start about 2035-11-21 22:04" in first[1]
+    assert calls(counted) == 2
     *again, said = command("status").out.splitlines()
     assert [line.split()[:3] for line in again] == [line.split()[:3] for line in first]
     assert re.match(r"SLURM said so \d+ s ago", said)
     (one, _) = json.loads(command("status", "--json").out)
     assert began - 1 < one["asked"] < time.time() + 1
-    assert asked() == 2
+    assert calls(counted) == 2
 
 
 def test_slurm_is_asked_anew_of_what_has_happened_since_and_after_a_while(
-    command: Command, asked: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, counted: Path, listed: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
     command("status")
-    append_event(run, "saved", attempt=0, step=7)
-    command("status")
-    assert asked() == 1
-    append_event(run, "cancelled", job_id="4711")
-    command("status")
-    assert asked() == 2
+    for kind, asked in (("saved", 1), ("cancelled", 2)):
+        append_event(listed, kind, attempt=0, job_id="4711")
+        command("status")
+        assert calls(counted) == asked
     monkeypatch.setattr(base, "KEPT_SECONDS", 0.0)
     command("status")
-    assert asked() == 3
+    assert calls(counted) == 3
 
 
-def test_what_slurm_did_not_say_is_asked_again(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+@pytest.mark.usefixtures("listed")
+def test_what_slurm_did_not_say_is_asked_again(command: Command, fake_slurm: Path) -> None:
     squeue = (fake_slurm / "squeue").read_text()
-    (fake_slurm / "squeue").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    script(fake_slurm / "squeue", NO_ANSWER)
     assert "UNKNOWN" in command("status").out
     (fake_slurm / "squeue").write_text(squeue)
     assert "PENDING" in command("status").out
 
 
-def test_when_a_job_is_to_start_stands_in_its_row(command: Command, asked: Callable[[], int], tmp_path: Path) -> None:
-    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
-    assert "Resources; to start about 2035-11-21 22:04" in command("status").out
-
-
 def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
-    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, fake_slurm: Path, listed: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
     says = f"echo x >> {fake_slurm}/calls; echo '4711|RUNNING|None|0:01|n1'"
-    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{says}\nexec >&- 2>&-; sleep 0.1\n")  # it need not end at once
+    script(fake_slurm / "squeue", f"{says}\nexec >&- 2>&-; sleep 0.1")  # it need not end at once
     looks: list[int] = []
     really = time.sleep
 
@@ -260,7 +238,8 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
             really(seconds)
             return
         looks.append(len(looks))
-        fileio.append_jsonl(run.metrics, {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1})
+        record = {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1}
+        fileio.append_jsonl(listed.metrics, record)
         if len(looks) == 4:
             raise KeyboardInterrupt
 
@@ -269,17 +248,16 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
     assert done.code == 130
     shown = [line.split()[4] for line in done.out.splitlines() if line.startswith("ddp-0001")]
     assert shown == ["-", "10", "20", "30"]
-    assert (fake_slurm / "calls").read_text() == "x\n"
+    assert calls(fake_slurm) == 1
     assert 2 * 60 / ASK_SECONDS <= 6, "squeue and sacct, each time"
 
 
 def test_a_thousand_runs_take_less_than_a_second(no_slurm: dict[str, str], tmp_path: Path) -> None:
-    first = make(tmp_path / "runs" / "ddp-0000", executor="slurm", job_id="1000")
+    first = make_run(tmp_path / "runs" / "ddp-0000", executor="slurm", job_id="1000")
     append_event(first, "started", attempt=0, total_steps=4000, world_size=4, hosts=["n1", "n2"])
     for step in range(0, 4000, 10):
-        fileio.append_jsonl(
-            first.metrics, {"split": "train", "step": step, "epoch": step / 200, "loss": 1.2, "lr": 1e-3}
-        )
+        train = {"split": "train", "step": step, "epoch": step / 200, "loss": 1.2, "lr": 1e-3}
+        fileio.append_jsonl(first.metrics, train)
         if step % 200 == 0:
             append_event(first, "saved", attempt=0, step=step)
             fileio.append_jsonl(first.metrics, {"split": "val", "step": step, "epoch": step / 200, "acc1": 60.0})
@@ -291,16 +269,16 @@ def test_a_thousand_runs_take_less_than_a_second(no_slurm: dict[str, str], tmp_p
             os.link(file, folder / file.name)
         text = first.events.read_text().replace('"1000"', f'"{1000 + index}"')
         (folder / "events.jsonl").write_text(text)
-    best = 9.0
+    command, seconds = [sys.executable, "-m", "jobs.status", "--all"], 9.0
     for _ in range(3):  # of a machine that others use too
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-m", "jobs.status", "--all"], env=no_slurm, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, env=no_slurm, capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if seconds < 1.0:
+            break
     assert len(done.stdout.splitlines()) == 1001
-    assert best < 1.0, "seconds of the processor: nothing in it waits"
+    assert seconds < 1.0, "of the processor: nothing in it waits"
 
 
 # What `--watch` draws
@@ -316,7 +294,7 @@ def trained(tmp_path: Path) -> RunDir:
 
 
 def drawn(run: RunDir, state: str, table: list[str], height: int = 24) -> list[str]:
-    item = Shown(run, "[red]ddp", JobState(state), RunHistory(started={"total_steps": 100}), progress_of(run))
+    item = StatusRow(run, "[red]ddp", JobState(state), RunHistory(started={"total_steps": 100}), progress_of(run))
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(view(table, [item], height))
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]

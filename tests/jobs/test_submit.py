@@ -11,21 +11,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.runs import last_event
+from tests.jobs.conftest import NO_ANSWER, Command
+from tests.runs import last_event, script
+from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir, next_path
+from trainkit.start import sweep_points
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
-PROJECT = Path(__file__).parents[2]
 FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")
-
-Command = Callable[..., Any]
 Files = Callable[[], list[Path]]
 
 
@@ -35,16 +34,18 @@ def files(tmp_path: Path) -> Files:
     return lambda: sorted(path for path in tmp_path.rglob("*") if not path.name.endswith(".calls"))
 
 
+def job_of(run: Path) -> str:
+    return str((last_event(RunDir(run), "submitted") or {})["job_id"])
+
+
 def test_a_dry_run_prints_the_script_that_is_submitted_and_writes_nothing(
     command: Command, fake_slurm: Path, files: Files, tmp_path: Path
 ) -> None:
     arguments = ("ddp", "--nodes", "2", "--gpus-per-node", "2", "--account", "thesis", "optim.lr=1e-4")
     before = files()
     dry = command("submit", *arguments, "--dry-run")
-    assert dry.code == 0
-    assert files() == before
-    assert "#SBATCH --account" in dry.err
-    assert "flag --account" in dry.err
+    assert (dry.code, files()) == (0, before)
+    assert re.search("#SBATCH --account .*flag --account", dry.err)
     done = command("submit", *arguments)
     assert done.code == 0, done.err
     assert (tmp_path / "runs" / "ddp-0001" / "submit.sbatch").read_bytes() == dry.out.encode()
@@ -58,7 +59,6 @@ def test_on_a_narrow_terminal_a_dry_run_cuts_no_setting_and_no_value(
     wide = [line.split("  ")[0] for line in command("submit", *arguments, "--dry-run").err.splitlines() if "  " in line]
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "dumb")
     told = command("submit", *arguments, "--dry-run").err
     lines = {name: re.findall(f"^{re.escape(name)} .*", told, re.MULTILINE) for name in wide}
     assert "#SBATCH --gpus-per-node" in lines
@@ -76,38 +76,39 @@ def test_a_submission_says_job_id_folder_and_what_to_type_next(
     run = tmp_path / "my runs" / "ddp-0001"
     assert "Submitted job 4711" in done.out
     commands = [shlex.split(line.partition("python ")[2]) for line in done.out.splitlines() if "-m jobs." in line]
-    assert [(words[1], str(run) in words) for words in commands] == [
-        ("jobs.logs", True), ("jobs.status", True), ("jobs.cancel", True)
-    ]  # fmt: skip
-    assert {"config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs"} <= {
-        path.name for path in run.iterdir()
-    }
-    submitted = last_event(RunDir(run), "submitted") or {}
-    assert (submitted["executor"], submitted["job_id"]) == ("slurm", "4711")
+    typed = [(words[1], str(run) in words) for words in commands]
+    assert typed == [("jobs.logs", True), ("jobs.status", True), ("jobs.cancel", True)]
+    written = {"config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs"}
+    assert written <= {path.name for path in run.iterdir()}
+    assert (last_event(RunDir(run), "submitted") or {})["executor"] == "slurm"
     assert json.loads((run / "manifest.json").read_text())["command"][3:6] == ["ddp", "--nodes", "2"]
     assert f"root: {tmp_path}/my/data" in (run / "config.yaml").read_text()
 
 
-def test_a_run_that_sbatch_refuses_leaves_nothing_behind(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
-    done = command("submit", "ddp")
-    assert done.code == 4
-    assert "Invalid account" in done.err
+def test_a_submission_makes_three_calls(command: Command, calls: Callable[[], list[str]]) -> None:
+    assert command("submit", "ddp", "--account", "thesis", "--qos", "normal").code == 0
+    assert calls() == ["scontrol", "scontrol", "sbatch"]
+
+
+@pytest.mark.parametrize(
+    "words",  # the same in 20.11, 22.05, 23.11 and 25.11
+    [
+        "Invalid account or account/partition combination specified",
+        "Invalid qos specification",
+        "Job violates accounting/QOS policy (job submit limit, user size and/or time limits)",
+        "Invalid feature specification",
+    ],
+)
+def test_a_run_that_sbatch_refuses_leaves_nothing_behind(
+    command: Command, fake_slurm: Path, tmp_path: Path, words: str
+) -> None:
+    """A refused account or QOS is answered with the list of one's own."""
+    script(fake_slurm / "sbatch", f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1")
+    done = command("submit", "ddp", "--account", "thesis")
+    assert (done.code, words in done.err) == (4, True)
+    assert ("jobs.cluster show" in done.err) == ("feature" not in words)
     left = [path.name for path in (tmp_path / "runs").iterdir()]
     assert left == [".code"], "the code, which the next run shares"
-
-
-def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    done = command("submit", "ddp", "--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=1,2")
-    assert done.code == 0, done.err
-    sweep = tmp_path / "runs" / "ddp-0001"
-    assert "array of 4" in done.out
-    assert "#SBATCH --array=0-3\n" in (fake_slurm / "submitted.sbatch").read_text()
-    points = json.loads((sweep / "sweep.json").read_text())
-    assert points[3] == {"run": "3", "overrides": ["optim.lr=2e-3", "seed=2"]}
-    assert (last_event(RunDir(sweep / "3"), "submitted") or {})["job_id"] == "4711_3"
-    assert "lr: 0.002" in (sweep / "3" / "config.yaml").read_text()
-    assert (sweep / "3" / "code" / "jobs" / "train.py").is_file()
 
 
 def test_a_followed_job_says_what_it_waits_for_and_how_it_ended(
@@ -115,8 +116,7 @@ def test_a_followed_job_says_what_it_waits_for_and_how_it_ended(
 ) -> None:
     monkeypatch.setattr("trainkit.schedulers.base.EVERY_SECONDS", 0.5)
     states = "echo x >> $0.n; if [ $(wc -l < $0.n) -lt 3 ]; then echo '4711|PENDING|Priority|0:00|'; "
-    states += "else echo '4711|FAILED|NonZeroExitCode|0:01|n1'; fi"
-    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{states}\n")
+    script(fake_slurm / "squeue", states + "else echo '4711|FAILED|NonZeroExitCode|0:01|n1'; fi")
     done = command("submit", "ddp", "--follow")
     assert done.code == 1
     assert done.out.count("Job 4711: PENDING (Priority)") == 1
@@ -130,9 +130,8 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     taken = [tmp_path / "runs" / "ddp-0001"]
     taken[0].mkdir(parents=True)
     (taken[0] / "config.yaml").write_text("seed: 0\n")
-    found = next_path
     # As if the other folder had been made between the look and the deed.
-    monkeypatch.setattr("trainkit.start.next_path", lambda root, name: taken.pop() if taken else found(root, name))
+    monkeypatch.setattr("trainkit.start.next_path", lambda root, name: taken.pop() if taken else next_path(root, name))
     done = command("submit", "ddp")
     assert done.code == 0, done.err
     assert f"run folder  {tmp_path}/runs/ddp-0002" in done.out
@@ -140,13 +139,28 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text() == "seed: 0\n"
 
 
+def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    script(fake_slurm / "sbatch", "echo 'welcome to our site'")
+    done = command("submit", "ddp", "--run-dir", "runs/ddp-0001")
+    assert done.code == 4
+    assert re.search("Nobody can tell.*\n.*welcome to our site", done.err)
+    (submitted,) = (tmp_path / "runs" / "ddp-0001" / ".submitit").glob("*.sbatch")
+    told = f"case \"$*\" in *%o*) echo '4711|{submitted}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac"
+    script(fake_slurm / "squeue", told)
+    assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
+
+
+# The same run
+
+
 @pytest.fixture
 def calls(fake_slurm: Path) -> Callable[[], list[str]]:
     """Names of SLURM's commands that were called since the last look."""
     file = fake_slurm / "calls"
-    for name in ("sbatch", "scontrol", "squeue", "sacct"):
-        text = (fake_slurm / name).read_text()
-        (fake_slurm / name).write_text(text.replace("\n", f"\necho {name} >> {file}\n", 1))
+    for name in ("sbatch", "scontrol", "squeue", "sacct", "sacctmgr", "sinfo"):
+        program = fake_slurm / name
+        body = program.read_text().partition("\n")[2] if program.exists() else "exit 1\n"
+        script(program, f"echo {name} >> {file}\n{body}")
 
     def look() -> list[str]:
         found = file.read_text().split() if file.exists() else []
@@ -157,99 +171,142 @@ def calls(fake_slurm: Path) -> Callable[[], list[str]]:
 
 
 def test_the_same_run_is_not_queued_twice_unless_asked(
-    command: Command, fake_slurm: Path, files: Files, calls: Callable[[], list[str]], tmp_path: Path
+    command: Command, files: Files, calls: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     assert command("submit", "ddp", "--nodes", "2").code == 0
     assert len(calls()) <= 4
     before = files()
     done = command("submit", "ddp", "--nodes", "2", "--time", "10:00")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err, files()) == (0, "", before)
     assert "ddp-0001 is the same run, and it is PENDING (job 4711)" in done.out
     assert f"cancel      python -m jobs.cancel {tmp_path}/runs/ddp-0001" in done.out
     assert "--again" in done.out
-    assert files() == before
     assert calls() == ["squeue"], "nothing was queued, and one question was enough"
     for name_of_its_own in (["--again"], ["--job-name", "x"], ["launch.job_name=x"], ["--run-dir", "runs/mine"]):
         done = command("submit", "ddp", *name_of_its_own)
         assert (done.code, "Submitted job" in done.out) == (0, True)
         assert len(calls()) <= 4
-    assert command("submit", "ddp", "seed=1").code == 0
 
 
-def test_what_would_only_fail_again_is_not_offered_to_be_resumed(
-    command: Command, fake_slurm: Path, tmp_path: Path
-) -> None:
-    assert command("submit", "ddp").code == 0
-    run = RunDir(tmp_path / "runs" / "ddp-0001")
+def saved(run: RunDir) -> None:
+    """As if it had saved step 7."""
     (run.checkpoints / "step-00000007").mkdir(parents=True)
     (run.checkpoints / "latest").symlink_to("step-00000007")
-    run.attempt_logs(0).mkdir()
-    error = "Training has diverged: 3 updates in a row were not finite. The loss of the last one is nan."
-    append_event(run, "failed", attempt=0, rank=0, host="n1", error=error)
-    append_event(run, "ended", attempt=0, state="FAILED", job_id="4711")
-    done = command("submit", "ddp")
-    assert f"has ended (FAILED): `python -m jobs.why {run.path}` says why. This one begins anew." in done.err
 
 
-def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(
-    command: Command, fake_slurm: Path, calls: Callable[[], list[str]], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(command: Command, tmp_path: Path) -> None:
+    """What would only fail again is not offered to be resumed."""
+    runs = [RunDir(tmp_path / "runs" / f"ddp-{number:04}") for number in range(5)]
     assert command("submit", "ddp").code == 0
-    run = RunDir(tmp_path / "runs" / "ddp-0001")
-    append_event(run, "ended", attempt=0, state="FAILED", job_id="4711")
-    calls()
+    append_event(runs[1], "ended", attempt=0, state="FAILED", job_id="4711")
     done = command("submit", "ddp")
     assert done.code == 0
     assert "ddp-0001 is the same run, and it has ended (FAILED): `python -m jobs.why " in done.err
-    assert len(calls()) <= 4
-    run = RunDir(tmp_path / "runs" / "ddp-0002")
-    append_event(run, "ended", attempt=0, state="CANCELLED", job_id="4711")
-    (run.checkpoints / "step-00000007").mkdir(parents=True)
-    (run.checkpoints / "latest").symlink_to("step-00000007")
+    append_event(runs[2], "ended", attempt=0, state="CANCELLED", job_id="4711")
+    saved(runs[2])
     done = command("submit", "ddp")
     assert "ddp-0002 is the same run, and it was cancelled" in done.err
-    assert f"`python -m jobs.resume {run.path}` goes on with it from step 7. This one begins anew." in done.err
-    run = RunDir(tmp_path / "runs" / "ddp-0003")
-    append_event(run, "ended", attempt=0, state="COMPLETED")
-    append_jsonl(run.metrics, {"split": "val", "step": 7, "acc1": 90.0, "loss": 0.5})
-    calls()
+    assert f"`python -m jobs.resume {runs[2].path}` goes on with it from step 7. This one begins anew." in done.err
+    saved(runs[3])
+    runs[3].attempt_logs(0).mkdir()
+    error = "Training has diverged: 3 updates in a row were not finite. The loss of the last one is nan."
+    append_event(runs[3], "failed", attempt=0, rank=0, host="n1", error=error)
+    append_event(runs[3], "ended", attempt=0, state="FAILED", job_id="4711")
+    done = command("submit", "ddp")
+    assert f"has ended (FAILED): `python -m jobs.why {runs[3].path}` says why. This one begins anew." in done.err
+    append_event(runs[4], "ended", attempt=0, state="COMPLETED")
+    append_jsonl(runs[4].metrics, {"split": "val", "step": 7, "acc1": 90.0, "loss": 0.5})
     for follow in ([], ["--follow"], ["--wait"]):
         done = command("submit", "ddp", *follow)
         assert (done.code, done.err) == (0, "")
         assert done.out.splitlines()[:3] == [
-            "ddp-0003 is up to date: it has finished with this configuration, code and data.",
+            "ddp-0004 is up to date: it has finished with this configuration, code and data.",
             "val acc1 90.00 % (best, step 7)",
-            f"run folder       {run.path}",
+            f"run folder       {runs[4].path}",
         ]
         assert "--again" in done.out.splitlines()[-1]
 
 
 def test_a_run_that_may_live_for_all_that_is_known_is_not_started_twice(command: Command, fake_slurm: Path) -> None:
     assert command("submit", "ddp").code == 0
-    (fake_slurm / "squeue").write_text("#!/bin/bash\necho 'slurm_load_jobs error: Unable to contact' >&2\nexit 1\n")
+    script(fake_slurm / "squeue", NO_ANSWER)
     done = command("submit", "ddp")
     assert done.code == 3
     assert "ddp-0001 is the same run, and nobody can tell whether it still runs." in done.err
 
 
-def test_the_same_command_follows_a_run_that_goes_on(no_slurm: dict[str, str], tmp_path: Path) -> None:
-    submit = [sys.executable, "-m", "jobs.submit", "single", *FAST, "train.epochs=15", "--executor", "local"]
-    first, again = (
-        subprocess.run([*submit, *flags], env=no_slurm, cwd=tmp_path, capture_output=True, text=True, check=False)
-        for flags in (["--no-follow"], [])
-    )
-    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
-    assert "single-0001 is the same run, and it is " in again.stdout
-    assert "test acc1" in again.stdout
+def test_the_same_command_follows_a_run_that_goes_on(command: Command, tmp_path: Path) -> None:
+    submit = ("submit", "single", *FAST, "train.epochs=15", "--executor", "local")
+    assert command(*submit, "--no-follow").code == 0
+    again = command(*submit)
+    assert again.code == 0, again.err
+    assert "single-0001 is the same run, and it is " in again.out
+    assert "test acc1" in again.out
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name.startswith("single")] == ["single-0001"]
 
 
-def test_other_code_of_ones_own_makes_another_run(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    model = tmp_path / "my_model.py"
-    model.write_text("def build(info):\n    return 1\n")
+@pytest.mark.usefixtures("fake_slurm")
+def test_other_code_of_ones_own_makes_another_run(command: Command, tmp_path: Path) -> None:
     for code, says in ((1, "Submitted job"), (1, "is the same run"), (2, "Submitted job")):
-        model.write_text(f"def build(info):\n    return {code}\n")
+        (tmp_path / "my_model.py").write_text(f"def build(info):\n    return {code}\n")
         assert says in command("submit", "ddp", "model.name=my_model:build").out
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command) -> None:
+    command("submit", "ddp", "optim.lr=3e-4", "--run-dir", "elsewhere/first")
+    done = command("submit", "first", "seed=1", "--dry-run")
+    assert done.code == 0
+    assert re.search(r"optim.lr +0.0003 +file \S*elsewhere/first/config.yaml", done.err)
+    assert "Did you mean 'ddp'?" in command("submit", "ddpp").err
+
+
+# Sweeps
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("seed=0..4", ["0", "1", "2", "3", "4"]),
+        ("seed=7..7", ["7"]),
+        ("seed=-1..1", ["-1", "0", "1"]),
+        ("seed=0..8..3,42", ["0", "3", "6", "42"]),
+        ("data.root=../a,../b", ["../a", "../b"]),
+        ("optim.lr=1e-3,3e-3", ["1e-3", "3e-3"]),
+    ],
+)
+def test_a_range_is_its_whole_numbers_with_both_ends(text: str, values: list[str]) -> None:
+    key = text.partition("=")[0]
+    assert sweep_points([text]) == [[f"{key}={value}"] for value in values]
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "words"),
+    [
+        (["seed=4..0"], "no such range"),
+        (["seed=0..4..0"], "no such range"),
+        (["seed=0..99999999"], "no such range"),
+        (["optim.lr=1e-4..1e-3"], "whole numbers"),
+        (["seed=0..999", "optim.lr=1,2,3,4,5,6,7,8,9,10,11"], "11000 runs"),
+    ],
+)
+def test_a_range_that_nobody_can_mean_is_refused(sweeps: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sweep_points(sweeps)
+
+
+def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    done = command("submit", "ddp", "--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=1,2")
+    assert done.code == 0, done.err
+    sweep = tmp_path / "runs" / "ddp-0001"
+    assert "array of 4" in done.out
+    assert directive(fake_slurm / "submitted.sbatch", "array") == "0-3"
+    points = json.loads((sweep / "sweep.json").read_text())
+    assert points[3] == {"run": "3", "overrides": ["optim.lr=2e-3", "seed=2"]}
+    assert job_of(sweep / "3") == "4711_3"
+    assert "lr: 0.002" in (sweep / "3" / "config.yaml").read_text()
+    assert (sweep / "3" / "code" / "jobs" / "train.py").is_file()
 
 
 def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
@@ -260,23 +317,92 @@ def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm
     assert "ddp-0001 is the same run, and it is PENDING" in done.out
     points = json.loads((tmp_path / "runs" / "ddp-0002" / "sweep.json").read_text())
     assert [point["overrides"] for point in points] == [["seed=2"], ["seed=4"]]
-    told = 'for i in "" _0 _1; do echo "4711$i|RUNNING|None|0:10|n1"; done'
-    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{told}\n")
+    script(fake_slurm / "squeue", 'for i in "" _0 _1; do echo "4711$i|RUNNING|None|0:10|n1"; done')
     done = command("submit", "ddp", "--sweep", "seed=2..4")
     assert done.code == 0, done.err
     assert "Submitted" not in done.out
     assert "ddp-0002/1 is the same run, and it is RUNNING (job 4711_1)." in done.out
-    both = f"{tmp_path}/runs/ddp-0002 {tmp_path}/runs/ddp-0001"
-    assert f"results     python -m jobs.report {both}" in done.out
+    assert f"results     python -m jobs.report {tmp_path}/runs/ddp-0002 {tmp_path}/runs/ddp-0001" in done.out
     assert "Submitted job" in command("submit", "ddp", "--sweep", "seed=2..4", "--again").out
 
 
-def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    command("submit", "ddp", "optim.lr=3e-4", "--run-dir", "elsewhere/first")
-    done = command("submit", "first", "seed=1", "--dry-run")
-    assert done.code == 0
-    assert re.search(r"optim.lr +0.0003 +file \S*elsewhere/first/config.yaml", done.err)
-    assert "Did you mean 'ddp'?" in command("submit", "ddpp").err
+@pytest.fixture
+def small_arrays(fake_slurm: Path) -> Path:
+    """A site whose arrays have 3 tasks at most; every sbatch is job 4711, 4712, ... and keeps its script."""
+    before = (fake_slurm / "scontrol").read_text().partition("\n")[2]
+    config = "if [ $2 = config ]; then echo 'MaxArraySize            = 3'; exit; fi"
+    script(fake_slurm / "scontrol", f"echo $* >> {fake_slurm}/asked\n{config}\n{before}")
+    taken = f'id=$((4711 + $(ls {fake_slurm} | grep -c "^47")))'
+    script(fake_slurm / "sbatch", f'{taken}\ncat "${{@: -1}}" > {fake_slurm}/$id\necho $id')
+    return fake_slurm
+
+
+def directive(file: Path, name: str) -> str | None:
+    found = re.search(rf"^#SBATCH --{name}=(.*)$", file.read_text(), flags=re.MULTILINE)
+    return found[1] if found else None
+
+
+def test_more_runs_than_an_array_may_have_are_several_arrays(
+    command: Command, small_arrays: Path, tmp_path: Path
+) -> None:
+    done = command("submit", "ddp", "--nodes", "2", "--sweep", "seed=0..6", "--max-parallel", "2")
+    assert done.code == 0, done.err
+    sweep, arrays = tmp_path / "runs" / "ddp-0001", [small_arrays / job for job in ("4711", "4712", "4713")]
+    assert [directive(array, "array") for array in arrays] == ["0-2%2", "0-2%2", None]
+    assert [directive(array, "dependency") for array in arrays] == [None, "afterany:4711", "afterany:4712"]
+    jobs = [job_of(sweep / str(index)) for index in range(7)]
+    assert jobs == ["4711_0", "4711_1", "4711_2", "4712_0", "4712_1", "4712_2", "4713"]
+    assert "Submitted job 4711 (array of 3)" in done.out
+    assert "4712: 3 more" in done.out
+    assert (small_arrays / "asked").read_text().count("show config") == 1
+    # The array's third task, wherever it is told of, is the sweep's run 5.
+    part = sweep / ".submitit" / "array-1"
+    assert f'TRAINKIT_RUN_DIR="$(readlink -f {part}/"$SLURM_ARRAY_TASK_ID")"\n' in arrays[1].read_text()
+    assert directive(arrays[1], "output") == f"{part}/%a/logs/batch.out"
+    assert (part / "2").resolve() == sweep / "5"
+    assert (part / ".submitit" / "4712_2_submitted.pkl").is_file()
+    assert f"TRAINKIT_RUN_DIR={sweep}/6\n" in arrays[2].read_text()
+
+
+def test_a_dependency_may_name_a_sweep(command: Command, small_arrays: Path) -> None:
+    assert command("submit", "ddp", "--sweep", "seed=0..2").code == 0
+    done = command("submit", "ddp", "seed=9", "--dependency", "afterok:ddp-0001")
+    assert done.code == 0, done.err
+    assert directive(small_arrays / "4712", "dependency") == "afterok:4711"
+
+
+def test_what_has_failed_of_a_sweep_is_queued_again_as_one_array(
+    command: Command, small_arrays: Path, tmp_path: Path
+) -> None:
+    assert command("submit", "ddp", "--sweep", "seed=0..2").code == 0
+    sweep = tmp_path / "runs" / "ddp-0001"
+    script(small_arrays / "squeue", 'for i in 0 1 2; do echo "4711_$i|RUNNING|None|0:10|n1"; done')
+    done = command("resume", "ddp-0001")
+    assert (done.code, "3 runs are RUNNING" in done.err) == (2, True)
+    script(small_arrays / "squeue", "echo '4711_1|RUNNING|None|0:10|n1'")
+    again = ("resume", "ddp-0001", "--time", "2:00:00")
+    done = command(*again, "--dry-run")
+    assert done.code == 0, done.err
+    scontrol = (small_arrays / "scontrol").read_text()
+    script(small_arrays / "scontrol", scontrol.replace("PartitionName=main", "PartitionName=main AllowAccounts=proj42"))
+    done = command(*again, "--account", "proj41")
+    assert (done.code, "It lets in: proj42" in done.err) == (3, True), done.err
+    assert "account: null" in (sweep / "0" / "config.yaml").read_text(), "refused before anything is written"
+    assert not (small_arrays / "4712").exists()
+    script(small_arrays / "scontrol", scontrol)
+    for index, state in ((1, "COMPLETED"), (0, "FAILED"), (2, "FAILED")):
+        append_event(RunDir(sweep / str(index)), "ended", attempt=0, state=state)
+    done = command(*again)
+    assert done.code == 0, done.err
+    assert "Submitted job 4712 for 2 of 3 runs: 0, 2" in done.out
+    assert [job_of(sweep / index) for index in "012"] == ["4712_0", "4711_1", "4712_1"]
+    assert directive(small_arrays / "4712", "time") == "2:00:00"
+    text = (sweep / "2" / "config.yaml").read_text()
+    assert ("time: '2:00:00'" in text, "seed: 2" in text) == (True, True)
+    assert command("status", "ddp-0001").out.count("ddp-0001/") == 3, "the links are no runs of their own"
+
+
+# Refused before anything is written
 
 
 @pytest.mark.parametrize(
@@ -308,13 +434,15 @@ def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slur
         (["ddp", "--run-dir", "half"], 2, "exists already"),
         (["ddp", "--run-dir", ""], 2, "The name of the folder is empty"),
         (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
+        (["ddp", "--run-dir", "/dev/shm/trainkit-no-such-run", "--executor", "slurm"], 3, "no SLURM on this machine"),
         (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "File exists"),
         (["ddp", "--sweep", "seed=1,x"], 2, "seed"),
         (["ddp", "--sweep", "seed"], 2, "has no values"),
         (["ddp", "--sweep", "launch.nodes=1,2"], 2, "cannot change resources"),
         (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
         (["ddp", "--gres", "gpu:1"], 3, "--gpus-per-node 0"),
-        (["ddp", "--executor", "slurm"], 3, "no SLURM on this machine"),
+        (["ddp", "model.name=broken:mlp"], 2, "/broken.py:2 is not valid Python."),
+        (["ddp", "model.name=asking:mlp"], 2, "/asking.py:2 imports 'no_such_package.nn'"),
     ],
 )
 def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
@@ -322,9 +450,11 @@ def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
 ) -> None:
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
     (tmp_path / "latin.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
-    (tmp_path / "taken").mkdir()
+    (tmp_path / "broken.py").write_text("import torch\ndef mlp(info)\n    pass\n")
+    (tmp_path / "asking.py").write_text("import torch\nimport no_such_package.nn\ndef mlp(info): ...\n")
+    for folder in ("taken", "half"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
-    (tmp_path / "half").mkdir()
     (tmp_path / "file").write_text("in the way")
     before = files()
     done = command("submit", *arguments)
@@ -344,9 +474,71 @@ def test_a_runs_folder_that_cannot_be_is_refused_before_anything_is_written(
     (tmp_path / "occupied").write_text("a file where the folder should be")
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / os.fsdecode(name)))
     done = command("submit", "ddp")
-    assert done.code == 2
-    assert words in done.err
+    assert (done.code, words in done.err) == (2, True)
     assert list(place.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_before_a_folder_is_made(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.site.profile.LEAST_MB", 10**12)
+    done = command("submit", "ddp")
+    assert (done.code, "There is no room for a run" in done.err) == (3, True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_nodes_do_not_see_is_refused(
+    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run folder in memory, the folder of the submission, the data, the environment."""
+    for name in ("work/data", "laptop/data"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr("sys.prefix", sys.base_prefix)
+    profile = tmp_path / "site.yaml"
+    profile.write_text(f"site: {{shared_folders: [{tmp_path}/work]}}\n")
+    flags = ("--cluster", str(profile), "--run-dir", str(tmp_path / "work" / "x"))
+
+    def refused(*words: str) -> str:
+        done = command("submit", "ddp", *words)
+        assert done.code == 3
+        return str(done.err)
+
+    assert "is on this machine alone" in refused("--run-dir", "/dev/shm/trainkit-no-such-run")
+    assert not Path("/dev/shm/trainkit-no-such-run").exists()
+    monkeypatch.chdir(tmp_path / "laptop")
+    assert f"The folder of the submission {tmp_path}/laptop is on this machine" in refused(*flags)
+    monkeypatch.chdir(tmp_path / "work")
+    assert "The data's folder" in refused(*flags, f"data.root={tmp_path}/laptop/data")
+    assert command("submit", "ddp", *flags, "--dry-run").code == 0
+    monkeypatch.setattr("sys.prefix", "/opt/laptop/venv")
+    assert "The virtual environment /opt/laptop/venv is on this machine alone." in refused(*flags)
+    assert command("submit", "ddp", *flags, "launch.environment=conda:x", "--dry-run").code == 0
+    assert not (fake_slurm / "submitted.sbatch").exists()
+
+
+def test_what_a_profile_knows_of_accounts_is_asked_of_nobody(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    script(fake_slurm / "sacctmgr", "exit 1")
+    profile = tmp_path / "site.yaml"
+    profile.write_text("site: {accounts: [{name: thesis}], accounts_enforced: true}\n")
+    done = command("submit", "ddp", "--cluster", str(profile), "--account", "theses")
+    assert done.code == 3
+    assert "Account 'theses' is none of yours (flag --account)." in done.err
+    assert "Did you mean 'thesis'?" in done.err
+    assert command("submit", "ddp", "--cluster", str(profile), "--account", "thesis").code == 0
+
+
+def test_a_guarded_import_or_one_of_the_container_is_let_pass(command: Command, tmp_path: Path) -> None:
+    guarded = "try:\n    import no_such_package\nexcept ImportError:\n    pass\ndef mlp(info): ...\n"
+    (tmp_path / "guarded_model.py").write_text(guarded)
+    (tmp_path / "container_model.py").write_text("import no_such_package\ndef mlp(info): ...\n")
+    assert command("submit", "ddp", "model.name=guarded_model:mlp", "--dry-run").code == 0
+    inside = ("model.name=container_model:mlp", "launch.container_image=x.sif")
+    assert "no_such_package" not in command("submit", "ddp", *inside, "--dry-run").err
+
+
+# Ranks on this machine
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_path: Path) -> None:
@@ -370,10 +562,8 @@ def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command,
     assert done.code == 2  # it is the user's setting that is wrong, found late
     assert done.err.splitlines() == [f"single-0001: FAILED. {what}", f"  why: {why}", f"  fix: {fix}"]
     assert command("why", "single-0001").out.splitlines()[1:] == [f"  why: {why}", f"  fix: {fix}"]
-    status = command("status", "single-0001").out.splitlines()
-    assert [line for line in status if line[:3] in ("cau", "why", "fix")] == [
-        f"cause   {what}", f"why     {why}", f"fix     {fix}"
-    ]  # fmt: skip
+    shown = [f"cause   {what}", f"why     {why}", f"fix     {fix}"]
+    assert [line for line in command("status", "single-0001").out.splitlines() if line in shown] == shown
     logs = command("logs", "single-0001").out.splitlines()
     assert logs[:3] == [f"--- single-0001: FAILED. {what}", f"--- why: {why}", f"--- fix: {fix}"]
     report = command("report", "single-0001")
@@ -382,26 +572,24 @@ def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command,
 
 
 def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "my_model.py").write_text(
-        "from trainkit.models.fashion_cnn import build as ours\n"
-        "def build(info):\n    breakpoint()\n    return ours(info)\n"
-    )
+    source = "from trainkit.models.fashion_cnn import build as ours\ndef build(info): breakpoint(); return ours(info)\n"
+    (tmp_path / "my_model.py").write_text(source)
     command = [sys.executable, "-m", "jobs.submit", "ddp", "--nodes", "2", "--executor", "debug", *FAST]
     done = subprocess.run(
         [*command, "model.name=my_model:build"], input="p 'stopped ' + 'here'\nc\n", env=no_slurm, cwd=tmp_path,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "stopped here" in done.stdout
-    assert "rank 0 of 1 in this process" in done.stdout
-    assert "not 2 nodes" in done.stdout
-    assert "val acc1" in done.stdout
+    said = ("stopped here", "rank 0 of 1 in this process", "not 2 nodes", "val acc1")
+    assert [words for words in said if words not in done.stdout] == []
 
 
-def test_interrupting_a_followed_run_leaves_it_running(no_slurm: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-u", "-m", "jobs.submit", "single", "train.epochs=500", "monitor.loggers=[jsonl]"]
+def test_interrupting_a_followed_run_leaves_it_running(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    line = [sys.executable, "-u", "-m", "jobs.submit", "single", "train.epochs=500", "monitor.loggers=[jsonl]"]
     with subprocess.Popen(
-        command,
+        line,
         env=no_slurm,
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -410,35 +598,20 @@ def test_interrupting_a_followed_run_leaves_it_running(no_slurm: dict[str, str],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as submit:
         assert submit.stdout is not None
-        while "Attempt 0" not in (line := submit.stdout.readline()):
-            assert line, "it ended before it started"
+        while "Attempt 0" not in (line_of_it := submit.stdout.readline()):
+            assert line_of_it, "it ended before it started"
         submit.send_signal(signal.SIGINT)
         rest = submit.stdout.read()
         assert submit.wait() == 130
     assert "Detached; the run goes on." in rest
-    run = tmp_path / "runs" / "single-0001"
-    assert last_event(RunDir(run), "ended") is None
-    cancel = [sys.executable, "-m", "jobs.cancel", str(run)]
-    subprocess.run(cancel, env=no_slurm, cwd=tmp_path, check=True, capture_output=True)
+    run = RunDir(tmp_path / "runs" / "single-0001")
+    assert last_event(run, "ended") is None
+    assert command("cancel", str(run.path)).code == 0
     deadline = time.monotonic() + 30
-    while last_event(RunDir(run), "ended") is None:
+    while last_event(run, "ended") is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert (last_event(RunDir(run), "ended") or {})["state"] == "CANCELLED"
-    assert os.path.isdir(run)
-
-
-def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'welcome to our site'\n")
-    done = command("submit", "ddp", "--run-dir", "runs/ddp-0001")
-    assert done.code == 4
-    assert "Nobody can tell" in done.err
-    assert "welcome to our site" in done.err
-    (script,) = (tmp_path / "runs" / "ddp-0001" / ".submitit").glob("*.sbatch")
-    (fake_slurm / "squeue").write_text(f"""#!/bin/bash
-case "$*" in *%o*) echo '4711|{script}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac
-""")
-    assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
+    assert (last_event(run, "ended") or {})["state"] == "CANCELLED"
 
 
 # A run folder is as open as its mode says, and not as the umask of whoever starts or reports on it
@@ -448,38 +621,27 @@ ALL = ["monitor.loggers=[console,jsonl,tensorboard,wandb]", "monitor.profile_ste
 
 def wrong_modes(run: Path, mode: int) -> list[str]:
     """Everything in a run folder that is more or less open than the folder is to be."""
-    wrong = []
-    for path in (run, *run.rglob("*")):
-        if not path.is_symlink():
-            found = stat.S_IMODE(path.stat().st_mode)
-            if found != (mode if path.is_dir() else mode & 0o666):
-                wrong.append(f"{found:o} {path.relative_to(run)}")
-    return wrong
+    found = [(path, stat.S_IMODE(path.stat().st_mode)) for path in (run, *run.rglob("*")) if not path.is_symlink()]
+    return [f"{is_:o} {path}" for path, is_ in found if is_ != (mode if path.is_dir() else mode & 0o666)]
+
+
+MODES = [(umask, mode) for umask in (0o000, 0o002, 0o077) for mode in ("700", "750", "2770")]
 
 
 @pytest.mark.parametrize(
     ("umask", "mode"),
-    [
-        (0o000, "750"),
-        *(
-            pytest.param(umask, mode, marks=pytest.mark.long)
-            for umask in (0o000, 0o002, 0o077)
-            for mode in ("700", "750", "2770")
-            if (umask, mode) != (0o000, "750")
-        ),
-    ],
+    [pytest.param(*both, marks=() if both == (0o000, "750") else pytest.mark.long) for both in MODES],
 )
 def test_all_of_a_finished_run_is_as_open_as_its_mode_says(umask: int, mode: str, tmp_path: Path) -> None:
-    def job(verb: str, *words: str) -> None:
-        own = {"TRAINKIT_RUN_MODE": mode, "XDG_STATE_HOME": str(tmp_path / "state"), "WANDB_MODE": "offline"}
-        command = [sys.executable, "-m", f"jobs.{verb}", *words]
-        env = {**os.environ, **own}
+    own = {"TRAINKIT_RUN_MODE": mode, "XDG_STATE_HOME": str(tmp_path / "state"), "WANDB_MODE": "offline"}
+    for words in (
+        ["submit", "single", "--executor", "local", "--wait", "--run-dir", "runs/one", *ALL],
+        ["evaluate", "runs/one"],
+        ["report", "runs/one"],
+    ):
+        command, env = [sys.executable, "-m", "jobs", *words], {**os.environ, **own}
         done = subprocess.run(command, cwd=tmp_path, env=env, umask=umask, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-
-    job("submit", "single", "--executor", "local", "--wait", "--run-dir", "runs/one", *ALL)
-    job("evaluate", "runs/one")
-    job("report", "runs/one")
     run = tmp_path / "runs" / "one"
     there = {path.name for path in run.iterdir()}
     assert there >= {"tensorboard", "wandb", "profile", "checkpoints", "logbook.md", "report.html", ".submitit", "code"}

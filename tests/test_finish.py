@@ -42,7 +42,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
         run = RunDir.create(tmp_path / "run", "seed: 0\n")
         Attempt.begin(run)
         command = [sys.executable, "-c", JOB, str(run.path), state]
-        job = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE)
+        job = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE)
         jobs.append(job)
         submitted(run, "local", str(job.pid), ProcessId.of(job.pid), attempts_before=0)
         assert job.stdin is not None
@@ -75,3 +75,8 @@ def test_the_prompt_is_back_at_once_when_a_job_has_died(
     with pytest.raises(Exception, match="FAILED"):
         wait(run)
     assert time.monotonic() - began < 20
+
+
+def test_a_run_of_a_sweep_is_called_by_the_sweeps_name_too() -> None:
+    assert finish.full_name(RunDir(Path("/runs/ddp-0002/3"))) == "ddp-0002/3"
+    assert finish.full_name(RunDir(Path("/runs/ddp-0002"))) == "ddp-0002"
