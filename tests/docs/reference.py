@@ -284,6 +284,7 @@ FILES = {
     "tensorboard/": "curves for TensorBoard",
     "wandb/": "the run for Weights & Biases",
     "summary.json": "final numbers",
+    "contributions.json": "of a swarm: how many samples of each volunteer were averaged, by name",
     "confusion.json": "which class the best weights take for which",
     "mistakes-<split>.json": "the images of a split that the best weights got wrong and were surest of",
     "profile/": "traces of the profiler, and GPU memory when there was too little",
