@@ -19,21 +19,21 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+GPU_SITE = Site(
+    "slurm", 0, 2,
+    partitions=(
+        Partition("gpu", tuple(Node(f"g{i}", 8, 4) for i in range(4)), default=True, max_time_min=120, max_nodes=2),
+        Partition("mixed", tuple(Node(f"m{count}", 32, count) for count in (2, 4, 8))),
+        Partition("cpu", (Node("c1", 16, 0), Node("c2", 16, 0))),
+    ),
+)  # fmt: skip
+"""A cluster: `gpu` (4 nodes of 4 GPUs, 8 CPUs; 2 h and 2 nodes a job), `mixed` (2, 4, 8 GPUs), `cpu`."""
+
+
 @pytest.fixture
 def gpu_site() -> Site:
-    """A cluster: `gpu` (default; 4 nodes of 4 GPUs, 8 CPUs; 2 h and 2 nodes a job), `mixed` (2, 4, 8 GPUs), `cpu`."""
-    quad = tuple(Node(f"g{i}", 8, 4) for i in range(4))
-    mixed = tuple(Node(f"m{count}", 32, count) for count in (2, 4, 8))
-    return Site(
-        scheduler="slurm",
-        gpus=0,
-        cpus=2,
-        partitions=(
-            Partition("gpu", quad, default=True, max_time_min=120, max_nodes=2),
-            Partition("mixed", mixed),
-            Partition("cpu", (Node("c1", 16, 0), Node("c2", 16, 0))),
-        ),
-    )
+    """`GPU_SITE`."""
+    return GPU_SITE
 
 
 @pytest.fixture

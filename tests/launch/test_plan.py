@@ -1,3 +1,5 @@
+"""What is planned for a launch, and what is refused before anything is queued."""
+
 from __future__ import annotations
 
 import json
@@ -8,89 +10,192 @@ from typing import Any
 
 import pytest
 
+from tests.launch.conftest import GPU_SITE
 from trainkit.config.loading import Loaded, Source, load
 from trainkit.config.slurm_options import slurm_time
-from trainkit.errors import RefusedError, UserError
+from trainkit.errors import RefusedError, TrainkitError, UserError
 from trainkit.launch.plan import Plan, config_rows, make_plan, plan_rows, require_container, require_environment
 from trainkit.schedulers.base import named
-from trainkit.site.profile import Site, SiteFacts
+from trainkit.site.profile import Node, Partition, Site, SiteFacts
 
-RUN = Path("/runs/ddp-0001")
+RUN = Path("/runs/100%-0001")
 LAPTOP = Site(scheduler="", gpus=0, cpus=2)
 FOUR_GPUS = Site(scheduler="", gpus=4, cpus=8)
+A100 = Node("g1", cpus=64, gpus=4, mem_mb=512000, gpu_types=("a100",))
+V100 = Node("v1", cpus=40, gpus=8, mem_mb=384000, gpu_types=("v100",))
+TWO_TYPES = Site("slurm", 0, 2, partitions=(Partition("gpu", (A100, replace(A100, name="g2"), V100), default=True),))
+A100_ONLY = Site("slurm", 0, 2, partitions=(Partition("gpu", (A100, replace(A100, name="g2")), default=True),))
+CRAY = Site("slurm", 0, 2, partitions=(Partition("normal", (Node("n1", 24, 0, features=("gpu",)),), default=True),))
 Load = Callable[..., Loaded]
 
 
-def value(plan: Plan, name: str) -> Any:
-    return next(item.value for item in plan.decisions if item.name == name)
+def of_first(site: Site, **changes: Any) -> Site:
+    """The site, its first partition changed."""
+    return replace(site, partitions=(replace(site.partitions[0], **changes),))
 
 
-def said(plan: Plan, name: str) -> str:
-    item = next(item for item in [*plan.decisions, *plan.directives] if item.name == name)
-    return f"{item.source} | {item.reason}"
+CLOSED = of_first(GPU_SITE, up=False)
+SHORT = of_first(GPU_SITE, max_time_min=30)
+GROUPS = replace(of_first(A100_ONLY, groups=("vision", "nlp")), user_groups=("users", "nlp"))
+SILENT = Site("slurm", 0, 2, unknown="down")
+PARTLY_KNOWN = of_first(A100_ONLY, nodes=(A100, replace(A100, name="g2", mem_mb=None)))
+LIMITED = of_first(A100_ONLY, max_mem_mb=120000)
 
 
 def directives(plan: Plan) -> dict[str, Any]:
     return {item.name: item.value for item in plan.directives}
 
 
-def test_without_slurm_it_is_local_and_says_why(loaded: Load) -> None:
-    plan = make_plan(loaded(nodes=2), LAPTOP, RUN)
-    assert (plan.executor, plan.world_size, plan.directives) == ("local", 2, ())
-    assert "no SLURM" in said(plan, "executor")
-    assert "simulated" in said(plan, "nodes")
+def said(plan: Plan, name: str) -> str:
+    item = next(item for item in [*plan.decisions, *plan.directives] if item.name == name)
+    return f"{item.value} | {item.source} | {item.reason}"
 
 
-def test_with_slurm_it_is_slurm_unless_another_executor_is_asked_for(loaded: Load, gpu_site: Site) -> None:
-    assert make_plan(loaded(), gpu_site, RUN).executor == "slurm"
-    assert make_plan(loaded(executor="local"), gpu_site, RUN).executor == "local"
+def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any], dict[str, Any]]:
+    """A row of the table below: in which words, and in no others, four GPUs are asked for."""
+    words = {"gpus-per-node": None, "gres": None, **{name.replace("_", "-"): value for name, value in asked.items()}}
+    return A100_ONLY, {"gpus_per_node": 4, **given}, {f"#{name}": value for name, value in words.items()}
 
 
-def test_gpus_are_those_of_the_partitions_nodes_and_ranks_one_for_each(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(nodes=2), gpu_site, RUN)
-    assert (plan.gpus_per_node, plan.ntasks_per_node, plan.world_size) == (4, 4, 8)
-    assert said(plan, "gpus_per_node") == "discovered partition gpu | what its nodes have"
+@pytest.mark.parametrize(
+    ("site", "given", "expected"),
+    [
+        # Where it runs
+        (LAPTOP, {"nodes": 2}, {"executor": "local", "world_size": 2, "directives": ()}),
+        (LAPTOP, {"nodes": 2}, {"?executor": "there is no SLURM", "?nodes": "2 nodes are simulated"}),
+        (GPU_SITE, {}, {"executor": "slurm"}),
+        (GPU_SITE, {"executor": "local"}, {"executor": "local"}),
+        (LAPTOP, {"executor": "debug", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 1, "?nodes": "not 2 nodes"}),
+        (SILENT, {"partition": "any", "nodes": 32, "gpus_per_node": 2}, {"?partition": "not checked: down"}),
+        (GROUPS, {}, {"executor": "slurm"}),
+        (replace(GROUPS, user_groups=()), {}, {"executor": "slurm"}),
+        # Ranks and GPUs
+        (GPU_SITE, {"nodes": 2}, {"gpus_per_node": 4, "ntasks_per_node": 4, "world_size": 8}),
+        (GPU_SITE, {"nodes": 2}, {"?gpus_per_node": "4 | discovered partition gpu | what its nodes have"}),
+        *((GPU_SITE, {"set": ("train.global_batch_size=48",), "nodes": nodes, "partition": "mixed"},
+           {"gpus_per_node": gpus}) for nodes, gpus in ((1, 8), (2, 4), (3, 2))),
+        (TWO_TYPES, {"gpu_type": "v100"}, {"gpus_per_node": 8}),
+        (GPU_SITE, {"preset": "single"}, {"world_size": 1, "gpus_per_node": 1}),
+        (GPU_SITE, {"preset": "dp"}, {"world_size": 1, "gpus_per_node": 4, "cpus_per_task": 8}),
+        (GPU_SITE, {"preset": "hsdp", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 4}),
+        (LAPTOP, {"preset": "hsdp", "nodes": 1, "ntasks_per_node": 1}, {"world_size": 1}),
+        (LAPTOP, {"preset": "hivemind", "nodes": 3}, {"world_size": 3}),
+        (FOUR_GPUS, {}, {"world_size": 4}),
+        (FOUR_GPUS, {"nodes": 2}, {"gpus_per_node": 2, "world_size": 4}),
+        (GPU_SITE, {"gres": "gpu:a100:2"}, {"#gres": "gpu:a100:2", "#gpus-per-node": None, "ntasks_per_node": 2}),
+        (GPU_SITE, {"gres": "nvme:1", "gpus_per_node": 2}, {"#gres": "nvme:1", "#gpus-per-node": 2}),
+        gpus_asked({}, gpus_per_node=4),
+        gpus_asked({"gpu_type": "a100"}, gpus_per_node="a100:4"),
+        gpus_asked({"gpu_dialect": "gres"}, gres="gpu:4"),
+        gpus_asked({"gpu_dialect": "gres", "gpu_type": "a100"}, gres="gpu:a100:4"),
+        gpus_asked({"gpu_dialect": "gres", "gres": "nvme:1"}, gres="gpu:4,nvme:1"),
+        gpus_asked({"gpu_dialect": "gres", "gres": "gpu:a100:2", "gpus_per_node": "auto"}, gres="gpu:a100:2"),
+        gpus_asked({"gpu_dialect": "constraint", "constraint": "gpu"}),
+        gpus_asked({"gpu_dialect": "constraint", "gpus_per_node": 0}),
+        gpus_asked({"gpu_dialect": "gres", "gpus_per_node": 0, "gres": "nvme:1"}, gres="nvme:1"),
+        gpus_asked({"sbatch": {"gres": "nvme:1"}}, gpus_per_node=4, gres="nvme:1"),
+        (CRAY, {"gpu_dialect": "constraint", "constraint": "gpu", "gpus_per_node": 1, "nodes": 1},
+         {"gpus_per_node": 1, "#gpus-per-node": None, "#constraint": "gpu"}),
+        # CPUs and memory
+        (GPU_SITE, {"gpus_per_node": 2}, {"#cpus-per-task": 2}),
+        (GPU_SITE, {"gpus_per_node": 0, "ntasks_per_node": 2}, {"#cpus-per-task": None}),
+        (GPU_SITE, {"gpus_per_node": 0, "ntasks_per_node": 2}, {"?cpus_per_task": "left to the site"}),
+        *((A100_ONLY, {"gpus_per_node": gpus}, {"#cpus-per-task": 16, "#mem": f"{gpus * 128000}M"})
+          for gpus in (4, 2, 1)),
+        (TWO_TYPES, {"gpus_per_node": 4}, {"#mem": "192000M"}),
+        (TWO_TYPES, {"gpus_per_node": 4, "gpu_type": "a100"}, {"#mem": "512000M"}),
+        (of_first(A100_ONLY, has_memory_default=True), {}, {"#mem": None}),
+        (A100_ONLY, {"gpus_per_node": 0}, {"#mem": None}),
+        (A100_ONLY, {"sbatch": {"mem-per-gpu": "64G"}}, {"#mem": None}),
+        (LIMITED, {}, {"#mem": "120000M"}),
+        *((A100_ONLY, {"mem": mem, "nodes": 2}, {"#mem": mem}) for mem in ("500G", "512000", "0")),
+        (TWO_TYPES, {"mem": "400G", "nodes": 2}, {"#mem": "400G"}),
+        (PARTLY_KNOWN, {"mem": "900G"}, {"#mem": "900G"}),
+        # Batches
+        (LAPTOP, {"set": ("train.micro_batch_size=8",), "nodes": 2}, {"?micro_batch_size": "8 |",
+                                                                     "?grad_accum_steps": "4 |"}),
+        (LAPTOP, {"set": ("train.micro_batch_size=auto",), "nodes": 2}, {"?micro_batch_size": "auto |",
+                                                                        "?grad_accum_steps": "auto |"}),
+        (GPU_SITE, {"set": ("train.micro_batch_size=8",)}, {"?micro_batch_size": "are those of one pass of one rank"}),
+        (GPU_SITE, {"set": ("strategy.sync_batchnorm=true",)}, {"?micro_batch_size": "are those of all ranks' passes"}),
+        (LAPTOP, {"set": ("strategy.static_graph=true", "train.micro_batch_size=16"), "ntasks_per_node": 4},
+         {"world_size": 4}),
+        # Time, and what else sbatch is told
+        (SHORT, {}, {"#time": "30:00", "time_limit_seconds": 1800, "?time": "discovered"}),
+        (GPU_SITE, {}, {"#signal": "USR2@90"}),
+        (GPU_SITE, {"time": "1"}, {"#signal": "USR2@20"}),
+        (GPU_SITE, {"points": 3}, {"#array": "0-2", "#output": "/runs/100%%-0001/%a/logs/batch.out"}),
+        (GPU_SITE, {"sbatch": {"comment": "thesis", "open-mode": "append", "exclusive": ""}},
+         {"#comment": "thesis", "#open-mode": "append", "?exclusive": "None | flag --sbatch"}),
+        (A100_ONLY, {"internet": False}, {"?internet": "W&B and model hubs stay offline"}),
+        (LAPTOP, {"internet": False}, {"setup": ()}),  # this machine is no compute node
+        (A100_ONLY, {}, {"setup": ()}),
+    ],
+)  # fmt: skip
+def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """``name``: a field of the plan; ``#name``: a directive, None if there is none; ``?name``: what is said of it."""
+    points = given.get("points", 1)
+    flags = {key: value for key, value in given.items() if key not in ("set", "points")}
+    plan = make_plan(loaded(*given.get("set", ()), **flags), site, RUN, points=points)
+    for key, value in expected.items():
+        if key[0] == "?":
+            assert value in said(plan, key[1:])
+        else:
+            assert (directives(plan).get(key[1:]) if key[0] == "#" else getattr(plan, key)) == value
+    names = [item.name for item in plan.directives]
+    assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 4), (3, 2)])
-def test_in_a_mixed_partition_auto_takes_what_so_many_nodes_all_have(
-    loaded: Load, gpu_site: Site, nodes: int, gpus: int
+@pytest.mark.parametrize(
+    ("site", "given", "kind", "words"),
+    [
+        (GPU_SITE, {"partition": "gpuu"}, RefusedError, "Did you mean 'gpu'?"),
+        (GPU_SITE, {"nodes": 3}, RefusedError, "Use --nodes 2"),
+        (GPU_SITE, {"nodes": 4, "partition": "mixed"}, RefusedError, "Use --nodes 3"),
+        (of_first(A100_ONLY, min_nodes=2), {"nodes": 1}, RefusedError, "Use --nodes 2"),
+        (GPU_SITE, {"time": "99:00:00"}, RefusedError, "Use --time 2:00:00"),
+        (GPU_SITE, {"gpus_per_node": 8}, RefusedError, "Use --gpus-per-node 4"),
+        (GPU_SITE, {"gpus_per_node": 1, "partition": "cpu"}, RefusedError, "--gpus-per-node 0"),
+        (GPU_SITE, {"gpus_per_node": 8, "nodes": 2, "partition": "mixed"}, RefusedError, "Use --gpus-per-node 4"),
+        (GPU_SITE, {"gpus_per_node": 2, "ntasks_per_node": 4}, RefusedError, "Use --ntasks-per-node 2"),
+        (LAPTOP, {"nodes": 2, "gpus_per_node": 4}, RefusedError, "Use --gpus-per-node 0 or the preset ddp_sim"),
+        (LAPTOP, {"gres": "gpu:2"}, RefusedError, "2 GPUs are asked for"),
+        (CLOSED, {}, RefusedError, "takes no jobs"),
+        (replace(GROUPS, user_groups=("users",)), {}, RefusedError, "is not for you"),
+        (TWO_TYPES, {"gpu_type": "a10"}, RefusedError, "Its nodes have: a100, v100.\n  fix: Did you mean 'a100'?"),
+        *((A100_ONLY, {"mem": mem, "nodes": 2}, RefusedError, "Use --mem 512000M, or another --partition.")
+          for mem in ("501G", "1T")),
+        (A100_ONLY, {"mem": "501G"}, RefusedError, "(flag --mem)"),
+        (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "on 3 nodes"),
+        (LIMITED, {"mem": "200G"}, RefusedError, "A job may have 120000 MB"),
+        (A100_ONLY, {"cpus_per_task": 17}, RefusedError, "Use --cpus-per-task 16, or another --partition."),
+        *((A100_ONLY, {"gpus_per_node": 4, "sbatch": option}, UserError, "in two ways")
+          for option in ({"gpus": "8"}, {"gpus-per-task": "1"}, {"gpus-per-socket": "2"}, {"gpus-per-node": "2"})),
+        (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gres": "gpu:a100:2"}}, UserError, "--gpus-per-node N alone"),
+        (A100_ONLY, {"gpus_per_node": 4, "gpu_dialect": "gres", "sbatch": {"gres": "nvme:1"}}, UserError,
+         "in two ways"),
+        (CRAY, {"gpu_dialect": "constraint", "constraint": "gpu"}, UserError, "how many GPUs"),
+        (CRAY, {"gpu_dialect": "constraint", "gpus_per_node": 1}, UserError, "needs the constraint"),
+        *((GPU_SITE, {"set": (f"train.global_batch_size={size}", f"train.micro_batch_size={micro}"), "nodes": 2},
+           UserError, f"train.global_batch_size={fix},")
+          for size, micro, fix in ((100, "null", "96 or 104"), (3, "null", "8"), (64, 16, "128"),
+                                   (200, 8, "192 or 256"))),
+        (LAPTOP, {"preset": "single", "nodes": 2}, UserError, "strategy.name=single cannot run with launch.nodes=2."),
+        (LAPTOP, {"preset": "dp", "ntasks_per_node": 2}, UserError, "flag --ntasks-per-node"),
+        (GPU_SITE, {"set": ("strategy.shard_within=node",), "preset": "fsdp", "nodes": 2, "ntasks_per_node": 1},
+         UserError, "node does not go with launch.nodes=2 and launch.ntasks_per_node=1"),
+        (LAPTOP, {"set": ("strategy.static_graph=true", "train.micro_batch_size=16"), "ntasks_per_node": 2},
+         UserError, "static_graph=true does not go with grad_accum_steps=2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_with_what_can(
+    loaded: Load, site: Site, given: dict[str, Any], kind: type[TrainkitError], words: str
 ) -> None:
-    assert (
-        make_plan(loaded("train.global_batch_size=48", nodes=nodes, partition="mixed"), gpu_site, RUN).gpus_per_node
-        == gpus
-    )
-
-
-def test_cpus_per_task_are_the_share_of_the_gpus_taken(loaded: Load, gpu_site: Site) -> None:
-    assert directives(make_plan(loaded(gpus_per_node=2), gpu_site, RUN))["cpus-per-task"] == 2
-
-
-def test_cpus_per_task_are_left_to_the_site_on_the_cpu(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(gpus_per_node=0, ntasks_per_node=2), gpu_site, RUN)
-    assert "cpus-per-task" not in directives(plan)
-    assert "left to the site" in said(plan, "cpus_per_task")
-
-
-def test_single_is_one_process_on_one_gpu(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(preset="single"), gpu_site, RUN)
-    assert (plan.world_size, plan.gpus_per_node) == (1, 1)
-
-
-def test_sharding_within_nodes_that_have_one_rank_each_is_refused(loaded: Load, gpu_site: Site) -> None:
-    with pytest.raises(UserError, match=r"node does not go with launch.nodes=2 and launch.ntasks_per_node=1"):
-        make_plan(loaded("strategy.shard_within=node", preset="fsdp", nodes=2, ntasks_per_node=1), gpu_site, RUN)
-    assert make_plan(loaded(preset="hsdp", nodes=2, ntasks_per_node=2), gpu_site, RUN).world_size == 4
-    assert make_plan(loaded(preset="hsdp", nodes=1, ntasks_per_node=1), LAPTOP, RUN).world_size == 1
-
-
-@pytest.mark.parametrize(("preset", "flags"), [("single", {"nodes": 2}), ("dp", {"ntasks_per_node": 2})])
-def test_a_strategy_of_one_process_is_not_planned_for_more(loaded: Load, preset: str, flags: dict[str, int]) -> None:
-    (name, count), *_ = flags.items()
-    with pytest.raises(UserError) as refused:
-        make_plan(loaded(preset=preset, **flags), LAPTOP, RUN)
-    assert refused.value.what == f"strategy.name={preset} cannot run with launch.{name}={count}."
-    assert (f"flag --{name.replace('_', '-')}" in refused.value.why, refused.value.key) == (True, f"launch.{name}")
+    flags = {key: value for key, value in given.items() if key != "set"}
+    with pytest.raises(kind) as refused:
+        make_plan(loaded(*given.get("set", ()), **flags), site, RUN)
+    assert words in str(refused.value)
+    assert refused.value.key
 
 
 def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp_path: Path) -> None:
@@ -99,127 +204,13 @@ def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp
     assert (plan.world_size, plan.gpus_per_node) == (1, 4)
     (tmp_path / "my_peers.py").write_text('LOOP = "collaborative"\ndef build(dist): ...\n')
     plan = make_plan(loaded("strategy.name=my_peers:build", ntasks_per_node=3, gpus_per_node=0), LAPTOP, RUN)
-    assert value(plan, "micro_batch_size") == 64
+    assert said(plan, "micro_batch_size").startswith("64 |")
 
 
-def test_dp_is_one_process_on_all_gpus_of_the_node(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(preset="dp"), gpu_site, RUN)
-    assert (plan.world_size, plan.gpus_per_node, plan.cpus_per_task) == (1, 4, 8)
-
-
-def test_a_local_run_takes_the_gpus_that_are_here(loaded: Load) -> None:
-    assert make_plan(loaded(), FOUR_GPUS, RUN).world_size == 4
-
-
-def test_simulated_nodes_share_the_gpus_that_are_here(loaded: Load) -> None:
-    plan = make_plan(loaded(nodes=2), FOUR_GPUS, RUN)
-    assert (plan.gpus_per_node, plan.world_size) == (2, 4)
-
-
-def test_debug_is_rank_0_of_1_whatever_was_asked_for(loaded: Load) -> None:
-    plan = make_plan(loaded(executor="debug", nodes=2, ntasks_per_node=2), LAPTOP, RUN)
-    assert plan.world_size == 1
-    assert "not 2 nodes" in said(plan, "nodes")
-
-
-@pytest.mark.parametrize(
-    ("size", "micro", "fix"),
-    [(100, None, "96 or 104"), (3, None, "8"), (64, 16, "128"), (200, 8, "192 or 256")],
-)
-def test_a_batch_that_does_not_divide_is_answered_with_the_nearest_that_do(
-    loaded: Load, gpu_site: Site, size: int, micro: int | None, fix: str
-) -> None:
-    overrides = [f"train.global_batch_size={size}"] + ([f"train.micro_batch_size={micro}"] if micro else [])
-    with pytest.raises(UserError) as error:
-        make_plan(loaded(*overrides, nodes=2), gpu_site, RUN)
-    assert f"train.global_batch_size={fix}," in error.value.fix
-
-
-def test_accumulation_follows_from_the_two_batch_sizes(loaded: Load) -> None:
-    plan = make_plan(loaded("train.micro_batch_size=8", nodes=2), LAPTOP, RUN)
-    assert (value(plan, "micro_batch_size"), value(plan, "grad_accum_steps")) == (8, 4)
-
-
-def test_every_peer_of_a_swarm_has_batches_of_its_own(loaded: Load) -> None:
-    assert make_plan(loaded(preset="hivemind", nodes=3), LAPTOP, RUN).world_size == 3
-
-
-def test_gpus_where_there_are_none_are_refused_with_a_way_out(loaded: Load) -> None:
-    with pytest.raises(RefusedError) as error:
-        make_plan(loaded(nodes=2, gpus_per_node=4), LAPTOP, RUN)
-    assert "--gpus-per-node 0" in error.value.fix
-    assert "ddp_sim" in error.value.fix
-    with pytest.raises(RefusedError):
-        make_plan(loaded(gres="gpu:2"), LAPTOP, RUN)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"partition": "gpuu"}, "Did you mean 'gpu'?"),
-        ({"nodes": 3}, "Use --nodes 2"),
-        ({"nodes": 4, "partition": "mixed"}, "Use --nodes 3"),
-        ({"time": "99:00:00"}, "Use --time 2:00:00"),
-        ({"gpus_per_node": 8}, "Use --gpus-per-node 4"),
-        ({"gpus_per_node": 1, "partition": "cpu"}, "--gpus-per-node 0"),
-        ({"gpus_per_node": 8, "nodes": 2, "partition": "mixed"}, "Use --gpus-per-node 4"),
-        ({"gpus_per_node": 2, "ntasks_per_node": 4}, "Use --ntasks-per-node 2"),
-    ],
-)
-def test_what_the_site_cannot_give_is_refused_with_what_it_can(
-    loaded: Load, gpu_site: Site, flags: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(RefusedError) as error:
-        make_plan(loaded(**flags), gpu_site, RUN)
-    assert words in error.value.fix
-
-
-def test_a_partition_that_takes_no_jobs_is_refused(loaded: Load, gpu_site: Site) -> None:
-    closed = replace(gpu_site, partitions=(replace(gpu_site.partitions[0], up=False),))
-    with pytest.raises(RefusedError, match="takes no jobs"):
-        make_plan(loaded(), closed, RUN)
-
-
-def test_a_short_partition_shortens_the_default_time_but_no_other(loaded: Load, gpu_site: Site) -> None:
-    short = replace(gpu_site, partitions=(replace(gpu_site.partitions[0], max_time_min=30),))
-    plan = make_plan(loaded(), short, RUN)
-    assert (directives(plan)["time"], plan.time_limit_seconds) == ("30:00", 1800)
-    assert said(plan, "time").startswith("discovered")
-
-
-def test_a_site_that_does_not_tell_is_not_checked_and_that_is_said(loaded: Load) -> None:
-    plan = make_plan(loaded(partition="any", nodes=32, gpus_per_node=2), Site("slurm", 0, 2, unknown="down"), RUN)
-    assert "not checked: down" in said(plan, "partition")
-
-
-def test_gres_replaces_gpus_per_node_and_never_joins_it(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(gres="gpu:a100:2"), gpu_site, RUN)
-    assert directives(plan)["gres"] == "gpu:a100:2"
-    assert "gpus-per-node" not in directives(plan)
-    assert plan.ntasks_per_node == 2
-
-
-def test_other_generic_resources_do_not_hide_the_gpus(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(gres="nvme:1", gpus_per_node=2), gpu_site, RUN)
-    assert (directives(plan)["gres"], directives(plan)["gpus-per-node"]) == ("nvme:1", 2)
-
-
-def test_the_signal_goes_to_the_ranks_and_comes_early_enough(loaded: Load, gpu_site: Site) -> None:
-    assert directives(make_plan(loaded(), gpu_site, RUN))["signal"] == "USR2@90"
-    assert directives(make_plan(loaded(time="1"), gpu_site, RUN))["signal"] == "USR2@20"
-
-
-def test_a_sweep_is_an_array_whose_runs_log_into_their_own_folders(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(), gpu_site, Path("/runs/100%-0001"), points=3)
-    assert directives(plan)["array"] == "0-2"
-    assert directives(plan)["output"] == "/runs/100%%-0001/%a/logs/batch.out"
-
-
-def test_further_sbatch_options_stand_beside_ours(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(sbatch={"comment": "thesis", "open-mode": "append", "exclusive": ""}), gpu_site, RUN)
-    names = [item.name for item in plan.directives]
-    assert names.count("open-mode") == 1
-    assert (directives(plan)["open-mode"], directives(plan)["exclusive"]) == ("append", None)
+def test_where_nodes_have_no_internet_wandb_and_model_hubs_stay_offline(loaded: Load) -> None:
+    plan = make_plan(loaded(internet=False, setup=("module load x",)), A100_ONLY, RUN)
+    offline = 'export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"'
+    assert plan.setup == (offline, "module load x")
 
 
 @pytest.mark.parametrize(
@@ -355,18 +346,6 @@ def test_times_are_written_as_sbatch_reads_them(minutes: float, text: str) -> No
     assert slurm_time(minutes) == text
 
 
-def test_a_micro_batch_that_is_to_be_found_is_shown_as_auto(loaded: Load) -> None:
-    plan = make_plan(loaded("train.micro_batch_size=auto", nodes=2), LAPTOP, RUN)
-    assert (value(plan, "micro_batch_size"), value(plan, "grad_accum_steps")) == ("auto", "auto")
-
-
-def test_a_static_graph_that_would_accumulate_is_refused(loaded: Load) -> None:
-    settings = ("strategy.static_graph=true", "train.global_batch_size=64", "train.micro_batch_size=16")
-    make_plan(loaded(*settings, nodes=1, ntasks_per_node=4), LAPTOP, RUN)
-    with pytest.raises(UserError, match="static_graph=true does not go with grad_accum_steps=2"):
-        make_plan(loaded(*settings, nodes=1, ntasks_per_node=2), LAPTOP, RUN)
-
-
 # In words
 
 
@@ -386,17 +365,6 @@ def test_a_local_run_is_explained_by_one_command_a_rank(loaded: Load) -> None:
     _, *lines = named("local").preview(plan, RUN).splitlines()
     assert len(lines) == 4
     assert "SUBMITIT_LOCAL_NODEID=1 SUBMITIT_LOCAL_LOCALID=0 SUBMITIT_LOCAL_GLOBALID=2" in lines[2]
-
-
-@pytest.mark.parametrize(
-    ("override", "samples"),
-    [("train.micro_batch_size=8", "one pass of one rank"), ("strategy.sync_batchnorm=true", "all ranks' passes")],
-)
-def test_a_plan_says_over_which_samples_batchnorm_takes_its_statistics(
-    loaded: Load, gpu_site: Site, override: str, samples: str
-) -> None:
-    rows = {row[0]: row for row in plan_rows(make_plan(loaded(override), gpu_site, RUN))}
-    assert rows["launch.micro_batch_size"][3].endswith(f"; BatchNorm's statistics are those of {samples}")
 
 
 # What the script of a job would look for in vain
@@ -445,12 +413,6 @@ def test_a_missing_image_is_refused_and_a_name_in_a_registry_is_not(
     (tmp_path / "nowhere.sif").touch()
     for image in ("nowhere.sif", "docker://python:3.12", "nvcr.io#nvidia/pytorch:25.01-py3", "ubuntu"):
         require(image)
-
-
-def test_pyxis_is_given_the_whole_path_of_an_image_file(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
-    container = make_plan(loaded(container_image="torch.sqsh"), gpu_site, tmp_path / "run").container
-    assert container is not None
-    assert container.image == f"{tmp_path}/torch.sqsh"
 
 
 @pytest.mark.parametrize(

@@ -208,73 +208,58 @@ def test_many_runs_cost_one_call_to_each_command(make_run: Callable[..., RunDir]
     assert "11699946" not in sacct.read_text(), "what the queue knows is not asked again"
 
 
-def test_without_accounting_a_forgotten_job_is_unknown_and_that_is_said(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
-) -> None:
-    fake_command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    fake_command("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    state = job_state(make_run(executor="slurm", job_id="7"))
-    assert state.state == "UNKNOWN"
-    assert state.alive == "no", "the queue has answered, and does not have it"
-    assert "no accounting" in state.reason
-    assert "Slurm accounting storage is disabled" in state.reason
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+NO_ACCOUNTS = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+Event = tuple[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize(
-    "squeue", ["echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "exit 137"]
-)
-def test_a_job_that_nobody_can_be_asked_about_is_never_taken_for_ended(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand, squeue: str
-) -> None:
+    ("squeue", "sacct", "events", "state", "alive", "reason"),
+    [
+        # The queue has answered, and does not have it
+        (FORGOTTEN, NO_ACCOUNTS, [], "UNKNOWN", "no", "no accounting here (Slurm accounting storage is disabled)"),
+        ("exit 0", "exit 1", [("ended", {"state": "COMPLETED"})], "COMPLETED", "no", "by its own record"),
+        # What was before the newest submission tells nothing
+        ("exit 0", "exit 0", [("failed", {"rank": 0}), ("submitted", {"executor": "slurm", "job_id": "8"})],
+         "UNKNOWN", "no", "does not know the job"),
+        # Who cannot be asked has not said that it ended
+        (SILENT, "exit 1", [], "UNKNOWN", "unknown", "Unable to contact slurm controller"),
+        ("exit 137", "exit 1", [], "UNKNOWN", "unknown", "exit code 137"),
+        ("exit 1", "exit 1", [("ended", {"attempt": 0, "state": "FAILED"}), ("started", {"attempt": 1})],
+         "UNKNOWN", "unknown", ""),
+        # The accounts alone do not end a job that may be queued again
+        ("exit 1", "echo '7|NODE_FAIL|1:0|n1'", [], "UNKNOWN", "unknown", "the accounts say NODE_FAIL"),
+        ("exit 1", "echo '7|PREEMPTED|1:0|n1'", [], "UNKNOWN", "unknown", "the accounts say PREEMPTED"),
+        ("exit 1", "echo '7|FAILED|1:0|n1'", [], "FAILED", "no", "exit code 1:0"),
+    ],
+)  # fmt: skip
+def test_what_is_known_of_a_job_that_squeue_does_not_show(
+    make_run: Callable[..., RunDir], fake_command: FakeCommand,
+    squeue: str, sacct: str, events: list[Event], state: str, alive: str, reason: str,
+) -> None:  # fmt: skip
     fake_command("squeue", squeue)
-    fake_command("sacct", "exit 1")
-    state = job_state(make_run(executor="slurm", job_id="7"))
-    assert (state.state, state.alive) == ("UNKNOWN", "unknown")
-
-
-def test_without_accounting_the_runs_own_record_tells_how_it_ended(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
-) -> None:
-    fake_command("squeue", "exit 0")
-    fake_command("sacct", "exit 1")
-    run_dir = make_run(executor="slurm", job_id="7")
-    append_event(run_dir, "ended", state="COMPLETED")
-    assert job_state(run_dir).state == "COMPLETED"
-
-
-def test_a_record_from_before_the_newest_submission_tells_nothing(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
-) -> None:
-    fake_command("squeue", "exit 0")
-    fake_command("sacct", "exit 0")
-    run_dir = make_run(executor="slurm", job_id="7")
-    append_event(run_dir, "failed", rank=0)
-    append_event(run_dir, "submitted", executor="slurm", job_id="8")
-    assert job_state(run_dir).state == "UNKNOWN"
+    fake_command("sacct", sacct)
+    run = make_run(executor="slurm", job_id="7")
+    for kind, fields in events:
+        append_event(run, kind, **fields)
+    found = job_state(run)
+    assert (found.state, found.alive) == (state, alive)
+    assert reason in found.reason
 
 
 def test_a_local_run_is_as_alive_as_its_controller(make_run: Callable[..., RunDir]) -> None:
     me = ProcessId.of(os.getpid())
-    run_dir = make_run(**of_process(me), attempts_before=0)
-    assert job_state(run_dir).state == "PENDING"
-    run_dir.attempt_logs(0).mkdir()
-    assert (job_state(run_dir).state, job_state(run_dir).alive) == ("RUNNING", "yes")
-    append_event(run_dir, "ended", state="COMPLETED")
-    assert (job_state(run_dir).state, job_state(run_dir).alive) == ("COMPLETED", "no")
-
-
-def test_a_local_run_whose_controller_was_killed_has_failed(make_run: Callable[..., RunDir]) -> None:
-    gone = ProcessId(ProcessId.of(os.getpid()).host, os.getpid(), "1")
-    state = job_state(make_run(**of_process(gone)))
-    assert state.state == "FAILED"
-    assert "without a word" in state.reason
-
-
-def test_a_local_run_of_another_machine_can_only_be_asked_there(make_run: Callable[..., RunDir]) -> None:
-    state = job_state(make_run(**of_process(ProcessId("elsewhere", 1, "1"))))
-    assert state.state == "UNKNOWN"
-    assert "elsewhere" in state.reason
-    assert state.alive == "unknown"
+    run = make_run(**of_process(me), attempts_before=0)
+    assert (job_state(run).state, job_state(run).alive) == ("PENDING", "yes")
+    run.attempt_logs(0).mkdir()
+    assert (job_state(run).state, job_state(run).alive) == ("RUNNING", "yes")
+    append_event(run, "ended", state="COMPLETED")
+    assert (job_state(run).state, job_state(run).alive) == ("COMPLETED", "no")
+    gone = job_state(make_run("gone-0001", **of_process(ProcessId(me.host, me.pid, "1"))))
+    assert (gone.state, gone.alive, "without a word" in gone.reason) == ("FAILED", "no", True)
+    elsewhere = job_state(make_run("far-0001", **of_process(ProcessId("elsewhere", 1, "1"))))
+    assert (elsewhere.state, elsewhere.alive, "elsewhere" in elsewhere.reason) == ("UNKNOWN", "unknown", True)
 
 
 def test_a_run_without_a_job_is_known_by_its_record_only(make_run: Callable[..., RunDir]) -> None:
@@ -297,26 +282,6 @@ def test_a_run_is_alive_as_long_as_one_of_its_jobs_is(
     assert (state.job_id, state.state, state.alive) == ("8", "FAILED", "yes")
     assert [job.job_id for job in state.living()] == ["7"]
     assert [len(calls.read_text().splitlines()) for calls in (squeue, sacct)] == [1, 1]
-
-
-@pytest.mark.parametrize(("state", "alive"), [("NODE_FAIL", "unknown"), ("PREEMPTED", "unknown"), ("FAILED", "no")])
-def test_the_accounts_alone_do_not_end_a_job_that_may_be_queued_again(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand, state: str, alive: str
-) -> None:
-    fake_command("squeue", "exit 1")
-    fake_command("sacct", f"echo '7|{state}|1:0|n1'")
-    assert job_state(make_run(executor="slurm", job_id="7")).alive == alive
-
-
-def test_an_ending_that_another_attempt_followed_is_none(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
-) -> None:
-    fake_command("squeue", "exit 1")
-    fake_command("sacct", "exit 1")
-    run_dir = make_run(executor="slurm", job_id="7")
-    append_event(run_dir, "ended", attempt=0, state="FAILED")
-    append_event(run_dir, "started", attempt=1)
-    assert job_state(run_dir).alive == "unknown"
 
 
 @pytest.mark.parametrize("newest", [0, 1])
