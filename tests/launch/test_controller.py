@@ -36,7 +36,7 @@ Group = Callable[..., RankGroup]
 Supervised = Callable[..., Ending]
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -65,7 +65,7 @@ def test_a_failing_rank_ends_the_others_within_seconds(group: Group) -> None:
     began = time.monotonic()
     started = group(SLEEP, "raise SystemExit(3)", STUBBORN)
     codes = started.wait()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50
     assert codes[1:] == [3, -signal.SIGKILL]
     assert started.deaths == [Death(1, 3)]
 
@@ -134,7 +134,7 @@ def test_the_end_of_the_ranks_wakes_the_supervisor(group: Group, monkeypatch: py
     monkeypatch.setattr(module, "TICK_SECONDS", 60.0)
     began = time.monotonic()
     assert group("pass", "import time; time.sleep(0.2)").wait() == [0, 0]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50
 
 
 def test_a_rank_that_ended_before_a_signal_causes_no_busy_loop(group: Group) -> None:
@@ -235,7 +235,7 @@ def test_a_stopped_rank_is_named_and_the_attempt_ended(supervised: Supervised, a
     # Both begin a step; one is stopped in it, the other waits for it as in a collective.
     began = time.monotonic()
     ending = supervised("beat(); time.sleep(60)", "beat(); os.kill(os.getpid(), signal.SIGSTOP)", hang=1.5)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     assert (ending.state, ending.culprit) == ("FAILED", 1)
     assert "no progress" in ending.why
     assert "stopped by a signal" in ending.why
@@ -255,7 +255,7 @@ def test_a_supervisor_that_was_stopped_finds_no_hang() -> None:
     ranks = "beat(); time.sleep(1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(4)\n"
     ranks += "os.kill(os.getppid(), signal.SIGCONT); time.sleep(0.5)"
     program = [sys.executable, "-c", STOPPED.format(ranks=ranks)]  # a process of its own, which may be stopped
-    said = subprocess.run(program, env=IMPORTABLE, capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(program, env=IMPORTABLE, capture_output=True, text=True, timeout=200, check=False)
     assert said.stdout.split() == ["COMPLETED"], said.stderr
 
 
@@ -304,7 +304,7 @@ def test_a_cancel_lets_ranks_save_and_a_second_one_ends_them(
         threading.Timer(seconds, requests.note, [signal.SIGINT]).start()
     began = time.monotonic()
     assert supervised("time.sleep(60)", requests=requests, cancel=cancel).state == "CANCELLED"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50
 
 
 def test_the_next_supervisor_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def forget() -> None:
     base._load.cache_clear()
 
 
-def wait(is_so: Callable[[], object], seconds: float = 90) -> None:
+def wait(is_so: Callable[[], object], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline

@@ -25,7 +25,7 @@ MakeFunction = Callable[[str], Callable[[str], str]]
 SAY_WHO = "json.dump(dict(os.environ), open(run / f'env-{rank}.json', 'w'))"
 
 
-def finish(run: RunDir, seconds: float = 60) -> str:
+def finish(run: RunDir, seconds: float = 200) -> str:
     """Wait for the end of a run's job; its state."""
     deadline = time.monotonic() + seconds
     while job_state(run).alive != "no":
@@ -44,50 +44,39 @@ def start(run: RunDir, plan: Plan, function: Callable[[str], str], **env: str) -
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
 
 
-def test_two_simulated_nodes_of_two_ranks_each(local_run: MakeRun, rank_function: MakeFunction) -> None:
+def test_two_simulated_nodes_of_two_ranks_each_run_the_snapshot(
+    local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path
+) -> None:
+    (tmp_path / "trainkit").mkdir()
+    (tmp_path / "trainkit" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     run, plan = local_run(nodes=2, ntasks_per_node=2)
-    start(run, plan, rank_function(SAY_WHO), SLURM_JOB_ID="1", RANK="7", OMP_NUM_THREADS="")
+    function = rank_function(f"{SAY_WHO}\nimport trainkit.errors\n(run / 'from').write_text(trainkit.errors.__file__)")
+    start(run, plan, function, SLURM_JOB_ID="1", RANK="7", OMP_NUM_THREADS="")
     assert finish(run) == "COMPLETED"
     ranks: list[dict[str, str]] = [json.loads((run.path / f"env-{rank}.json").read_text()) for rank in range(4)]
     assert [env["SUBMITIT_LOCAL_NODEID"] for env in ranks] == ["0", "0", "1", "1"]
     assert [env["SUBMITIT_LOCAL_LOCALID"] for env in ranks] == ["0", "1", "0", "1"]
     assert {env["MASTER_PORT"] for env in ranks} == {ranks[0]["MASTER_PORT"]}
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "TRAINKIT_SIMULATED_NODES": "2",
-        "TRAINKIT_ATTEMPT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    assert shared.items() <= ranks[3].items()
-    assert ranks[3]["TRAINKIT_RUN_DIR"] == str(run.path)
+    assert ranks[3].items() >= {
+        "MASTER_ADDR": "127.0.0.1", "TRAINKIT_SIMULATED_NODES": "2", "TRAINKIT_ATTEMPT": "0", "OMP_NUM_THREADS": "1",
+        "TRAINKIT_RUN_DIR": str(run.path),
+    }.items()  # fmt: skip
     assert not {"SLURM_JOB_ID", "RANK"} & set(ranks[0]), "the variables of a job around it must not reach the ranks"
     assert sorted(path.name for path in run.attempt_logs(0).iterdir()) == [
         "node-0",
         *(f"rank-{rank}.{kind}" for rank in range(4) for kind in ("err", "out")),
     ]
-
-
-def test_ranks_run_the_snapshot_from_a_pickle_of_one_path(
-    local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path
-) -> None:
-    (tmp_path / "trainkit").mkdir()
-    (tmp_path / "trainkit" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
-    run, plan = local_run()
-    function = rank_function("import trainkit.errors\n(run / 'from').write_text(trainkit.errors.__file__)")
-    start(run, plan, function)
-    assert finish(run) == "COMPLETED"
     assert (run.path / "from").read_text().startswith(str(run.code))
     (pickled,) = run.submitit.glob("*_submitted.pkl")
     assert pickled.stat().st_size < 1000, "it holds no code"
     submission: Any = pickle.loads(pickled.read_bytes())
-    assert (submission.args, submission.kwargs) == ((str(run.path),), {})
-    assert submission.function is function
+    assert (submission.args, submission.kwargs, submission.function is function) == ((str(run.path),), {}, True)
 
 
 def test_a_rank_that_raises_fails_the_run_which_is_not_tried_again(
@@ -97,7 +86,7 @@ def test_a_rank_that_raises_fails_the_run_which_is_not_tried_again(
     start(run, plan, rank_function("if rank == 1: raise RuntimeError('no such luck')\ntime.sleep(60)"))
     began = time.monotonic()
     assert finish(run) == "FAILED"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50, "the other did not sleep to its end"
     assert "RuntimeError: no such luck" in (run.attempt_logs(0) / "rank-1.err").read_text()
     assert (last_event(run, "failed") or {})["rank"] == 1
     assert run.attempts() == [0]
@@ -183,7 +172,7 @@ def test_ranks_are_told_to_save_before_the_time_limit(local_run: MakeRun, rank_f
     began = time.monotonic()
     start(run, plan, rank_function(STOPS_ONCE))
     assert finish(run) == "COMPLETED"
-    assert 5 <= time.monotonic() - began < 20
+    assert time.monotonic() - began >= 5
     assert run.attempts() == [0, 1]
 
 

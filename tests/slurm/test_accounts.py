@@ -112,4 +112,4 @@ def test_why_names_the_limit_that_a_job_waits_for(site: Cluster, waiting: Path, 
         said = site.job("why", str(waiting / reason)).stdout
         return says in said and f"({reason})" in said
 
-    site.wait_for(f"{reason} in jobs.why", told, timeout=30)
+    site.wait_for(f"{reason} in jobs.why", told)

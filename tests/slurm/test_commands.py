@@ -55,7 +55,7 @@ def test_the_exit_code_of_wait_is_that_of_the_run(devcluster: Cluster, light: di
 
     def job(name: str) -> str:
         run = devcluster.home / "runs" / name
-        devcluster.wait_for(f"the start of {name}", lambda: bool(devcluster.events(run, "started")), timeout=150)
+        devcluster.wait_for(f"the start of {name}", lambda: bool(devcluster.events(run, "started")))
         return str(devcluster.events(run, "submitted")[-1]["job_id"])
 
     devcluster.run("scancel", "--signal=USR2", job("requeued"))

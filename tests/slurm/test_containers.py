@@ -94,7 +94,7 @@ def _is_requeued_from_outside(
     )
     said = devcluster.job("submit", *arguments, *inside, *slow, env=env).stdout
     job_id = said.split()[2].rstrip(":")
-    devcluster.wait_for("the start", lambda: bool(devcluster.events(run, "started")), timeout=180)
+    devcluster.wait_for("the start", lambda: bool(devcluster.events(run, "started")))
     devcluster.run("scancel", "--signal=USR2", job_id)
     pending = ("squeue", "-h", "-j", job_id, "-t", "PD", "-o", "%T")
     devcluster.wait_for("its way back into the queue", lambda: bool(devcluster.run(*pending).stdout.strip()))

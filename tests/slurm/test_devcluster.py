@@ -15,7 +15,7 @@ def devcluster(
     folder: Path, *arguments: str, net: str = "10.255.255", slurm: str = ""
 ) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "DEVCLUSTER_DIR": str(folder), "DEVCLUSTER_NET": net, "DEVCLUSTER_SLURM": slurm}
-    return subprocess.run([DEVCLUSTER, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([DEVCLUSTER, *arguments], env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_without_a_command_it_prints_its_help(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cl
     """Of the attempt there nobody can say a word: SLURM itself requeues the job when the first node is gone."""
     job, run, _ = devcluster.submit("crashed", *TWO_NODES, "model.name=own_models:paced", "--exclude", "n4")
     (run / "pace").write_text("0.5")
-    devcluster.wait_for("its first checkpoint", lambda: bool(devcluster.events(run, "saved")), timeout=200)
+    devcluster.wait_for("its first checkpoint", lambda: bool(devcluster.events(run, "saved")))
     assert nodes(devcluster, run) == [["n1", "n2"]]
 
     def node(verb: str) -> None:
@@ -56,10 +56,10 @@ def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cl
 
     node("crash")
     try:
-        devcluster.wait_for("NODE_FAIL", lambda: "NODE_FAIL" in devcluster.states(job), timeout=120)
+        devcluster.wait_for("NODE_FAIL", lambda: "NODE_FAIL" in devcluster.states(job))
     finally:
         node("boot")
-    devcluster.wait_for("the next attempt", lambda: len(nodes(devcluster, run)) > 1, timeout=200)
+    devcluster.wait_for("the next attempt", lambda: len(nodes(devcluster, run)) > 1)
     assert nodes(devcluster, run)[1] == ["n2", "n3"]
     ((name, why),) = excluded(devcluster, run)
     assert name == "n1"
@@ -71,7 +71,7 @@ def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cl
     assert "The run did without n1" in said
     assert "--exclude n1" in said
     again = devcluster.events(run, "submitted")[-1]["job_id"]
-    assert devcluster.wait(again, timeout=200) == "COMPLETED", devcluster.logs()
+    assert devcluster.wait(again) == "COMPLETED", devcluster.logs()
     assert nodes(devcluster, run)[-1] == ["n1", "n2"]
 
 

@@ -87,9 +87,9 @@ def test_an_array_of_peers_joins_comes_back_and_ends_with_the_run(devcluster: Cl
     assert (run / "identity").read_bytes() == identity
 
     creator.process.send_signal(signal.SIGINT)
-    assert devcluster.wait(by_template, timeout=120) == "COMPLETED"
+    assert devcluster.wait(by_template) == "COMPLETED"
     found = re.search(r"Submitted job (\d+)", submitted)
     assert found is not None
-    assert devcluster.wait(found[1], timeout=120) == "COMPLETED"
+    assert devcluster.wait(found[1]) == "COMPLETED"
     runs = sorted((devcluster.home / "runs").glob("hivemind-peer-0*/*/summary.json"))
     assert len(runs) == 2

@@ -105,7 +105,7 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
     (job_id,) = jobs_of(devcluster, run)
     devcluster.run("scontrol", "update", f"jobid={job_id}", "starttime=now")
     # Its rank finds what it has to run, though nobody could name that after the job.
-    devcluster.wait_for("the start of the adopted run", lambda: bool(devcluster.events(run, "started")), timeout=60)
+    devcluster.wait_for("the start of the adopted run", lambda: bool(devcluster.events(run, "started")))
     refused = devcluster.job("resume", "adopted", "--force", env=silent, check=False)
     assert refused.returncode == 2, "whoever has the lease renews it, and so lives"
     assert f"is being written by job {job_id}" in refused.stderr
@@ -210,8 +210,8 @@ def test_a_job_that_was_cancelled_before_it_came_ends_before_it_trains(
     devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, env=env, check=False)
     assert "one that comes is cancelled" in devcluster.job("cancel", "unborn").stdout
     go.touch()
-    devcluster.wait_for("the job", lambda: (run / "logs" / "batch.out").exists(), timeout=60)
-    devcluster.wait_for("its end", lambda: in_queue(devcluster, run) == [], timeout=60)
+    devcluster.wait_for("the job", lambda: (run / "logs" / "batch.out").exists())
+    devcluster.wait_for("its end", lambda: in_queue(devcluster, run) == [])
     assert devcluster.events(run, "started") == []
     assert "CANCELLED" in devcluster.job("status", "unborn").stdout
 
@@ -238,7 +238,7 @@ def test_a_controller_that_is_gone_leaves_a_run_that_nobody_knows_the_job_of(
     done = devcluster.job(*command, env={**light, **env}, check=False)
     assert (done.returncode, "SLURM cannot be asked" in done.stderr) == (4, True)
     began = time.monotonic()
-    devcluster.wait_for("no job", lambda: "NOT SUBMITTED" in devcluster.job("status", "gone").stdout, timeout=150)
+    devcluster.wait_for("no job", lambda: "NOT SUBMITTED" in devcluster.job("status", "gone").stdout)
     assert time.monotonic() - began > 90, "what was on its way might have arrived"
     devcluster.job("resume", "gone", env=light)
     assert len(in_queue(devcluster, run)) == 1

@@ -48,7 +48,7 @@ class Laptop:
         env |= {"TRAINKIT_SSH": f"ssh -F {self.home.parent}/ssh_config", "XDG_STATE_HOME": str(self.home.parent)}
         command = [sys.executable, "-m", f"jobs.{verb}", *arguments, "--host", f"login:{self.there}"]
         done = subprocess.run(
-            command, cwd=self.home, env=env, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL,
+            command, cwd=self.home, env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr + self.log.read_text()[-2000:]

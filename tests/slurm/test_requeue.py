@@ -96,7 +96,7 @@ def test_a_scheduler_that_does_not_answer_at_the_end_loses_no_training(devcluste
 
 def test_where_requeueing_is_forbidden_a_chain_of_jobs_trains_the_run(devcluster: Cluster, runs: Runs) -> None:
     submitted = functools.partial(devcluster.events, runs.path("forbidden"), "submitted")
-    devcluster.wait_for("the job that goes on", lambda: len(submitted()) == 2, timeout=150)
+    devcluster.wait_for("the job that goes on", lambda: len(submitted()) == 2)
     assert runs.wait("forbidden") == "COMPLETED", devcluster.logs()
     first, second = submitted()
     assert second["continues"] == first["job_id"] == runs.jobs["forbidden"]
@@ -114,7 +114,7 @@ def test_where_requeueing_is_forbidden_a_template_goes_on_by_a_chain(devcluster:
     run = run_of(devcluster, job)
     devcluster.wait_for_start(run)
     devcluster.run("scancel", "--signal=USR2", job)
-    devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2, timeout=90)
+    devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2)
     second = devcluster.events(run, "submitted")[1]["job_id"]
     assert devcluster.wait(second, timeout=240) == "COMPLETED", devcluster.logs()
     assert devcluster.wait(job) == "FAILED", "what waits for a finished training must not start"

@@ -47,7 +47,7 @@ def discovered(devcluster: Cluster, folder: Path) -> SiteFacts:
     """What `jobs.cluster discover` writes into a folder."""
     done = subprocess.run(
         [sys.executable, "-m", "jobs.cluster", "discover", "found"], cwd=folder, check=False,
-        env={**devcluster.env, "PYTHONPATH": str(devcluster.home)}, capture_output=True, text=True, timeout=60,
+        env={**devcluster.env, "PYTHONPATH": str(devcluster.home)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = read_facts(str(folder / "configs" / "clusters" / "found.yaml"))

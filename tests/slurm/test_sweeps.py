@@ -45,7 +45,7 @@ def test_a_sweep_over_the_limit_of_arrays_trains_and_resumes(devcluster: Cluster
     assert f"Dependency=afterany:{array}" in devcluster.run("scontrol", "show", "job", single).stdout
     assert devcluster.wait(single) == "FAILED", devcluster.logs()
     # Accounting hears of each task by itself, and of the last one may hear first.
-    devcluster.wait_for("both tasks", lambda: sorted(devcluster.states(array)) == ["COMPLETED", "FAILED"], 30)
+    devcluster.wait_for("both tasks", lambda: sorted(devcluster.states(array)) == ["COMPLETED", "FAILED"])
     for index in range(3):
         assert re.search(rf"luck: {index}\b", (sweep / str(index) / "config.yaml").read_text())
 

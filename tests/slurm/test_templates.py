@@ -66,33 +66,17 @@ def test_the_token_of_a_peer_is_no_argument_that_others_on_the_node_can_read() -
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_only_account_and_partition_are_left_to_edit(template: str) -> None:
-    assert re.findall(r"^.*CHANGE_ME.*$", text(template), re.M) == [
-        "#SBATCH --account=CHANGE_ME",
-        "#SBATCH --partition=CHANGE_ME",
-    ]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_no_directive_comes_after_the_first_command(template: str) -> None:
-    """sbatch silently ignores those."""
-    assert "#SBATCH --" not in text(template).split("set -euo pipefail")[1]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_the_job_ends_with_the_code_of_its_ranks(template: str) -> None:
-    assert commands(template).rstrip().endswith('trainkit.launch.batch_job end "$rc"')
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_one_failed_rank_ends_the_step(template: str) -> None:
-    assert "srun --kill-on-bad-exit=1 " in commands(template)
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_srun_gets_the_cpus_of_each_task(template: str) -> None:
-    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in commands(template)
-    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in commands(template)
+def test_what_every_template_has_in_common(template: str) -> None:
+    edited = re.findall(r"^.*CHANGE_ME.*$", text(template), re.M)
+    assert edited == ["#SBATCH --account=CHANGE_ME", "#SBATCH --partition=CHANGE_ME"]
+    header, body = text(template).split("set -euo pipefail")
+    assert "#SBATCH --" in header
+    assert "#SBATCH --" not in body, "sbatch silently ignores what comes after the first command"
+    said = commands(template)
+    assert said.rstrip().endswith('trainkit.launch.batch_job end "$rc"'), "the job ends with the code of its ranks"
+    assert "srun --kill-on-bad-exit=1 " in said, "one failed rank ends the step"
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in said
+    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in said
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -127,7 +127,7 @@ def test_a_chain_that_is_cancelled_between_its_jobs_ends(devcluster: Cluster, li
     (run / "pace").write_text(str(SECONDS))
     devcluster.wait_for_start(run)
     devcluster.run("scancel", "--signal=USR2", first)
-    devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2, timeout=90)
+    devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2)
     devcluster.job("cancel", "broken")
     second = devcluster.events(run, "submitted")[-1]["job_id"]
     assert devcluster.wait(second) == "CANCELLED"
@@ -137,4 +137,4 @@ def test_a_chain_that_is_cancelled_between_its_jobs_ends(devcluster: Cluster, li
     devcluster.job("resume", "broken")
     third = devcluster.events(run, "submitted")[-1]["job_id"]
     assert third not in (first, second)
-    assert devcluster.wait(third, timeout=200) == "COMPLETED", devcluster.logs()
+    assert devcluster.wait(third) == "COMPLETED", devcluster.logs()

@@ -112,7 +112,7 @@ def test_the_cause_of_an_ended_job_is_named(
             f"{Path(name).name}: {state} (job {jobs[name]}). "
         )
 
-    devcluster.wait_for(f"{name} is {state}", has_ended, timeout=200)
+    devcluster.wait_for(f"{name} is {state}", has_ended)
     said, run = why(devcluster, name), str(devcluster.home / "runs" / name)
     assert all(part in said for part in says.format("\0", run=run).split("\0")), said
     assert fix.format(run=run) in said.splitlines()[-1], said
@@ -147,7 +147,7 @@ def test_a_job_submitted_without_an_environment_runs(devcluster: Cluster, jobs: 
 
 
 def test_the_command_that_is_printed_can_be_pasted_and_the_run_goes_on(devcluster: Cluster, jobs: Jobs) -> None:
-    devcluster.wait_for("the crash", lambda: "jobs.resume" in why(devcluster, "crashed"), timeout=200)
+    devcluster.wait_for("the crash", lambda: "jobs.resume" in why(devcluster, "crashed"))
     command = why(devcluster, "crashed").rpartition("`")[0].rpartition("`")[2]
     devcluster.run("bash", "-c", f'python() {{ "{sys.executable}" "$@"; }}; {command}')
 
@@ -155,5 +155,5 @@ def test_the_command_that_is_printed_can_be_pasted_and_the_run_goes_on(devcluste
         said = why(devcluster, "crashed")
         return ": RUNNING (job " in said and f"(job {jobs['crashed']})" not in said
 
-    devcluster.wait_for(f"it goes on after {command}", goes_on, timeout=200)
+    devcluster.wait_for(f"it goes on after {command}", goes_on)
     devcluster.job("cancel", "runs/crashed")
