@@ -59,7 +59,7 @@ def test_an_update_that_is_not_finite_spoils_none_after_it() -> None:
     ("options", "why"),
     [
         ({"find_unused_parameters": True}, "stay as they are"),
-        ({"powersgd_start_step": 1}, "first two whole"),
+        ({"powersgd_start_step": 1}, "sends two whole"),
         ({"powersgd_rank": 0}, "at least one column"),
         ({"precision": "fp16"}, "loss scale"),
     ],

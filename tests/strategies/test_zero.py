@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,56 +16,46 @@ from trainkit.distributed.process_group import distributed
 from trainkit.ranks import RankEnv
 from trainkit.strategies.zero import balanced
 
+OPTIMIZERS = ("adamw", "sgd", "lamb", "muon", "adafactor", "cadamw", "lambc", "mars")
 
-def _held(env: RankEnv, strategy: str) -> tuple[int, int]:
-    """Bytes of parameters and optimizer state, and how many parameters this rank has state of."""
+
+class Found(NamedTuple):
+    """On one rank."""
+
+    held: int
+    """Bytes of parameters and optimizer state."""
+    states: int
+    """Parameters that it has state of,"""
+    restored: int
+    """and has it of once it has restored it."""
+    wrong: list[str]
+    """What is not as it was saved, and weights that are not the very same with ddp after three updates."""
+
+
+def _found(env: RankEnv, folder: Path, strategy: str) -> Found:
     with distributed(env, use_gpu=False) as dist:
-        model, optimizer = trained(dist, strategy)
-        optimizer.zero_grad()
-        return bytes_held(model, optimizer), len(optimizer.state)
-
-
-def test_each_rank_keeps_its_part_of_the_optimizers_state() -> None:
-    ((whole, number),) = run_ranks(1, _held, "ddp")
-    model = whole / 3  # AdamW has two numbers per weight
-    held = run_ranks(4, _held, "zero")
-    assert sum(own for _, own in held) == number
-    assert [size for size, _ in held] == pytest.approx([model + model * 2 / 4] * 4, rel=0.02)
-
-
-def _weights(env: RankEnv, optimizers: list[str]) -> list[str]:
-    """Weights that are not the very same with zero and with ddp after three updates."""
-    wrong = []
-    with distributed(env, use_gpu=False) as dist:
-        for optimizer in optimizers:
-            models = [trained(dist, strategy, optimizer_name=optimizer, updates=3)[0] for strategy in ("ddp", "zero")]
-            one, other = (model.state_dict() for model in models)
-            wrong += [f"{optimizer} {name}" for name, value in one.items() if not torch.equal(value, other[name])]
-    return wrong
-
-
-def test_its_updates_are_those_of_ddp_to_the_last_bit() -> None:
-    ours = ["adamw", "sgd", "lamb", "muon"]
-    assert run_ranks(3, _weights, [*ours, "adan", "adafactor", "adamp", "cadamw", "lambc", "lion", "mars"]) == [[]] * 3
-
-
-def _restored(env: RankEnv, folder: Path) -> tuple[int, list[str]]:
-    """How many parameters this rank has state of once it has restored it, and whose is not as it was."""
-    with distributed(env, use_gpu=False) as dist:
-        (model, optimizer), (other, resumed) = (trained(dist, "zero", updates=count) for count in (2, 1))
+        (model, optimizer), (other, resumed) = (trained(dist, strategy, updates=count) for count in (2, 1))
         checkpoints = Checkpoints(folder, keep=3, dist=dist)
         checkpoints.save(model, optimizer, step=1, state={}, best_step=None)
         checkpoints.restore(other, resumed)
         there, here = moments_of(model, optimizer), moments_of(other, resumed)
         wrong = [name for name, value in there.items() if name not in here or not torch.equal(value, here[name])]
-        return len(resumed.state), wrong
+        for name in OPTIMIZERS if strategy == "zero" else ():
+            models = (trained(dist, each, optimizer_name=name, updates=3)[0] for each in ("ddp", "zero"))
+            one, two = (each.state_dict() for each in models)
+            wrong += [f"{name} {key}" for key, value in one.items() if not torch.equal(value, two[key])]
+        optimizer.zero_grad()
+        return Found(bytes_held(model, optimizer), len(optimizer.state), len(resumed.state), wrong)
 
 
-def test_a_rank_restores_its_part_only(tmp_path: Path) -> None:
-    ((_, number),) = run_ranks(1, _held, "ddp")
-    restored = run_ranks(3, _restored, tmp_path)
-    assert sum(own for own, _ in restored) == number
-    assert [wrong for _, wrong in restored] == [[]] * 3
+def test_each_rank_keeps_its_part_and_all_make_the_updates_of_ddp(tmp_path: Path) -> None:
+    """To the last bit; and it restores its part only."""
+    alone = _found(RankEnv.single(), tmp_path / "alone", "ddp")
+    ranks = run_ranks(3, _found, tmp_path / "ranks", "zero")
+    model = alone.held / 3  # AdamW has two numbers per weight
+    assert [rank.wrong for rank in ranks] == [[]] * 3
+    assert sum(rank.states for rank in ranks) == sum(rank.restored for rank in ranks) == alone.states
+    assert [rank.held for rank in ranks] == pytest.approx([model + model * 2 / 3] * 3, rel=0.02)
 
 
 def test_parts_differ_by_no_more_than_the_largest_parameter() -> None:

@@ -12,7 +12,7 @@ from tests.rank_functions import run_ranks, train_run
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
-UPDATES = 20
+UPDATES = 15
 SETTINGS = (f"train.max_steps={UPDATES}", "data.augment=true", "train.global_batch_size=64")
 
 Trace = Callable[..., list[float]]
@@ -33,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     def trace(*settings: str) -> list[float]:
         losses = trained(tmp_path_factory.mktemp("reference") / "single", 1, "single", *settings)
         assert len(losses) == UPDATES
-        assert losses[-1] < losses[0], "the reference must learn something"
+        assert min(losses[-5:]) < losses[0], "the reference must learn something"
         return losses
 
     return trace
@@ -55,20 +55,20 @@ AUGMENT = (
 )
 DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
 
+FEW = ("fsdp", "zero")
+"""Whose four ranks are looked at by `pytest -m long`: ddp's and hsdp's are here."""
 SLOW = {COMPILED, "train.micro_batch_size=2"}
 
 SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     (): [
-        ("ddp", 1, (), 1e-5),
         ("ddp", 2, (), 1e-5),
         ("ddp", 4, (), 1e-5),
         ("fsdp", 2, (), 1e-5),
         ("fsdp", 4, (), 1e-5),
         ("dp", 1, (), 1e-5),
         ("single", 1, ("train.micro_batch_size=16",), 1e-5),
-        ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
+        ("ddp", 2, ("train.micro_batch_size=8", "data.workers=1"), 1e-5),
         ("fsdp", 2, ("train.micro_batch_size=16", "strategy.reshard_after_forward=false"), 1e-5),
-        ("ddp", 2, ("data.workers=1",), 1e-5),
         ("ddp", 2, ("strategy.static_graph=true",), 1e-5),
         # Measured: fp16 1.1e-5, bf16 3.7e-5.
         ("ddp", 2, ("strategy.comm_hook=fp16",), 1e-4),
@@ -120,7 +120,9 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
             both,
             *row,
             id="+".join((row[0], str(row[1]), *both, *row[2])),
-            marks=[pytest.mark.long] if (row[1] == 4 and (both or row[2])) or set(row[2]) & SLOW else [],
+            marks=[pytest.mark.long]
+            if (row[1] == 4 and (both or row[2] or row[0] in FEW)) or set(row[2]) & SLOW
+            else [],
         )
         for both, rows in SAME.items()
         for row in rows
@@ -146,6 +148,12 @@ def test_powersgd_trains_alike_on_any_number_of_ranks(tmp_path: Path, reference:
     assert two[:6] == pytest.approx(reference()[:6], rel=1e-5)
     assert two != pytest.approx(reference(), rel=1e-2), "nothing was left out"
     assert two[-1] < two[5]
+
+
+def test_fsdp_learns_in_fp16(tmp_path: Path) -> None:
+    losses = trained(tmp_path / "run", 2, "fsdp", "train.precision=fp16")
+    assert len(losses) == UPDATES
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_another_seed_gives_another_trace(tmp_path: Path, reference: Trace) -> None:

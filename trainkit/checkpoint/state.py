@@ -478,8 +478,8 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         for kind, value in kinds.items():
             if isinstance(value, Tensor) and value.dtype != optimizer.state[target][kind].dtype:
                 optimizer.state[target][kind] = value
-    for index, kind, value in changed:
-        groups[index][kind] = value
+    for index, kind, value in changed:  # not `groups`: torch has made new ones meanwhile
+        optimizer.param_groups[index][kind] = value
 
 
 def _fill(into: Mapping[str, Tensor], source: Source) -> None:

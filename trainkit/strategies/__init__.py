@@ -53,9 +53,6 @@ def build_strategy(config: StrategyConfig, dist: Distributed, precision: str = "
     return strategy
 
 
-# What the loop needs of a strategy, and what strategies share; nothing else in the loop knows about DDP or FSDP.
-
-
 class Strategy(Protocol):
     """How one model becomes a model on many ranks."""
 
@@ -141,19 +138,14 @@ def repeated_blocks(model: nn.Module, min_params: int) -> list[nn.Module]:
         is_row = isinstance(module, _ROWS) or alike
         for child in children:
             blocks, size = inside(child), _size([child])
-            # What has but one layer, or little of its block, such as EfficientNet's squeeze and excitation, is a part.
-            whole = [block for block in blocks if _layers(block) > 1]
+            # One matrix or filter is a part, as is what has little of its block: EfficientNet's squeeze and excitation.
+            whole = [block for block in blocks if sum(parameter.ndim > 1 for parameter in block.parameters()) > 1]
             if is_row and [*child.children()] and size >= min_params and 2 * _size(whole) < size:
                 blocks = [child]
             found += blocks
         return found
 
     return [block for block in inside(model) if block is not model]
-
-
-def _layers(module: nn.Module) -> int:
-    """How many matrices and filters it has."""
-    return sum(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _size(modules: Iterable[nn.Module]) -> int:

@@ -88,9 +88,7 @@ class FSDP:
         if len(sizes) > 1 or sizes == [1]:
             raise UserError(
                 "strategy.shard_within=node is not possible here.",
-                why="Each node has one rank: nothing would be sharded."
-                if sizes == [1]
-                else f"Nodes have {' and '.join(map(str, sizes))} ranks: equal parts of the model want equal numbers.",
+                why=f"Ranks of the nodes: {' and '.join(map(str, sizes))}; each needs equally many, two or more.",
                 fix="Start as many ranks on each node, two or more, or leave strategy.shard_within out.",
                 key="strategy.shard_within",
             )
@@ -100,12 +98,8 @@ class FSDP:
         """Casts what autocast would cast, and nothing else: the model computes the same, and norms stay in fp32."""
         if self.gathered is None:
             return MixedPrecisionPolicy(reduce_dtype=self.reduced)
-        cast = {
-            id(parameter)
-            for module in model.modules()
-            if isinstance(module, _AUTOCAST_CASTS)
-            for parameter in module.parameters(recurse=False)
-        }
+        casts = [module for module in model.modules() if isinstance(module, _AUTOCAST_CASTS)]
+        cast = {id(parameter) for module in casts for parameter in module.parameters(recurse=False)}
         settings: dict[str, Any] = {  # not by keyword: mypy reads the torch that is installed
             "param_dtype": self.gathered,
             "reduce_dtype": self.reduced,
@@ -162,13 +156,6 @@ def build(
                 "all of a block or nothing, and norms must stay as they are. From torch 2.15 on these alone do.",
                 flush=True,
             )
-    return FSDP(
-        dist,
-        gathered,
-        _DTYPES[reduce_dtype],
-        shard_within == "node",
-        reshard_after_forward,
-        cpu_offload,
-        min_block_params,
-        sync_batchnorm,
-    )
+    reduced, within_node = _DTYPES[reduce_dtype], shard_within == "node"
+    options = reshard_after_forward, cpu_offload, min_block_params, sync_batchnorm
+    return FSDP(dist, gathered, reduced, within_node, *options)

@@ -67,11 +67,18 @@ class PowerSGD:
             orthogonalization_epsilon=1e-8,  # a gradient can vanish
         )
         # The state goes by buckets, which DDP would lay out anew after its first step, in this process or a later one.
+        # Of `reducer` nothing is public, and DDP has no public way to lay out its buckets, or to ask for them.
         ddp.reducer._push_all_rebuilt_params()
         ddp.reducer._rebuild_buckets()
         for bucket in ddp.reducer._get_zeros_like_grad_buckets():
             index, buffer = bucket.index(), bucket.buffer()
-            rows, columns = self._thin_sizes(bucket.gradients(), state.min_compression_rate)
+            rows = columns = 0  # of all first and of all second thin matrices, as torch's hook lays them out
+            for gradient in bucket.gradients():
+                n, m = gradient.view(gradient.shape[0], -1).shape
+                rank = min(n, m, self.rank)
+                # torch's hook makes these matrices itself, but at random: what it makes them for it says nowhere else.
+                if torchs._should_compress(n, m, rank, state.min_compression_rate)[0]:
+                    rows, columns = rows + n * rank, columns + m * rank
             self.kept[index] = torch.zeros_like(buffer)
             # The same on every rank and in every process, so that no random state is to be saved.
             first = torch.randn(columns, generator=torch.Generator().manual_seed(index))
@@ -105,22 +112,12 @@ class PowerSGD:
 
         return torchs.powerSGD_hook(state, bucket).then(unspoilt)
 
-    def _thin_sizes(self, gradients: list[Tensor], rate: float) -> tuple[int, int]:
-        """Numbers of all first and of all second thin matrices of a bucket, as torch's hook lays them out."""
-        rows = columns = 0
-        for gradient in gradients:
-            n, m = gradient.view(gradient.shape[0], -1).shape
-            rank = min(n, m, self.rank)
-            if torchs._should_compress(n, m, rank, rate)[0]:
-                rows, columns = rows + n * rank, columns + m * rank
-        return rows, columns
-
 
 class _LastFirst(DistributedDataParallel):
     """Lays out its buckets from the model's end to its start, about as the backward pass is done with them.
 
     A bucket is sent when its gradients are there and all before it are sent: with the first layers in the first one,
-    nothing would be exchanged before the backward pass is over.
+    nothing would be exchanged before the backward pass is over. torch has no public way to say the order.
     """
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -203,17 +200,15 @@ def replicated(
     """
     hook: str | PowerSGD = comm_hook
     if comm_hook == "powersgd":
-        cannot_be = {
-            f"train.precision={precision}": "What it keeps back is in units of a loss scale that changes."
-            * (precision in ("fp16", "o2")),
-            "strategy.find_unused_parameters=true": "What it keeps back needs buckets that stay as they are."
-            * find_unused_parameters,
-            f"strategy.powersgd_start_step={powersgd_start_step}": "torch exchanges the first two whole."
-            * (powersgd_start_step < 2),
-            f"strategy.powersgd_rank={powersgd_rank}": "Its matrices have at least one column." * (powersgd_rank < 1),
-        }
-        for setting, why in cannot_be.items():
-            if why:
+        scaled, unused = precision in ("fp16", "o2"), find_unused_parameters
+        rows = (
+            (scaled, f"train.precision={precision}", "What it keeps back is in units of a loss scale that changes."),
+            (unused, "strategy.find_unused_parameters=true", "It needs buckets that stay as they are."),
+            (powersgd_start_step < 2, f"strategy.powersgd_start_step={powersgd_start_step}", "torch sends two whole."),
+            (powersgd_rank < 1, f"strategy.powersgd_rank={powersgd_rank}", "Its matrices have at least one column."),
+        )
+        for is_wrong, setting, why in rows:
+            if is_wrong:
                 raise UserError(
                     f"strategy.comm_hook=powersgd does not go with {setting}.",
                     why=why,

@@ -27,9 +27,6 @@ from trainkit.strategies.replicated import (
 
 __all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
-_AT_ONCE = 25 << 20
-"""Bytes of parameters that travel together."""
-
 
 @dataclass(frozen=True)
 class Zero:
@@ -61,10 +58,10 @@ class Zero:
                 parameter.grad = None
 
         def give(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            for rank, part in enumerate(parts):
-                # What DDP gives its first weights with: in buckets, two of them under way.
-                whole = [item.detach() for item in part]
-                c10d._broadcast_coalesced(c10d.GroupMember.WORLD, whole, _AT_ONCE, rank)  # type: ignore[attr-defined, arg-type]
+            of_ranks = [(item.detach(), rank) for rank, part in enumerate(parts) for item in part]
+            for work in [c10d.broadcast(item, src=rank, async_op=True) for item, rank in of_ranks]:
+                assert work is not None
+                work.wait()
 
         if dist.world_size > 1:
             for parameter in others:  # some have a state from the beginning

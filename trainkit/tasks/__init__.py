@@ -40,27 +40,21 @@ def build_task(config: Config, splits: Splits) -> Task:
     check_task(config)
     build = plugins.load(__name__, name)
     task = build(splits, **taken_of_train(config), **plugins.fill(build, config.task.options, where="task"))
-    if not isinstance(task, Task):
+    is_task = isinstance(task, Task)
+    absent = [method for method in ("loss", "sums", "metrics") if is_task and not task.has(method)]
+    if not is_task or absent:
+        words = " and ".join(absent)
         raise UserError(
-            f"{name} returned no Task.",
-            why=f"It returned {type(task).__name__}.",
-            fix="Return a subclass of trainkit.tasks.Task with loss, sums and metrics.",
+            f"{name} returned {f'a Task without {words}' if absent else 'no Task'}.",
+            why=f"It returned {type(task).__name__}. Each run needs loss, sums and metrics.",
+            fix="Return a subclass of trainkit.tasks.Task with these: it says what each is given and returns.",
             key="task.name",
         )
-    if unwritten := [method for method in ("loss", "sums", "metrics") if not task.has(method)]:
-        raise UserError(
-            f"{name} returned a Task without {' and '.join(unwritten)}.",
-            why=f"Each run needs loss, sums and metrics of {type(task).__name__}.",
-            fix="Write what is missing: trainkit.tasks.Task says what each is given and returns.",
-            key="task.name",
-        )
-    return task
+    return task  # type: ignore[no-any-return]
 
 
-# What a task is to the loop: a loss to train on, and sums over samples that metrics are made of.
-
-KEY = "classes"
-"""Where a checkpoint's state has the names of the model's outputs."""
+_KEY = "classes"
+"""Where a checkpoint's state has the names of the model's outputs, for the data may have other classes by now."""
 _LONGEST = 1 << 20
 """Characters of JSON: of more the checkpoint's record would be too long to be read."""
 _SHOWN = 40
@@ -155,9 +149,6 @@ def _part(task: Task, output: Tensor, labels: Tensor, share: Tensor | None, weig
     return Losses(plain, (weight * losses).mean(), (weight if share is None else weight * share).mean())
 
 
-# Which output is which: a checkpoint says what it was trained on, for the data may have other classes by now.
-
-
 def told_classes(splits: Splits) -> dict[str, list[str]]:
     """For the state of a checkpoint: the names of the model's outputs in order.
 
@@ -165,15 +156,13 @@ def told_classes(splits: Splits) -> dict[str, list[str]]:
     """
     names = [str(name) for name in splits.info.class_names]
     is_known = len(splits.train) > 0 and len(json.dumps(names)) <= _LONGEST
-    return {KEY: names} if is_known else {}
+    return {_KEY: names} if is_known else {}
 
 
 def classes_in(state: Mapping[str, Any]) -> tuple[str, ...] | None:
     """What a checkpoint was trained on; None where it does not say so."""
-    names = state.get(KEY)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return None
-    return tuple(names)
+    names = state.get(_KEY)
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def difference(trained: Sequence[str] | None, now: Sequence[str]) -> str:
@@ -184,7 +173,8 @@ def difference(trained: Sequence[str] | None, now: Sequence[str]) -> str:
     if len(trained) != len(now):
         return f"it was trained on {len(trained)} classes, and the data has {len(now)}"
     first = next(label for label, (was, is_now) in enumerate(zip(trained, now, strict=True)) if was != is_now)
-    return f"class {first} was {_shown(trained[first])} in training, and in the data is {_shown(now[first])}"
+    was, is_now = (one_line(names[first], _SHOWN) for names in (trained, now))
+    return f"class {first} was '{was}' in training, and in the data is '{is_now}'"
 
 
 def require_same_classes(state: Mapping[str, Any], splits: Splits, root: str) -> None:
@@ -196,7 +186,3 @@ def require_same_classes(state: Mapping[str, Any], splits: Splits, root: str) ->
             fix="Give the data as it was: data.root=FOLDER, if it has moved; or train anew on this one.",
             key="data.root",
         )
-
-
-def _shown(name: str) -> str:
-    return f"'{one_line(name, _SHOWN)}'"

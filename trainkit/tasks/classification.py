@@ -14,7 +14,7 @@ from trainkit.errors import UserError
 from trainkit.tasks import Task
 
 if TYPE_CHECKING:
-    from trainkit.data.base import DataInfo, Samples, Splits
+    from trainkit.data.base import DataInfo, Splits
 
 METRICS = {"acc1": ("%", "higher", "Top-1 accuracy"), "acc5": ("%", "higher", "Top-5 accuracy")}
 HEADLINE = "acc1"
@@ -95,40 +95,27 @@ def weights_of(asked: str | Sequence[float] | None, splits: Splits) -> list[floa
 
     Raises UserError for another number of weights than of classes, and where the classes cannot be balanced.
     """
-    classes = splits.info.num_classes
+    classes, name, train = splits.info.num_classes, splits.info.name, splits.train
     if asked is None:
         return None
+
+    def refused(what: str, why: str, fix: str) -> UserError:
+        return UserError(f"{_KEY}{what}", why=why, fix=f"Give {classes} numbers as {_KEY}, or {fix}", key=_KEY)
+
     if asked != "balanced":
         if len(asked) != classes:
-            raise UserError(
-                f"{_KEY} has {len(asked)} weights, and {splits.info.name} has {classes} classes.",
-                why="Each class has one, in the order of the labels.",
-                fix=f"Give {classes} numbers, or {_KEY}=balanced.",
-                key=_KEY,
-            )
+            what = f" has {len(asked)} weights, and {name} has {classes} classes."
+            raise refused(what, "Each class has one, in the order of the labels.", f"{_KEY}=balanced.")
         return [float(weight) for weight in asked]
-    counts = Counter(_labels(splits.train, splits))
+    known = getattr(train, "labels", None)
+    if known is None and not splits.in_memory:
+        what = f"=balanced needs the labels of {name}, which does not tell them."
+        why = "Each image would have to be read for its label."
+        raise refused(what, why, "add `labels` to the data set's samples.")
+    labels: Iterable[int] = (train[index][1] for index in range(len(train))) if known is None else known
+    counts = Counter(labels.tolist() if isinstance(labels, Tensor) else labels)
     absent = [splits.info.class_names[label] for label in range(classes) if not counts[label]]
     if absent:
-        raise UserError(
-            f"{_KEY}=balanced needs samples of each class; {splits.info.name} has none of {', '.join(absent[:3])}.",
-            why="The weight of a class is one divided by its share of the training data.",
-            fix=f"Give {classes} numbers as {_KEY}, or add images.",
-            key=_KEY,
-        )
-    return [len(splits.train) / (classes * counts[label]) for label in range(classes)]
-
-
-def _labels(samples: Samples, splits: Splits) -> Iterable[int]:
-    known = getattr(samples, "labels", None)
-    if known is not None:
-        labels: Iterable[int] = known.tolist() if isinstance(known, Tensor) else known
-        return labels
-    if splits.in_memory:
-        return (samples[index][1] for index in range(len(samples)))
-    raise UserError(
-        f"{_KEY}=balanced needs the labels of {splits.info.name}, which does not tell them.",
-        why="Each image would have to be read for its label.",
-        fix=f"Give {splits.info.num_classes} numbers as {_KEY}, or add `labels` to the data set's samples.",
-        key=_KEY,
-    )
+        what = f"=balanced needs samples of each class; {name} has none of {', '.join(absent[:3])}."
+        raise refused(what, "The weight of a class is one divided by its share of the training data.", "add images.")
+    return [len(train) / (classes * counts[label]) for label in range(classes)]
