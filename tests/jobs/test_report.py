@@ -44,14 +44,11 @@ def test_the_folder_of_a_run_may_have_any_name(
     assert (folder / "report.html").is_file()
 
 
-def test_the_log_book_of_several_runs_goes_into_a_folder_report(env: dict[str, str], tmp_path: Path) -> None:
-    assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0002")], env) == 0
-    assert "# Log book of 2 runs" in (tmp_path / "report" / "logbook.md").read_text()
-
-
-def test_a_run_given_twice_is_one_run(env: dict[str, str], tmp_path: Path) -> None:
+def test_several_runs_go_into_a_folder_report_and_one_given_twice_is_one(env: dict[str, str], tmp_path: Path) -> None:
     assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0001")], env) == 0
     assert (tmp_path / "runs" / "ddp-0001" / "logbook.md").is_file()
+    assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0002")], env) == 0
+    assert "# Log book of 2 runs" in (tmp_path / "report" / "logbook.md").read_text()
 
 
 def test_reporting_never_loads_torch(env: dict[str, str], tmp_path: Path) -> None:

@@ -19,6 +19,14 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/my_model.py", 
 
 
 @pytest.fixture
+def queued(fake_slurm: Path, tmp_path: Path) -> RunDir:
+    """A run whose job SLURM has."""
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    return run
+
+
+@pytest.fixture
 def failed(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
     """A local run whose rank 1 raised."""
     run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
@@ -71,17 +79,13 @@ def test_an_attempt_can_be_asked_for_and_a_missing_one_is_an_error(command: Comm
     assert "raised ValueError: bad" in command("why", "ddp-0001", "--attempt", "0").out
     done = command("why", "ddp-0001", "--attempt", "7")
     assert (done.code, "There are: 0." in done.err) == (2, True)
-
-
-def test_a_run_that_completed_has_nothing_to_explain(command: Command, failed: RunDir) -> None:
     append_event(failed, "submitted", executor="local", job_id="2")
     append_event(failed, "ended", attempt=1, state="COMPLETED")
     assert command("why", "ddp-0001").out == "ddp-0001: COMPLETED (job 2). It came to its end; nothing failed.\n"
 
 
-def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="4711")
+@pytest.mark.usefixtures("queued")
+def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path) -> None:
     said = command("why", "ddp-0001").out
     assert said.startswith("ddp-0001: PENDING (job 4711). Nothing is wrong: it waits for its turn (PENDING Resources).")
     assert said.splitlines()[-1] == "  fix: `squeue -j 4711 --start`"
@@ -89,11 +93,8 @@ def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path, tmp_
     assert "SLURM means to start it about 2035-11-21 22:04, " in command("why", "ddp-0001").out
 
 
-def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(
-    command: Command, fake_slurm: Path, tmp_path: Path
-) -> None:
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="4711")
+def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(command: Command, queued: RunDir) -> None:
+    run = queued
     run.attempt_logs(0).mkdir()
     (run.logs / "batch.out").write_text("Attempt 0 on n[1-2]: ...\nsrun: error: n2: task 1: Killed\n")
     append_event(run, "requeued", attempt=0, job_id="4711")
@@ -105,10 +106,9 @@ def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(
 
 
 def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
-    command: Command, fake_slurm: Path, tmp_path: Path
+    command: Command, queued: RunDir, fake_slurm: Path
 ) -> None:
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="4711")
+    run = queued
     (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|RUNNING|None|10:00|n1|2026-11-21T12:00:00'\n")
     run.attempt_logs(0).mkdir()
     now = time.time()
@@ -138,17 +138,8 @@ def sweep(folder: Path, *ends: tuple[str, int, int, str] | None) -> None:
         append_event(run, "ended", attempt=0, state="FAILED" if end else "COMPLETED")
 
 
-def test_of_a_sweep_each_cause_is_said_once(command: Command, failed: RunDir) -> None:
+def test_of_a_sweep_each_cause_is_said_once_and_other_errors_are_others(command: Command, failed: RunDir) -> None:
     killed = ("n1", 0, 0, "killed by SIGKILL")
-    sweep(failed.path.parent / "lrs", killed, None, killed)
-    said = command("why", "lrs").out.splitlines()
-    assert said[0] == "3 runs: 2 FAILED, 1 COMPLETED."
-    assert said[1].startswith("0: FAILED (job 0). Rank 0 on n1 was killed (SIGKILL)")
-    assert said[-1] == "The same: 2."
-    assert sum("was killed" in line for line in said) == 1
-
-
-def test_different_errors_of_a_sweep_are_not_the_same(command: Command, failed: RunDir) -> None:
     sweep(
         failed.path.parent / "odd",
         ("n1", 0, 7, "ValueError: bad"),
@@ -157,10 +148,15 @@ def test_different_errors_of_a_sweep_are_not_the_same(command: Command, failed: 
         ("n1", 0, 7, "ValueError: worse"),
         ("n1", 0, 7, "ModuleNotFoundError: No module named 'one'"),
         ("n1", 0, 7, "ModuleNotFoundError: No module named 'two'"),
+        killed,
+        None,
+        killed,
     )
     said = command("why", "odd").out.splitlines()
-    assert [line[0] for line in said if ": FAILED (job " in line] == ["0", "2", "3", "4", "5"]
-    assert [line for line in said if "The same" in line] == ["The same: 1."]
+    assert said[0] == "9 runs: 8 FAILED, 1 COMPLETED."
+    assert [line[0] for line in said if ": FAILED (job " in line] == ["0", "2", "3", "4", "5", "6"]
+    assert [line for line in said if "The same" in line] == ["The same: 1.", "The same: 8."]
+    assert sum("Rank 0 on n1 was killed (SIGKILL)" in line for line in said) == 1
 
 
 def test_runs_of_a_sweep_that_were_never_queued_are_said_once(command: Command, failed: RunDir) -> None:

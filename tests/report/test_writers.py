@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.report.conftest import rows_of, write_sweep_of
+from tests.report.conftest import rows_of, write_run, write_sweep_of
 from trainkit import fileio
 from trainkit.config.components import LOSS
 from trainkit.errors import UserError
@@ -512,47 +512,45 @@ CONFIGS = (
     "optim: 3\nschedule: {name: 1, warmup_epochs: q}\nlaunch: {nodes: x}\nstrategy: {name: [dp]}\n",
     "train: {global_batch_size: 64}\nstrategy: {name: dp}\nschedule: {name: a, warmup_epochs: 2}\n",
 )
-METRICS = "time epoch loss acc1 acc5 lr images_per_sec seconds_data seconds_forward round peers parts parts_expected"
-EVENT = "time attempt step total_steps steps_per_epoch world_size hosts signals rank host node state why error job_id"
-KINDS = "submitted started handed_back requeued failed ended saved nonfinite skipped excluded cancelled rolled_back"
-KINDS += " probed"
-SAMPLE = "time cpu_percent memory_used_mb memory_total_mb process_memory_mb"
-SUMMARY = "outcome steps best_step train_seconds max_memory_mb micro_batch_size grad_accum_steps seconds params energy"
-SUMMARY += " mfu advice max_memory_mb_of_ranks"
-COUNTS: list[Any] = [[[0, 1, 3], [1, 1, 2]], [[0, 9, 1]], [[0, 0]], 3, [[0, 0, 0]], [["a", 1, 1]], [[0, 0, 2**52]]]
-NAMES: list[Any] = [["a", "b", "c"], 3, None, [None, {}, "<"], []]
 
 
-def write_odd_run(path: Path, rng: random.Random) -> RunDir:
-    """Every file of a run, with anything in it."""
-
-    def odd() -> Any:
+def bent(value: Any, rng: random.Random) -> Any:
+    """The same with some of it left out, and some of it anything."""
+    if rng.random() < 0.2:
         return rng.choice(ODD) if rng.random() < 0.6 else rng.random() * 10 ** rng.randint(-12, 12)
+    if isinstance(value, dict):
+        return {key: bent(own, rng) for key, own in value.items() if rng.random() < 0.9}
+    return [bent(own, rng) for own in value] if isinstance(value, list) else value
 
-    def record(keys: str) -> dict[str, Any]:
-        return {key: odd() for key in keys.split() if rng.random() < 0.8}
 
-    def lines(file: Path, records: list[dict[str, Any]]) -> None:
-        file.write_text("".join(json.dumps(item) + rng.choice(["\n", "\n", '\n{"torn']) for item in records))
-
-    path.mkdir(parents=True)
-    run = RunDir(path)
-    run.config.write_text(rng.choice(CONFIGS))
-    numbers = [record(METRICS) | {"split": rng.choice(["train", "val", "test", 3])} for _ in range(rng.randint(0, 40))]
-    lines(run.metrics, [item | {"step": rng.choice([at * 10, odd(), at])} for at, item in enumerate(numbers)])
-    events = [record(EVENT) | {"event": rng.choice(KINDS.split())} for _ in range(rng.randint(0, 30))]
-    times = [1.7e9 + rng.random() * rng.choice([1, 1e3, 1e7]) for _ in events]
-    lines(run.events, [item | {"time": time} | {"hosts": ["a<"]} for item, time in zip(events, times, strict=True)])
-    gpus: list[Any] = [None, 3, [{"index": 0, "util_percent": odd(), "power_w": odd()}], [{"index": odd()}], [3]]
-    samples = [record(SAMPLE) | {"gpus": rng.choice(gpus)} for _ in range(rng.randint(0, 20))]
-    lines(run.hardware("h"), [item | rng.choice([{}, {"time": 1.7e9 + at}]) for at, item in enumerate(samples)])
-    counts = {"split": odd(), "step": odd(), "classes": rng.choice(NAMES), "raw": rng.choice(COUNTS)}
-    run.confusion.write_text(json.dumps(counts))
-    image = {"label": odd(), "told": odd(), "confidence": odd(), "png": rng.choice(["aa", 3, "iVBORw0KGgo=", ""])}
-    run.mistakes("val").write_text(json.dumps({"step": odd(), "images": rng.choice([3, [], [image]])}))
-    summary = rng.choice([record(SUMMARY), {"seconds": {"data": odd()}, "outcome": "finished"}])
-    run.summary.write_text(json.dumps(summary))
-    run.manifest.write_text(json.dumps(record("command packages git host python fingerprint platform")))
+def odd_run(path: Path, rng: random.Random) -> RunDir:
+    """Every file of a run, with anything in it."""
+    run = write_run(
+        path, steps=rng.choice((0, 40)), gpus=rng.randint(0, 2), finished=rng.random() < 0.7, restarts=(20,)
+    )
+    confusion(run, ["a", "b", "<"], [[0, 1, 3], [1, 1, 2], [0, 0, 2**52]])
+    run.mistakes("val").write_text(
+        '{"step": 7, "images": [{"label": 1, "told": 2, "confidence": 1, "png": "iVBORw0KGgo="}]}'
+    )
+    run.manifest.write_text('{"command": ["a"], "packages": {"a": "b"}, "git": {"commit": "a"}, "host": "h"}')
+    for kind in ("submitted", "probed", "excluded", "nonfinite", "rolled_back", "handed_back", "failed", "straggler"):
+        event = {
+            "time": 1.7e9 + rng.random() * 1e5,
+            "event": kind,
+            "attempt": 1,
+            "step": 7,
+            "hosts": ["a<"],
+            "signals": ["x"],
+        }
+        fileio.append_jsonl(run.events, event | {"micro_batch_size": 4, "world_size": 2, "rank": 0, "error": "<b>"})
+    for step in (50, 60):
+        sent = {"round": 1, "peers": 2, "parts": 3, "parts_expected": 4, "seconds_data": 1.0, "seconds_forward": 2.0}
+        fileio.append_jsonl(run.metrics, {"step": step, "split": "train", "epoch": 1.0, "loss": 1.0, **sent})
+    for file in [file for file in run.path.iterdir() if file.suffix in (".json", ".jsonl")]:
+        lines = [json.dumps(bent(json.loads(line), rng)) for line in file.read_text().splitlines() if line]
+        file.write_text("".join(line + rng.choice(["\n", "\n", '\n{"torn']) for line in lines))
+    if rng.random() < 0.5:
+        run.config.write_text(rng.choice(CONFIGS))
     return run
 
 
@@ -560,7 +558,7 @@ def write_odd_run(path: Path, rng: random.Random) -> RunDir:
 def test_of_any_record_there_is_a_report_with_places_that_exist(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     for case in range(20):
-        runs = [write_odd_run(tmp_path / str(case) / f"run-{at}", rng) for at in range(rng.randint(1, 3))]
+        runs = [odd_run(tmp_path / str(case) / f"run-{at}", rng) for at in range(rng.randint(1, 3))]
         texts = [write_page(collect(runs), tmp_path / str(case)).read_text()]
         assert Document(texts[0]).sections() != []
         with suppress(UserError):  # nothing of it has begun

@@ -36,11 +36,9 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
         kinds[str(record.get("kind"))].append(record)
     began, ended = (kinds["began"] or [{}])[-1], kinds["ended"]
     rows = {arm["name"]: Row(arm["name"], _arm(arm)) for arm in began.get("arms", [])}
-    for record in (*kinds["failed"], *kinds["largest"]):
-        if (row := rows.get(record.get("arm", ""))) and record["kind"] == "failed":
-            row.failed = str(record.get("why", ""))
-        elif row:
-            row.largest = record.get("size")
+    for row in rows.values():
+        row.failed = next((str(told.get("why", "")) for told in kinds["failed"] if told.get("arm") == row.name), "")
+        row.largest = next((told.get("size") for told in kinds["largest"] if told.get("arm") == row.name), None)
     samples = [one for one in kinds["sample"] if one.get("seconds") and one.get("arm") in {*rows, CONTROL}]
     by_arm: dict[str, dict[int, Sample]] = defaultdict(dict)
     for one in samples:
@@ -52,11 +50,19 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
     first = next((name for name in rows if name in costs), "")
     before, again = costs.get(first, {}), costs.get(CONTROL, {})
     control = [before[number] / again[number] for number in sorted(before.keys() & again.keys())]
-    problem = _problem(control, first) or _busy(samples)
+    taken_by_others = _numbers(one.get("cpu_taken") for one in samples)
+    busy = cpus_taken(statistics.median(taken_by_others) if taken_by_others else None)
+    problem = _problem(control, first) or busy
     for name, row in rows.items():
         own, against = costs.get(name, {}), row.arm.base or first
         row.rates = [bench.scale / cost for cost in own.values()]
-        _fill(row, list(by_arm[name].values()))
+        taken = list(by_arm[name].values())
+        losses = _numbers(one.get("loss") for one in taken)
+        row.memory_mb = _memory(taken)
+        row.loss = statistics.median(losses) if losses and len(losses) == len(taken) else None
+        for key in {key for one in taken for key in one.get("extra", {})}:
+            if values := _numbers(one.get("extra", {}).get(key) for one in taken):
+                row.extra[key] = statistics.median(values)
         if name != against and row.rates and costs.get(against):
             # The first arm took the mean of its two turns.
             twice = again if against == first else {}
@@ -96,16 +102,6 @@ def _arm(told: Mapping[str, Any]) -> Arm:
     return Arm(overrides=tuple(told.get("overrides", ())), ranks=None if ranks is None else tuple(ranks), **known)
 
 
-def _fill(row: Row, samples: Sequence[Sample]) -> None:
-    """Medians of what the samples hold besides their time."""
-    row.memory_mb = _memory(samples)
-    losses = _numbers(one.get("loss") for one in samples)
-    row.loss = statistics.median(losses) if losses and len(losses) == len(samples) else None
-    for key in {key for one in samples for key in one.get("extra", {})}:
-        if values := _numbers(one.get("extra", {}).get(key) for one in samples):
-            row.extra[key] = statistics.median(values)
-
-
 def _numbers(values: Iterable[Any]) -> list[float]:
     return [value for value in values if isinstance(value, int | float)]
 
@@ -124,11 +120,6 @@ def _problem(control: Sequence[float], first: str) -> str:
     if abs(median - 1) > TOLERANCE:
         return f"the control is off, {first} against itself came to {median:.2f} x: this machine does something else"
     return ""
-
-
-def _busy(samples: Sequence[Sample]) -> str:
-    taken = _numbers(one.get("cpu_taken") for one in samples)
-    return cpus_taken(statistics.median(taken) if taken else None)
 
 
 def _contradiction(row: Row, control: Sequence[float]) -> str:
@@ -188,15 +179,11 @@ def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
         | {"rate_max": max(row.rates, default=None), **row.extra}
         for row in results.rows
     ]
+    about = {"bench": results.bench.name, "question": results.bench.question, "meaning": results.meaning}
+    about |= {"preset": results.request.preset}
+    about |= {key: getattr(results, key) for key in ("where", "ended", "rounds", "updates")}
     return {
-        "bench": results.bench.name,
-        "question": results.bench.question,
-        "meaning": results.meaning,
-        "preset": results.request.preset,
-        "where": results.where,
-        "ended": results.ended,
-        "rounds": results.rounds,
-        "updates": results.updates,
+        **about,
         "unit": results.bench.unit,
         "control": {"ratios": results.control, "median": median, "noise": [low, high]},
         "arms": arms,
@@ -265,16 +252,16 @@ def picture(results: Results) -> str:
     unit = results.bench.unit
     rates = {row.name: (row.median, (min(row.rates), max(row.rates))) for row in results.ran}
     memory = {row.name: (row.memory_mb, None) for row in results.ran if row.memory_mb is not None}
-    chart = _lines if results.bench.axis else _bars
-    charts = [chart(results, "Speed", unit, rates), chart(results, "Peak memory of a rank", "MiB", memory)]
+    charts = [_chart(results, "Speed", unit, rates), _chart(results, "Peak memory of a rank", "MiB", memory)]
     names = list(dict.fromkeys(row.arm.series for row in results.ran)) if results.bench.axis else []
     legend = [(_label(name), _colour(name, names)) for name in names] if len(names) > 1 else []
     return drawing(charts, title=f"{results.bench.question} {results.where}", legend=legend, foot=results.meaning)
 
 
-def _bars(results: Results, title: str, unit: str, values: Values) -> Picture | None:
-    bars = [Bar(name, value, spread=spread) for name, (value, spread) in values.items()]
-    return bar_chart(title, unit, bars)
+def _chart(results: Results, title: str, unit: str, values: Values) -> Picture | None:
+    if not results.bench.axis:
+        return bar_chart(title, unit, [Bar(name, value, spread=spread) for name, (value, spread) in values.items()])
+    return _lines(results, title, unit, values)
 
 
 def _lines(results: Results, title: str, unit: str, values: Values) -> Picture | None:

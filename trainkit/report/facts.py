@@ -399,7 +399,7 @@ class Facts:
         ranks, threads, cpus, hosts = (self.started(key) for key in ("world_size", "threads", "cpus", "hosts"))
         known = all(map(fileio.is_whole, (ranks, threads, cpus))) and isinstance(hosts, list) and hosts
         each = -(-ranks // len(hosts)) if known else 0
-        if each * (threads or 0) > (cpus or 0):
+        if known and each * threads > cpus:
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
         taken, load = (
             [usage.mean for host in self.hosts if (usage := host.usage(key))] for key in ("cpu_taken", "load")
