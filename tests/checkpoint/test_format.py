@@ -27,14 +27,6 @@ def write(folder: Path, step: int, value: float = 0.0) -> Path:
     return reading.write(folder, step, {"model": {"w": torch.full((100,), value)}}, {"note": "hello"})
 
 
-def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    write(tmp_path, 6)
-    write(tmp_path, 7, 3.0)
-    assert format.pointed(tmp_path, "latest") == 7
-    assert format.verified(tmp_path, 7).state["note"] == "hello"
-    assert torch.equal(reading.tensors(tmp_path)["w"], torch.full((100,), 3.0))
-
-
 @pytest.mark.parametrize(
     ("best", "latest", "keep", "left"),
     [(2, 6, 3, [2, 4, 5, 6]), (None, 1, 2, [1, 5, 6])],  # after a fall back, later ones are newer by number only
@@ -71,16 +63,6 @@ def test_names_and_numbers_stand_for_checkpoints(tmp_path: Path) -> None:
     assert named == {"best": 3, "latest": 5, "8": 8, "00005": 5}
 
 
-def test_a_name_that_stands_for_none_is_the_newest_and_that_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (3, 5, 8):
-        write(tmp_path, step)
-    assert format.resolve(tmp_path, "best") == 8
-    words = "best does not name a checkpoint of this run. Taking the newest, of step 8.\n"
-    assert capsys.readouterr().err.endswith(words)
-
-
 @pytest.mark.parametrize("step", [1, 7])  # a time limit saves at a step that the next attempt may pass by
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, step: int) -> None:
     left = tmp_path / f".step-{step:08d}.partial"
@@ -106,13 +88,6 @@ def test_other_weights_of_a_step_and_a_broken_checkpoint_are_replaced(tmp_path: 
         weights.unlink()
     write(tmp_path, 1, 2.0)
     assert reading.tensors(tmp_path)["w"][0] == 2
-
-
-def test_asking_for_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    with pytest.raises(UserError) as error:
-        format.resolve(tmp_path, "9")
-    assert "5" in error.value.why
 
 
 DIST = Distributed(RankEnv.single(), torch.device("cpu"))
@@ -210,12 +185,6 @@ def not_safetensors(checkpoint: Path) -> None:
     edited(files={**body["files"], "model.safetensors": facts})(checkpoint)
 
 
-def without_its_checksum(checkpoint: Path) -> None:
-    body = json.loads((checkpoint / "state.json").read_text())
-    body.pop("sha256")
-    (checkpoint / "state.json").write_text(json.dumps(body))
-
-
 def a_digit_changed(checkpoint: Path) -> None:
     file = checkpoint / "state.json"
     file.write_text(file.read_text().replace('"note": 2', '"note": 3'))
@@ -241,7 +210,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "state.json has no end": (text(" " * (LONGEST + 1)), "a file of its kind at most"),
     "state.json is not UTF-8": (lambda c: (c / "state.json").write_bytes(b"\xff\xfe\xfd"), "not readable"),
     "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "has been changed"),
-    "state.json has no checksum": (without_its_checksum, "no checksum"),
+    "state.json has no checksum": (text('{"step": 2}'), "no checksum"),
     "a digit of state.json changed": (a_digit_changed, "has been changed"),
     "made by another version": (edited(format=0), "another version"),
     "with a key more": (edited(more=1), "another version"),
@@ -347,22 +316,17 @@ def test_a_link_that_names_no_checkpoint_is_said_and_then_replaced(
     (two / name).unlink(missing_ok=True)
     make(two / name)
     assert format.resolve(two, name) == NEW
-    assert f"{name} does not name a checkpoint" in capsys.readouterr().err
+    assert f"{name} does not name a checkpoint of this run. Taking the newest, of step 2." in capsys.readouterr().err
     Checkpoints(two, keep=5, dist=DIST).save(*make_model(3), step=3, state={}, best_step=3)
     assert format.pointed(two, name) == 3
+    if make is a_folder:
+        assert f"has been moved to {name}-0" in capsys.readouterr().err
+        assert (two / f"{name}-0" / "model.safetensors").is_file()
 
 
-def test_a_folder_in_the_place_of_a_link_is_moved_aside_and_kept(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (two / "latest").unlink()
-    a_folder(two / "latest")
-    format.point(two, "latest", NEW)
-    assert "has been moved to latest-0" in capsys.readouterr().err
-    assert (two / "latest-0" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("which", ["²", "٣", "-1", "1.0", "", "9" * 5000, "../2", "step-00000002"])
-def test_what_is_no_step_is_refused(two: Path, which: str) -> None:
-    with pytest.raises(UserError, match="No checkpoint"):
+@pytest.mark.parametrize("which", ["9", "²", "٣", "-1", "1.0", "", "9" * 5000, "../2", "step-00000002"])
+def test_what_is_no_step_is_refused_and_those_that_are_there_named(two: Path, which: str) -> None:
+    with pytest.raises(UserError, match=r"No checkpoint[\s\S]*Steps with a checkpoint: 1, 2\."):
         format.resolve(two, which)
 
 

@@ -180,41 +180,22 @@ def test_the_thread_that_writes_gives_way_to_those_that_train(tmp_path: Path, mo
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
+def buffers(checkpoints: Checkpoints) -> set[int]:
+    return {value.data_ptr() for named in checkpoints._copies.values() for value in named.values()}
+
+
+def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, gate: Gate) -> None:
     checkpoints, model = begun(tmp_path)
+    memory = buffers(checkpoints)
+    assert checkpoints.seconds_since_save() == 0.0, "its age while it is written"
     threading.Timer(0.2, gate.opened.set).start()
     checkpoints.save(model, None, step=2, state={}, best_step=None)
     assert gate.opened.is_set()
     checkpoints.settle()
     assert format.steps(tmp_path) == [1, 2], "the first is the best"
-
-
-def test_an_age_is_that_of_the_copy_and_zero_while_one_is_written(tmp_path: Path, gate: Gate) -> None:
-    checkpoints, _ = begun(tmp_path)
-    time.sleep(0.05)
-    assert checkpoints.seconds_since_save() == 0.0
-    gate.opened.set()
-    checkpoints.settle()
-    assert checkpoints.seconds_since_save() >= 0.05
-
-
-def test_a_lease_lost_while_it_is_written_leaves_all_as_it_was(tmp_path: Path) -> None:
-    checkpoints, _ = begun(tmp_path, may_write=held_for(1))
-    with pytest.raises(RefusedError, match="Another process"):
-        checkpoints.settle()
-    assert [*tmp_path.iterdir()] == []
-
-
-def buffers(checkpoints: Checkpoints) -> set[int]:
-    return {value.data_ptr() for named in checkpoints._copies.values() for value in named.values()}
-
-
-def test_the_memory_of_a_copy_is_used_again(tmp_path: Path) -> None:
-    checkpoints, model = begun(tmp_path)
-    before = buffers(checkpoints)
-    checkpoints.save(model, None, step=2, state={}, best_step=None)
-    checkpoints.settle()
-    assert buffers(checkpoints) == before != set()
+    assert buffers(checkpoints) == memory != set()
+    time.sleep(0.02)
+    assert checkpoints.seconds_since_save() >= 0.02, "the age of the copy"
 
 
 def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
@@ -226,12 +207,6 @@ def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Pa
     gate.opened.set()
     checkpoints.settle()
     assert torch.equal(tensors(tmp_path)["weight"], torch.ones(2, 3))
-
-
-def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
-    checkpoints.save(nn.Linear(3, 2), None, step=1, state={}, best_step=None)
-    assert (buffers(checkpoints), format.steps(tmp_path)) == (set(), [1])
 
 
 # In the loop
@@ -374,13 +349,8 @@ def test_all_is_flushed_before_the_checkpoint_has_its_name_and_after(tmp_path: P
         "rename to latest",
         "fsync checkpoints",
     ]
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells descriptors by /proc")
-def test_a_new_state_is_flushed_before_it_takes_its_place(tmp_path: Path, calls: list[str]) -> None:
-    write(tmp_path, 1, TENSORS, {})
     calls.clear()
-    write(tmp_path, 1, TENSORS, {"note": "again"})
+    write(tmp_path / "checkpoints", 1, TENSORS, {"note": "a new state"})
     renamed = calls.index("rename to state.json")
     assert calls[:renamed][-2:] == ["fsync state.json", "fsync .step-00000001.partial"]
     assert calls[renamed + 1] == "fsync step-00000001"
@@ -401,14 +371,24 @@ def contents(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("questions", [0, 1], ids=["before it begins", "while it writes"])
-def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questions: int) -> None:
+@pytest.mark.parametrize(
+    ("questions", "asynchronous"),
+    [(0, False), (1, False), (1, True)],
+    ids=["before it begins", "while it writes", "behind training"],
+)
+def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questions: int, asynchronous: bool) -> None:
     dist, model = DIST, nn.Linear(2, 1)
     Checkpoints(tmp_path, keep=1, dist=dist).save(model, None, step=1, state={}, best_step=1)
     before = contents(tmp_path)
-    checkpoints = Checkpoints(tmp_path, keep=1, dist=dist, may_write=held_for(questions))
-    with pytest.raises(RefusedError, match="Another process"):
+    may_write = held_for(questions)
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=dist, may_write=may_write, asynchronous=asynchronous)
+
+    def save() -> None:
         checkpoints.save(model, None, step=2, state={}, best_step=2)
+        checkpoints.settle()
+
+    with pytest.raises(RefusedError, match="Another process"):
+        save()
     assert contents(tmp_path) == before
     assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
 

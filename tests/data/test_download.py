@@ -46,38 +46,27 @@ def silent(line: str) -> None:
     pass
 
 
-def test_a_download_is_complete_and_verified(tmp_path: Path, mirror: str) -> None:
+def test_a_download_is_complete_verified_and_not_fetched_again(tmp_path: Path, mirror: str) -> None:
     said: list[str] = []
-    download(f"{mirror}/file.bin", tmp_path / "new" / "file.bin", MD5, said.append)
-    assert (tmp_path / "new" / "file.bin").read_bytes() == CONTENT
+    target = tmp_path / "new" / "file.bin"
+    download(f"{mirror}/file.bin", target, MD5, said.append)
+    assert target.read_bytes() == CONTENT
     assert any("100 %" in line for line in said)
+    download("http://127.0.0.1:9/file.bin", target, MD5, said.append)
+    assert said[-1] == f"{target} is already there."
+    target.write_bytes(CONTENT[:100])  # cut short
+    download(f"{mirror}/file.bin", target, MD5, silent)
+    assert target.read_bytes() == CONTENT
 
 
-def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
-    (tmp_path / "file.bin").write_bytes(CONTENT)
-    said: list[str] = []
-    download("http://127.0.0.1:9/file.bin", tmp_path / "file.bin", MD5, said.append)
-    assert said == [f"{tmp_path / 'file.bin'} is already there."]
-
-
-def test_what_was_cut_short_is_fetched_again(tmp_path: Path, mirror: str) -> None:
-    (tmp_path / "file.bin").write_bytes(CONTENT[:100])
-    download(f"{mirror}/file.bin", tmp_path / "file.bin", MD5, silent)
-    assert (tmp_path / "file.bin").read_bytes() == CONTENT
-
-
-def test_another_file_than_the_known_one_is_refused_and_removed(tmp_path: Path, mirror: str) -> None:
-    with pytest.raises(UserError, match="gave another file than the known one"):
-        download(f"{mirror}/file.bin", tmp_path / "new" / "file.bin", "0" * 32, silent)
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_longer_file_than_any_data_set_has_is_refused(
-    tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("md5", "longest", "says"), [("0" * 32, 1 << 20, "Its MD5 is"), (MD5, 100, "a longer file")])
+def test_another_file_than_the_known_one_is_refused_and_removed(
+    tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch, md5: str, longest: int, says: str
 ) -> None:
-    monkeypatch.setattr(downloads, "LONGEST_DOWNLOAD", 100)
-    with pytest.raises(UserError, match="that of a longer file"):
-        download(f"{mirror}/file.bin", tmp_path / "file.bin", MD5, silent)
+    monkeypatch.setattr(downloads, "LONGEST_DOWNLOAD", longest)
+    with pytest.raises(UserError, match=rf"gave another file than the known one[\s\S]*{says}"):
+        download(f"{mirror}/file.bin", tmp_path / "new" / "file.bin", md5, silent)
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def stop_half_way(final: Path, *, keep: bool) -> None:
@@ -86,23 +75,20 @@ def stop_half_way(final: Path, *, keep: bool) -> None:
         raise RuntimeError
 
 
-def test_a_folder_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "left"), [(False, []), (True, ["half"])])
+def test_a_folder_has_its_name_only_when_it_is_complete(tmp_path: Path, keep: bool, left: list[str]) -> None:
     with pytest.raises(RuntimeError):
-        stop_half_way(tmp_path / "data", keep=False)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "data.partial").mkdir()
-    (tmp_path / "data.partial" / "of a killed process").touch()
-    with complete_folder(tmp_path / "data") as folder:
-        assert list(folder.iterdir()) == []  # the leftover is gone
+        stop_half_way(tmp_path / "data", keep=keep)
+    assert [file.name for file in tmp_path.iterdir()] == ["data.partial"] * keep
+    if not keep:
+        (tmp_path / "data.partial").mkdir()
+        (tmp_path / "data.partial" / "of a killed process").touch()
+    with complete_folder(tmp_path / "data", keep=keep) as folder:
+        assert [file.name for file in folder.iterdir()] == left
         (folder / "whole").touch()
-    assert [file.name for file in (tmp_path / "data").iterdir()] == ["whole"]
-
-
-def test_a_kept_folder_goes_on_where_it_was(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
-        stop_half_way(tmp_path / "data", keep=True)
-    with complete_folder(tmp_path / "data", keep=True) as folder:
-        assert [file.name for file in folder.iterdir()] == ["half"]
+    assert (tmp_path / "data" / "whole").exists()
+    with pytest.raises(UserError, match=f"mv {tmp_path}/data {tmp_path}/data.old"), complete_folder(tmp_path / "data"):
+        pass  # it has lost files since
 
 
 def tar_of(path: Path, member: tarfile.TarInfo, content: bytes = b"x") -> Path:
@@ -137,22 +123,6 @@ def test_what_leads_out_of_an_archive_is_refused(tmp_path: Path, member: tarfile
     assert [file.name for file in tmp_path.iterdir()] == ["evil.tar"]
 
 
-def sparse_tar(path: Path) -> Path:
-    """Ten kilobytes that ask for 50 GB, as GNU tar writes them."""
-    with (path.parent / "hole").open("wb") as out:
-        out.truncate(50 << 30)
-    subprocess.run(["tar", "--sparse", "-cf", str(path), "-C", str(path.parent), "hole"], check=True)
-    (path.parent / "hole").unlink()
-    assert path.stat().st_size < 20_000
-    return path
-
-
-def test_a_sparse_file_in_an_archive_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    archive = sparse_tar(tmp_path / "evil.tar")
-    with pytest.raises(UserError, match=r"(?s)evil\.tar is refused.*sparse"), opened_tar(archive) as tar:
-        list(regular(tar, 1 << 50))
-
-
 def test_an_archive_of_more_bytes_than_its_data_set_has_is_refused(tmp_path: Path) -> None:
     archive = tmp_path / "evil.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -172,24 +142,28 @@ def test_an_archive_of_more_bytes_than_its_data_set_has_is_refused(tmp_path: Pat
 
 
 def test_of_an_archive_regular_files_alone_are_given(tmp_path: Path) -> None:
-    archive = tmp_path / "a.tar"
     kinds = (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.REGTYPE)
-    with tarfile.open(archive, "w") as tar:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for number, kind in enumerate(kinds):
             member = tarfile.TarInfo(str(number))
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-    with opened_tar(archive) as tar:
+    with opened_tar(tmp_path / "a.tar") as tar:
         assert [member.name for member in regular(tar, 1)] == ["5"]
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cinic10"])
-def test_preparing_a_data_set_of_such_an_archive_writes_nothing(tmp_path: Path, name: str) -> None:
+def test_a_data_set_whose_archive_has_a_sparse_file_is_refused_and_not_written(tmp_path: Path, name: str) -> None:
+    """Ten kilobytes that ask for 50 GB, as GNU tar writes them."""
     module = importlib.import_module(f"trainkit.data.datasets.{name}")
-    (tmp_path / "given").mkdir()
-    archive = sparse_tar(tmp_path / "given" / module.ARCHIVE)
-    with pytest.raises(UserError, match="is refused"):
-        module.prepare(tmp_path / "data", [archive], lambda line: None)
+    archive = tmp_path / "given" / module.ARCHIVE
+    archive.parent.mkdir()
+    with (tmp_path / "hole").open("wb") as out:
+        out.truncate(50 << 30)
+    subprocess.run(["tar", "--sparse", "-cf", str(archive), "-C", str(tmp_path), "hole"], check=True)
+    (tmp_path / "hole").unlink()
+    with pytest.raises(UserError, match=r"(?s)is refused.*sparse"):
+        module.prepare(tmp_path / "data", [archive], silent)
     assert sum(file.stat().st_size for file in (tmp_path / "data").rglob("*")) < 1 << 20
 
 
@@ -252,12 +226,6 @@ def test_a_member_that_cannot_be_made_is_the_archives_fault(tmp_path: Path, name
     archive = tar_of(tmp_path / "odd.tar", tarfile.TarInfo("file"))
     with opened_tar(archive) as tar, pytest.raises(UserError, match=why):
         extract(tar, tar.getmembers()[0], tmp_path / "into", name)
-
-
-def test_a_folder_that_has_lost_files_since_is_not_mixed_with_new_ones(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    with pytest.raises(UserError, match=f"mv {tmp_path}/data {tmp_path}/data.old"), complete_folder(tmp_path / "data"):
-        pass
 
 
 @pytest.mark.parametrize("keep", [0, 100, 700])

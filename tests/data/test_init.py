@@ -32,12 +32,6 @@ def make(root, *, size: int = 10):
 """
 
 
-def test_there_are_eight_data_sets() -> None:
-    assert SETS == [
-        "cifar10", "cinic10", "digits", "fashion_mnist", "image_csv", "image_folder", "imagenet", "synthetic",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -63,8 +57,9 @@ def test_data_that_is_not_there_is_refused_before_the_run(name: str, tmp_path: P
 def test_as_many_images_are_counted_as_are_trained_on(
     folders: str, tmp_path: Path, write_images: Callable[..., None]
 ) -> None:
-    write_images(tmp_path / "train" if "train" in folders else tmp_path, {"cat": 11, "dog": 7})
-    (tmp_path / ("train/cat" if "train" in folders else "cat") / "notes.txt").write_text("no image")
+    train = tmp_path / "train" if "train" in folders else tmp_path
+    write_images(train, {"cat": 11, "dog": 7})
+    (train / "cat" / "notes.txt").write_text("no image")
     if "val" in folders:
         write_images(tmp_path / "val", {"cat": 2, "dog": 2})
     config = choice("image_folder", tmp_path)
@@ -72,29 +67,24 @@ def test_as_many_images_are_counted_as_are_trained_on(
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("digits", {}), ("synthetic", {"train_size": 33}), ("fashion_mnist", {})]
+    ("name", "options"), [("digits", {}), ("synthetic", {"train_size": 33, "image_size": 16.0}), ("fashion_mnist", {})]
 )
 def test_a_data_set_says_its_size(name: str, options: dict[str, Any], prepared: Path) -> None:
     config = choice(name, prepared, **options)
-    assert train_size(config) == len(build_data(config).train)
+    data = build_data(config)
+    assert train_size(config) == len(data.train) == options.get("train_size", len(data.train))
+    assert data.info.image_size == options.get("image_size", data.info.image_size)
 
 
 def test_of_files_of_another_size_than_the_official_none_is_guessed(prepared: Path, tmp_path: Path) -> None:
+    assert (
+        train_size(choice("cifar10", tmp_path)) is train_size(choice("fashion_mnist", tmp_path)) is None
+    )  # none there
     shutil.copytree(prepared / cifar10.FOLDER, tmp_path / cifar10.FOLDER)
     assert train_size(choice("cifar10", tmp_path)) is None
     for file in (tmp_path / cifar10.FOLDER).glob("data_batch_*"):
         os.truncate(file, 31_035_704)  # as large as an official one is
     assert train_size(choice("cifar10", tmp_path)) == 45_000
-
-
-def test_data_that_cannot_be_looked_at_has_no_known_size(tmp_path: Path) -> None:
-    assert train_size(choice("cifar10", tmp_path)) is None
-    assert train_size(choice("fashion_mnist", tmp_path)) is None
-
-
-def test_options_reach_the_data_set() -> None:
-    data = build_data(choice("synthetic", train_size=12, image_size=16.0))
-    assert (len(data.train), data.info.image_size) == (12, 16)
 
 
 def test_a_function_of_the_users_own_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

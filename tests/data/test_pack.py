@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -110,7 +111,9 @@ def small(root: Path) -> Splits:
     return build_data(DataConfig.model_validate({"name": "cinic10", "root": str(root), "pack": 32}))
 
 
-def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(small_root: Path) -> None:
+def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(
+    small_root: Path, write_images: Callable[..., None]
+) -> None:
     packed = small(small_root)
     assert isinstance(packed.train, TensorSamples)
     assert resolve_workers("auto", packed, cpus=8) == 0
@@ -119,13 +122,9 @@ def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(sma
     before = packed.train[0][0].clone()
     packed.train[0][0].add_(1)  # does not reach the file
     assert torch.equal(small(small_root).train[0][0], before)
-
-
-def test_a_pack_of_images_of_several_sizes_is_read_image_by_image(
-    small_root: Path, write_images: Callable[..., None]
-) -> None:
+    shutil.rmtree(small_root / "cinic10-32.pack")
     write_images(small_root / "cinic10" / "test", {"cat": 1}, suffix="png", size=(30, 32))
-    assert not isinstance(small(small_root).train, TensorSamples)
+    assert not isinstance(small(small_root).train, TensorSamples), "images of several sizes are read one by one"
 
 
 def test_an_image_that_was_broken_when_it_was_packed_is_one_in_training(root_pack: Path) -> None:
@@ -165,6 +164,11 @@ def test_the_command_packs_and_a_second_call_verifies(root_pack: Path, capsys: p
     assert "data.pack=64" in out
     assert "1 images are broken, which data.max_broken=1 lets pass: train/dog/2.jpg" in err
     assert len(build_data(config(root_pack)).train) == 8
+    with pytest.raises(UserError, match="there already, with --pack-format raw"):
+        pack_pack(root_pack)
+    (root_pack / "train" / "cat" / "9.jpg").write_bytes((root_pack / "train" / "cat" / "0.jpg").read_bytes())
+    with pytest.raises(UserError, match="pack of other files than are there now"):
+        pack_pack(root_pack, "raw")
 
 
 def test_who_is_deaf_to_sigterm_packs_as_well(root_pack: Path) -> None:
@@ -189,13 +193,6 @@ def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
         with pytest.raises(RunFailedError, match=r"A process that packs images was killed[\s\S]*fewer --workers"):
             pack_pack(root_pack, workers=2)
     assert len(pack_pack(root_pack, workers=2).splits["train"]) == 2
-
-
-def test_other_files_than_before_are_no_longer_that_pack(root_pack: Path) -> None:
-    pack_pack(root_pack)
-    (root_pack / "train" / "cat" / "9.jpg").write_bytes((root_pack / "train" / "cat" / "0.jpg").read_bytes())
-    with pytest.raises(UserError, match="pack of other files than are there now"):
-        pack_pack(root_pack)
 
 
 def test_a_pack_that_is_not_there_or_cannot_be_is_refused_before_the_run(root_pack: Path) -> None:
@@ -305,6 +302,9 @@ def test_a_copy_is_the_pack_and_a_second_job_copies_nothing(
     assert all(
         torch.equal(copy.read(position, 3), pack_staging.read(position, 3)) for position in range(len(pack_staging))
     )
+    about = pack_staging.folder / "pack.json"
+    about.write_text(about.read_text() + " ")
+    assert staged(pack_staging.folder, disk) is None, "a copy of an older pack is not taken for the new"
 
 
 def test_processes_of_several_jobs_copy_one_after_the_other(pack_staging: Pack, disk: Path) -> None:
@@ -332,17 +332,8 @@ def test_what_a_killed_job_has_left_is_no_copy(pack_staging: Pack, disk: Path) -
     assert Pack(final).verify() == []
 
 
-def test_a_copy_of_an_older_pack_is_not_taken_for_the_new(pack_staging: Pack, disk: Path) -> None:
-    stage(pack_staging.folder, disk)
-    old = staged_folder(pack_staging.folder, disk)
-    about = pack_staging.folder / "pack.json"
-    about.write_text(about.read_text() + " ")
-    assert stage(pack_staging.folder, disk) == ""
-    assert staged_folder(pack_staging.folder, disk) != old
-
-
 def test_a_disk_without_room_is_left_alone(pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_pack, "free_bytes", lambda disk: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda disk: SimpleNamespace(free=1000))
     assert "0.0 GB left" in stage(pack_staging.folder, disk)
     assert not staged_folder(pack_staging.folder, disk).exists()
 

@@ -89,6 +89,7 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         dist: the ranks that build it together: one lists a million files for all of them, and what is wrong on one
             is raised on all.
     """
+    from trainkit.data.base import Splits
     from trainkit.data.loader import mapped
 
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
@@ -105,23 +106,19 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
 
     def built() -> Splits:
-        return mapped(_require_splits(config.name, build(source, **options)))
+        made = build(source, **options)
+        if not isinstance(made, Splits):
+            fix = "Return trainkit.data.base.Splits(info=DataInfo(...), train=..., val=..., test=..., "
+            raise UserError(
+                f"{config.name} returned no Splits.",
+                why=f"It returned {type(made).__name__}; "
+                "training asks for info, train, val, test and two transforms by name.",
+                fix=f"{fix}train_transform=..., eval_transform=...), and submit again.",
+                key="data.name",
+            )
+        return mapped(made)
 
     return built() if dist is None else dist.together(built)
-
-
-def _require_splits(name: str, built: object) -> Splits:
-    from trainkit.data.base import Splits
-
-    if isinstance(built, Splits):
-        return built
-    raise UserError(
-        f"{name} returned no Splits.",
-        why=f"It returned {type(built).__name__}; training asks for info, train, val, test and two transforms by name.",
-        fix="Return trainkit.data.base.Splits(info=DataInfo(...), train=..., val=..., test=..., train_transform=..., "
-        "eval_transform=...), and submit again.",
-        key="data.name",
-    )
 
 
 def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say) -> Path:

@@ -157,9 +157,16 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
     return UserError(
         f"The data set '{name}' is not in {root}.",
         why=f"{absent} does not exist.",
-        fix=fix or terminal.command("prepare", name, "--root", root),
+        fix=f"{fix}{': ' if fix else ''}{terminal.command('prepare', name, '--root', root)}",
         key="data.name",
     )
+
+
+def require_files(name: str, root: Path, files: Iterable[Path]) -> None:
+    """Refuse a data set one of whose files is not there."""
+    for file in files:
+        if not file.is_file():
+            raise missing(name, root, file)
 
 
 class Batch(NamedTuple):

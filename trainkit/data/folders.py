@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainkit import fileio, terminal
+from trainkit import fileio
 from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing
 from trainkit.errors import RunFailedError, UserError
 
@@ -50,7 +50,7 @@ def read_image(path: Path, in_chans: int) -> Tensor:
     return decode_image(read_content(path), in_chans, str(path))
 
 
-def decode_image(data: Pixels, in_chans: int, name: str) -> Tensor:
+def decode_image(data: bytes | memoryview, in_chans: int, name: str) -> Tensor:
     """Decode the bytes of an image file as `read_image` does. Raises BrokenImageError naming the file."""
     import torch
 
@@ -58,33 +58,28 @@ def decode_image(data: Pixels, in_chans: int, name: str) -> Tensor:
     return torch.from_numpy(decode_pixels(data, in_chans, name)).permute(2, 0, 1)
 
 
-def decode_pixels(data: Pixels, in_chans: int, name: str) -> Pixels:
+def decode_pixels(data: bytes | memoryview, in_chans: int, name: str) -> Pixels:
     """Decode the bytes of an image file to uint8 [H, W, in_chans], without torch.
 
     JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of the time; everything else,
     and what it does not read (CMYK, damaged ones), to Pillow. Not to torchvision's decoders: a damaged PNG ends its
     libpng with SIGSEGV, and the whole process.
     """
-    if data[:3].tobytes() == b"\xff\xd8\xff" and _is_of_sane_size(data):
+    if data[:3] == b"\xff\xd8\xff":
         import simplejpeg
 
         with suppress(ValueError):  # Pillow says what is wrong with it, or makes what it can of it
-            return simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")  # type: ignore[no-any-return]
+            height, width, *_ = simplejpeg.decode_jpeg_header(data)
+            # With two bytes changed, a thumbnail claims 60000 x 60000, and a decoder fills 11 GB with gray.
+            if height * width <= MOST_PIXELS:
+                return simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")  # type: ignore[no-any-return]
     return _decode_with_pillow(data, name, in_chans)
 
 
-def read_content(path: Path) -> Pixels:
-    """Read a file's bytes, as uint8 [N]. A FIFO called x.jpg is refused and not waited for."""
-    import numpy
-
+def read_content(path: Path) -> bytes:
+    """Read a file's bytes. A FIFO called x.jpg is refused and not waited for."""
     try:
-        with fileio.open_regular(path, buffering=0, follow=True) as file:
-            data = numpy.empty(fileio.require_size(file, _LONGEST), numpy.uint8)
-            done = 0
-            # Network file systems give less at a time.
-            while done < data.size and (count := file.readinto(data.data[done:])):  # type: ignore[attr-defined]
-                done += count
-            return data[:done]
+        return fileio.read_bytes(path, _LONGEST, follow=True)
     except OSError as error:
         fix = "Check the file, its permissions and the disk that it is on."
         if isinstance(error, FileNotFoundError):
@@ -94,25 +89,12 @@ def read_content(path: Path) -> Pixels:
         raise UserError(f"Cannot read {path}.", why=str(error), fix=fix) from None
 
 
-def _is_of_sane_size(data: Pixels) -> bool:
-    """Whether a JPEG's header claims no more pixels than Pillow lets pass: with two bytes changed, a thumbnail claims
-    60000 x 60000, and a decoder fills 11 GB with gray."""
-    view, at = data.data, 2
-    while at + 9 < len(view) and view[at] == 0xFF:
-        kind, length = view[at + 1], view[at + 2] << 8 | view[at + 3]
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # the start of a frame, in any of its kinds
-            height, width = view[at + 5] << 8 | view[at + 6], view[at + 7] << 8 | view[at + 8]
-            return height * width <= MOST_PIXELS
-        at += 2 + length if kind != 0xFF else 1  # markers may be padded
-    return False  # let Pillow make what it can of it
-
-
-def _decode_with_pillow(data: Pixels, name: str, in_chans: int) -> Pixels:
+def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int) -> Pixels:
     import numpy
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data.tobytes())) as file:
+        with Image.open(io.BytesIO(data)) as file:
             picture: Image.Image = file
             if picture.mode.startswith("I"):  # 16 bits gray, which Pillow would clip instead of scale
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
@@ -165,15 +147,13 @@ class Files:
     @classmethod
     def walk(cls, folder: Path, splits: Sequence[str]) -> Files:
         """List what is on the disk."""
-        names: list[str] = []
-        counts: dict[str, dict[str, int]] = {}
-        for split in splits:
-            counts[split] = {}
-            for name in class_folders(folder / split):
-                found = image_files(folder / split / name)
-                counts[split][name] = len(found)
-                names += found
-        return cls(folder, counts, b"".join(os.fsencode(name) + b"\0" for name in names))
+        found = {
+            split: {name: image_files(folder / split / name) for name in class_folders(folder / split)}
+            for split in splits
+        }
+        counts = {split: {name: len(files) for name, files in of.items()} for split, of in found.items()}
+        names = (os.fsencode(name) + b"\0" for of in found.values() for files in of.values() for name in files)
+        return cls(folder, counts, b"".join(names))
 
     def to_bytes(self) -> bytes:
         """The list, for other ranks and for a pack."""
@@ -185,7 +165,7 @@ class Files:
         """Read what `to_bytes` gave. Raises RunFailedError for anything else."""
         try:
             return cls(folder, *parse_list(content))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise RunFailedError(
                 "The list of the data's files is damaged.",
                 why=f"{type(error).__name__}: {error}.",
@@ -237,7 +217,6 @@ def require_splits(name: str, root: Path, layout: Layout, of_class: str, fix: st
     folder, splits = layout
     for split in splits:
         if not class_folders(folder / split):
-            fix = f"{fix}: {terminal.command('prepare', name, '--root', root)}"
             raise missing(name, root, folder / split / of_class, fix=fix)
 
 
@@ -294,16 +273,16 @@ class ImageFiles:
 
     def part(self, indices: Sequence[int]) -> ImageFiles:
         """Some of them."""
-        positions, labels = ([of[index] for index in indices] for of in (self.positions, self.labels))
-        return ImageFiles(self.files, positions, labels, self.in_chans)
+        return ImageFiles(
+            self.files, (self.positions[at] for at in indices), (self.labels[at] for at in indices), self.in_chans
+        )
 
 
 def images_of(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:
     """All images of ``classes`` in a split; a class may have none."""
-    of_class = files.splits.get(split, {})
-    found = [of_class.get(name, range(0)) for name in classes]
-    labels = [label for label, positions in enumerate(found) for _ in positions]
-    return ImageFiles(files, [position for positions in found for position in positions], labels, in_chans)
+    found = [(label, position) for label, name in enumerate(classes)
+             for position in files.splits.get(split, {}).get(name, ())]  # fmt: skip
+    return ImageFiles(files, (position for _, position in found), (label for label, _ in found), in_chans)
 
 
 def read_split(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:

@@ -16,11 +16,10 @@ import platform
 import shutil
 import signal
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -41,7 +40,6 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import end_with_parent, node_disk
 
 if TYPE_CHECKING:
-    import numpy
     from torch import Tensor
 
     from trainkit.distributed.process_group import Distributed
@@ -133,12 +131,12 @@ class Pack(Files):
                 fix="Replace or delete the file and pack again; or skip some with data.max_broken=10.",
                 file=self.path(position),
             )
-        data = numpy.frombuffer(self._images[start : start + size], numpy.uint8)
+        data = self._images[start : start + size]
         if kind == ENCODED:
-            if zlib.crc32(data.data) != crc:
+            if zlib.crc32(data) != crc:
                 raise self._damaged(position)
             return decode_image(data, in_chans, self.path(position))
-        pixels = data.reshape(height, width, 3)
+        pixels = numpy.frombuffer(data, numpy.uint8).reshape(height, width, 3)
         if in_chans == 1:
             from PIL import Image
 
@@ -183,19 +181,6 @@ def broken_pack(folder: Path, why: str) -> UserError:
     )
 
 
-def smaller(pixels: numpy.ndarray[Any, Any], side: int) -> numpy.ndarray[Any, Any]:
-    """An image uint8 [H, W, 3] whose shorter side is at most ``side``."""
-    import numpy
-    from PIL import Image
-
-    height, width = pixels.shape[:2]
-    least = min(height, width)
-    if least <= side:
-        return pixels
-    size = (side * width // least, side * height // least)  # rounded as for evaluation
-    return numpy.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
-
-
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -207,8 +192,8 @@ LARGEST = 65535
 """Of a side: what the index has room for, and JPEG too."""
 
 _BUFFER = 1 << 20
-_CHUNK = 8
-"""Images that a process gets at once."""
+_CHUNK, _AT_ONCE = 8, 128
+"""Images that a process gets at once, and that are under way for each."""
 
 Record = tuple[int, int, int, bytes]
 """Kind, height, width and bytes."""
@@ -248,13 +233,13 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
             say(f"Going on after {done} of {len(listed)} images.")
         paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
         start = images.seek(0, os.SEEK_END)
-        with _mapped(partial(_record, side=side, kind=kind), paths, workers) as records:
-            for position, record in enumerate(records, start=done):
-                start += _append(images, index, start, record)
-                if (position + 1) * 10 // len(listed) > position * 10 // len(listed):
+        with closing(_mapped(partial(_record, side=side, kind=kind), paths, workers)) as records:
+            for count, record in enumerate(records, start=done + 1):
+                start = _append(images, index, start, record)
+                if count * 10 // len(listed) > (count - 1) * 10 // len(listed):
                     images.flush()
                     index.flush()
-                    say(f"  {(position + 1) * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
+                    say(f"  {count * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
         for file in (images, index):
             file.flush()
             os.fsync(file.fileno())
@@ -267,18 +252,14 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     found = Pack(final)
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
+    what = why = ""
     if was["kind"] != about["kind"]:
-        raise UserError(
-            f"{final} is there already, with --pack-format {was['kind']}.",
-            why=f"--pack-format {about['kind']} was asked for.",
-            fix="Delete the folder, or leave it as it is.",
-        )
-    if was["sha256"][FILES] != about["sha256"][FILES]:
-        raise UserError(
-            f"{final} is a pack of other files than are there now.",
-            why="Images were added, removed or renamed after it was made.",
-            fix="Delete the folder, and give this command again.",
-        )
+        what, why = f"there already, with --pack-format {was['kind']}", f"--pack-format {about['kind']} was asked for."
+    elif was["sha256"][FILES] != about["sha256"][FILES]:
+        what = "a pack of other files than are there now"
+        why = "Images were added, removed or renamed after it was made."
+    if what:
+        raise UserError(f"{final} is {what}.", why=why, fix="Delete the folder, and give this command again.")
     say(f"{final} is already there.")
     return found
 
@@ -317,30 +298,20 @@ def _append(images: IO[bytes], index: IO[bytes], start: int, record: Record) -> 
     kind, height, width, data = record
     images.write(data)
     index.write(numpy.array([(start, len(data), zlib.crc32(data), height, width, kind)], RECORD).tobytes())
-    return len(data)
+    return start + len(data)
 
 
-@contextmanager
-def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: int) -> Iterator[Iterator[Record]]:
+def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: int) -> Iterator[Record]:
     """The records of ``paths`` in their order, made by several processes."""
     if workers < 2:
-        yield map(function, paths)
+        yield from map(function, paths)
         return
     context = multiprocessing.get_context("fork" if platform.system() == "Linux" else None)
     pool = ProcessPoolExecutor(workers, context, _become_worker)
-
-    def records() -> Iterator[Record]:
-        """A few chunks are under way: more would fill the memory where the disk is slower than the CPUs."""
-        under_way: deque[Any] = deque()
-        while chunk := [*islice(paths, _CHUNK)]:
-            under_way.append(pool.submit(_all_of, function, chunk))
-            if len(under_way) > 4 * workers:
-                yield from under_way.popleft().result()
-        while under_way:
-            yield from under_way.popleft().result()
-
     try:
-        yield records()
+        # Some at a time: all would fill the memory where the disk is slower than the CPUs.
+        while some := [*islice(paths, _AT_ONCE * workers)]:
+            yield from pool.map(function, some, chunksize=_CHUNK)
     except BrokenProcessPool:
         raise RunFailedError(
             "A process that packs images was killed.",
@@ -349,10 +320,6 @@ def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: in
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _all_of(function: Callable[[str], Record], paths: list[str]) -> list[Record]:
-    return [function(path) for path in paths]
 
 
 def _become_worker() -> None:
@@ -364,25 +331,29 @@ def _become_worker() -> None:
 
 def _record(path: str, *, side: int, kind: Kind) -> Record:
     """Make the record of an image file. Raises UserError for one that cannot be read at all."""
+    import numpy
+    import simplejpeg
+    from PIL import Image
+
     data = read_content(Path(path))
     try:
         pixels = decode_pixels(data, 3, path)
     except BrokenImageError:
         return BROKEN, 0, 0, b""
     height, width = pixels.shape[:2]
-    resized = smaller(pixels, side)
-    if max(resized.shape[:2]) > LARGEST:
+    least = min(height, width)
+    is_small = least <= side
+    if not is_small:
+        height, width = side * height // least, side * width // least  # rounded as for evaluation
+        resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+        pixels = numpy.ascontiguousarray(resized)
+    if max(height, width) > LARGEST:
         return BROKEN, 0, 0, b""  # a strip, not a picture
-    is_jpeg = data[:3].tobytes() == b"\xff\xd8\xff"
-    if kind == "jpeg" and resized is pixels and is_jpeg:
-        return ENCODED, height, width, data.tobytes()
-    if kind == "raw" or resized is pixels:  # what is lossless and small stays lossless
-        return PIXELS, *resized.shape[:2], resized.tobytes()
-    import numpy
-    import simplejpeg
-
-    encoded = simplejpeg.encode_jpeg(numpy.ascontiguousarray(resized), QUALITY, "RGB", "420")
-    return ENCODED, *resized.shape[:2], encoded
+    if kind == "jpeg" and is_small and data[:3] == b"\xff\xd8\xff":
+        return ENCODED, height, width, data
+    if kind == "raw" or is_small:  # what is lossless and small stays lossless
+        return PIXELS, height, width, pixels.tobytes()
+    return ENCODED, height, width, simplejpeg.encode_jpeg(pixels, QUALITY, "RGB", "420")
 
 
 # A pack on the disk of the node that reads it: copied once a node, whatever ranks and jobs are there. Such a disk is
@@ -432,7 +403,10 @@ def stage(pack: Path, disk: Path) -> str:
                 return ""
             for left in (final, going):
                 shutil.rmtree(left, ignore_errors=True)
-            size, free = sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES)), free_bytes(disk)
+            size, free = (
+                sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES)),
+                shutil.disk_usage(disk).free,
+            )
             if size + SPARE > free:
                 return f"{disk} has {free / 1e9:.1f} GB left, and the pack takes {size / 1e9:.1f}"
             try:
@@ -452,11 +426,6 @@ def stage(pack: Path, disk: Path) -> str:
             key="data.stage",
         ) from None
     return ""
-
-
-def free_bytes(disk: Path) -> int:
-    """Room for this user."""
-    return shutil.disk_usage(disk).free
 
 
 def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distributed | None) -> Pack:

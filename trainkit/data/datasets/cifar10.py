@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, missing, require_options, size_left, stratified_split
+from trainkit.data.base import DataInfo, Splits, require_files, require_options, size_left, stratified_split
 from trainkit.data.download import Say, given_or_fetched, require_names, unpacked
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy
     from torch import Tensor
 
 FOLDER = "cifar-10-batches-py"
@@ -49,9 +48,7 @@ def build(root: Path, *, image_size: int = 32, augment: bool = True, val_fractio
 def locate(root: Path, **options: Any) -> None:
     """Check the options, and that all files are there."""
     require_options(options)
-    for file in FILES:
-        if not (root / FOLDER / file).is_file():
-            raise missing("cifar10", root, root / FOLDER / file)
+    require_files("cifar10", root, (root / FOLDER / file for file in FILES))
 
 
 def train_size(root: Path, *, val_fraction: float, **others: Any) -> int | None:
@@ -132,7 +129,6 @@ class _Rebuilt:
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
-        self.state: Any = ()
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -156,25 +152,20 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _Rebuilt):
-        return _array(value)
     if isinstance(value, dict):
         return {_text(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _array(built: _Rebuilt) -> numpy.ndarray[Any, Any]:
+    if not isinstance(value, _Rebuilt):
+        return [_plain(item) for item in value] if isinstance(value, list) else value
     import numpy
 
-    _, shape, dtype, is_fortran, data = built.state
+    _, shape, dtype, is_fortran, data = value.state
     code, order = _text(dtype.arguments[0]), _text(dtype.state[1])
     if not re.fullmatch("[uifb][0-9]{1,2}", code):
         raise pickle.UnpicklingError(f"It holds an array of '{code}', which is not a number.")
     if isinstance(data, str):
         data = data.encode("latin1")  # how Python 3 keeps bytes in the old protocols
     flat = numpy.frombuffer(bytearray(data), numpy.dtype(code).newbyteorder(order if order in "<>" else "="))
-    array: numpy.ndarray[Any, Any] = flat.reshape(shape, order="F" if is_fortran else "C")
-    return array
+    return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _text(value: Any) -> Any:

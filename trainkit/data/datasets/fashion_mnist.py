@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, missing, require_options, size_left, stratified_split
+from trainkit.data.base import DataInfo, Splits, require_files, require_options, size_left, stratified_split
 from trainkit.data.download import Say, given_or_fetched, require_names
 from trainkit.errors import UserError
 
@@ -59,9 +59,7 @@ def train_size(root: Path, *, val_fraction: float, **others: Any) -> int:
 def locate(root: Path, **options: Any) -> None:
     """Check the options, and that all files are there."""
     require_options(options)
-    for file in FILES:
-        if not (root / FOLDER / file).is_file():
-            raise missing("fashion_mnist", root, root / FOLDER / file)
+    require_files("fashion_mnist", root, (root / FOLDER / file for file in FILES))
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:

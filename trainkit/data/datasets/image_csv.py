@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit import fileio
 from trainkit.data.base import Splits, require_options, stratified_split
@@ -26,34 +25,31 @@ _SPLITS = ("train", "val", "test")
 _EXAMPLE = 'For example "image,labels", then "photos/1.jpg,cat;dog" and so on; a third column, split, is optional.'
 
 
-@dataclass
-class _Table:
-    """The rows of the file."""
+class _Row(NamedTuple):
+    image: str
+    labels: tuple[str, ...]
+    split: str
+    """``train``, ``val`` or ``test``; empty without such a column."""
 
-    images: list[str] = field(default_factory=list)
-    labels: list[tuple[str, ...]] = field(default_factory=list)
-    splits: list[str] = field(default_factory=list)
-    """``train``, ``val`` or ``test`` for each row; empty without such a column."""
 
-    @property
-    def classes(self) -> list[str]:
-        return sorted({name for names in self.labels for name in names})
+def _classes(rows: Iterable[_Row]) -> list[str]:
+    return sorted({name for row in rows for name in row.labels})
 
 
 class TableSamples:
     """Some rows. Sample -> uint8 [in_chans, H, W], and uint8 [classes]: 1 for each class that the image shows."""
 
-    def __init__(self, folder: Path, table: _Table, rows: Sequence[int], in_chans: int) -> None:
+    def __init__(self, folder: Path, rows: Sequence[_Row], classes: Sequence[str], in_chans: int) -> None:
         import numpy
 
-        number = {name: at for at, name in enumerate(table.classes)}
+        number = {name: at for at, name in enumerate(classes)}
         self.folder, self.in_chans = folder, in_chans
         # One block of bytes: a list of strings would be copied into every worker.
-        self._images = numpy.array([os.fsencode(table.images[row]) for row in rows])
+        self._images = numpy.array([os.fsencode(row.image) for row in rows])
         self.labels: numpy.ndarray[tuple[int, int], numpy.dtype[numpy.uint8]]
         self.labels = numpy.zeros((len(rows), len(number)), numpy.uint8)
         for at, row in enumerate(rows):
-            self.labels[at, [number[name] for name in table.labels[row]]] = 1
+            self.labels[at, [number[name] for name in row.labels]] = 1
 
     def __len__(self) -> int:
         return len(self._images)
@@ -83,21 +79,22 @@ def build(
     """
     locate(root, file=file, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction,
            test_fraction=test_fraction)  # fmt: skip
-    table = _read(root / file)
-    parts = [TableSamples(root, table, rows, in_chans) for rows in _split(table, val_fraction, test_fraction)]
-    return photo_splits("image_csv", table.classes, parts, image_size, in_chans, augment=augment)
+    rows = _read(root / file)
+    classes = _classes(rows)
+    parts = [TableSamples(root, part, classes, in_chans) for part in _split(rows, val_fraction, test_fraction)]
+    return photo_splits("image_csv", classes, parts, image_size, in_chans, augment=augment)
 
 
 def locate(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> None:
     """Check the options, and that the file says what it should."""
     require_options({**others, "val_fraction": val_fraction, "test_fraction": test_fraction})
-    table = _read(root / file)
-    if not table.classes:
+    rows = _read(root / file)
+    if not _classes(rows):
         raise UserError(f"{root / file} has no labels.", why="Its column labels is empty.", fix=_EXAMPLE)
-    if not all(_split(table, val_fraction, test_fraction)):
+    if not all(_split(rows, val_fraction, test_fraction)):
         raise UserError(
             f"{root / file} has too few images to split.",
-            why=f"It has {len(table.images)}; training, validation and test need one or more each.",
+            why=f"It has {len(rows)}; training, validation and test need one or more each.",
             fix="Add rows, or correct the column split.",
         )
 
@@ -113,7 +110,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     say(_EXAMPLE)
 
 
-def _read(file: Path) -> _Table:
+def _read(file: Path) -> list[_Row]:
     try:
         rows = csv.DictReader(io.StringIO(fileio.read_text(file, _LONGEST, follow=True).removeprefix("\ufeff")))
         columns = rows.fieldnames or ()
@@ -123,7 +120,7 @@ def _read(file: Path) -> _Table:
                 why=f"Its first line is {','.join(columns)[:100]!r}.",
                 fix=_EXAMPLE,
             )
-        table = _Table()
+        found: list[_Row] = []
         for number, row in enumerate(rows, start=2):
             name, split = row["image"], (row.get("split") or "").strip()
             if not name or ("split" in columns and split not in _SPLITS):
@@ -132,10 +129,8 @@ def _read(file: Path) -> _Table:
                     why=f"Its image is {name!r}" + (f", its split {split!r}." if "split" in columns else "."),
                     fix=f"Give each line an image; the column split, if there is one, holds {', '.join(_SPLITS)}.",
                 )
-            table.images.append(name)
-            table.labels.append(tuple(filter(None, (part.strip() for part in (row["labels"] or "").split(";")))))
-            if "split" in columns:
-                table.splits.append(split)
+            labels = (part.strip() for part in (row["labels"] or "").split(";"))
+            found.append(_Row(name, tuple(filter(None, labels)), split))
     except csv.Error as error:
         raise UserError(f"{file} is not CSV.", why=f"{error}.", fix=_EXAMPLE) from None
     except OSError as error:
@@ -145,16 +140,19 @@ def _read(file: Path) -> _Table:
             fix=f"Correct data.root or data.file. {_EXAMPLE}",
             key="data.root",
         ) from None
-    return table
+    return found
 
 
-def _split(table: _Table, val_fraction: float, test_fraction: float) -> list[list[int]]:
+def _split(rows: Sequence[_Row], val_fraction: float, test_fraction: float) -> list[list[_Row]]:
     """Rows of train, val and test."""
-    if not table.splits:
-        return stratified_split([0] * len(table.images), (val_fraction, test_fraction), keys=table.images)
-    train, val, test = ([at for at, name in enumerate(table.splits) if name == split] for split in _SPLITS)
+
+    def by_name(rows: Sequence[_Row], *fractions: float) -> list[list[_Row]]:
+        parts = stratified_split([0] * len(rows), fractions, keys=[row.image for row in rows])
+        return [[rows[at] for at in part] for part in parts]
+
+    if not any(row.split for row in rows):
+        return by_name(rows, val_fraction, test_fraction)
+    train, val, test = ([row for row in rows if row.split == split] for split in _SPLITS)
     if not val:
-        names = [table.images[at] for at in train]
-        kept, held_out = stratified_split([0] * len(train), (val_fraction,), keys=names)
-        train, val = [train[at] for at in kept], [train[at] for at in held_out]
+        train, val = by_name(train, val_fraction)
     return [train, val, test or val]
