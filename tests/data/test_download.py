@@ -153,7 +153,7 @@ def test_of_an_archive_regular_files_alone_are_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cinic10"])
-def test_a_data_set_whose_archive_has_a_sparse_file_is_refused_and_not_written(tmp_path: Path, name: str) -> None:
+def test_a_data_set_in_a_sparse_archive_is_refused_and_not_written(tmp_path: Path, name: str) -> None:
     """Ten kilobytes that ask for 50 GB, as GNU tar writes them."""
     module = importlib.import_module(f"trainkit.data.datasets.{name}")
     archive = tmp_path / "given" / module.ARCHIVE

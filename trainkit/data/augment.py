@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -41,14 +42,15 @@ class RandAugment:
             drawn, order = drawn[places].sort(stable=True)
             places = places[order]
             images = images.index_select(0, order.to(images.device, non_blocking=True))
-            groups = torch.split(images, drawn.bincount().tolist())
-            images = torch.cat([self._made(number, group) for number, group in enumerate(groups) if len(group)])
+            groups = enumerate(torch.split(images, drawn.bincount().tolist()))
+            made = [self._operations[at // 2][0](group, -1 if at % 2 else 1) for at, group in groups if len(group)]
+            images = torch.cat(made)
         return images.index_select(0, places.argsort().to(images.device, non_blocking=True))
 
     def draw(self, keys: Tensor) -> list[Tensor]:
         """What each image gets, one operation after the other: numbers of `operations`, twice, and one more for those
         that go the other way. int64 [N] each."""
-        signed = torch.tensor([signed for _, _, signed in self._operations])
+        signed = torch.tensor([signed for _, signed in self._operations])
         drawn = []
         for number in range(self.num_ops):
             chosen = data_order.below(keys, data_order.RAND_AUGMENT + 2 * number, len(self._operations))
@@ -56,54 +58,40 @@ class RandAugment:
             drawn.append(2 * chosen + other_way)
         return drawn
 
-    def _made(self, number: int, images: Tensor) -> Tensor:
-        _, operation, _ = self._operations[number // 2]
-        return operation(images, -1 if number % 2 else 1)
 
-
-def operations(magnitude: int) -> list[tuple[str, Operation, bool]]:
-    """Those of torchvision's RandAugment: name, what it does, and whether it goes in two directions."""
+def operations(magnitude: int) -> list[tuple[Operation, bool]]:
+    """Those of torchvision's RandAugment, in its order: what it does, and whether it goes in two directions."""
     from torchvision.transforms import InterpolationMode
-    from torchvision.transforms.v2 import functional
-
-    nearest = InterpolationMode.NEAREST
+    from torchvision.transforms.v2 import functional as F
 
     def at(most: float) -> float:
         return float(torch.linspace(0.0, most, BINS)[magnitude])  # to torchvision's last bit
 
-    def affine(
-        images: Tensor, shift: tuple[int, int], shear: tuple[float, float], center: list[float] | None
-    ) -> Tensor:
-        made: Tensor = functional.affine(
-            images, angle=0.0, translate=list(shift), scale=1.0, shear=list(shear), interpolation=nearest, center=center
-        )
-        return made
+    nearest, angle, blend = InterpolationMode.NEAREST, at(30.0), at(0.9)
+    degrees = math.degrees(math.atan(at(0.3)))
+    affine = partial(F.affine, angle=0.0, scale=1.0, interpolation=nearest)
+    shear = partial(affine, translate=[0, 0], center=[0, 0])
+    shift = partial(affine, shear=[0.0, 0.0], center=None)
 
-    def shear(images: Tensor, way: int, *, along_x: bool) -> Tensor:
-        angle = math.degrees(math.atan(at(0.3) * way))
-        return affine(images, (0, 0), (angle, 0.0) if along_x else (0.0, angle), [0, 0])
+    def pixels(length: int, way: int) -> int:
+        return int(at(150 / 331 * length)) * way
 
-    def translate(images: Tensor, way: int, *, along_x: bool) -> Tensor:
-        pixels = int(at(150 / 331 * images.shape[-1 if along_x else -2])) * way
-        return affine(images, (pixels, 0) if along_x else (0, pixels), (0.0, 0.0), None)
-
-    angle, blend = at(30.0), at(0.9)
     bits, threshold = round(8 - magnitude / ((BINS - 1) / 4)), 255 * float(torch.linspace(1.0, 0.0, BINS)[magnitude])
     return [
-        ("Identity", lambda images, way: images, False),
-        ("ShearX", lambda images, way: shear(images, way, along_x=True), True),
-        ("ShearY", lambda images, way: shear(images, way, along_x=False), True),
-        ("TranslateX", lambda images, way: translate(images, way, along_x=True), True),
-        ("TranslateY", lambda images, way: translate(images, way, along_x=False), True),
-        ("Rotate", lambda images, way: functional.rotate(images, angle * way, interpolation=nearest), True),
-        ("Brightness", lambda images, way: functional.adjust_brightness(images, 1 + blend * way), True),
-        ("Color", lambda images, way: functional.adjust_saturation(images, 1 + blend * way), True),
-        ("Contrast", lambda images, way: functional.adjust_contrast(images, 1 + blend * way), True),
-        ("Sharpness", lambda images, way: functional.adjust_sharpness(images, 1 + blend * way), True),
-        ("Posterize", lambda images, way: functional.posterize(images, bits), False),
-        ("Solarize", lambda images, way: functional.solarize(images, threshold), False),
-        ("AutoContrast", lambda images, way: functional.autocontrast(images), False),
-        ("Equalize", lambda images, way: functional.equalize(images), False),
+        (lambda images, way: images, False),
+        (lambda images, way: shear(images, shear=[degrees * way, 0.0]), True),
+        (lambda images, way: shear(images, shear=[0.0, degrees * way]), True),
+        (lambda images, way: shift(images, translate=[pixels(images.shape[-1], way), 0]), True),
+        (lambda images, way: shift(images, translate=[0, pixels(images.shape[-2], way)]), True),
+        (lambda images, way: F.rotate(images, angle * way, interpolation=nearest), True),
+        (lambda images, way: F.adjust_brightness(images, 1 + blend * way), True),
+        (lambda images, way: F.adjust_saturation(images, 1 + blend * way), True),
+        (lambda images, way: F.adjust_contrast(images, 1 + blend * way), True),
+        (lambda images, way: F.adjust_sharpness(images, 1 + blend * way), True),
+        (lambda images, way: F.posterize(images, bits), False),
+        (lambda images, way: F.solarize(images, threshold), False),
+        (lambda images, way: F.autocontrast(images), False),
+        (lambda images, way: F.equalize(images), False),
     ]
 
 
@@ -278,22 +266,14 @@ class Augment:
         self._erase = RandomErasing(prob, config.random_erasing_mode) if prob else None
         mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)
         self._mix = mixing if config.mixes else None
-        self._is_plain = self._rand_augment is None and self._erase is None and self._mix is None
 
+    @torch.no_grad()  # bytes have no gradient
     def __call__(self, batch: Batch) -> tuple[Tensor, Target]:
         """Images, float32 [N, C, H, W], and what they show."""
-        if self._is_plain:  # bytes have no gradient
-            return self._normalized(batch.images), Target(batch.labels)
-        return self._augmented(batch)
-
-    @torch.no_grad()
-    def _augmented(self, batch: Batch) -> tuple[Tensor, Target]:
         images, labels, keys = batch
         if self._rand_augment is not None:
             images = self._rand_augment(images, keys)
         images = self._normalized(images)
         if self._erase is not None:
             images = self._erase(images, keys)
-        if self._mix is None:
-            return images, Target(labels)
-        return self._mix(images, labels, keys)
+        return (images, Target(labels)) if self._mix is None else self._mix(images, labels, keys)

@@ -16,7 +16,7 @@ import platform
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio, terminal
-from trainkit.data.download import Say
+from trainkit.data.download import Say, complete_folder
 from trainkit.data.folders import (
     BrokenImageError,
     Files,
@@ -218,34 +218,33 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
     if not len(listed):
         raise UserError(f"{listed.folder} holds no images to pack.", why="Packs are of image files.",
                         fix="Put some there.")  # fmt: skip
-    going = final.with_name(final.name + ".partial")
-    if not _belongs(going, about):
-        shutil.rmtree(going, ignore_errors=True)
-        fileio.make_folder(going)
-        fileio.write(going / FILES, files)
-        fileio.write(going / ABOUT, json.dumps(about))
-    with (
-        fileio.append(going / IMAGES, buffering=_BUFFER) as images,
-        fileio.append(going / INDEX, buffering=_BUFFER) as index,
-    ):
-        done = _go_on(images, index)
-        if done:
-            say(f"Going on after {done} of {len(listed)} images.")
-        paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
-        start = images.seek(0, os.SEEK_END)
-        with closing(_mapped(partial(_record, side=side, kind=kind), paths, workers)) as records:
-            for count, record in enumerate(records, start=done + 1):
-                start = _append(images, index, start, record)
-                if count * 10 // len(listed) > (count - 1) * 10 // len(listed):
-                    images.flush()
-                    index.flush()
-                    say(f"  {count * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
-        for file in (images, index):
-            file.flush()
-            os.fsync(file.fileno())
-    hashes[INDEX] = _sha256(fileio.read_bytes(going / INDEX, LONGEST))
-    fileio.write(going / ABOUT, json.dumps(about, indent=2) + "\n")
-    os.replace(going, final)
+    with complete_folder(final, keep=True) as going:
+        if not _belongs(going, about):
+            for left in going.iterdir():
+                left.unlink()
+            fileio.write(going / FILES, files)
+            fileio.write(going / ABOUT, json.dumps(about))
+        with (
+            fileio.append(going / IMAGES, buffering=_BUFFER) as images,
+            fileio.append(going / INDEX, buffering=_BUFFER) as index,
+        ):
+            done = _go_on(images, index)
+            if done:
+                say(f"Going on after {done} of {len(listed)} images.")
+            paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
+            start = images.seek(0, os.SEEK_END)
+            with closing(_mapped(partial(_record, side=side, kind=kind), paths, workers)) as records:
+                for count, record in enumerate(records, start=done + 1):
+                    start = _append(images, index, start, record)
+                    if count * 10 // len(listed) > (count - 1) * 10 // len(listed):
+                        images.flush()
+                        index.flush()
+                        say(f"  {count * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
+            for file in (images, index):
+                file.flush()
+                os.fsync(file.fileno())
+        hashes[INDEX] = _sha256(fileio.read_bytes(going / INDEX, LONGEST))
+        fileio.write(going / ABOUT, json.dumps(about, indent=2) + "\n")
     return Pack(final)
 
 
@@ -269,7 +268,7 @@ def _belongs(going: Path, about: dict[str, Any]) -> bool:
     try:
         was = fileio.parse(fileio.read_bytes(going / ABOUT))
         was["sha256"].pop(INDEX, None)  # killed when only the name was missing
-        return bool(was == about and (going / FILES).is_file() and fileio.is_own(going))
+        return bool(was == about and (going / FILES).is_file())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -301,7 +300,7 @@ def _append(images: IO[bytes], index: IO[bytes], start: int, record: Record) -> 
     return start + len(data)
 
 
-def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: int) -> Iterator[Record]:
+def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: int) -> Generator[Record, None, None]:
     """The records of ``paths`` in their order, made by several processes."""
     if workers < 2:
         yield from map(function, paths)
@@ -393,7 +392,6 @@ def stage(pack: Path, disk: Path) -> str:
         UserError: the pack is damaged, or the disk cannot be written.
     """
     final = staged_folder(pack, disk)
-    going = final.with_name(final.name + ".partial")
     try:
         if not fileio.make_own(final.parent):
             return f"{final.parent} is not this user's alone"
@@ -401,23 +399,16 @@ def stage(pack: Path, disk: Path) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its holder is killed
             if staged(pack, disk) is not None:
                 return ""
-            for left in (final, going):
-                shutil.rmtree(left, ignore_errors=True)
-            size, free = (
-                sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES)),
-                shutil.disk_usage(disk).free,
-            )
+            shutil.rmtree(final, ignore_errors=True)
+            shutil.rmtree(final.with_name(final.name + ".partial"), ignore_errors=True)
+            size = sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES))
+            free = shutil.disk_usage(disk).free
             if size + SPARE > free:
                 return f"{disk} has {free / 1e9:.1f} GB left, and the pack takes {size / 1e9:.1f}"
-            try:
-                fileio.make_folder(going, final.parent)
+            with complete_folder(final) as going:
                 for file in (IMAGES, INDEX, FILES, ABOUT):
                     fileio.copy(pack / file, going / file, final.parent)
                 Pack(going).verify()
-                os.replace(going, final)
-            except BaseException:
-                shutil.rmtree(going, ignore_errors=True)
-                raise
     except OSError as error:
         raise UserError(
             f"The pack {pack} could not be copied to {disk}.",
@@ -439,9 +430,10 @@ def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distribu
         require_pack(folder, name, side)
         return Pack(folder)
     dist.together(lambda: require_pack(folder, name, side))
-    disk = None if staging is False else node_disk()
-    if staging is not False:
-        dist.together(lambda: _stage(folder, disk, must=staging is True) if dist.env.local_rank == 0 else None)
+    if staging is False:
+        return dist.together(lambda: Pack(folder))
+    disk = node_disk()
+    dist.together(lambda: _stage(folder, disk, must=staging is True) if dist.env.local_rank == 0 else None)
     return dist.together(lambda: (None if disk is None else staged(folder, disk)) or Pack(folder))
 
 

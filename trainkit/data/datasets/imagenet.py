@@ -6,7 +6,7 @@ import io
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from trainkit.data.base import Splits, require_options
 from trainkit.data.download import (
@@ -70,9 +70,9 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     require_names(archives, MD5S)
     found = {name: given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
     paths = {name: path for name, path in found.items() if path is not None}
-    if len(paths) < len(found):
+    if absent := [name for name in found if name not in paths]:
         raise UserError(
-            f"There is no {' and no '.join(name for name in found if name not in paths)} to unpack.",
+            f"There is no {' and no '.join(absent)} to unpack.",
             why=f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it.",
             fix=f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again.",
         )
@@ -94,9 +94,7 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
         for member in regular(tar, 1 << 28):
             name = Path(member.name).name
             if name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
-                file = tar.extractfile(member)
-                assert file is not None  # it is a regular file
-                content[name] = file.read()
+                content[name] = cast(IO[bytes], tar.extractfile(member)).read()
     try:
         synsets = loadmat(io.BytesIO(content["meta.mat"]), squeeze_me=True)["synsets"]
         wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["num_children"]) == 0}
@@ -118,8 +116,7 @@ def _unpack_train(archive: Path, final: Path, say: Say) -> None:
                 wnid, suffix = os.path.splitext(Path(member.name).name)
                 if suffix != ".tar" or (partial / wnid).is_dir():
                     continue
-                packed = outer.extractfile(member)
-                assert packed is not None  # it is a regular file
+                packed = cast(IO[bytes], outer.extractfile(member))
                 with complete_folder(partial / wnid) as folder, opened_tar(packed) as inner:
                     for image in regular(inner, 1 << 33):
                         extract(inner, image, folder, Path(image.name).name)
