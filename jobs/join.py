@@ -25,7 +25,7 @@ from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
-from trainkit.run.folder import RunDir, next_path, runs_root
+from trainkit.run.folder import SWARM, RunDir, next_path, runs_root
 from trainkit.run.metrics import read_metrics
 from trainkit.swarm.address import announced, rate_of
 from trainkit.swarm.admission import Entry, entry_of, is_setting
@@ -168,7 +168,7 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
     found = [] if run_dir is None else [*_given(run_dir), *summary_lines(run_dir)]
     print("\n".join([endings[ending], *found]))
-    if ending == "stopped" and run_dir is not None and (run_dir.path / "swarm.json").exists():
+    if ending == "stopped" and run_dir is not None and SWARM.at(run_dir.path).exists():
         print(f"Go on with it: {terminal.command('resume', run_dir.path)}")
 
 

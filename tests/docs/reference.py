@@ -286,6 +286,7 @@ FILES = {
     "summary.json": "final numbers",
     "contributions.json": "of a swarm: how many samples of each volunteer were averaged, by name",
     "confusion.json": "which class the best weights take for which",
+    "contributions.json": "what was contributed to a collaborative run, by name",
     "mistakes-<split>.json": "the images of a split that the best weights got wrong and were surest of",
     "profile/": "traces of the profiler, and GPU memory when there was too little",
     "system-<host>.jsonl": "samples of a host: GPU and CPU use, memory, power",
@@ -300,7 +301,7 @@ REPORTS = {
 
 
 def files() -> str:
-    names = {name.rstrip("/") for name in FILES} | {message.name for message in MESSAGES if not message.of_attempt}
+    names = {name.rstrip("/") for name in FILES} | {message.name for message in MESSAGES if not message.place}
     known = {_pattern(path) for path in _paths_of_run_dir()}
     assert len(known) > 20
     assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
@@ -321,8 +322,7 @@ def files() -> str:
 
 def _message(message: Message) -> tuple[str, str, str, str]:
     name = message.name.replace("{}", "<n>")
-    path = f"logs/<attempt>/{name}" if message.of_attempt else name
-    return code(path), message.content, message.writer, message.reader
+    return code(f"{message.place}{name}"), message.content, message.writer, message.reader
 
 
 def _paths_of_run_dir() -> Iterator[Path]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import BENCH, RunDir
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -65,7 +65,7 @@ class BenchDir(RunDir):
 
     @property
     def request(self) -> Path:
-        return self.path / "bench.json"
+        return BENCH.at(self.path)
 
     @property
     def samples(self) -> Path:

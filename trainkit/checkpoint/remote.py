@@ -40,10 +40,10 @@ from trainkit.checkpoint.format import BrokenCheckpointError, Record
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.events import Attempt, Holder, Writer, lease_on, read_events
-from trainkit.run.folder import CLAIM, RunDir, make_private
+from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
 from trainkit.run.snapshot import are_of_code, read_code
 
-PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"
+PLACE, POINTERS, CODE = REMOTE.name, "pointers.json", "code.tar.gz"
 _RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
 _RECORDS = (
     *("metrics.jsonl", "task.json", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),

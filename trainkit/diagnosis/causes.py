@@ -38,7 +38,7 @@ from trainkit.diagnosis.evidence import (
 from trainkit.errors import UserError
 from trainkit.ranks import expand
 from trainkit.run.events import history_of
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import BENCH, RunDir
 from trainkit.schedulers.base import JobState, built_in
 
 RESUME = "python -m jobs.resume {run}"
@@ -277,7 +277,7 @@ def _on_every_node(row: Row, run: RunDir, attempt: int, failure: Failure | None,
 
 def _where_it_started(run: RunDir, cause: Cause) -> Cause:
     """The cause with the command that mends it where the run was started."""
-    if "-m jobs.resume " in cause.command and (run.path / "bench.json").is_file():
+    if "-m jobs.resume " in cause.command and BENCH.at(run.path).is_file():
         show = terminal.command("bench", "--show", run.path)
         return replace(cause, command=show, fix="A bench is not gone on with: start another one. What it has measured:")
     command = on_every_machine(run, cause.command)

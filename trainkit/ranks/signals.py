@@ -17,6 +17,7 @@ from typing import Any
 
 from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt
+from trainkit.run.folder import HEARTBEAT
 
 # Ranks say that they make progress, for whoever looks after them: a number each, in memory that they share.
 #
@@ -28,7 +29,7 @@ VARIABLE = "TRAINKIT_HEARTBEAT"
 STARTING_SECONDS = 600.0
 """Code and data may take so long to load before the first update, if that is more than `launch.hang_seconds`."""
 _SIZE = 8
-_PREFIX = "trainkit-heartbeat-"
+_PREFIX = HEARTBEAT.name.format("")
 _HANG = "no progress for "
 
 

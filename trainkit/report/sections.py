@@ -22,6 +22,7 @@ from trainkit.report.comparison import comparison, is_about_speed, scaling, swep
 from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
 from trainkit.report.facts import Facts, numbers
 from trainkit.report.figures import attempts, classes, curves, hardware, mistakes, spent, timeline
+from trainkit.run.folder import REMOTE
 
 _NOT_OF_THE_TRAINING = ("launch.", "monitor.", "collaborative.initial_peers", "data.root")
 _MOST_SHOWN, _MOST_NAMES = 200, 100
@@ -255,7 +256,7 @@ def places(facts: Facts) -> list[doc.Part]:
     best = run_dir.checkpoints / "best"
     if os.path.islink(best) and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
         lines.append(["best checkpoint: ", doc.Code(terminal.path(best)), f" (step {int(step[1])})"])
-    place = fileio.plain(fileio.read_object(run_dir.path / "remote.json")).get("url")
+    place = fileio.plain(fileio.read_object(REMOTE.at(run_dir.path))).get("url")
     if isinstance(place, str):
         lines.append(["in the bucket: ", doc.Code(place), ", with the best weights"])
     if os.path.isdir(run_dir.code):

@@ -23,23 +23,22 @@ from typing import Any
 from trainkit import fileio, terminal
 from trainkit.errors import UserError, did_you_mean
 
-# Files by which processes of a run tell one another something: their names, formats, writers and readers.
-#
-# A message counts while its file is there; what is to be remembered is an event (`trainkit.run.events`). Each is
-# complete or absent, and one that cannot be read is passed over, for a stranger may have written it.
-
 
 @dataclass(frozen=True)
 class Message:
-    """One kind of message."""
+    """A file by which processes of a run tell one another something.
+
+    A message counts while its file is there; what is to be remembered is an event (`trainkit.run.events`). It is
+    complete or absent, and one that cannot be read is passed over, for a stranger may have written it.
+    """
 
     name: str
     """``{}`` stands for the number of a rank or a node."""
     content: str
     writer: str
     reader: str
-    of_attempt: bool = True
-    """It lies in the log folder of an attempt; otherwise in the run's folder."""
+    place: str = "logs/<attempt>/"
+    """The folder of it: the log folder of an attempt, the run's folder (empty), or another one."""
 
     def at(self, folder: Path, number: int | None = None) -> Path:
         """Its file in a run's folder, or in the log folder of an attempt."""
@@ -60,30 +59,56 @@ class Message:
             return ""
 
 
-LEASE = Message(
-    "lease.json", "JSON: `token`, `job_id`, `attempt`, `host`, `pid`, `process_started`, `process_space`",
-    "the process that writes the run, renewed every 10 s", "every process that would write it", of_attempt=False,
+MESSAGES = (
+    LEASE := Message(
+        "lease.json", "JSON: `token`, `job_id`, `attempt`, `host`, `pid`, `process_started`, `process_space`",
+        "the process that writes the run, renewed every 10 s", "every process that would write it", "",
+    ),
+    PROFILE := Message(
+        "PROFILE", "nothing: make this file to ask for a profile of the next updates", "a user",
+        "rank 0, which removes it afterwards", "",
+    ),
+    REMOTE := Message(
+        "remote.json", "JSON: `id` of the run, `url` of its copy; the copy has the same file",
+        "rank 0, with `checkpoint.remote`", "every process that uploads or restores the run", "",
+    ),
+    SWARM := Message(
+        "swarm.json", "JSON: a peer's place in a swarm: `run_id`, `first_round`, `host`, `port`, `name`, `others`, ...",
+        "a peer that others can reach", "the same peer, when it comes back", "",
+    ),
+    SWARM_IDENTITY := Message("swarm_identity", "the peer's private key", "that peer", "the same, coming back", ""),
+    SWARM_ADDRESS := Message(
+        "swarm_address", "addresses of the running swarm, one a line", "a peer that others can reach",
+        "`swarm` and `join`, to find it", "",
+    ),
+    BENCH := Message(
+        "bench.json", "JSON: what to measure: `bench`, `preset`, `arms`, `rounds`, `seconds`, `updates`", "`bench`",
+        "the ranks that measure", "",
+    ),
+    CLAIM := Message(
+        "node-{}", "nothing: node n takes part in this attempt", "the first process of node n",
+        "every process of node n",
+    ),
+    NODES := Message(
+        "nodes", "the nodes of this attempt, as SLURM writes them", "the batch script",
+        "the next start of the batch script",
+    ),
+    REQUEUE := Message(
+        "requeue", "the id of the job to be queued again", "the batch script's Python", "the batch script"
+    ),
+    PREFLIGHT := Message(
+        "preflight.json", "lines, one of them the JSON report of a check of the nodes", "rank 0 of the check",
+        "the batch script",
+    ),
+    HANG := Message(
+        "rank-{}.hang", "JSON: `beats`, `where`, `waits`: where a rank stands that makes no progress", "that rank",
+        "the first of the ranks that hang",
+    ),
+    HEARTBEAT := Message(
+        "trainkit-heartbeat-{}", "shared memory: 8 bytes a rank, how often it has made progress",
+        "every rank of this machine", "the process that has started them", "$TMPDIR/",
+    ),
 )  # fmt: skip
-PROFILE = Message(
-    "PROFILE", "nothing: make this file to ask for a profile of the next updates", "a user",
-    "rank 0, which removes it afterwards", of_attempt=False,
-)  # fmt: skip
-CLAIM = Message(
-    "node-{}", "nothing: node n takes part in this attempt", "the first process of node n", "every process of node n"
-)
-NODES = Message(
-    "nodes", "the nodes of this attempt, as SLURM writes them", "the batch script", "the next start of the batch script"
-)
-REQUEUE = Message("requeue", "the id of the job to be queued again", "the batch script's Python", "the batch script")
-PREFLIGHT = Message(
-    "preflight.json", "lines, one of them the JSON report of a check of the nodes", "rank 0 of the check",
-    "the batch script",
-)  # fmt: skip
-HANG = Message(
-    "rank-{}.hang", "JSON: `beats`, `where`, `waits`: where a rank stands that makes no progress", "that rank",
-    "the first of the ranks that hang",
-)  # fmt: skip
-MESSAGES = (LEASE, PROFILE, CLAIM, NODES, REQUEUE, PREFLIGHT, HANG)
 
 
 LISTED = "`python -m jobs.status` lists the runs."
@@ -164,20 +189,18 @@ def named(reference: str) -> list[Path]:
     """Folders of the runs and sweeps of that name, ``SWEEP/NUMBER`` included: those of this installation, or where it
     has none those of others."""
     for everywhere in (False, True):
-        found = [folder for path in known(everywhere=everywhere) if (folder := _called(path, reference)) is not None]
+        found: dict[Path, None] = {}
+        for run in known(everywhere=everywhere):
+            in_sweep = run.name.isdecimal() and is_sweep(run.parent)
+            if reference == (f"{run.parent.name}/{run.name}" if run.name.isdecimal() else run.name):
+                found[run] = None
+            elif in_sweep and reference == run.parent.name:
+                found[run.parent] = None
+            elif not in_sweep and reference == run.name:  # a run whose name is a number
+                found[run] = None
         if found:
-            return list(dict.fromkeys(found))
+            return list(found)
     return []
-
-
-def _called(run: Path, reference: str) -> Path | None:
-    """The run's folder, or that of its sweep, if that is its name."""
-    in_sweep = run.name.isdecimal() and is_sweep(run.parent)
-    if reference == (f"{run.parent.name}/{run.name}" if run.name.isdecimal() else run.name):
-        return run
-    if in_sweep:
-        return run.parent if reference == run.parent.name else None
-    return run if reference == run.name else None  # a run whose name is a number
 
 
 def has(path: Path) -> bool:
@@ -329,17 +352,12 @@ class RunDir:
         except OSError as error:
             if made:
                 shutil.rmtree(partial, ignore_errors=True)
+            what, why = f"Cannot make the run folder {path}.", f"{error.strerror}: {error.filename}"
+            fix = "Choose a folder that you may write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space."
             if path.exists() and not late:
-                raise UserError(
-                    f"{path} exists already.",
-                    why="A run is never written over.",
-                    fix="Give another --run-dir, or continue that one with `python -m jobs.resume`.",
-                ) from None
-            raise UserError(
-                f"Cannot make the run folder {path}.",
-                why=f"{error.strerror}: {error.filename}",
-                fix="Choose a folder that you may write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space.",
-            ) from None
+                what, why = f"{path} exists already.", "A run is never written over."
+                fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
+            raise UserError(what, why=why, fix=fix) from None
         remember(path)
         return cls(path)
 
@@ -515,12 +533,12 @@ def _folder_of(reference: str, env: Mapping[str, str]) -> Path:
 
 def closed(path: Path) -> UserError:
     """The error for a folder or a file that this user may not read."""
+    me = _user(os.geteuid())
     try:
         found = path.stat()
-        mode = f"mode {stat.S_IMODE(found.st_mode):o}"
-        whose = f"It belongs to {_user(found.st_uid)} ({mode}), and you are {_user(os.geteuid())}."
-    except OSError:  # a folder on the way is closed
-        whose = f"A folder on the way there does not let you in, {_user(os.geteuid())}."
+        whose = f"It belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and you are {me}."
+    except OSError:
+        whose = f"A folder on the way there does not let you in, {me}."
     return UserError(
         f"Permission denied: {path}.",
         why=whose,

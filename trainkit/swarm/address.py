@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainkit import fileio, terminal
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import TrainkitError, UserError
-from trainkit.run.folder import RunDir, runs_root
+from trainkit.run.folder import SWARM, SWARM_ADDRESS, SWARM_IDENTITY, RunDir, runs_root
 from trainkit.swarm import processes
 
 if TYPE_CHECKING:
@@ -328,8 +328,8 @@ async def listens(item: str) -> bool:
 
 # What of a swarm lies in the run folder of a peer that others can reach, so that it comes back as the same one. The
 # addresses of a running swarm are beside config.yaml, one a line.
-ADDRESS_FILE = "swarm_address"
-_FILE, _IDENTITY = "swarm.json", "swarm_identity"
+ADDRESS_FILE = SWARM_ADDRESS.name
+_FILE, _IDENTITY = SWARM.name, SWARM_IDENTITY.name
 MOST_OTHERS = 16
 """Of those that can be reached, so many are remembered."""
 
