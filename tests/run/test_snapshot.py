@@ -30,6 +30,11 @@ from trainkit.run.snapshot import LARGEST_CODE, digest_of, fingerprint, read_tre
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run in an empty current folder, of a program of a few files."""
+    for name in (*(f"jobs/verb{number}.py" for number in range(40)), "jobs/cli.py", "trainkit/kept.py"):
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkout" / name).write_text(f"# {name}\n")
+    monkeypatch.setattr(snapshot, "INSTALLED", tmp_path / "checkout")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
@@ -48,7 +53,8 @@ def files(run: RunDir) -> set[str]:
 # Code
 
 
-def test_the_snapshot_runs_without_the_checkout(run: RunDir) -> None:
+def test_the_snapshot_runs_without_the_checkout(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "INSTALLED", Path(snapshot.__file__).parents[2])
     snapshot.write_code(run)
     code = "import jobs.submit, trainkit.config.loading as l; print(jobs.submit.__file__); l.load('ddp')"
     env = {**os.environ, "PYTHONPATH": str(run.code)}
@@ -87,12 +93,19 @@ def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_why(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("notify.py").write_text(f'import os\nslack = "{TOKEN}"\n')
+    Path("credentials.py").write_text("USER = 'me'\n")
+    Path(".netrc").write_text("machine x\n")
+    Path("innocent.py").symlink_to(".netrc")
     Path("model.py").write_text('REVISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"\n')
     withheld = snapshot.write_code(run)
     snapshot.write_manifest(run, [], withheld)
-    assert files(run) & {"notify.py", "model.py"} == {"model.py"}
-    assert json.loads(run.manifest.read_text())["withheld"] == [{"what": "notify.py", "line": 2, "kind": "Slack token"}]
-    assert capsys.readouterr().err == "Withheld from the run folder: notify.py (line 2 looks like a Slack token).\n"
+    assert {name for name in files(run) if "/" not in name} == {"model.py"}
+    slack = {"what": "notify.py", "line": 2, "kind": "Slack token"}
+    assert slack in json.loads(run.manifest.read_text())["withheld"]
+    told = capsys.readouterr().err
+    assert told.startswith("Withheld from the run folder: ")
+    assert "notify.py (line 2 looks like a Slack token)" in told
+    assert "credentials.py (a file of credentials, by its name)" in told
 
 
 NAMED = r" \(a file of credentials, by its name\)[\s\S]*Give the module another name"
@@ -115,45 +128,20 @@ def test_a_run_whose_own_module_holds_a_secret_is_refused(run: RunDir, file: str
     assert not run.code.exists()
 
 
-def test_a_plugin_in_the_checkout_that_holds_a_secret_is_refused(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_plugin_in_the_checkout_that_holds_a_secret_is_refused(run: RunDir) -> None:
     """Files that are as they were published are not looked through."""
-    checkout = tmp_path / "checkout"
-    (checkout / "trainkit").mkdir(parents=True)
-    (checkout / "trainkit" / "published.py").write_text(f'a = "{TOKEN}"\n')
-    git = ["git", "-C", str(checkout), "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    (snapshot.INSTALLED / "trainkit" / "published.py").write_text(f'a = "{TOKEN}"\n')
+    git = ["git", "-C", str(snapshot.INSTALLED), "-c", "user.name=me", "-c", "user.email=me@example.org"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(snapshot, "INSTALLED", checkout)
     assert snapshot._changed_own_files() == []
-    (checkout / "trainkit" / "mine.py").write_text(f'a = "{TOKEN}"\n')
+    (snapshot.INSTALLED / "trainkit" / "mine.py").write_text(f'a = "{TOKEN}"\n')
     with pytest.raises(RefusedError, match=r"trainkit/mine\.py"):
         snapshot.write_code(run)
 
 
-def test_files_of_credentials_are_not_copied_whatever_they_hold(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("credentials.py").write_text("USER = 'me'\n")
-    Path(".netrc").write_text("machine x\n")
-    Path("innocent.py").symlink_to(".netrc")
-    Path("model.py").touch()
-    withheld = snapshot.write_code(run)
-    snapshot.write_manifest(run, [], withheld)
-    assert files(run) & {"credentials.py", "innocent.py", ".netrc", "model.py"} == {"model.py"}
-    assert "credentials.py (a file of credentials, by its name)" in capsys.readouterr().err
-
-
-def test_credentials_beside_our_own_code_are_not_copied_with_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    checkout = tmp_path / "checkout"
-    for room in ("jobs", "trainkit"):
-        (checkout / room).mkdir(parents=True)
-        (checkout / room / "kept.py").touch()
-    (checkout / "trainkit" / ".env").write_text("HF_TOKEN=x\n")
-    monkeypatch.setattr(snapshot, "INSTALLED", checkout)
+def test_credentials_beside_our_own_code_are_not_copied_with_it(run: RunDir) -> None:
+    (snapshot.INSTALLED / "trainkit" / ".env").write_text("HF_TOKEN=x\n")
     assert [str(item) for item in snapshot.write_code(run)] == ["trainkit/.env (a file of credentials, by its name)"]
     assert {"trainkit/kept.py"} == {name for name in files(run) if name.startswith("trainkit/")}
 
@@ -193,17 +181,15 @@ def test_a_diff_leaves_out_files_of_credentials_renamed_ones_by_both_names(
     assert all(name in told for name in ("sub/.netrc", "old.pem", "notes.txt", "b.key"))
 
 
-@pytest.mark.parametrize("name", ["notes.ipynb", "train.py", "run.sh", "noted"])
-def test_a_key_in_a_change_is_not_written_whatever_the_file(run: RunDir, name: str) -> None:
-    git = repository()
-    key = "0123456789abcdef0123456789abcdef01234567"
-    quote = '\\"' if name.endswith(".ipynb") else '"'
-    Path(name).write_text(f"WANDB = {quote}{key}{quote}\nsize = 3\n")
+def test_a_key_in_a_change_is_not_written_whatever_the_file(run: RunDir) -> None:
+    git, key = repository(), "0123456789abcdef0123456789abcdef01234567"
+    for name in ("notes.ipynb", "train.py", "run.sh", "noted"):
+        quote = '\\"' if name.endswith(".ipynb") else '"'
+        Path(name).write_text(f"WANDB = {quote}{key}{quote}\nsize = 3\n")
     git("add", ".")
     written = manifest(run)
     assert key not in json.dumps(written)
-    assert "size = 3" in written["git"]["diff"]
-    assert written["withheld"]
+    assert written["git"]["diff"].count("size = 3") == len(written["withheld"]) == 4
 
 
 def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: RunDir) -> None:
@@ -226,29 +212,19 @@ def test_the_manifest_says_what_was_run_and_not_the_environment(run: RunDir, mon
     assert "v4lue" not in json.dumps(written)
 
 
-@pytest.mark.parametrize(
-    "word", ["WANDB_API_KEY=s3cret", "--token=s3cret", "remote.secret_key=s3cret", "password:s3cret"]
-)
-def test_a_secret_on_the_command_line_is_not_written(run: RunDir, word: str) -> None:
-    assert "s3cret" not in json.dumps(manifest(run, word))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'WANDB_API_KEY = "s3cret"',
-        "export AWS_SECRET_ACCESS_KEY=s3cret",
-        '{"hf_token": "s3cret"}',
-        "password: s3cret",
-        "login('hf_s3cretAAAAAAAAAAAAAAAAAAAA')",
-        "AKIAs3cretAAAAAAAAAAA",
-    ],
-)
-def test_a_secret_in_an_uncommitted_change_is_not_written(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, line: str
+def test_a_secret_on_the_command_line_or_in_a_change_is_not_written(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "_git", lambda *arguments: f"+{line}\n" if arguments[0] == "diff" else "")
-    assert "s3cret" not in json.dumps(manifest(run))
+    lines = [
+        'WANDB_API_KEY = "s3cret"', "export AWS_SECRET_ACCESS_KEY=s3cret", '{"hf_token": "s3cret"}',
+        "password: s3cret", "login('hf_s3cretAAAAAAAAAAAAAAAAAAAA')", "AKIAs3cretAAAAAAAAAAA",
+        "return sorted(runs, key=lambda run: run.name)",
+    ]  # fmt: skip
+    monkeypatch.setattr(snapshot, "_git", lambda *arguments: "\n+".join(lines) if arguments[0] == "diff" else "")
+    words = ["WANDB_API_KEY=s3cret", "--token=s3cret", "remote.secret_key=s3cret", "password:s3cret"]
+    written = manifest(run, *words)
+    assert "s3cret" not in json.dumps(written)
+    assert lines[-1] in written["git"]["diff"], "ordinary code stays as it is"
 
 
 def test_the_diff_of_python_is_read_as_python(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,14 +237,6 @@ def test_the_diff_of_python_is_read_as_python(run: RunDir, monkeypatch: pytest.M
     assert [(item["what"], item["kind"]) for item in written["withheld"]] == [
         ("the diff", "Secret Keyword"), ("the diff", "value of PASSWORD"),
     ]  # fmt: skip
-
-
-def test_ordinary_code_in_an_uncommitted_change_is_written_as_it_is(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = "+    return sorted(runs, key=lambda run: run.name)\n"
-    monkeypatch.setattr(snapshot, "_git", lambda *arguments: line)
-    assert manifest(run)["git"]["diff"] == line
 
 
 def test_without_git_the_manifest_says_the_rest(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,22 +263,18 @@ def tree(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_runs_of_equal_code_share_one_copy_of_it(run: RunDir) -> None:
+def test_runs_of_equal_code_share_one_copy_of_it_and_others_do_not(run: RunDir) -> None:
     first, second = shared(run), shared(another(run))
     assert first == second
     assert first.parent == run.path.parent / ".code"
     count = [sum(len(files) for _, _, files in os.walk(path)) for path in (run.path, first)]
     assert count[0] < 30 < count[1]
     assert run.code_archive.stat().st_nlink == 3, "of both runs, and of the shared copy"
-
-
-def test_code_that_differs_is_not_shared(run: RunDir) -> None:
-    first = shared(run)
     Path("model.py").write_text("x = 1\n")
-    second = shared(another(run))
-    assert first != second
+    other = shared(another(run, "ddp-0003"))
+    assert other != first
     assert "model.py" not in tree(first)
-    assert tree(second)["model.py"] == b"x = 1\n"
+    assert tree(other)["model.py"] == b"x = 1\n"
 
 
 def test_shared_code_that_somebody_has_changed_is_not_given_to_a_new_run(run: RunDir) -> None:
@@ -343,22 +307,17 @@ def test_a_run_has_its_code_from_its_own_archive_when_none_is_shared(run: RunDir
     assert tree(run.code) == code
 
 
-def test_the_code_of_a_run_that_is_whole_stays_where_it_is(run: RunDir) -> None:
+def test_what_a_killed_command_has_left_of_code_goes_with_time(run: RunDir) -> None:
     first = shared(run)
     (first / "jobs" / "__pycache__").mkdir()
     (first / "jobs" / "__pycache__" / "cli.pyc").touch()
-    snapshot.restore_code(run)
-    assert run.code.resolve() == first
-
-
-def test_what_a_killed_command_has_left_of_code_goes_with_time(run: RunDir) -> None:
-    shared(run)
     fresh, old = (run.path / f".partial-{number * 8}-code" for number in "01")
     for place in (fresh, old):
         (place / "jobs").mkdir(parents=True)
     os.utime(old, (0, 0))
     snapshot.restore_code(run)
     assert (fresh.exists(), old.exists()) == (True, False)
+    assert run.code.resolve() == first, "the code of a run that is whole stays where it is"
 
 
 def archive_of(*names: str, content: bytes = b"x = 1\n", how: int = zipfile.ZIP_DEFLATED) -> Callable[[Path], None]:
@@ -399,6 +358,12 @@ def test_an_archive_that_no_run_has_written_is_refused(run: RunDir, archive: str
     assert not os.path.lexists(run.code)
 
 
+def test_code_nested_beyond_any_program_is_none(run: RunDir) -> None:
+    (run.code / ("a/" * 40)).mkdir(parents=True)
+    (run.code / ("a/" * 40) / "b.py").touch()
+    assert snapshot.read_code(run) is None
+
+
 def test_an_archive_of_gigabytes_is_not_read(run: RunDir) -> None:
     """Its list of names is read into memory at once, as long as it says to be."""
     end, size = struct.Struct("<4s4H2LH"), 3 << 30
@@ -412,15 +377,6 @@ def test_an_archive_of_gigabytes_is_not_read(run: RunDir) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()
-
-
-def test_code_nested_beyond_any_program_is_none(run: RunDir) -> None:
-    deep = run.code
-    for _ in range(40):
-        deep = deep / "a"
-    deep.mkdir(parents=True)
-    (deep / "b.py").touch()
-    assert snapshot.read_code(run) is None
 
 
 def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
@@ -478,8 +434,9 @@ def test_shared_code_of_a_run_that_was_moved_stays(
     assert first.is_dir()
 
 
-@pytest.mark.parametrize("at", [0, 30])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+@pytest.mark.parametrize(
+    ("error", "at"), [(KeyboardInterrupt(), 30), (OSError(errno.ENOSPC, "No space left on device"), 0)], ids=repr
+)
 def test_half_of_a_copy_is_never_shared(
     run: RunDir, error: BaseException, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
