@@ -48,50 +48,35 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("read", [fileio.read_bytes, fileio.read_text])
-def test_what_is_no_file_or_too_large_is_an_error_at_once(
-    tmp_path: Path, odd: str, read: Callable[[Path], object]
-) -> None:
+def test_what_is_no_file_or_too_large_is_an_error_at_once(tmp_path: Path, odd: str) -> None:
     path = tmp_path / "odd"
     ODD[odd](path)
     began = time.monotonic()
     with pytest.raises(OSError, match=r".") as caught:
-        read(path)
+        fileio.read_text(path)
+    assert fileio.read_object(path) == {}
     assert time.monotonic() - began < 1
     assert caught.value.strerror
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_an_odd_file_holds_no_object(tmp_path: Path, odd: str) -> None:
-    ODD[odd](tmp_path / "odd")
-    assert fileio.read_object(tmp_path / "odd") == {}
-
-
-@pytest.mark.parametrize(
-    "read", [fileio.read_bytes, fileio.read_text, lambda path, **how: fileio.read_start(path, 9, **how)]
-)
-def test_a_link_is_read_only_by_who_says_so(tmp_path: Path, read: Callable[..., object]) -> None:
+def test_a_link_is_read_only_by_who_says_so(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret")
     (tmp_path / "log").symlink_to("key")
-    with pytest.raises(OSError, match="It is a link"):
-        read(tmp_path / "log")
-    assert read(tmp_path / "log", follow=True) in ("secret", b"secret")
+    reads: tuple[Callable[..., str], ...] = (fileio.read_text, lambda path, **how: fileio.read_start(path, 9, **how))
+    for read in reads:
+        with pytest.raises(OSError, match="It is a link"):
+            read(tmp_path / "log")
+        assert read(tmp_path / "log", follow=True) == "secret"
 
 
-@pytest.mark.parametrize("size", [0, 1, 70_000, 200_000])
-def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path, size: int) -> None:
+def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(os.urandom(size))
-    assert fileio.read_bytes(path, size) == path.read_bytes()
-    if size:
-        with pytest.raises(OSError, match=f"{size:,} bytes"):
-            fileio.read_bytes(path, size - 1)
-
-
-def test_a_file_that_does_not_know_its_size_is_read_whole() -> None:
-    file = Path("/proc/self/status")
-    assert file.stat().st_size == 0
-    assert fileio.read_text(file).startswith("Name:")
+    for size in (0, 1, 200_000):
+        path.write_bytes(os.urandom(size))
+        assert fileio.read_bytes(path, size) == path.read_bytes()
+    with pytest.raises(OSError, match="200,000 bytes"):
+        fileio.read_bytes(path, 199_999)
+    assert fileio.read_text(Path("/proc/self/status")).startswith("Name:"), "although its size is said to be 0"
 
 
 def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
@@ -130,10 +115,7 @@ def test_a_text_that_is_no_json_or_too_much_of_it_is_a_value_error(text: str | b
     with pytest.raises(ValueError, match=r"."):
         fileio.parse(text)
     assert fileio.parse_object(text) is None
-
-
-def test_numbers_that_nobody_can_compute_with_are_null() -> None:
-    assert fileio.parse(f"[NaN, -Infinity, {'9' * 5000}, 12]") == [None, None, None, 12]
+    assert fileio.parse(f"[NaN, -Infinity, {'9' * 5000}, 12]") == [None, None, None, 12], "nobody can compute with them"
 
 
 @pytest.fixture
@@ -209,10 +191,14 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(run: Path, victim: Path, 
 
 
 @pytest.mark.parametrize("leads_to", ["victim", "nowhere"])
-def test_nothing_is_appended_through_a_link(leads_to: str, run: Path, victim: Path) -> None:
+def test_nothing_is_appended_through_a_link_nor_a_new_file_one_that_is_there(
+    leads_to: str, run: Path, victim: Path
+) -> None:
     (run / "events.jsonl").symlink_to(victim.with_name(leads_to))
     with pytest.raises(UserError, match=r"is a link to .*\n.*through a link"):
         fileio.append_jsonl(run / "events.jsonl", {"event": "saved"})
+    with pytest.raises(FileExistsError):
+        create(run / "events.jsonl", run)
     assert victim.read_text() == "precious"
     assert not victim.with_name("nowhere").exists()
 
@@ -238,13 +224,6 @@ def test_what_cannot_be_appended_to_is_refused_at_once(
     assert sorted(run.iterdir()) == [run / "events.jsonl"]
 
 
-def test_a_new_file_is_never_one_that_is_there(run: Path, victim: Path) -> None:
-    (run / "node-0").symlink_to(victim.with_name("nowhere"))
-    with pytest.raises(FileExistsError):
-        create(run / "node-0", run)
-    assert not victim.with_name("nowhere").exists()
-
-
 WRITES: dict[str, Callable[[Path, Path], object]] = {
     "write": lambda file, run: write(file, "x", run),
     "append": lambda file, run: append(file, run).close(),
@@ -265,25 +244,19 @@ def test_no_folder_of_a_run_is_a_link_to_elsewhere(how: str, inside: str, run: P
     assert [path.name for path in (tmp_path / "home").rglob("*")] == ["0"]
 
 
-def test_the_run_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "scratch").symlink_to(run)
-    write(tmp_path / "scratch" / "summary.json", "x", tmp_path / "scratch")
-    assert (run / "summary.json").read_text() == "x"
-
-
 @pytest.mark.parametrize("run_mode", [0o700, 0o750, 0o2770], ids=oct)
-def test_what_is_in_a_run_is_as_open_as_the_run_whatever_the_umask(run_mode: int, umask: int, run: Path) -> None:
+def test_what_is_in_a_run_is_as_open_as_the_run_whatever_the_umask(
+    run_mode: int, umask: int, run: Path, tmp_path: Path
+) -> None:
     run.chmod(run_mode)
-    make_folder(run / "logs" / "0", run)
+    (tmp_path / "scratch").symlink_to(run)  # a run may be reached by a link
+    make_folder(tmp_path / "scratch" / "logs" / "0", tmp_path / "scratch")
     for how in sorted(set(WRITES) - {"make_folder", "link"}):
         WRITES[how](run / "logs" / "0" / how, run)
     assert {mode(run / "logs"), mode(run / "logs" / "0")} == {run_mode}
     assert {mode(file) for file in (run / "logs" / "0").iterdir()} == {run_mode & 0o666}
-
-
-def test_what_is_no_run_goes_by_the_umask(umask: int, run: Path) -> None:
-    write(run / "predictions.csv", "x")
-    assert mode(run / "predictions.csv") == 0o666 & ~umask
+    write(tmp_path / "predictions.csv", "x")
+    assert mode(tmp_path / "predictions.csv") == 0o666 & ~umask, "what is of no run goes by the umask"
 
 
 def test_a_folder_is_ones_own_if_nobody_else_can_get_at_it(tmp_path: Path, run: Path) -> None:
@@ -407,21 +380,16 @@ def test_who_is_told_of_all_looks_seldom(
         assert waited(notice, 0.01) >= 0.4
 
 
-def test_where_a_file_cannot_be_seen_one_looks_as_often_as_one_likes(
-    process: subprocess.Popen[bytes], tmp_path: Path
+@pytest.mark.parametrize("why", ["not there", "nobody tells", "the process is gone"])
+def test_where_nothing_is_told_one_looks_as_often_as_one_likes(
+    process: subprocess.Popen[bytes], tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FileWatcher([tmp_path / "not there" / "rank-0.out"], process.pid) as notice:
-        assert waited(notice, 0.05) < fileio._SELDOM
-
-
-def test_where_nobody_tells_one_looks_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fileio, "_open_inotify", lambda: None)
-    with FileWatcher([tmp_path / "events.jsonl"]) as notice:
-        assert 0.05 <= waited(notice, 0.05) < fileio._SELDOM
-
-
-def test_a_process_that_is_gone_is_nobody_to_wait_for(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    with FileWatcher(process=process.pid) as notice:
+    files = [tmp_path / "not there" / "rank-0.out"]
+    if why == "nobody tells":
+        monkeypatch.setattr(fileio, "_open_inotify", lambda: None)
+    elif why == "the process is gone":
+        files = []
+        process.kill()
+        process.wait()
+    with FileWatcher(files, process.pid) as notice:
         assert waited(notice, 0.05) < fileio._SELDOM

@@ -53,17 +53,11 @@ def test_a_folder_in_which_only_logs_were_opened_becomes_the_run(tmp_path: Path)
     assert (run.config.read_text(), mode(run.path)) == (YAML, "700")
 
 
-def test_a_file_where_the_runs_folder_should_be_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("mine")
-    with pytest.raises(UserError, match="Cannot make the run folder"):
+    with pytest.raises(UserError, match=r"(?s)Cannot make the run folder.*TRAINKIT_RUNS=FOLDER"):
         RunDir.create(tmp_path / "runs" / "a", YAML)
     assert (tmp_path / "runs").read_text() == "mine"
-
-
-@pytest.mark.skipif(not Path("/proc/sys").is_dir(), reason="needs a folder that not even root may write to")
-def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match=r"(?s)Cannot make the run folder.*TRAINKIT_RUNS=FOLDER"):
-        RunDir.create(Path("/proc/sys/runs/a"), YAML)
 
 
 def test_of_two_that_make_the_same_run_one_is_refused(tmp_path: Path) -> None:
@@ -88,19 +82,12 @@ def test_of_two_that_make_the_same_run_one_is_refused(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("there", "found"),
-    [((), "ddp-0001"), (("ddp-0001", "vit-b-0041", "notes-12"), "ddp-0042"), (("ddp-9999",), "ddp-10000")],
-)
-def test_ids_count_up_over_all_runs_of_the_folder(tmp_path: Path, there: tuple[str, ...], found: str) -> None:
-    for name in there:
-        (tmp_path / name).mkdir()
-    assert next_path(tmp_path, "ddp").name == found
-
-
-@pytest.mark.parametrize(("name", "safe"), [("my run/é", "my-run"), ("..", "run"), ("-x-", "x"), ("a.b_c", "a.b_c")])
-def test_a_runs_name_is_safe_in_shells_and_paths(tmp_path: Path, name: str, safe: str) -> None:
-    assert next_path(tmp_path, name).name == f"{safe}-0001"
+def test_ids_count_up_over_all_runs_and_names_are_safe_in_shells_and_paths(tmp_path: Path) -> None:
+    names = {"my run/é": "my-run", "..": "run", "-x-": "x", "a.b_c": "a.b_c"}
+    assert [next_path(tmp_path, name).name for name in names] == [f"{safe}-0001" for safe in names.values()]
+    for there, following in (("vit-b-0041", "ddp-0042"), ("notes-12", "ddp-0042"), ("ddp-9999", "ddp-10000")):
+        (tmp_path / there).mkdir()
+        assert next_path(tmp_path, "ddp").name == following
 
 
 def test_runs_are_in_the_current_folder_or_where_the_user_wants_them(
@@ -127,6 +114,8 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("runs/ddp-0001", "ddp-0001"),
         ("project/runs/ddp-0003", "ddp-0003"),
         ("project/runs/sweep-0001/0", "sweep-0001/0"),
+        ("runs/4711", "4711"),
+        ("project/runs/4712", "4712"),
     ],
 )
 def test_a_run_is_found_by_its_path_and_by_its_name(
@@ -152,12 +141,6 @@ def test_a_sweep_is_no_run_and_no_folder_to_remove(tmp_path: Path, env: dict[str
     assert caught.value.fix == "It is a sweep: name one of its runs, such as ddp-0003/0."
 
 
-def test_a_half_written_run_is_refused(tmp_path: Path, env: dict[str, str]) -> None:
-    (tmp_path / "runs" / "ddp-0001" / "logs").mkdir(parents=True)
-    with pytest.raises(UserError, match="only half of one"):
-        find_run("ddp-0001", env)
-
-
 def test_runs_and_those_of_sweeps_are_listed_oldest_first(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "runs") == []
     for age, name in enumerate(["c-0003", "sweep-0002/1", "sweep-0002/0", "a-0001"]):
@@ -175,18 +158,6 @@ def test_attempts_are_the_numbered_log_folders_in_order(tmp_path: Path) -> None:
     assert run.attempts() == [0, 2, 10]
 
 
-def test_every_name_in_a_run_folder_is_the_designs(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    paths = [
-        run.config, run.plan, run.script, run.manifest, run.code, run.logs, run.metrics, run.events, run.checkpoints,
-        run.tensorboard, run.wandb, run.summary, run.hardware("n1"), run.lease,
-    ]  # fmt: skip
-    assert [str(path.relative_to(tmp_path)) for path in paths] == [
-        "config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs", "metrics.jsonl", "events.jsonl",
-        "checkpoints", "tensorboard", "wandb", "summary.json", "system-n1.jsonl", "lease.json",
-    ]  # fmt: skip
-
-
 # Who may enter
 
 
@@ -194,18 +165,17 @@ def mode(path: Path) -> str:
     return oct(path.stat().st_mode & 0o7777)[2:]
 
 
-def test_a_run_folder_is_the_users_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["700", "750", "2770", "755"])
+def test_a_run_is_as_open_as_asked_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    if asked != "700":
+        monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
     old = os.umask(0o002)  # as on sites where every user has a group of their own
     try:
-        assert mode(RunDir.create(tmp_path / "runs" / "a", "").path) == "700"
+        assert mode(RunDir.create(tmp_path / "a", "").path) == asked
     finally:
         os.umask(old)
-
-
-@pytest.mark.parametrize("asked", ["750", "2770", "755"])
-def test_a_group_that_shares_its_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
-    assert mode(RunDir.create(tmp_path / "a", "").path) == asked
 
 
 @pytest.mark.parametrize("asked", ["rwx", "070", "7777", "9"])
@@ -238,16 +208,22 @@ def here(name: str) -> Path:
     return RunDir.create(Path("runs") / name, YAML).path
 
 
-@pytest.mark.parametrize("other", ["run", "sweep"])
-@pytest.mark.parametrize("kind", ["run", "sweep"])
+@pytest.mark.parametrize("other", ["run", "sweep", "nothing"])
+@pytest.mark.parametrize("kind", ["run", "sweep", "sweep elsewhere"])
 def test_what_is_here_is_meant_whatever_there_is_elsewhere(
     elsewhere: Path, env: dict[str, str], kind: str, other: str
 ) -> None:
-    mine = here("ddp-0001") if kind == "run" else sweep(Path("runs/ddp-0001").absolute())
-    RunDir.create(elsewhere / "ddp-0001", YAML) if other == "run" else sweep(elsewhere / "ddp-0001")
-    found = sorted(run.path for run in find_runs("ddp-0001", env))
-    assert found == ([mine] if kind == "run" else [mine / "0", mine / "1"])
-    assert find_run("ddp-0001" if kind == "run" else "ddp-0001/1", env).path == found[-1]
+    if kind == "sweep elsewhere":
+        mine = sweep(elsewhere / "ddp-0001")
+    else:
+        mine = here("ddp-0001") if kind == "run" else sweep(Path("runs/ddp-0001").absolute())
+        if other != "nothing":
+            theirs = elsewhere / "ddp-0001"
+            RunDir.create(theirs, YAML) if other == "run" else sweep(theirs)
+    expected = [mine] if kind == "run" else [mine / "0", mine / "1"]
+    for reference in ("ddp-0001", str(mine)):
+        assert sorted(run.path for run in find_runs(reference, env)) == expected
+    assert find_run("ddp-0001" if kind == "run" else "ddp-0001/1", env).path == expected[-1]
 
 
 def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path, env: dict[str, str]) -> None:
@@ -257,23 +233,18 @@ def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path, env: dict[str, st
         find_runs("ddp-0001", env)
 
 
-def test_a_sweep_elsewhere_is_found_where_there_is_none_here(elsewhere: Path, env: dict[str, str]) -> None:
-    theirs = sweep(elsewhere / "ddp-0001")
-    for reference in ("ddp-0001", str(theirs)):
-        assert sorted(run.path for run in find_runs(reference, env)) == [theirs / "0", theirs / "1"]
-    assert find_run("ddp-0001/0", env).path == theirs / "0"
-
-
-@pytest.mark.parametrize("kind", ["run", "sweep"])
-def test_of_several_elsewhere_none_is_taken_and_all_are_listed(
+@pytest.mark.parametrize("kind", ["run", "sweep", "here"])
+def test_of_several_none_is_taken_and_all_are_listed(
     elsewhere: Path, env: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
-    one = sweep(elsewhere / "ddp-0001")
-    two = tmp_path / "third" / "ddp-0001"
-    RunDir.create(two, YAML) if kind == "run" else sweep(two)
+    if kind == "here":  # in the current folder, and in the runs folder
+        paths = [RunDir.create(Path("ddp-0001"), YAML).path, here("ddp-0001")]
+    else:
+        paths = [sweep(elsewhere / "ddp-0001"), tmp_path / "third" / "ddp-0001"]
+        RunDir.create(paths[1], YAML) if kind == "run" else sweep(paths[1])
     with pytest.raises(UserError) as caught:
         find_runs("ddp-0001", env)
-    assert caught.value.why == f"{one}, {two}"
+    assert caught.value.why == ", ".join(map(str, paths))
 
 
 @pytest.mark.parametrize(
@@ -308,13 +279,6 @@ def test_a_folder_of_that_name_that_is_no_run_hides_none(elsewhere: Path, env: d
         find_run("photos", env)
 
 
-def test_a_run_in_the_current_folder_and_one_in_the_runs_folder_are_two(elsewhere: Path, env: dict[str, str]) -> None:
-    paths = [RunDir.create(Path("ddp-0001"), YAML).path, here("ddp-0001")]
-    with pytest.raises(UserError) as caught:
-        find_run("ddp-0001", env)
-    assert caught.value.why == ", ".join(map(str, paths))
-
-
 def test_a_run_that_is_reached_by_two_names_is_one(
     elsewhere: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,11 +287,6 @@ def test_a_run_that_is_reached_by_two_names_is_one(
     assert find_run("ddp-0001", env).path.resolve() == mine
     monkeypatch.chdir("runs")
     assert find_run("ddp-0001", {"TRAINKIT_RUNS": "."}).path == mine
-
-
-def test_a_run_may_be_called_by_a_number(elsewhere: Path, env: dict[str, str]) -> None:
-    mine, theirs = here("4711"), RunDir.create(elsewhere / "4712", YAML).path
-    assert [find_run(name, env).path for name in ("4711", "4712")] == [mine, theirs]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -388,29 +347,18 @@ def other_installation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_another_clone_has_started_is_known_to_who_asks_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder.remember(made(tmp_path / "theirs"))
-    folder.mark(tmp_path / "theirs", "abc")
-    other_installation(tmp_path / "clone", monkeypatch)
-    folder.remember(made(tmp_path / "ours"))
-    assert folder.known() == [tmp_path / "ours"]
-    assert set(folder.known(everywhere=True)) == {tmp_path / "ours", tmp_path / "theirs"}
-    assert folder.marked() == []
-    assert folder.has(tmp_path / "theirs")  # a command of this user made it
-
-
-def test_the_list_of_before_each_clone_had_its_own_is_not_forgotten(tmp_path: Path) -> None:
-    folder.state_file().parent.mkdir(parents=True)
-    folder.state_file().write_text(f"{made(tmp_path / 'old')}\n")
-    assert folder.known() == []
-    assert folder.known(everywhere=True) == [tmp_path / "old"]
-    assert folder.has(tmp_path / "old")
-
-
-def test_a_name_is_looked_for_here_first_and_then_among_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the list of before each clone had its own."""
     monkeypatch.chdir(tmp_path)
-    for name in ("run-0001", "run-0002"):
-        folder.remember(made(tmp_path / "theirs" / name))
+    theirs, both, old = (made(tmp_path / name) for name in ("theirs/run-0002", "theirs/run-0001", "old"))
+    folder.remember(theirs)
+    folder.remember(both)
+    folder.mark(theirs, "abc")
+    folder.state_file().write_text(f"{old}\n")
     other_installation(tmp_path / "clone", monkeypatch)
-    folder.remember(made(tmp_path / "ours" / "run-0001"))
-    assert find_run("run-0001", {}).path == tmp_path / "ours" / "run-0001"
-    assert find_run("run-0002", {}).path == tmp_path / "theirs" / "run-0002"
+    ours = made(tmp_path / "ours" / "run-0001")
+    folder.remember(ours)
+    assert folder.known() == [ours]
+    assert set(folder.known(everywhere=True)) == {ours, theirs, both, old}
+    assert folder.marked() == []
+    assert all(map(folder.has, (theirs, old))), "a command of this user made it"
+    assert [find_run(name, {}).path for name in ("run-0001", "run-0002")] == [ours, theirs], "first among its own"
