@@ -92,17 +92,13 @@ def test_nodes_are_read_with_memory_for_jobs_gpu_types_and_features() -> None:
     assert c1.mem_mb is None, "1 MB is what SLURM says where nobody has configured it"
 
 
-@pytest.mark.parametrize(
-    ("state", "up"),
-    [
-        *(("IDLE+CLOUD+POWERED_DOWN", True), ("IDLE+CLOUD+POWERING_DOWN", True), ("IDLE~", True), ("MIXED", True)),
-        *(("DOWN*", False), ("DOWN+CLOUD+POWERED_DOWN", False), ("IDLE+DRAIN", False), ("IDLE+NOT_RESPONDING", False)),
-        *(("ALLOCATED+MAINT", False), ("UNKNOWN*", False), ("FUTURE", False)),
-    ],
-)
-def test_a_node_that_is_powered_down_takes_jobs_and_a_broken_one_does_not(state: str, up: bool) -> None:
-    (node,) = read_nodes(f"NodeName=n1 CPUTot=4 Gres=(null) State={state} ThreadsPerCore=1").values()
-    assert node.up is up
+def test_a_node_that_is_powered_down_takes_jobs_and_a_broken_one_does_not() -> None:
+    ups = ("IDLE+CLOUD+POWERED_DOWN", "IDLE+CLOUD+POWERING_DOWN", "IDLE~", "MIXED")
+    downs = (
+        "DOWN*", "DOWN+CLOUD+POWERED_DOWN", "IDLE+DRAIN", "IDLE+NOT_RESPONDING", "ALLOCATED+MAINT", "UNKNOWN*", "FUTURE"
+    )  # fmt: skip
+    lines = [f"NodeName={state} CPUTot=4 Gres=(null) State={state} ThreadsPerCore=1" for state in ups + downs]
+    assert [name for name, node in read_nodes("\n".join(lines)).items() if node.up] == [*ups]
 
 
 def test_a_profile_keeps_the_nodes_of_a_partition_by_kind() -> None:
@@ -111,15 +107,11 @@ def test_a_profile_keeps_the_nodes_of_a_partition_by_kind() -> None:
     assert (gpu.max_time, gpu.preempt_mode) == ("3-0:00:00", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "preemption"),
-    [
-        (CONFIG_24_05, "partition_prio, REQUEUE, with the job's own signal"),
-        (CONFIG_22_05.replace("partition_prio", "none"), ""),
-    ],
-)
-def test_who_is_preempted_and_how_is_read(text: str, preemption: str) -> None:
-    assert read.read_preemption(read.read_config(text)) == preemption
+def test_who_is_preempted_and_how_is_read() -> None:
+    texts = (CONFIG_24_05, CONFIG_22_05.replace("partition_prio", "none"))
+    assert [read.read_preemption(read.read_config(text)) for text in texts] == [
+        "partition_prio, REQUEUE, with the job's own signal", ""
+    ]  # fmt: skip
 
 
 def test_accounts_on_this_cluster_and_qos_are_read_with_their_limits() -> None:
@@ -231,7 +223,7 @@ def test_what_cannot_be_read_is_a_gap(fake_command: Fake, sinfo: str) -> None:
     assert (facts.version, facts.partitions) == ("24.05.3", ())
 
 
-def test_a_profile_is_not_renewed_by_a_scheduler_that_is_silent(
+def test_a_scheduler_that_is_silent_renews_no_profile_and_is_not_called_absent(
     fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm(fake_command)
@@ -239,21 +231,16 @@ def test_a_profile_is_not_renewed_by_a_scheduler_that_is_silent(
     cluster.main(["discover", "mine"], os.environ)
     profile = tmp_path / "configs" / "clusters" / "mine.yaml"
     before = profile.read_bytes()
+    for name in ("sacctmgr", "scontrol", "sinfo", "srun"):
+        fake_command(name, "exec sleep 60")
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.2)
+    with pytest.raises(SchedulerError, match="does not answer"):
+        cluster.main(["show"], os.environ)
+    slurm(fake_command)
     fake_command("sacctmgr", "exec sleep 60")
-    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(SchedulerError, match="stays as it is"):
         cluster.main(["discover", "mine", "--force"], os.environ)
     assert profile.read_bytes() == before
-
-
-def test_a_scheduler_that_is_silent_is_not_called_absent(
-    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("scontrol", "sinfo", "sacctmgr", "srun"):
-        fake_command(name, "exec sleep 60")
-    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(SchedulerError, match="does not answer"):
-        cluster.main(["show"], os.environ)
 
 
 def test_a_machine_without_slurm_has_nothing_but_gaps(tmp_path: Path) -> None:
@@ -297,20 +284,13 @@ def test_what_is_written_into_a_profile_is_read_back(fake_command: Fake, tmp_pat
     profile = tmp_path / "mine.yaml"
     profile.write_text(to_profile(facts))
     assert read_facts(str(profile)) == facts
-
-
-def test_settings_around_what_is_known_outlive_its_renewal() -> None:
+    profile.write_text("launch: {partition: gpu}\n")
+    assert read_facts(str(profile)) is None, "settings alone know nothing of a site"
     old = "# ours\nsite:\n  cluster: old\n\n  accounts:\n  - {name: a}\nlaunch: {account: thesis}  # since March\n"
     new = renewed(old, SiteFacts(cluster="new"))
     assert new.startswith("# ours\nlaunch: {account: thesis}  # since March\n\n#")
     assert new.endswith("site: {cluster: new}\n")
     assert "old" not in new
-
-
-def test_a_profile_of_settings_alone_knows_nothing_of_its_site(tmp_path: Path) -> None:
-    profile = tmp_path / "mine.yaml"
-    profile.write_text("launch: {partition: gpu}\n")
-    assert read_facts(str(profile)) is None
 
 
 def test_a_damaged_profile_is_refused_at_its_line(tmp_path: Path) -> None:

@@ -68,22 +68,20 @@ def test_nodes_and_partitions_are_read_whatever_stands_around_them() -> None:
     assert (closed.up, closed.max_time_min, closed.nodes) == (False, 30, ())
 
 
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [("gpu:4", 4), ("gpu", 1), ("gpu:a100:8", 8), ("gpu:a100:4(S:0-1)", 4), ("(null)", 0), ("nvme:2", 0), ("", 0),
-     ("gpu:a100:2(S:0),gpu:t4:1(S:1),nvme:1", 3)],
-)  # fmt: skip
-def test_gpus_are_counted_in_generic_resources(gres: str, count: int) -> None:
-    assert count_gpus(gres) == count
+def test_gpus_are_counted_in_generic_resources() -> None:
+    counts = {
+        "gpu:4": 4, "gpu": 1, "gpu:a100:8": 8, "gpu:a100:4(S:0-1)": 4, "(null)": 0, "nvme:2": 0, "": 0,
+        "gpu:a100:2(S:0),gpu:t4:1(S:1),nvme:1": 3,
+    }  # fmt: skip
+    assert {gres: count_gpus(gres) for gres in counts} == counts
 
 
-@pytest.mark.parametrize(
-    ("mask", "present", "count"),
-    [(None, 4, 4), ("", 4, 0), ("0,1", 4, 2), ("5,6", 8, 2), ("5,6", 4, 0), ("0,-1,1", 4, 1), ("1,1", 4, 1),
-     ("GPU-8932f937,GPU-11111111", 4, 2), ("0", 0, 0)],
-)  # fmt: skip
-def test_the_visible_device_mask_is_counted_as_cuda_reads_it(mask: str | None, present: int, count: int) -> None:
-    assert visible_gpus(mask, present) == count
+def test_the_visible_device_mask_is_counted_as_cuda_reads_it() -> None:
+    counts = {
+        (None, 4): 4, ("", 4): 0, ("0,1", 4): 2, ("5,6", 8): 2, ("5,6", 4): 0, ("0,-1,1", 4): 1, ("1,1", 4): 1,
+        ("GPU-8932f937,GPU-11111111", 4): 2, ("0", 0): 0,
+    }  # fmt: skip
+    assert {asked: visible_gpus(*asked) for asked in counts} == counts
 
 
 def test_a_machine_without_sbatch_has_no_slurm(tmp_path: Path) -> None:
@@ -149,25 +147,21 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
-def test_every_cluster_profile_loads_and_is_outranked_by_flags(profile: Path) -> None:
-    flags = {"launch.cluster": (profile.stem, "--cluster"), "launch.time": ("5", "--time")}
-    loaded = load("ddp", flags=flags)
-    assert loaded.config.launch.time == "5"
-    assert any(source.kind == "cluster profile" for source in loaded.sources.values())
-
-
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_what_a_job_asks_for_at_each_kind_of_site(profile: Path) -> None:
-    flags = {
+    flags: dict[str, tuple[object, str]] = {
         "launch.cluster": (profile.stem, "--cluster"),
         "launch.nodes": (2, "--nodes"),
         "launch.gpus_per_node": (4, "--gpus-per-node"),
     }
     if profile.stem == "constraint":
         flags["launch.account"] = ("thesis", "--account")
-    plan = make_plan(load("ddp", flags=flags), ELSEWHERE, Path("/runs/x"))
+    found = load("ddp", flags=flags)
+    assert any(source.kind == "cluster profile" for source in found.sources.values())
+    plan = make_plan(found, ELSEWHERE, Path("/runs/x"))
     written = [item.name if item.value is None else f"{item.name}={item.value}" for item in plan.directives]
     assert written == GOLDEN[profile.stem]
+    flags["launch.time"] = ("5", "--time")
+    assert load("ddp", flags=flags).config.launch.time == "5", "a flag outranks it"
 
 
 @pytest.mark.parametrize(
@@ -206,13 +200,6 @@ def loaded(**flags: Any) -> Loaded:
     return load("ddp", flags={f"launch.{key}": (value, f"--{key}") for key, value in flags.items()})
 
 
-def refused(partition: Partition | None, facts: SiteFacts = FACTS, request: Request = HOUR, **flags: Any) -> str:
-    with pytest.raises(RefusedError) as error:
-        require_access(loaded(**flags), request, partition, facts)
-    assert error.value.fix
-    return f"{error.value.what} {error.value.why}"
-
-
 # Accounts and QOS
 
 
@@ -225,54 +212,49 @@ def refused(partition: Partition | None, facts: SiteFacts = FACTS, request: Requ
 )
 def test_what_the_user_has_is_let_pass(partition: Partition | None, flags: dict[str, str]) -> None:
     require_access(loaded(**flags), HOUR, partition, FACTS)
-
-
-def test_an_account_that_is_not_the_users_is_refused_with_those_that_are() -> None:
-    assert refused(OPEN, account="visoin") == (
-        "Account 'visoin' is none of yours (flag --account). You have: vision, nlp, guest."
-    )
-
-
-def test_an_account_that_the_partition_does_not_let_in_is_refused() -> None:
-    words = refused(PARTITION, SiteFacts(), account="guest")
-    assert "may not use partition 'gpu'" in words
-    assert "It lets in: vision, nlp." in words
-    assert "shuts this account out" in refused(Partition("p", denied_accounts=("x",)), SiteFacts(), account="x")
-
-
-def test_the_default_account_is_the_one_that_is_charged() -> None:
-    assert "Account 'vision' may not use" in refused(replace(PARTITION, accounts=("nlp",)))
-
-
-def test_an_account_for_one_partition_is_refused_in_another() -> None:
-    assert "is yours in: cpu" in refused(OPEN, account="guest")
-
-
-def test_a_site_that_does_not_enforce_accounts_takes_every_name() -> None:
-    for enforced in (False, None):
+    require_access(loaded(account="vision", qos="long"), replace(HOUR, minutes=7 * 1440), OPEN, FACTS)
+    for enforced in (False, None):  # a site that does not enforce accounts takes every name
         require_access(loaded(account="any", qos="any"), HOUR, OPEN, replace(FACTS, accounts_enforced=enforced))
     require_access(loaded(account="any", qos="any"), HOUR, OPEN, SiteFacts())
+
+
+SHUT = Partition("p", denied_accounts=("x",))
+SOLE = SiteFacts(accounts=(Account("a", "", ("normal",)),), qos=FACTS.qos)  # the only QOS is the one that counts
+WEEK = replace(HOUR, minutes=8 * 1440)
+
+
+@pytest.mark.parametrize(
+    ("partition", "facts", "request_", "flags", "words"),
+    [
+        (OPEN, FACTS, HOUR, {"account": "visoin"},
+         "Account 'visoin' is none of yours (flag --account). You have: vision, nlp, guest."),
+        (PARTITION, SiteFacts(), HOUR, {"account": "guest"}, "may not use partition 'gpu'"),
+        (PARTITION, SiteFacts(), HOUR, {"account": "guest"}, "It lets in: vision, nlp."),
+        (SHUT, SiteFacts(), HOUR, {"account": "x"}, "shuts this account out"),
+        # The default account is the one that is charged.
+        (replace(PARTITION, accounts=("nlp",)), FACTS, HOUR, {}, "Account 'vision' may not use"),
+        (OPEN, FACTS, HOUR, {"account": "guest"}, "is yours in: cpu"),
+        (None, FACTS, HOUR, {"account": "nlp", "qos": "long"}, "QOS 'long' is none of yours with account 'nlp'"),
+        (PARTITION, SiteFacts(), HOUR, {"qos": "debug"}, "It takes: normal, long."),
+        # It would wait for ever.
+        (OPEN, FACTS, WEEK, {"account": "vision", "qos": "long"}, "Its MaxWall is 7-0:00:00"),
+        (OPEN, FACTS, replace(HOUR, nodes=3), {"qos": "long"}, "12 GPUs are more than QOS 'long' gives one user"),
+        (OPEN, SOLE, WEEK, {}, "QOS 'normal'"),
+    ],
+)  # fmt: skip
+def test_what_the_user_or_the_partition_does_not_have_is_refused(
+    partition: Partition | None, facts: SiteFacts, request_: Request, flags: dict[str, str], words: str
+) -> None:
+    with pytest.raises(RefusedError) as error:
+        require_access(loaded(**flags), request_, partition, facts)
+    assert error.value.fix
+    assert words in f"{error.value.what} {error.value.why}"
 
 
 def test_a_placeholder_is_a_mistake_of_the_user_whatever_is_known() -> None:
     with pytest.raises(UserError, match="still CHANGE_ME") as error:
         require_access(loaded(account="CHANGE_ME"), HOUR, None, FACTS)
     assert "You have: vision, nlp, guest." in error.value.fix
-
-
-def test_a_qos_is_that_of_the_account_and_of_the_partition() -> None:
-    assert "QOS 'long' is none of yours with account 'nlp'" in refused(None, account="nlp", qos="long")
-    assert "It takes: normal, long." in refused(PARTITION, SiteFacts(), qos="debug")
-
-
-def test_more_time_or_gpus_than_the_qos_gives_would_wait_for_ever() -> None:
-    require_access(loaded(account="vision", qos="long"), replace(HOUR, minutes=7 * 1440), OPEN, FACTS)
-    week = replace(HOUR, minutes=8 * 1440)
-    assert "Its MaxWall is 7-0:00:00" in refused(OPEN, request=week, qos="long", account="vision")
-    many = replace(HOUR, nodes=3)
-    assert "12 GPUs are more than QOS 'long' gives one user" in refused(OPEN, request=many, qos="long")
-    only_one = SiteFacts(accounts=(Account("a", "", ("normal",)),), qos=FACTS.qos)
-    assert "QOS 'normal'" in refused(OPEN, only_one, week), "the only QOS is the one that counts"
 
 
 # Folders
@@ -309,12 +291,9 @@ def test_on_a_cluster_of_one_machine_every_folder_is_seen() -> None:
     assert doubtful(Path("/tmp/x"), alone, ()) == ""
 
 
-def test_a_folder_with_room_is_let_pass_before_it_is_made(tmp_path: Path) -> None:
-    require_room(tmp_path / "not" / "yet" / "there")
-
-
 def test_a_file_system_that_counts_no_files_has_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """btrfs: the very file system is not here."""
+    require_room(tmp_path / "not" / "yet" / "there")
     there = list(os.statvfs(tmp_path))
     there[5:8] = [0, 0, 0]  # f_files, f_ffree, f_favail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(there))
