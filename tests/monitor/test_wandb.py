@@ -107,12 +107,19 @@ def test_offline_values_and_settings_are_in_the_datastore_and_nothing_else(run_d
     assert not kinds & {"files", "environment", "output", "output_raw"}
 
 
-def test_a_restarted_run_keeps_its_id(run_dir: RunDir) -> None:
+def test_a_restarted_run_keeps_its_id_and_no_secret_is_on_the_disk(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     attempt(run_dir, 0, range(10, 30, 10))
     attempt(run_dir, 20, range(30, 50, 10))
     first, second = stored(run_dir)
     assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
+    assert run_of(first).run_id != logger_module.run_id(RunDir(run_dir.path.parent / "elsewhere" / run_dir.name))
     assert [row["step"] for row in history(second)] == [30, 40, 40]
+    files = [file for file in run_dir.path.rglob("*") if file.is_file()]
+    assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
 def test_a_training_that_raised_is_a_failed_run(run_dir: RunDir) -> None:
@@ -121,15 +128,6 @@ def test_a_training_that_raised_is_a_failed_run(run_dir: RunDir) -> None:
         raise ZeroDivisionError
     (exit_code,) = [r.exit.exit_code for r in stored(run_dir)[0] if r.WhichOneof("record_type") == "exit"]
     assert exit_code == 1
-
-
-def test_no_secret_reaches_the_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", SECRET)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    attempt(run_dir, 0, range(10, 30, 10))
-    files = [file for file in run_dir.path.rglob("*") if file.is_file()]
-    assert any(file.suffix == ".wandb" for file in files)
-    assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
 def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
@@ -141,12 +139,6 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
     attempt(run_dir, 0, range(10, 30, 10))
     assert "wandb cannot be reached and goes on offline" in capfd.readouterr().err
     assert len(history(stored(run_dir)[0])) == 3
-
-
-def test_runs_of_one_name_in_different_folders_have_different_ids(tmp_path: Path) -> None:
-    assert logger_module.run_id(RunDir(tmp_path / "a" / "ddp-0001")) != logger_module.run_id(
-        RunDir(tmp_path / "b" / "ddp-0001")
-    )
 
 
 @pytest.mark.parametrize(
@@ -248,14 +240,6 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def wait_for_the_end(pid: int) -> None:
-    wait_for(lambda: not ProcessId.of(pid).started)
-
-
-def wait_for_the_beginning() -> None:
-    wait_for(lambda: bool(noted("init")))
-
-
 def test_all_that_was_logged_has_arrived_in_order_at_the_end(stand_in: RunDir) -> None:
     with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
         for step in range(1, 6):
@@ -281,7 +265,10 @@ def test_whoever_trains_never_imports_it(stand_in: RunDir) -> None:
     assert len(noted("init")) == 1
 
 
-def test_one_that_was_started_ahead_is_the_one_that_is_fed(stand_in: RunDir) -> None:
+def test_one_that_was_started_ahead_is_the_one_that_is_fed(stand_in: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    told_nothing: Any = prepare_loggers(CONFIG)["wandb"]  # of a training that fails before its first update
+    told_nothing.close()
+    assert (noted("init", "finish"), capfd.readouterr().err) == ([], "")
     prepared = prepare_loggers(CONFIG)
     ahead = client().pid
     with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
@@ -290,26 +277,12 @@ def test_one_that_was_started_ahead_is_the_one_that_is_fed(stand_in: RunDir) -> 
     assert len(noted("log")) == 1
 
 
-def test_one_that_is_told_nothing_leaves_nothing(stand_in: RunDir) -> None:
-    """A training that fails before its first update."""
-    code = (
-        "import sys; from trainkit.config.schema import Config; from trainkit.monitor import prepare_loggers\n"
-        "prepared = prepare_loggers(Config.model_validate({'monitor': {'loggers': ['wandb']}}))\n"
-        "print(prepared['wandb']._process.pid)"
-    )
-    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ['PYTHONPATH']}"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    wait_for_the_end(int(done.stdout))
-    assert noted("init", "finish") == []
-    assert done.stderr == ""
-
-
 def test_signals_that_are_meant_for_the_training_do_not_end_it(stand_in: RunDir) -> None:
     prepared = prepare_loggers(CONFIG)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         client().send_signal(number)  # before it is there, and again
     with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
-        wait_for_the_beginning()
+        wait_for(lambda: bool(noted("init")))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             client().send_signal(number)
         logger.log(record(1))
@@ -326,7 +299,7 @@ def test_a_training_that_is_killed_is_a_crashed_run(stand_in: RunDir) -> None:
 
 def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> None:
     with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        wait_for_the_beginning()
+        wait_for(lambda: bool(noted("init")))
         process = client()
         process.suspend()
         began = time.monotonic()
@@ -337,26 +310,19 @@ def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> Non
     assert [item["step"] for item in noted("log")] == list(range(1, 101))
 
 
-def test_one_that_is_killed_is_said_once_and_training_goes_on(
-    stand_in: RunDir, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("why", ["its process has ended with exit code -9", "No module named wandb"])
+def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
+    stand_in: RunDir, tmp_path: Path, capfd: pytest.CaptureFixture[str], why: str
 ) -> None:
+    is_killed = why.endswith("-9")
+    if not is_killed:
+        (tmp_path / "packages" / "wandb" / "__init__.py").write_text(f"raise ImportError({why!r})")
     with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
         process = client()
-        process.kill()
-        wait_for_the_end(process.pid)
+        if is_killed:
+            process.kill()
+        wait_for(lambda: not ProcessId.of(process.pid).started)
         for step in (1, 2, 3):
             logger.log(record(step))
-    assert capsys.readouterr().err == "Logger 'wandb' is off from here on: its process has ended with exit code -9\n"
-    assert len(read_metrics(stand_in)) == 3
-
-
-def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
-    stand_in: RunDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "packages" / "wandb" / "__init__.py").write_text("raise ImportError('No module named wandb')")
-    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        wait_for_the_end(client().pid)
-        for step in (1, 2, 3):
-            logger.log(record(step))
-    assert capfd.readouterr().err == "Logger 'wandb' is off from here on: No module named wandb\n"
+    assert capfd.readouterr().err == f"Logger 'wandb' is off from here on: {why}\n"
     assert len(read_metrics(stand_in)) == 3

@@ -212,7 +212,7 @@ def loaded(**flags: Any) -> Loaded:
 )
 def test_what_the_user_has_is_let_pass(partition: Partition | None, flags: dict[str, str]) -> None:
     require_access(loaded(**flags), HOUR, partition, FACTS)
-    require_access(loaded(account="vision", qos="long"), replace(HOUR, minutes=7 * 1440), OPEN, FACTS)
+    require_access(loaded(account="vision", qos="long"), HOUR._replace(minutes=7 * 1440), OPEN, FACTS)
     for enforced in (False, None):  # a site that does not enforce accounts takes every name
         require_access(loaded(account="any", qos="any"), HOUR, OPEN, replace(FACTS, accounts_enforced=enforced))
     require_access(loaded(account="any", qos="any"), HOUR, OPEN, SiteFacts())
@@ -220,7 +220,7 @@ def test_what_the_user_has_is_let_pass(partition: Partition | None, flags: dict[
 
 SHUT = Partition("p", denied_accounts=("x",))
 SOLE = SiteFacts(accounts=(Account("a", "", ("normal",)),), qos=FACTS.qos)  # the only QOS is the one that counts
-WEEK = replace(HOUR, minutes=8 * 1440)
+WEEK = HOUR._replace(minutes=8 * 1440)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ WEEK = replace(HOUR, minutes=8 * 1440)
         (PARTITION, SiteFacts(), HOUR, {"qos": "debug"}, "It takes: normal, long."),
         # It would wait for ever.
         (OPEN, FACTS, WEEK, {"account": "vision", "qos": "long"}, "Its MaxWall is 7-0:00:00"),
-        (OPEN, FACTS, replace(HOUR, nodes=3), {"qos": "long"}, "12 GPUs are more than QOS 'long' gives one user"),
+        (OPEN, FACTS, HOUR._replace(nodes=3), {"qos": "long"}, "12 GPUs are more than QOS 'long' gives one user"),
         (OPEN, SOLE, WEEK, {}, "QOS 'normal'"),
     ],
 )  # fmt: skip

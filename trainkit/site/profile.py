@@ -12,11 +12,11 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -381,14 +381,17 @@ def lines(facts: SiteFacts) -> list[str]:
     found = [f"{facts.cluster or 'This site'}: SLURM {facts.version or 'of unknown version'}"]
     rows = [_row(partition) for partition in facts.partitions]
     found += [f"  {line}" for line in (terminal.table(rows[0], rows[1:]) if rows else [])]
-    accounts = [_account(item.name, item.partition, item.qos, item.default) for item in facts.accounts]
-    limits = [f"{item.name}: {', '.join(filter(None, (item.max_wall, item.max_tres_per_user)))}" for item in facts.qos
-              if item.max_wall or item.max_tres_per_user]  # fmt: skip
-    enforced = {None: "", True: "", False: "; not enforced"}[facts.accounts_enforced]
+    accounts = [
+        f"{item.name}{'*' * item.default}{f' in {item.partition}' if item.partition else ''}"
+        + (f" (QOS {', '.join(item.qos)})" if item.qos else "")
+        for item in facts.accounts
+    ]
+    limits = {item.name: ", ".join(filter(None, (item.max_wall, item.max_tres_per_user))) for item in facts.qos}
+    enforced = "; not enforced" if facts.accounts_enforced is False else ""
     said = {
         "GPUs by": _HOW[facts.gpu_dialect],
         "accounts": "; ".join(accounts) + enforced if accounts else "",
-        "QOS limits": "; ".join(limits),
+        "QOS limits": "; ".join(f"{name}: {limit}" for name, limit in limits.items() if limit),
         "arrays": f"up to {facts.max_array_size} tasks" if facts.max_array_size else "",
         "KillWait": f"{facts.kill_wait_seconds} s" if facts.kill_wait_seconds is not None else "",
         "preemption": facts.preemption,
@@ -419,22 +422,11 @@ def _kind(kind: NodeKind) -> str:
     return f"{kind.count} x {kind.cpus} CPUs{memory}{gpus}"
 
 
-def _account(name: str, partition: str, qos: tuple[str, ...], default: bool) -> str:
-    where = f" in {partition}" if partition else ""
-    return f"{name}{'*' * default}{where}" + (f" (QOS {', '.join(qos)})" if qos else "")
-
-
-# What a site would refuse, or leave pending for ever: accounts, QOS and their limits. Asks nobody.
-#
-# It goes by what `scontrol show partition` has just told, and by what the site's profile knows. Accounts are refused
-# only where the profile says that the site enforces them: elsewhere any name is as good as another.
-
 PLACEHOLDER = "CHANGE_ME"
 """What a profile or a template has where everybody has something else."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a plan asks for."""
 
     nodes: int
@@ -445,12 +437,15 @@ class Request:
 def require_access(loaded: Loaded, request: Request, partition: Partition | None, facts: SiteFacts) -> None:
     """Refuse an account or a QOS that this user or the partition does not have, and more than the QOS allows.
 
+    It goes by what the scheduler has just told of the partition and what the site's profile knows, and asks nobody.
+    Accounts are refused only where the site enforces them: elsewhere any name is as good as another.
+
     Raises:
         UserError: the account is still a profile's placeholder.
         RefusedError: everything else.
     """
-    account, names = loaded.config.launch.account, list(dict.fromkeys(item.name for item in facts.accounts))
-    if account == PLACEHOLDER:
+    names = list(dict.fromkeys(item.name for item in facts.accounts))
+    if loaded.config.launch.account == PLACEHOLDER:
         raise UserError(
             f"launch.account is still {PLACEHOLDER} ({loaded.source('launch.account')}).",
             why="Everybody has another one.",
@@ -458,88 +453,66 @@ def require_access(loaded: Loaded, request: Request, partition: Partition | None
             + (f" You have: {', '.join(names)}." if names else ""),
             key="launch.account",
         )
+    launch = loaded.config.launch
+    for key, what, why, fix in _objections(launch.account, launch.qos, names, request, partition, facts):
+        where = "launch.qos" if key == "launch.gpus_per_node" else key
+        raise RefusedError(f"{what} ({loaded.source(where)}).", why=why, fix=fix, key=key)
+
+
+def _objections(
+    account: str | None,
+    qos: str | None,
+    names: Sequence[str],
+    request: Request,
+    partition: Partition | None,
+    facts: SiteFacts,
+) -> Iterator[tuple[str, str, str, str]]:
+    """What stands against a request: the setting, and the three lines of its error."""
     charged = account or next((item.name for item in facts.accounts if item.default), None)
-    if partition is not None and charged is not None:
-        _require_in_partition(loaded, charged, partition)
+    lets_in = partition.accounts if partition is not None else ()
+    is_out = partition is not None and charged in partition.denied_accounts
+    if partition is not None and charged is not None and (is_out or (lets_in and charged not in lets_in)):
+        why = f"It lets in: {', '.join(lets_in)}." if lets_in else "It shuts this account out."
+        fix = "Use another --partition" + (f", or --account {lets_in[0]} if it is yours." if lets_in else ".")
+        yield "launch.account", f"Account '{charged}' may not use partition '{partition.name}'", why, fix
     mine = [item for item in facts.accounts if charged in (None, item.name)]
+    allowed = list(dict.fromkeys(name for item in mine for name in item.qos))
     if facts.accounts_enforced and facts.accounts:
-        if account is not None:
-            _require_mine(loaded, account, partition, mine, names)
-        _require_qos_of_mine(loaded, charged, mine)
-    _require_qos(loaded, request, partition, facts, mine)
-
-
-def _refused(loaded: Loaded, key: str, what: str, why: str, fix: str) -> RefusedError:
-    return RefusedError(f"{what} ({loaded.source(key)}).", why=why, fix=fix, key=key)
-
-
-def _require_in_partition(loaded: Loaded, account: str, partition: Partition) -> None:
-    lets_in = partition.accounts
-    if (lets_in and account not in lets_in) or account in partition.denied_accounts:
-        raise _refused(
-            loaded, "launch.account", f"Account '{account}' may not use partition '{partition.name}'",
-            f"It lets in: {', '.join(lets_in)}." if lets_in else "It shuts this account out.",
-            "Use another --partition" + (f", or --account {lets_in[0]} if it is yours." if lets_in else "."),
-        )  # fmt: skip
-
-
-def _require_mine(
-    loaded: Loaded, account: str, partition: Partition | None, mine: Sequence[Account], names: Sequence[str]
-) -> None:
-    if not mine:
-        fix = did_you_mean(account, names, otherwise=f"Use --account {names[0]}.")
-        what, why = f"Account '{account}' is none of yours", f"You have: {', '.join(names)}."
-        raise _refused(loaded, "launch.account", what, why, fix)
-    places = [item.partition for item in mine]
-    if partition is not None and all(places) and partition.name not in places:
-        raise _refused(
-            loaded, "launch.account", f"Account '{account}' is not for partition '{partition.name}'",
-            f"It is yours in: {', '.join(places)}.", f"Use --partition {places[0]}, or another --account.",
-        )  # fmt: skip
-
-
-def _require_qos_of_mine(loaded: Loaded, account: str | None, mine: Sequence[Account]) -> None:
-    qos = loaded.config.launch.qos
-    known = list(dict.fromkeys(name for item in mine for name in item.qos))
-    if qos is not None and known and qos not in known:
-        whose = f" with account '{account}'" if account else ""
-        fix = did_you_mean(qos, known, otherwise=f"Use --qos {known[0]}, or leave it out.")
-        what, why = f"QOS '{qos}' is none of yours{whose}", f"You have: {', '.join(known)}."
-        raise _refused(loaded, "launch.qos", what, why, fix)
-
-
-def _require_qos(
-    loaded: Loaded, request: Request, partition: Partition | None, facts: SiteFacts, mine: Sequence[Account]
-) -> None:
-    qos = loaded.config.launch.qos
+        places = [item.partition for item in mine]
+        if account is not None and not mine:
+            fix = did_you_mean(account, names, otherwise=f"Use --account {names[0]}.")
+            yield "launch.account", f"Account '{account}' is none of yours", f"You have: {', '.join(names)}.", fix
+        elif account is not None and partition is not None and all(places) and partition.name not in places:
+            fix = f"Use --partition {places[0]}, or another --account."
+            what = f"Account '{account}' is not for partition '{partition.name}'"
+            yield "launch.account", what, f"It is yours in: {', '.join(places)}.", fix
+        if qos is not None and allowed and qos not in allowed:
+            whose = f" with account '{charged}'" if charged else ""
+            fix = did_you_mean(qos, allowed, otherwise=f"Use --qos {allowed[0]}, or leave it out.")
+            yield "launch.qos", f"QOS '{qos}' is none of yours{whose}", f"You have: {', '.join(allowed)}.", fix
     if qos is not None and partition is not None and partition.qos and qos not in partition.qos:
         fix = did_you_mean(qos, partition.qos, otherwise=f"Use --qos {partition.qos[0]}, or another --partition.")
         what = f"QOS '{qos}' is not for partition '{partition.name}'"
-        raise _refused(loaded, "launch.qos", what, f"It takes: {', '.join(partition.qos)}.", fix)
-    only = {name for item in mine for name in item.qos}
-    name = qos or (only.pop() if len(only) == 1 else None)
+        yield "launch.qos", what, f"It takes: {', '.join(partition.qos)}.", fix
+    name = qos or (allowed[0] if len(allowed) == 1 else None)
     limits = next((item for item in facts.qos if item.name == name), None)
-    if limits is None:
-        return
-    if limits.max_wall and request.minutes > time_minutes(limits.max_wall):
+    if limits is not None and limits.max_wall and request.minutes > time_minutes(limits.max_wall):
         longest = slurm_time(time_minutes(limits.max_wall))
-        raise _refused(
-            loaded, "launch.time", f"--time {slurm_time(request.minutes)} is over the limit of QOS '{name}'",
-            f"Its MaxWall is {longest}; SLURM would leave the job pending for ever.",
+        what = f"--time {slurm_time(request.minutes)} is over the limit of QOS '{name}'"
+        why = f"Its MaxWall is {longest}; SLURM would leave the job pending for ever."
+        yield (
+            "launch.time",
+            what,
+            why,
             f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
-        )  # fmt: skip
-    most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user)
+        )
+    most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user) if limits is not None else None
     gpus = request.nodes * request.gpus_per_node
     if most is not None and gpus > int(most[1]):
-        raise RefusedError(
-            f"{gpus} GPUs are more than QOS '{name}' gives one user ({loaded.source('launch.qos')}).",
-            why=f"Its limit is {most[1]}; SLURM would leave the job pending for ever.",
-            fix=f"Ask for at most {most[1]} GPUs over all nodes, or use another --qos.",
-            key="launch.gpus_per_node",
-        )
+        why = f"Its limit is {most[1]}; SLURM would leave the job pending for ever."
+        fix = f"Ask for at most {most[1]} GPUs over all nodes, or use another --qos."
+        yield "launch.gpus_per_node", f"{gpus} GPUs are more than QOS '{name}' gives one user", why, fix
 
-
-# Whether a run's folders will do: seen by the compute nodes, and with room for a run.
 
 LEAST_MB = 200
 """The snapshot of the code, logs and a first small checkpoint."""
@@ -559,18 +532,21 @@ def require_room(folder: Path) -> None:
         there = os.statvfs(place)
     except OSError:  # making the folder will say it better
         return
-    free_mb = there.f_bavail * there.f_frsize / 1e6
+    free_mb, otherwise = (
+        there.f_bavail * there.f_frsize / 1e6,
+        "choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
+    )
     if free_mb < LEAST_MB:
         raise RefusedError(
             f"There is no room for a run in {place}.",
             why=f"{free_mb:.0f} MB are free, and {LEAST_MB} are little for a run: its code, its logs, its checkpoints.",
-            fix="Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
+            fix=f"Free some space, or {otherwise}",
         )
     if there.f_files and there.f_favail < LEAST_FILES:  # no number of files at all: it knows no such limit
         raise RefusedError(
             f"There is no room for the files of a run in {place}.",
             why=f"{there.f_favail} more files (inodes) may be made there, and a run needs {LEAST_FILES}.",
-            fix="Remove old runs or environments, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
+            fix=f"Remove old runs or environments, or {otherwise}",
         )
 
 
