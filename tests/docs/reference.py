@@ -286,7 +286,6 @@ FILES = {
     "summary.json": "final numbers",
     "contributions.json": "of a swarm: how many samples of each volunteer were averaged, by name",
     "confusion.json": "which class the best weights take for which",
-    "contributions.json": "what was contributed to a collaborative run, by name",
     "mistakes-<split>.json": "the images of a split that the best weights got wrong and were surest of",
     "profile/": "traces of the profiler, and GPU memory when there was too little",
     "system-<host>.jsonl": "samples of a host: GPU and CPU use, memory, power",

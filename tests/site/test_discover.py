@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_a_gap(fake_command: Fake, sinfo: str) -> None:
     assert (facts.version, facts.partitions) == ("24.05.3", ())
 
 
-def test_a_scheduler_that_is_silent_renews_no_profile_and_is_not_called_absent(
+def test_a_silent_scheduler_renews_no_profile_and_is_not_called_absent(
     fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm(fake_command)
