@@ -20,7 +20,7 @@ from trainkit.config import yaml
 from trainkit.config.checks import check_strategy
 from trainkit.config.components import check_optimizer, check_schedule, check_task
 from trainkit.config.loading import Loaded, find_preset, load, presets_named
-from trainkit.config.schema import Config, LaunchConfig, is_one_line
+from trainkit.config.schema import LaunchConfig, is_one_line
 from trainkit.data import check_data, train_size
 from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, UserError
@@ -36,58 +36,6 @@ from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
 from trainkit.schedulers.base import JobState, job_states, named
 from trainkit.site.profile import Site, discover
 from trainkit.worker import run_rank
-
-# Whether what a configuration names is there: data, model, task, strategy, loggers, their options. Without torch.
-
-
-def check(loaded: Loaded) -> None:
-    """Refuse names, options and values that would fail only once the run starts.
-
-    Raises UserError that names the setting and where it was written.
-    """
-    config = loaded.config
-    with loaded.pointing_at_sources():
-        _check_own_code(config)
-        check_data(config.data)
-        if (images := train_size(config.data)) is not None:
-            steps_per_epoch(images, config.train.global_batch_size)
-        check_model(config.model)
-        check_task(config)
-        _check_weights(config)
-        strategy = config.strategy
-        plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
-        check_strategy(config)
-        check_optimizer(config)
-        check_schedule(config.schedule)
-        for logger in config.monitor.loggers:
-            plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
-    refuse_settings(loaded)  # last: its detectors take longer than all the rest
-
-
-def _check_weights(config: Config) -> None:
-    file = config.model.checkpoint
-    if file is not None and not Path(file).expanduser().is_file():
-        raise UserError(
-            f"There is no file {file}.",
-            why="Training is to start from the weights in it.",
-            fix="Give a .safetensors or .pth file, such as `python -m jobs.export RUN FILE` writes.",
-            key="model.checkpoint",
-        )
-
-
-def _check_own_code(config: Config) -> None:
-    """The user's own modules can be imported, as far as that can be known without running them."""
-    launch = config.launch
-    # Where the job brings an environment of its own, what is missing here may be there.
-    here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
-    named = [("data", config.data.name), ("strategies", config.strategy.name)]
-    named.append(("tasks", config.task.name))
-    named += [("optim", config.optim.name), ("schedule", config.schedule.name)]
-    named += [("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES))
-    named += [("schedulers", launch.executor)] * (":" in launch.executor)
-    for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:
-        plugins.check_importable(f"trainkit.{room}", name, installed=here)
-
 
 _MOST_PEERS = 1000
 """Peers of one array: more is a typing error."""
@@ -181,10 +129,11 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
     else:
         variants = [[*request.overrides, *point] for point in sweep_points(request.sweep)]
         preset = preset_or_run(request.preset, env)
-        refuse_bench(Path(preset).expanduser())
+        place = Path(preset).expanduser()
+        refuse_bench(place)
         loadeds = [load(preset, overrides, flags=request.flags, env=env) for overrides in variants]
         for loaded in loadeds:
-            require_own_code(Path(preset).expanduser(), loaded, allow_code=request.allow_code)
+            require_own_code(place, loaded, allow_code=request.allow_code)
             check(loaded)
     folder = request.run_dir.absolute() if request.run_dir else next_path(runs_root(env), loadeds[0].name)
     return Prepared(loadeds, variants, folder, replace(request, again=again), env)
@@ -201,11 +150,8 @@ def plan_runs(prepared: Prepared) -> Planned:
         raise _changed_resources()
     if prepared.request.array is not None and points > 1 and not scheduler.batch:
         join = terminal.command("join", "TOKEN")
-        raise UserError(
-            "--array is for SLURM.",
-            why="Here its peers would run one after the other.",
-            fix=f"Join with this machine as one peer: {join}, with --nproc for several GPUs.",
-        )
+        fix = f"Join with this machine as one peer: {join}, with --nproc for several GPUs."
+        raise UserError("--array is for SLURM.", why="Here its peers would run one after the other.", fix=fix)
     plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder, cwd)
     largest = largest if scheduler.batch else points
@@ -242,14 +188,14 @@ def submit(prepared: Prepared) -> Started:
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
         job_ids = start(folder, runs[:largest], plan, cwd, env)
-    after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel and runs[largest:] else ""
-    for array, part in Arrays(folder, loadeds[0], site, cwd, env).queue(runs[largest:], largest, after=after):
-        print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
+    if rest := runs[largest:]:
+        after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel else ""
+        for array, part in Arrays(folder, loadeds[0], site, cwd, env).queue(rest, largest, after=after):
+            print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
     print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     new = iter(runs)
-    return Started(
-        [there[mark].run if mark in there else next(new) for mark in marks], [*runs, *_say_there(known)], plan.executor
-    )
+    going_on = [*runs, *_say_there(known)]
+    return Started([there[mark].run if mark in there else next(new) for mark in marks], going_on, plan.executor)
 
 
 def new_folder(text: str) -> Path:
@@ -339,6 +285,46 @@ def not_with_join(flag: str) -> UserError:
     return UserError(f"{flag} and --join do not go together.", why=why, fix=f"Leave {flag} out.")
 
 
+# Whether what a configuration names is there: data, model, task, strategy, loggers, their options. Without torch.
+
+
+def check(loaded: Loaded) -> None:
+    """Refuse names, options and values that would fail only once the run starts.
+
+    Raises UserError that names the setting and where it was written.
+    """
+    config = loaded.config
+    strategy, loggers, launch = config.strategy, config.monitor.loggers, config.launch
+    # Where the job brings an environment of its own, what is missing here may be there.
+    here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
+    plugin_names = [
+        *(("data", config.data.name), ("strategies", strategy.name), ("tasks", config.task.name)),
+        *(("optim", config.optim.name), ("schedule", config.schedule.name)),
+        *[("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES)),
+        *[("schedulers", launch.executor)] * (":" in launch.executor),
+        *(("monitor", logger) for logger in loggers),
+    ]
+    with loaded.pointing_at_sources():
+        for package, name in plugin_names:
+            plugins.check_importable(f"trainkit.{package}", name, installed=here)
+        check_data(config.data)
+        if (images := train_size(config.data)) is not None:
+            steps_per_epoch(images, config.train.global_batch_size)
+        check_model(config.model)
+        check_task(config)
+        if (file := config.model.checkpoint) is not None and not Path(file).expanduser().is_file():
+            why = "Training is to start from the weights in it."
+            fix = "Give a .safetensors or .pth file, such as `python -m jobs.export RUN FILE` writes."
+            raise UserError(f"There is no file {file}.", why=why, fix=fix, key="model.checkpoint")
+        plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
+        check_strategy(config)
+        check_optimizer(config)
+        check_schedule(config.schedule)
+        for logger in loggers:
+            plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
+    refuse_settings(loaded)  # last: its detectors take longer than all the rest
+
+
 # Existing runs with the same settings, code and data
 
 
@@ -351,21 +337,21 @@ class _Known(NamedTuple):
 def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
     """Fingerprint -> the run that trains or has finished already. Names failed ones on stderr."""
     same = same_runs(fingerprints)
-    lives = {run: history_of(run) for runs in same.values() for run in runs}
+    histories = {run: history_of(run) for runs in same.values() for run in runs}
     states = {
-        run: JobState("COMPLETED" if life.finished else life.outcome or "FAILED") for run, life in lives.items()
+        run: JobState("COMPLETED" if past.finished else past.outcome or "FAILED") for run, past in histories.items()
     }  # fmt: skip
     # Only the scheduler knows the state of a job whose end is not recorded.
     asked = [
         run
-        for run, life in lives.items()
-        if not life.finished and (life.cut_short or (life.submission and life.submission.ended is None))
+        for run, past in histories.items()
+        if not past.finished and (past.cut_short or (past.submission and past.submission.ended is None))
     ]
     states |= zip(asked, job_states(asked) if asked else (), strict=True)
     found: dict[str, _Known] = {}
     failed: list[_Known] = []
     for mark, runs in same.items():
-        known = [_Known(run, states[run], lives[run].finished) for run in runs]
+        known = [_Known(run, states[run], histories[run].finished) for run in runs]
         living = [item for item in known if item.is_finished or item.state.alive == "yes"]
         unknown = [item for item in known if item.state.alive == "unknown"]
         if living:
@@ -393,10 +379,10 @@ def _say_failed(runs: Sequence[_Known]) -> None:
         # Resuming helps only if its cause does not come again, as NaN, lack of memory or a bug would.
         cause = cause_of(run, state) if step is not None else None
         helps = step is not None and (cause is None or "-m jobs.resume " in cause.command)
-        resume, why = terminal.command("resume", run.path), terminal.command("why", run.path)
-        told = f"`{resume}` goes on with it from step {step}" if helps else f"`{why}` says why"
+        verb, does = ("resume", f"goes on with it from step {step}") if helps else ("why", "says why")
         ended = "was cancelled" if state.state == "CANCELLED" else f"has ended ({state.state})"
-        print(f"{full_name(run)} is the same run, and it {ended}: {told}. This one begins anew.", file=sys.stderr)
+        told = f"it {ended}: `{terminal.command(verb, run.path)}` {does}"
+        print(f"{full_name(run)} is the same run, and {told}. This one begins anew.", file=sys.stderr)
     if len(runs) > _MOST_SAID:
         print(f"So do {len(runs) - _MOST_SAID} more.", file=sys.stderr)
 
@@ -406,14 +392,14 @@ def _say_there(known: Sequence[_Known]) -> list[RunDir]:
     from trainkit.monitor.follow import summary_lines
 
     for run, state, is_finished in known:
-        if not is_finished:
-            print(f"{full_name(run)} is the same run, and it is {state.state} (job {state.job_id}).")
-            if len(known) == 1:
-                _say_commands(run.path, run.path)
+        if is_finished:
+            print(f"{full_name(run)} is up to date: it has finished with this configuration, code and data.")
+            results, *places = summary_lines(run)
+            print("\n".join([results, *places]) if len(known) == 1 else f"  {results}  {run.path}")
             continue
-        print(f"{full_name(run)} is up to date: it has finished with this configuration, code and data.")
-        results, *places = summary_lines(run)
-        print("\n".join([results, *places]) if len(known) == 1 else f"  {results}  {run.path}")
+        print(f"{full_name(run)} is the same run, and it is {state.state} (job {state.job_id}).")
+        if len(known) == 1:
+            _say_commands(run.path, run.path)
     if len(known) > 1:
         sweeps = dict.fromkeys(item.run.path.parent if item.run.name.isdecimal() else item.run.path for item in known)
         print(f"  results     {terminal.command('report', *sweeps)}")
@@ -436,11 +422,9 @@ def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
     for text in sweeps:
         key, _, values = text.partition("=")
         if not values:
-            raise UserError(
-                f"--sweep {text!r} has no values.",
-                why="It takes KEY=A,B,C, or KEY=0..4 for whole numbers from 0 to 4.",
-                fix="For example --sweep optim.lr=1e-3,3e-3 --sweep seed=0..4.",
-            )
+            why = "It takes KEY=A,B,C, or KEY=0..4 for whole numbers from 0 to 4."
+            fix = "For example --sweep optim.lr=1e-3,3e-3 --sweep seed=0..4."
+            raise UserError(f"--sweep {text!r} has no values.", why=why, fix=fix)
         if key.startswith("launch."):
             raise _changed_resources()
         axes.append([f"{key}={value}" for item in values.split(",") for value in _values(text, item)])
@@ -451,25 +435,21 @@ def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
     return [list(point) for point in itertools.product(*axes)]
 
 
-def _values(sweep: str, item: str) -> list[str]:
+def _values(sweep: str, item: str) -> Sequence[str]:
     """Expand ``0..4`` to 0,1,2,3,4 and ``0..8..4`` to 0,4,8; anything else is one value."""
     match = _RANGE.fullmatch(item)
     if match is None:
         if re.fullmatch(r"[\d.eE+-]+\.\.[\d.eE+-]+", item):
-            raise UserError(
-                f"--sweep {sweep!r} has a range of other than whole numbers.",
-                why="Between such numbers there are too many.",
-                fix="Name them: --sweep optim.lr=1e-4,3e-4,1e-3.",
-            )
+            what = f"--sweep {sweep!r} has a range of other than whole numbers."
+            fix = "Name them: --sweep optim.lr=1e-4,3e-4,1e-3."
+            raise UserError(what, why="Between such numbers there are too many.", fix=fix)
         return [item]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:
-        raise UserError(
-            f"--sweep {sweep!r} has no such range.",
-            why=f"A range goes up, in steps of 1 or more, and has {_MOST_RUNS} values at most.",
-            fix="For example seed=0..4, or 0..8..2 for every second.",
-        )
-    return [str(number) for number in range(first, last + 1, step)]
+        why = f"A range goes up, in steps of 1 or more, and has {_MOST_RUNS} values at most."
+        fix = "For example seed=0..4, or 0..8..2 for every second."
+        raise UserError(f"--sweep {sweep!r} has no such range.", why=why, fix=fix)
+    return list(map(str, range(first, last + 1, step)))
 
 
 class Arrays(NamedTuple):

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.__main__ import verbs
 from tests import readme
 from trainkit.config.loading import load, presets_named
 
@@ -51,13 +50,7 @@ def understood(line: str) -> argparse.Namespace | None:
     if not words[2].startswith("jobs."):
         assert importlib.util.find_spec(words[2]), line
         return None
-    verb = words[2].removeprefix("jobs.")
-    assert verb in verbs(PROJECT / "jobs"), line
-    return _parse(verb, words[3:])
-
-
-def _parse(verb: str, words: list[str]) -> argparse.Namespace:
-    module = importlib.import_module(f"jobs.{verb}")
+    module, words = importlib.import_module(words[2]), words[3:]
     of_a_word = {name: found.parser for name, found in getattr(module, "VERBS", {}).items()}
     parser = of_a_word[words.pop(0)]() if words and words[0] in of_a_word else module.parser()
     found: argparse.Namespace = parser.parse_intermixed_args(words)
