@@ -19,7 +19,7 @@ from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, TrainkitError
 from trainkit.finish import full_name
 from trainkit.launch.plan import Plan, Row, config_rows, make_plan, plan_rows, validate
-from trainkit.run import folder
+from trainkit.run import folder as run_folder
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import Start, named
 from trainkit.site.profile import Site
@@ -36,6 +36,8 @@ _REST = (
 )
 _BYTES_OF_A_PARAMETER = 16
 """fp32 weights and gradients, and the two moments of Adam."""
+MOST = 4
+"""Partitions that are asked for: with the two calls that found them, six, as many as a scheduler hears in a minute."""
 
 
 def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> None:
@@ -55,10 +57,12 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
     """Setting, value, source, reason of what follows from the settings; of the rest, who will know it."""
-    precision, memory = _precision(plan, config), _memory(plan, config)
+    micro = config.train.given_micro_batch_size or config.train.global_batch_size // plan.world_size
+    known = None if config.train.micro_batch_size == "auto" else micro
+    rows = [_precision(plan, config), _memory(plan, config, known)]
     if strategy_traits(config.strategy.name).loop == "collaborative":
-        return [precision, memory]
-    return [_steps(config), precision, *_batches(plan, config), memory]
+        return rows
+    return [_steps(config), rows[0], *_batches(plan, config, known), rows[1]]
 
 
 def _steps(config: Config) -> Row:
@@ -73,39 +77,33 @@ def _steps(config: Config) -> Row:
 
 
 def _precision(plan: Plan, config: Config) -> Row:
-    value, why = config.train.precision, "train.precision"
+    value, why = str(config.train.precision), "train.precision"
     if value == "auto" and (plan.gpus_per_node or named(plan.executor).batch):
         why = ON_GPUS if plan.gpus_per_node else ON_CPUS
     elif value == "auto":
-        return "precision", auto_precision(None), DERIVED, f"this machine's; auto is {ON_CPUS}"
+        value, why = auto_precision(None), f"this machine's; auto is {ON_CPUS}"
     return "precision", value, DERIVED, why
 
 
-def _batches(plan: Plan, config: Config) -> list[Row]:
-    share, micro = config.train.global_batch_size // plan.world_size, _micro(plan, config)
+def _batches(plan: Plan, config: Config, micro: int | None) -> list[Row]:
+    share = config.train.global_batch_size // plan.world_size
     of = f"{config.train.global_batch_size} / {plan.world_size} rank{'s' * (plan.world_size > 1)}"
     if micro is None:
         why = f"the largest that fits, and divides {share} ({of}), is found before the first update"
-        return [("micro_batch_size", "auto", DERIVED, why), ("grad_accum_steps", "auto", DERIVED, why)]
+        return [(name, "auto", DERIVED, why) for name in ("micro_batch_size", "grad_accum_steps")]
     return [
         ("micro_batch_size", str(micro), DERIVED, f"of the {share} samples of a rank's share ({of})"),
         ("grad_accum_steps", str(share // micro), DERIVED, f"{share} / {micro}"),
     ]
 
 
-def _micro(plan: Plan, config: Config) -> int | None:
-    if config.train.micro_batch_size == "auto":
-        return None
-    return config.train.given_micro_batch_size or config.train.global_batch_size // plan.world_size
-
-
-def _memory(plan: Plan, config: Config) -> Row:
+def _memory(plan: Plan, config: Config, micro: int | None) -> Row:
     """Memory of a rank: as a run of the same kind took it; else that of its parameters, where a run has counted them.
 
     Nothing is guessed: activations are most of it, and only the model knows them.
     """
-    settings, micro, counted = config.model_dump(mode="json"), _micro(plan, config), ""
-    for run in map(RunDir, reversed(folder.known()[-LOOKED_AT:])):
+    settings, counted = config.model_dump(mode="json"), ""
+    for run in map(RunDir, reversed(run_folder.known()[-LOOKED_AT:])):
         summary = fileio.read_object(run.summary)
         try:
             other = yaml.read(run.config, follow=False)[0] if summary else None
@@ -136,10 +134,6 @@ def _alike(settings: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence
         return found.get(name) if name and isinstance(found, dict) else found
 
     return all(at(settings, key) == at(other, key) for key in keys)
-
-
-MOST = 4
-"""Partitions that are asked for: with the two calls that found them, six, as many as a scheduler hears in a minute."""
 
 
 def estimate(
@@ -179,25 +173,20 @@ def estimate(
         print(f"{name:{width}}  {_words(start, now)}")
     if not any(start.when for start in starts.values()):
         name, first = next(iter(starts.items()))
-        raise RefusedError(
-            "No partition would take this job now.",
-            why=f"{name}: {first.refusal.removesuffix('.')}.",
-            fix="Ask for less, or for another partition with --partition NAME.",
-        )
+        why = f"{name}: {first.refusal.removesuffix('.')}."
+        fix = "Ask for less, or for another partition with --partition NAME."
+        raise RefusedError("No partition would take this job now.", why=why, fix=fix)
     return 0
 
 
 def _partitions(loaded: Loaded, site: Site) -> list[str]:
     """Those that were asked for on the command line or in the environment, else all that take jobs."""
     if not site.scheduler or site.unknown:
-        raise RefusedError(
-            "Nobody can tell here when a job would start.",
-            why=f"{site.unknown or 'There is no SLURM on this machine'}.",
-            fix="Do this on a login node.",
-        )
-    named = loaded.config.launch.partition
-    if named is not None and loaded.source("launch.partition").kind in ("flag", "override", "environment"):
-        return named.split(",")
+        why = f"{site.unknown or 'There is no SLURM on this machine'}."
+        raise RefusedError("Nobody can tell here when a job would start.", why=why, fix="Do this on a login node.")
+    asked = loaded.config.launch.partition
+    if asked is not None and loaded.source("launch.partition").kind in ("flag", "override", "environment"):
+        return asked.split(",")
     return [partition.name for partition in site.partitions if partition.up]
 
 
