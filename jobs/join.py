@@ -34,12 +34,8 @@ from trainkit.swarm.spec import PeerSpec
 
 def parser() -> cli.Parser:
     parser = cli.Parser("join", __doc__ or "")
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="TOKEN",
-        help="a file with the token, -, or addresses of an open run; and settings of this machine: data.root=...",
-    )
+    words = "a file with the token, -, or addresses of an open run; and settings of this machine: data.root=..."
+    parser.add_argument("words", nargs="*", metavar="TOKEN", help=words)
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
     parser.add_argument("--announce", metavar="HOST[:PORT]", help="with --public: the router that forwards the port")
@@ -51,9 +47,9 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, join, say how it ended."""
     args = parser().parse_intermixed_args(argv)
-    overrides = [word for word in args.words if is_setting(word)]
     # Other ranks of this peer follow rank 0, who alone may read standard input.
-    entry = entry_in(args, env) if RankEnv.from_mapping(env).is_main else None
+    is_main = RankEnv.from_mapping(env).is_main
+    entry, overrides = entry_in(args, env) if is_main else (None, list(filter(is_setting, args.words)))
     place = place_of(args, entry, host=(args.host or "0.0.0.0") if args.public else None)
     if not args.public and (args.host or args.port or args.announce):
         raise UserError(
@@ -84,16 +80,15 @@ def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
     kept = "keep this peer's key here, and so its id and address; what it contributes is credited to its name anyway"
     parser.add_argument("--identity", type=Path, metavar="FILE", help=kept)
-    parser.add_argument(
-        "--max-upload", metavar="RATE", help="send no more than fits into this, as 20Mbit (default: what is measured)"
-    )
+    limit = "send no more than fits into this, as 20Mbit (default: what is measured)"
+    parser.add_argument("--max-upload", metavar="RATE", help=limit)
     parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="folder to make for this run")
 
 
-def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> Entry:
-    """The way into a swarm, by the words that are no settings."""
+def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Entry, list[str]]:
+    """The way into a swarm, by the words that are no settings; and those that are."""
     words = [word for word in args.words if not is_setting(word)]
-    return entry_of(words, env, name=args.name or peer_name())
+    return entry_of(words, env, name=args.name or peer_name()), list(filter(is_setting, args.words))
 
 
 def place_of(args: argparse.Namespace, entry: Entry | None = None, *, host: str | None, port: int = 0) -> PeerSpec:
@@ -130,8 +125,7 @@ def take_part(
         return make_run(config, args.run_dir, f"{name}-{'peer' if place.trains else 'anchor'}", env)
 
     with terminal_peer() as peer:
-        ending, run_dir = join_swarm(entry, place, peer.hooks(make), overrides, allow_code=args.allow_code)
-    say_end(ending, run_dir)
+        say_end(*join_swarm(entry, place, peer.hooks(make), overrides, allow_code=args.allow_code))
     return 0
 
 
@@ -166,20 +160,17 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     from trainkit.monitor.follow import summary_lines
 
     endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
-    found = [] if run_dir is None else [*_given(run_dir), *summary_lines(run_dir)]
-    print("\n".join([endings[ending], *found]))
-    if ending == "stopped" and run_dir is not None and SWARM.at(run_dir.path).exists():
+    print(endings[ending])
+    if run_dir is None:
+        return
+    told = [(record.get("peers", 0), record.get("bytes_up", 0)) for record in read_metrics(run_dir, "train")]
+    sent = [size for peers, size in told if fileio.is_number(peers) and fileio.is_number(size) and peers > 1]
+    if sent:
+        print(f"Averaged with others in {len(sent):,} rounds, {terminal.size(int(sum(sent)))} sent.")
+    for line in summary_lines(run_dir):
+        print(line)
+    if ending == "stopped" and SWARM.at(run_dir.path).exists():
         print(f"Go on with it: {terminal.command('resume', run_dir.path)}")
-
-
-def _given(run_dir: RunDir) -> list[str]:
-    """What this peer has given to the others, in a line; none, if it has met nobody."""
-    told = [{key: record.get(key, 0) for key in ("peers", "bytes_up")} for record in read_metrics(run_dir, "train")]
-    together = [record for record in told if all(map(fileio.is_number, record.values())) and record["peers"] > 1]
-    if not together:
-        return []
-    sent = sum(record["bytes_up"] for record in together)
-    return [f"Averaged with others in {len(together):,} rounds, {terminal.size(int(sent))} sent."]
 
 
 def loaded_rank(

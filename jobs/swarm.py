@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from jobs import cli
@@ -27,22 +28,21 @@ from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.base import require_no_job
-from trainkit.swarm.admission import (
-    KEY_FILE,
-    addresses_of,
-    entry_of,
-    invite,
-    is_setting,
-    owner_of,
-    revoke,
-    run_with,
-    seconds_of,
-    warned,
-)
+from trainkit.swarm import admission
+from trainkit.swarm.admission import KEY_FILE, run_with
 from trainkit.swarm.spec import PeerSpec
 
 WATCH_SECONDS = 2.0
 """How often ``status --watch`` asks."""
+# What is said of NAME.
+_NAMES = {
+    "invite": "of who is invited; `revoke` takes it",
+    "revoke": "as `invite` was given it",
+    "unban": "as the run has printed it",
+}
+_TRUST = """trust them: they average for others, give away and sign the run's weights, ban peers, and stand for you when
+you are away. While you train, averages that cannot be true are not used, and after three rounds in a row ban them;
+averages a little wrong are believed, and so is everything while you are away"""
 
 
 def parser() -> cli.Parser:
@@ -53,32 +53,51 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return cli.run_verb(parser(), VERBS, argv, env)
 
 
-def _create_parser() -> cli.Parser:
-    parser = cli.Parser("swarm create", "Start a swarm on this machine, train in it, and keep its records.")
-    parser.add_argument("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    add_peer_flags(parser, host="0.0.0.0")
-    parser.set_defaults(host=None)  # with --resume it matters whether it was given
-    parser.add_argument(
-        "--announce", metavar="HOST[:PORT]", help="tell others this address: of the router that forwards the port"
-    )
-    parser.add_argument("--no-train", action="store_true", help="only reduce, judge, and keep the records")
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port"
-    )
-    parser.add_argument("--open", action="store_true", help="whoever has an address may join; else only the invited")
-    parser.add_argument("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
-    cli.add_allow_code_flag(parser)
+def _parser(verb: str) -> cli.Parser:
+    parser = cli.Parser(f"swarm {verb}", _FUNCTIONS[verb].__doc__ or "")
+    add = parser.add_argument
+    if verb in _NAMES:
+        add("name", metavar="NAME", help=_NAMES[verb])
+        add("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
+    if verb == "create":
+        add("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
+        add("overrides", nargs="*", metavar="section.key=value")
+        add_peer_flags(parser, host="0.0.0.0")
+        parser.set_defaults(host=None)  # with --resume it matters whether it was given
+        router = "tell others this address: of the router that forwards the port"
+        add("--announce", metavar="HOST[:PORT]", help=router)
+        add("--no-train", action="store_true", help="only reduce, judge, and keep the records")
+        add("--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port")
+        add("--open", action="store_true", help="whoever has an address may join; else only the invited")
+        add("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
+        cli.add_allow_code_flag(parser)
+    elif verb == "invite":
+        add("--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)")
+        add("--reduce", action="store_true", help=_TRUST)
+    elif verb == "anchor":
+        add("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
+        add("--announce", metavar="HOST[:PORT]", help="the router that forwards the port, if there is one")
+        cli.add_allow_code_flag(parser)
+        add_peer_flags(parser, host="0.0.0.0")
+    elif verb == "doctor":
+        add("words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run")
+    elif verb == "status":
+        which = "or a file with the token; default: the newest swarm"
+        add("swarm", nargs="?", metavar="TOKEN|RUN", help=which)
+        add("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
+        add("--json", action="store_true", help="an object, for programs")
+        add("--leaderboard", action="store_true", help="who has contributed how much")
     return parser
 
 
 def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Start a swarm on this machine, train in it, and keep its records."""
     if args.resume is not None:
-        return resume(args, _create_parser(), env)
+        return _resume(args, env)
     if args.force:
-        _create_parser().error("--force needs --resume: a new swarm runs nowhere else")
+        _parser("create").error("--force needs --resume: a new swarm runs nowhere else")
     if args.preset is None:
-        _create_parser().error("the following arguments are required: PRESET")
+        _parser("create").error("the following arguments are required: PRESET")
     from trainkit.swarm.peer import create_swarm, terminal_peer
 
     loaded = load(args.preset, [*args.overrides, *(["collaborative.open=true"] if args.open else [])], env=env)
@@ -87,81 +106,38 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     place = place_of(args, host=args.host or "0.0.0.0", port=loaded.config.collaborative.port)
     with terminal_peer() as peer:
         hooks = peer.hooks(lambda config, _: make_run(config, args.run_dir, loaded.name, env))
-        ending, run_dir = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
-    say_end(ending, run_dir)
+        say_end(*create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks))
     return 0
-
-
-def _invite_parser() -> cli.Parser:
-    about = "Print a token, with which somebody may join a swarm that was created here."
-    parser = _parser_for_a_name("invite", about, "of who is invited; `revoke` takes it")
-    parser.add_argument(
-        "--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)"
-    )
-    parser.add_argument(
-        "--reduce",
-        action="store_true",
-        help="trust them: they average for others, give away and sign the run's weights, ban peers, and stand for you "
-        "when you are away. While you train, averages that cannot be true are not used, and after three rounds in a "
-        "row ban them; averages a little wrong are believed, and so is everything while you are away",
-    )
-    return parser
 
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    seconds = seconds_of(args.expires)
+    """Print a token, with which somebody may join a swarm that was created here."""
+    seconds, role = admission.seconds_of(args.expires), "reducer" if args.reduce else "volunteer"
     run = run_with(KEY_FILE, args.run, env)
-    lines = invite(owner_of(run.path), addresses_of(run), args.name, seconds, "reducer" if args.reduce else "volunteer")
-    print("\n".join(lines))
+    owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
+    print("\n".join(admission.invite(owner, addresses, args.name, seconds, role)))
     return 0
-
-
-def _revoke_parser() -> cli.Parser:
-    about = "End the invitations of a name, in a swarm that was created here."
-    return _parser_for_a_name("revoke", about, "as `invite` was given it")
 
 
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    print(revoke(run_with(KEY_FILE, args.run, env), args.name))
+    """End the invitations of a name, in a swarm that was created here."""
+    print(admission.revoke(run_with(KEY_FILE, args.run, env), args.name))
     return 0
 
 
-def _unban_parser() -> cli.Parser:
-    about = "Let a banned peer take part again, in a swarm that was created here."
-    return _parser_for_a_name("unban", about, "as the run has printed it")
-
-
 def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Let a banned peer take part again, in a swarm that was created here."""
     from trainkit.swarm.access import unban
     from trainkit.swarm.view import run_seen
 
     run = run_seen(args.run, env)
-    count = len(unban(run.path, args.name))
-    name = terminal.name(args.name)
+    count, name = len(unban(run.path, args.name)), terminal.name(args.name)
     print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
     return 0
 
 
-def _parser_for_a_name(verb: str, about: str, name: str) -> cli.Parser:
-    """Of ``swarm VERB NAME [RUN]``; ``name``: what is said of NAME."""
-    parser = cli.Parser(f"swarm {verb}", about)
-    parser.add_argument("name", metavar="NAME", help=name)
-    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
-    return parser
-
-
-def _status_parser() -> cli.Parser:
-    parser = cli.Parser("swarm status", "Peers, rounds and loss of a swarm.")
-    parser.add_argument(
-        "swarm", nargs="?", metavar="TOKEN|RUN", help="or a file with the token; default: the newest swarm"
-    )
-    parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="an object, for programs")
-    parser.add_argument("--leaderboard", action="store_true", help="who has contributed how much")
-    return parser
-
-
 def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Peers, rounds and loss of a swarm."""
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="An object has an end.", fix="Use one.")
     from trainkit.swarm import view as swarm_view
@@ -175,52 +151,28 @@ def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
-def _anchor_parser() -> cli.Parser:
-    parser = cli.Parser("swarm anchor", "Keep a swarm together on a machine that others reach, without training.")
-    parser.add_argument("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
-    parser.add_argument("--announce", metavar="HOST[:PORT]", help="the router that forwards the port, if there is one")
-    cli.add_allow_code_flag(parser)
-    add_peer_flags(parser, host="0.0.0.0")
-    return parser
-
-
 def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Join as a peer that others reach and that does not train."""
-    entry = entry_in(args, env)
+    """Keep a swarm together on a machine that others reach, without training."""
+    entry, overrides = entry_in(args, env)
     place = replace(place_of(args, entry, host=args.host), trains=False)
-    overrides = [*(word for word in args.words if is_setting(word)), "launch.gpus_per_node=0"]
-    return take_part(args, entry, place, overrides, env)
-
-
-def _doctor_parser() -> cli.Parser:
-    parser = cli.Parser("swarm doctor", "Say what keeps this machine from joining a swarm. It does not join.")
-    parser.add_argument(
-        "words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run"
-    )
-    return parser
+    return take_part(args, entry, place, [*overrides, "launch.gpus_per_node=0"], env)
 
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Examine what joining needs. Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does."""
+    """Say what keeps this machine from joining a swarm. It does not join."""
+    # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
     from trainkit.swarm.address import examine
 
     worst = 0
-    for finding in examine(warned(entry_of(args.words, env, name="doctor")), env):
+    for finding in examine(admission.warned(admission.entry_of(args.words, env, name="doctor")), env):
         print("\n".join(finding.lines()), flush=True)
         worst = max(worst, finding.exit_code)
     print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
     return worst
 
 
-VERBS = {
-    "create": cli.Verb(_create_parser, _create),
-    "invite": cli.Verb(_invite_parser, _invite),
-    "revoke": cli.Verb(_revoke_parser, _revoke),
-    "unban": cli.Verb(_unban_parser, _unban),
-    "anchor": cli.Verb(_anchor_parser, _anchor),
-    "doctor": cli.Verb(_doctor_parser, _doctor),
-    "status": cli.Verb(_status_parser, _status),
-}
+_FUNCTIONS = {it.__name__[1:]: it for it in (_create, _invite, _revoke, _unban, _anchor, _doctor, _status)}
+VERBS = {verb: cli.Verb(partial(_parser, verb), function) for verb, function in _FUNCTIONS.items()}
 
 
 def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -229,45 +181,41 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
     Args:
         argv: as it was typed.
     """
-    known = {args.run, "--allow-code", "--force"}
-    if extra := [word for word in argv if word not in known]:
+    if extra := [word for word in argv if word not in {args.run, "--allow-code", "--force"}]:
         raise UserError(
             f"{extra[0]} means nothing to {run.name}.",
             why="It is a swarm that was created by hand, and goes on in this terminal.",
             fix=f"Leave it out: {terminal.command('resume', run.path)}",
         )
-    return _go_on(run, PeerSpec(peer_name()), allow_code=args.allow_code, force=args.force)
+    return _go_on(run, PeerSpec(peer_name()), args)
 
 
-def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str]) -> int:
+def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """``python -m jobs.swarm create --resume RUN``."""
     asked = {"--identity": args.identity, "--run-dir": args.run_dir, "--max-upload": args.max_upload}
     given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
     if given:
-        parser.error(f"{given[0]} does not go with --resume: the run has its settings, its key and its folder")
+        _parser("create").error(
+            f"{given[0]} does not go with --resume: the run has its settings, its key and its folder"
+        )
     run = find_run(args.resume, env)
     if history_of(run).finished:
-        raise UserError(
-            f"{run.name} has finished.",
-            why="All of its rounds are done.",
-            fix=f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}",
-        )
+        again = terminal.command("swarm", "create", run.path)
+        fix = f"Start a new one with its settings: {again}"
+        raise UserError(f"{run.name} has finished.", why="All of its rounds are done.", fix=fix)
     # Where the swarm was counts as far as the flags do not say otherwise.
-    place = PeerSpec(
-        args.name or peer_name(), host=args.host, port=args.port, announce=args.announce, trains=not args.no_train
-    )
-    return _go_on(run, place, allow_code=args.allow_code, force=args.force)
+    name, trains = args.name or peer_name(), not args.no_train
+    return _go_on(run, PeerSpec(name, host=args.host, port=args.port, announce=args.announce, trains=trains), args)
 
 
-def _go_on(run: RunDir, place: PeerSpec, *, allow_code: bool, force: bool) -> int:
-    require_no_job(run, force=force)
+def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
+    require_no_job(run, force=args.force)
     loaded = load(str(run.config))
-    require_own_code(run.path, loaded, allow_code=allow_code)
+    require_own_code(run.path, loaded, allow_code=args.allow_code)
     from trainkit.swarm.peer import resume_swarm, terminal_peer
 
     with terminal_peer() as peer:
-        ending, run_dir = resume_swarm(run, loaded.config, place, peer.hooks(lambda config, _: run))
-    say_end(ending, run_dir)
+        say_end(*resume_swarm(run, loaded.config, place, peer.hooks(lambda config, _: run)))
     return 0
 
 

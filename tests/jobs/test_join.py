@@ -58,22 +58,14 @@ def test_who_leaves_is_told_what_it_has_given(tmp_path: Path, capsys: pytest.Cap
     assert said[:2] == ["Left the swarm.", "Averaged with others in 2 rounds, 1.4 MB sent."]
 
 
-def test_the_notebook_is_valid_and_its_code_is_python() -> None:
+def test_the_notebook_is_valid_and_joins_in_a_process_of_its_own() -> None:
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    ids = [cell["id"] for cell in notebook["cells"]]
-    assert ids == ["about", "settings", "install", "join"]  # three to run
-    for cell in notebook["cells"]:
-        assert cell["cell_type"] in ("markdown", "code")
-        assert isinstance(cell["metadata"], dict)
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code":
-            assert (cell["outputs"], cell["execution_count"]) == ([], None)
-            ast.parse(source)
-
-
-def test_the_notebook_joins_in_a_process_of_its_own() -> None:
-    source = "".join("".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"])
-    assert '"-m", "jobs.join", "--name"' in source
-    assert '"TRAINKIT_TOKEN": token' in source  # not an argument, which others see
-    assert "start_new_session=True" in source
+    about, *cells = notebook["cells"]
+    assert [cell["id"] for cell in (about, *cells)] == ["about", "settings", "install", "join"]  # three to run
+    assert [(cell["cell_type"], cell["outputs"], cell["execution_count"]) for cell in cells] == [("code", [], None)] * 3
+    sources = ["".join(cell["source"]) for cell in cells]
+    assert all(map(ast.parse, sources))
+    # A token is no argument, which others see.
+    for text in ('"-m", "jobs.join", "--name"', '"TRAINKIT_TOKEN": token', "start_new_session=True"):
+        assert text in sources[-1]
