@@ -30,6 +30,7 @@ from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.base import require_no_job
 from trainkit.swarm import admission
 from trainkit.swarm.admission import KEY_FILE, run_with
+from trainkit.swarm.invitations import Role
 from trainkit.swarm.spec import PeerSpec
 
 WATCH_SECONDS = 2.0
@@ -112,7 +113,8 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Print a token, with which somebody may join a swarm that was created here."""
-    seconds, role = admission.seconds_of(args.expires), "reducer" if args.reduce else "volunteer"
+    seconds = admission.seconds_of(args.expires)
+    role: Role = "reducer" if args.reduce else "volunteer"
     run = run_with(KEY_FILE, args.run, env)
     owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
     print("\n".join(admission.invite(owner, addresses, args.name, seconds, role)))

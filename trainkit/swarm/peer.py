@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -274,12 +275,8 @@ def run_swarm_rank(
     from trainkit.swarm import guest
 
     assert writer is not None or not rank_env.is_main
-    hooks = Hooks(
-        lambda: stop.requested,
-        lambda line: print(line, flush=True),
-        None if writer is None else lambda config, name: writer,
-        beat=beat,
-    )
+    open_run = None if writer is None else lambda config, name: writer
+    hooks = Hooks(lambda: stop.requested, partial(print, flush=True), open_run, beat=beat)
     host, ending = socket.gethostname(), "finished"
     spec = PeerSpec(f"{host}/{rank_env.rank}", rank_env, goes_on_later=bool(config.launch.requeue), secret=secret)
     if not config.collaborative.initial_peers:
@@ -307,17 +304,18 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     env, secret = spec.env, spec.secret
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
     # Ranks of one job reach each other, so every one of them serves the others.
-    spec = replace(
-        spec,
-        host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
-        port=config.collaborative.port if env.is_main else 0,
-        # Without rank 0 there is nothing to wait for: the launcher starts all ranks again.
-        patience=0.0,
-        secret=NO_SECRET,  # of the ranks of one peer; here each is one
-    )
+    host = "0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1"
+    port = config.collaborative.port if env.is_main else 0
+    # Without rank 0 there is nothing to wait for: the launcher starts all ranks again. Each rank is a peer of its own.
+    spec = replace(spec, host=host, port=port, patience=0.0, secret=NO_SECRET)
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
-        return guest.join(_entry_from(store, secret), spec, hooks, lambda _: config)[0]
+        assert store is not None
+        text = reveal(secret, _TOKEN, store.get("swarm"))  # waits for rank 0
+        if text.startswith("failed: "):
+            why = text.removeprefix("failed: ")
+            raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
+        return guest.join(with_token(text), spec, hooks, lambda _: config)[0]
 
     def tell(text: str) -> None:
         if store is not None:
@@ -337,14 +335,6 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     except TrainkitError as error:
         tell(f"failed: {error.what}")  # or the others would wait for an address
         raise
-
-
-def _entry_from(store: Any, secret: Secret) -> Entry:
-    text = reveal(secret, _TOKEN, store.get("swarm"))  # waits for rank 0
-    if text.startswith("failed: "):
-        why = text.removeprefix("failed: ")
-        raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
-    return with_token(text)
 
 
 class TerminalPeer:

@@ -101,19 +101,18 @@ def become_helper(parent: int) -> None:
 
 def family(pid: int | None) -> list[psutil.Process]:
     """A helper process and what it has started; empty if it is gone."""
-    try:
-        helper = psutil.Process(pid) if pid is not None else None
-        return [helper, *helper.children(recursive=True)] if helper is not None else []
-    except psutil.NoSuchProcess:
-        return []
+    with suppress(psutil.NoSuchProcess):
+        if pid is not None:
+            helper = psutil.Process(pid)
+            return [helper, *helper.children(recursive=True)]
+    return []
 
 
 def all_alive(processes: list[psutil.Process]) -> bool:
     """Whether none of them has ended."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         return all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 # A helper answers in milliseconds; where the machine is loaded it gets more time in proportion, as long as it lives.
@@ -157,8 +156,6 @@ def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
     """Kill those of ``processes`` that are still alive, each by its id, and wait until they are gone."""
     _, alive = psutil.wait_procs(processes, timeout=patience)
     for process in alive:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(alive, timeout=2.0)

@@ -234,14 +234,9 @@ class RoundRecorder:
     def recorded(self, env: RankEnv) -> Iterator[None]:
         """The events of a peer's start, and what is left of one that fails."""
         attempt, state = self._session.writer.attempt, self._recorder.state
-        attempt.started(
-            step=self._progress.step,
-            world_size=env.world_size,
-            hosts=[socket.gethostname()],
-            device=device_name(state.dist.device),
-            precision=state.precision.name,
-            params=state.num_parameters,
-        )
+        device, precision, params = device_name(state.dist.device), state.precision.name, state.num_parameters
+        where = {"world_size": env.world_size, "hosts": [socket.gethostname()], "device": device}
+        attempt.started(step=self._progress.step, **where, precision=precision, params=params)
         try:
             yield
         except Exception as error:

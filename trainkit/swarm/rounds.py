@@ -294,7 +294,7 @@ class SampleLoop(_Loop):
 
     def run(self) -> Ending:
         """Gather until all peers together have enough, agree, and update, again and again."""
-        peer = self.peer
+        peer, target, limit = self.peer, self.config.train.global_batch_size, self.peer.clock.seconds
         self.model.train()
         try:
             while self.common.round < peer.clock.count:
@@ -308,15 +308,17 @@ class SampleLoop(_Loop):
                     if not self.adopt():  # nobody gives the state: ask later and later again
                         time.sleep(self.pause)
                         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
-                elif (others or peer.may_be_alone) and self.is_over(gathered.samples):
+                elif (others or peer.may_be_alone) and (
+                    gathered.samples >= target or (gathered.samples > 0 and time.time() > self.began + limit)
+                ):  # enough for the update, or the round has lasted too long
                     self.agree(others)
                 else:
-                    self.gather(bool(others), gathered.seconds_left(self.config.train.global_batch_size))
+                    self.gather(bool(others), gathered.seconds_left(target))
         finally:
             peer.averaging.withdraw()
         self.news(at_once=True)
         # The owner's side gives the last state: it stays for another round's time while somebody is behind.
-        until = time.time() + peer.clock.seconds
+        until = time.time() + limit
         while not self.volunteers and any(one.round < peer.clock.count for one in self.others().values()):
             if time.time() > until or peer.hooks.stop_requested():
                 break
@@ -386,11 +388,6 @@ class SampleLoop(_Loop):
         self.update.meter.read()
         self.begin_round()
         return True
-
-    def is_over(self, samples: float) -> bool:
-        """Whether these are enough for the update, or the round has lasted too long."""
-        is_late = time.time() > self.began + self.peer.clock.seconds
-        return samples >= self.config.train.global_batch_size or (samples > 0 and is_late)
 
     def gather(self, has_others: bool, left: float) -> None:
         """One micro batch, unless there is enough; and the search for a group, when it is time.

@@ -41,11 +41,11 @@ from trainkit.monitor.hardware import sample_hardware
 from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access
-from trainkit.swarm.access import Identity, banned_with
+from trainkit.swarm.access import banned_with
 from trainkit.swarm.address import Memory, SavedPeer, keep_identity
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
-from trainkit.swarm.dht import SwarmDHT, Watch, open_dht
+from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link, patience
 from trainkit.swarm.messages import RoundClock, UpdateClock
@@ -389,18 +389,9 @@ class Session:
     """A peer that others can reach waits for them where it is; to anybody else silence means that the swarm is gone."""
 
     config: Config
-    identity: Identity
-    dht: SwarmDHT
-    splits: Splits
-    facts: dict[str, str]
     clock: RoundClock
     watch: Watch
     memory: Memory
-    team: Team
-    averaging: Averaging
-    sentry: Sentry
-    data_seed: int
-    """Every peer has a data order of its own, so that together they see more than each alone."""
     writer: Writer
 
     def __init__(self, held: ExitStack, spec: PeerSpec, hooks: Hooks) -> None:
@@ -475,12 +466,9 @@ class Session:
         metrics = self.held.enter_context(loggers)
         device, every = judge.dist.device.type, config.monitor.hardware_every_seconds
         self.held.enter_context(sample_hardware(run, socket.gethostname(), every, device))
+        keep, asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
         self.checkpoints = Checkpoints(
-            run.checkpoints,
-            keep=config.checkpoint.keep,
-            dist=judge.dist,
-            may_write=writer.check,
-            asynchronous=config.checkpoint.asynchronous,
+            run.checkpoints, keep=keep, dist=judge.dist, may_write=writer.check, asynchronous=asynchronous
         )
         self.held.enter_context(closing(self.checkpoints))
         self.held.push(self._settle)

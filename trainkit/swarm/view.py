@@ -26,34 +26,9 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from
 from trainkit.process import NoAnswer, ask
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, described, read_metrics
-from trainkit.swarm import address, invitations, processes
+from trainkit.swarm import address, admission, invitations, messages, processes
 from trainkit.swarm.address import ADDRESS_FILE
-from trainkit.swarm.admission import (
-    KEY_FILE,
-    VARIABLE,
-    Entry,
-    addresses_of,
-    by_address,
-    entry_of,
-    own_pass,
-    owner_of,
-    run_with,
-    warned,
-)
-from trainkit.swarm.messages import (
-    BANNED,
-    CREDITS,
-    MANIFEST,
-    PROGRESS,
-    REVOKED,
-    RoundClock,
-    credits_in,
-    manifest_of,
-    manifests_in,
-    no_run_at,
-    progress_in,
-    require_going_on,
-)
+from trainkit.swarm.admission import Entry
 from trainkit.swarm.spec import adapted, check_own
 from trainkit.workarounds import hivemind_without_torch
 
@@ -99,21 +74,22 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
 
     def read() -> SwarmRecords:
         excluded = access.Excluded(identity.own, identity.peer_id, identity.admission)
-        keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
+        keys = [messages.MANIFEST, messages.PROGRESS, messages.CREDITS, messages.REVOKED, messages.BANNED]
         deadline = time.monotonic() + _READ_SECONDS
         while True:
             try:
                 found = done(node.get_many(keys, sufficient_expiration_time=float("inf")), _READ_SECONDS)
             except (asyncio.TimeoutError, OSError):
                 raise address.nobody_answers(entry.addresses[0]) from None
-            if manifests := manifests_in(found[MANIFEST]):
-                progress, contributions = progress_in(found[PROGRESS]), credits_in(found[CREDITS])
+            if manifests := messages.manifests_in(found[messages.MANIFEST]):
+                progress = messages.progress_in(found[messages.PROGRESS])
+                contributions = messages.credits_in(found[messages.CREDITS])
                 return SwarmRecords(manifests, progress, contributions, identity.admission.names())
-            for key in (REVOKED, BANNED):
+            for key in (messages.REVOKED, messages.BANNED):
                 excluded.take(key, found[key])
             excluded.require_welcome()
             if time.monotonic() > deadline:
-                raise no_run_at(entry.addresses[0])
+                raise messages.no_run_at(entry.addresses[0])
             time.sleep(0.3)
 
     try:
@@ -276,16 +252,16 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
     """
     run_dir, text = None, reference or ""
     is_entry = address.looks_like(text) or invitations.looks_like(text) or os.path.isfile(text)
-    if reference == "-" or is_entry or (reference is None and env.get(VARIABLE)):
-        entry = warned(entry_of([text] if text else [], env, name="status"))
+    if reference == "-" or is_entry or (reference is None and env.get(admission.VARIABLE)):
+        entry = admission.warned(admission.entry_of([text] if text else [], env, name="status"))
     else:
         run_dir = run_seen(reference, env)
         if not (run_dir.path / ADDRESS_FILE).is_file():
             why = f"It has no {ADDRESS_FILE}."
             raise UserError(f"{run_dir.name} is not a swarm.", why=why, fix="`python -m jobs.status` shows it.")
-        entry = by_address(addresses_of(run_dir), name="status")
-        if (run_dir.path / KEY_FILE).exists():  # its owner needs no token
-            entry = replace(entry, own=own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
+        entry = admission.by_address(admission.addresses_of(run_dir), name="status")
+        if (run_dir.path / admission.KEY_FILE).exists():  # its owner needs no token
+            entry = replace(entry, own=admission.own_pass(admission.owner_of(run_dir.path).key, "status", "volunteer"))
     with ExitStack() as held:
         read: Callable[[], SwarmRecords] | None = None
         try:
@@ -312,7 +288,7 @@ def run_seen(reference: str | None, env: Mapping[str, str]) -> RunDir:
 
     Raises UserError when there is none.
     """
-    return run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
+    return admission.run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
 
 
 def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None) -> View:
@@ -320,11 +296,11 @@ def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None
 
     Raises UserError when it is not clear which run it is.
     """
-    creator, manifest = manifest_of(told.manifests, addresses)
+    creator, manifest = messages.manifest_of(told.manifests, addresses)
     config, now = adapted(manifest.config, (), allow_code=True), time.time()
     agreed, progress, validated = config.collaborative, told.progress, told.progress.get(creator)
     if agreed.sync == "diloco":
-        done = RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
+        done = messages.RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
     else:  # the creator knows how far they are; without it, most of the others do
         heard = sorted(own.round for own in progress.values()) or [agreed.rounds]
         done = min(heard[len(heard) // 2] if validated is None else validated.round, agreed.rounds)
@@ -483,10 +459,10 @@ def _cell(value: object, spec: str) -> str:
 def main() -> int:
     """Ask, and print the answer."""
     try:
-        entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
+        entry = admission.entry_of(sys.stdin.readline().split(), {}, name="ask")
         with open_reader(entry) as read:
-            _, manifest = manifest_of(read().manifests, entry.addresses)
-        require_going_on(manifest)
+            _, manifest = messages.manifest_of(read().manifests, entry.addresses)
+        messages.require_going_on(manifest)
         print(json.dumps({"config": manifest.config}))
     except TrainkitError as error:
         print(json.dumps({"error": error.to_json()}))
