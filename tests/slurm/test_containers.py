@@ -79,20 +79,8 @@ def _is_requeued_from_outside(
     mounts = containers.mounts().removesuffix("]") + f",{own}:{own}:ro]" if to_the_end else ""
     inside = ["--container-image", str(image), f"launch.container_python={sys.executable}", *filter(None, [mounts])]
     slow = ("model.name=own_models:slow", "model.seconds=2", "monitor.loggers=[jsonl]")
-    arguments = (
-        "ddp",
-        "--again",
-        *EIGHT_STEPS,
-        "--run-dir",
-        str(run),
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "0",
-        "--time",
-        "5",
-    )
-    said = devcluster.job("submit", *arguments, *inside, *slow, env=env).stdout
+    arguments = ("ddp", "--again", *EIGHT_STEPS, "--run-dir", str(run), "--nodes", "2", "--gpus-per-node", "0")
+    said = devcluster.job("submit", *arguments, "--time", "5", *inside, *slow, env=env).stdout
     job_id = said.split()[2].rstrip(":")
     devcluster.wait_for("the start", lambda: bool(devcluster.events(run, "started")))
     devcluster.run("scancel", "--signal=USR2", job_id)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ HABITS = {
 }  # fmt: skip
 TINY = ("model.name=light_model:build", "monitor.loggers=[jsonl]")
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
+LATER = ("--sbatch", "begin=now+1hour")
 COMMANDS = ("sbatch", "scontrol", "squeue", "sacct", "sinfo", "sacctmgr", "scancel")
 
 
@@ -37,6 +39,17 @@ def first_in_path(cluster: Cluster, name: str, **scripts: str) -> dict[str, str]
         file.write_text(f"#!/bin/bash\nreal={real}\n{body}\n")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return {"PATH": f"{folder}:{cluster.env['PATH']}"}
+
+
+def submit(
+    cluster: Cluster, name: str, *more: str, env: dict[str, str], check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """`jobs.submit` of a run, or sweep, of that name with one light rank."""
+    return cluster.job("submit", *of_one_rank(name), *more, env=env, check=check)
+
+
+def of_one_rank(name: str) -> tuple[str, ...]:
+    return ("ddp", *TINY, "--again", "--run-dir", f"runs/{name}", *ONE_RANK)
 
 
 def jobs_of(cluster: Cluster, run: Path) -> list[str]:
@@ -54,8 +67,7 @@ def test_submit_status_and_cancel_ask_little(devcluster: Cluster, light: dict[st
     calls = devcluster.home / "calls"
     counted = {command: f'echo "{command} $*" >> {calls}; exec $real "$@"' for command in COMMANDS}
     env = {**light, **first_in_path(devcluster, "counted", **counted)}
-    later = ("--sbatch", "begin=now+1hour")
-    devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", "runs/later", *ONE_RANK, *later, env=env)
+    submit(devcluster, "later", *LATER, env=env)
     assert len(said := calls.read_text().splitlines()) <= 4, said
     for verb, most in (("status", 1), ("cancel", 2)):
         calls.write_text("")
@@ -64,8 +76,7 @@ def test_submit_status_and_cancel_ask_little(devcluster: Cluster, light: dict[st
 
 
 def test_a_user_s_habits_change_neither_what_is_read_nor_what_is_ended(devcluster: Cluster) -> None:
-    later = ("--sbatch", "begin=now+1hour", *ONE_RANK, "--again", "--run-dir", "runs/habits")
-    said = devcluster.job("submit", "ddp", *TINY, *later, env=HABITS)
+    said = submit(devcluster, "habits", *LATER, env=HABITS)
     assert "SLURM_CLUSTERS=elsewhere is not passed on" in said.stdout + said.stderr
     (job_id,) = jobs_of(devcluster, devcluster.home / "runs" / "habits")
     told = devcluster.job("status", "habits", env=HABITS).stdout
@@ -76,11 +87,10 @@ def test_a_user_s_habits_change_neither_what_is_read_nor_what_is_ended(devcluste
 
 
 def test_cancel_ends_every_job_of_a_run_though_nobody_can_tell_which_live(
-    devcluster: Cluster, silent: dict[str, str]
+    devcluster: Cluster, silent: dict[str, str], light: dict[str, str]
 ) -> None:
     run = devcluster.home / "runs" / "twice"
-    later = ("--sbatch", "begin=now+1hour")
-    devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *later)
+    submit(devcluster, "twice", *LATER, env=light)
     refused = devcluster.job("resume", "twice", env=silent, check=False)
     assert (refused.returncode, "--force" in refused.stderr) == (2, True)
     devcluster.job("resume", "twice", "--force", env=silent)
@@ -96,9 +106,8 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
 ) -> None:
     run = devcluster.home / "runs" / "adopted"
     killed = first_in_path(devcluster, "killed", sbatch='$real "$@" > /dev/null; kill -9 $PPID; sleep 1')
-    slow = (*TINY, "--again", "model.seconds=1", "train.max_steps=600", "--run-dir", str(run), *ONE_RANK)
-    later = ("--sbatch", "begin=now+1hour")  # nobody but `status` finds it
-    words = (sys.executable, "-m", "jobs.submit", "ddp", *slow, *later)  # a process of its own, which can be killed
+    slow = ("model.seconds=1", "train.max_steps=600", *LATER)  # nobody but `status` finds it
+    words = (sys.executable, "-m", "jobs.submit", *of_one_rank("adopted"), *slow)  # a process, which can be killed
     assert devcluster.run(*words, env={**light, **killed}, check=False).returncode == -9
     assert jobs_of(devcluster, run) == []
     assert "adopted=true" in devcluster.job("status", "adopted").stdout
@@ -113,9 +122,8 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
 
 
 def test_a_follower_goes_on_while_nobody_answers_and_says_so(devcluster: Cluster, silent: dict[str, str]) -> None:
-    begun = ("submit", "ddp", *TINY, "--again", "--run-dir", "runs/followed", *ONE_RANK, "--follow")
     soon = ("--sbatch", "begin=now+5")  # a follower asks for a job that has not started, and after one that has
-    done = devcluster.job(*begun, *soon, env=silent, check=False)
+    done = submit(devcluster, "followed", "--follow", *soon, env=silent, check=False)
     assert "Nobody can tell what job" in done.stderr
     assert "Unable to contact slurm controller" in done.stderr
     assert "val acc1" in done.stdout, "what it came to, by its own record"
@@ -130,7 +138,6 @@ SBATCH = {
     "wrong": '$real "$@" > /dev/null; echo "sbatch: error: Batch job submission failed: Invalid qos" >&2; exit 1',
     "late": f'(sleep 3; $real "$@") > /dev/null 2>&1 & {TIMED_OUT}',
 }
-LATER = ("--sbatch", "begin=now+1hour")
 
 
 def in_queue(cluster: Cluster, run: Path) -> list[str]:
@@ -147,8 +154,7 @@ def test_a_job_that_is_there_is_submitted_whatever_sbatch_says(
 ) -> None:
     run = devcluster.home / "runs" / f"there {name}"
     env = {**light, **first_in_path(devcluster, f"sbatch {name}", sbatch=SBATCH[name])}
-    words = ("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *LATER)
-    done = devcluster.job(*words, env=env)
+    done = submit(devcluster, f"there {name}", *LATER, env=env)
     (job_id,) = in_queue(devcluster, run)
     assert f"Submitted job {job_id}" in done.stdout
     assert "sbatch has failed" in done.stderr
@@ -162,7 +168,7 @@ def test_a_job_that_comes_later_is_unknown_until_it_is_found(devcluster: Cluster
     go = devcluster.home / "go"
     script = f'(until [ -e {go} ]; do sleep 0.2; done; $real "$@") > /dev/null 2>&1 & {TIMED_OUT}'
     env = {**light, **first_in_path(devcluster, "sbatch-much-later", sbatch=script)}
-    words = ("submit", "ddp", *TINY, "--run-dir", str(sweep), "--sweep", "seed=71,72", *ONE_RANK, *LATER)
+    words = ("submit", *of_one_rank("unknown"), "--sweep", "seed=71,72", *LATER)
     done = devcluster.job(*words, env=env, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         4,
@@ -187,7 +193,7 @@ def test_a_job_that_comes_later_is_unknown_until_it_is_found(devcluster: Cluster
 @pytest.mark.long
 def test_resume_whose_job_is_there_queues_no_second_one(devcluster: Cluster, light: dict[str, str]) -> None:
     run = devcluster.home / "runs" / "resumed"
-    devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *LATER, env=light)
+    submit(devcluster, "resumed", *LATER, env=light)
     devcluster.job("cancel", "resumed")
     env = first_in_path(devcluster, "sbatch-resume", sbatch=f'$real "$@" > /dev/null; {TIMED_OUT}')
     devcluster.job("resume", "resumed", env={**light, **env})
@@ -207,23 +213,13 @@ def test_a_job_that_was_cancelled_before_it_came_ends_before_it_trains(
     go = devcluster.home / "go-unborn"
     script = f'(until [ -e {go} ]; do sleep 0.2; done; $real "$@") > /dev/null 2>&1 & {TIMED_OUT}'
     env = {**light, **first_in_path(devcluster, "sbatch-unborn", sbatch=script)}
-    devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, env=env, check=False)
+    submit(devcluster, "unborn", env=env, check=False)
     assert "one that comes is cancelled" in devcluster.job("cancel", "unborn").stdout
     go.touch()
     devcluster.wait_for("the job", lambda: (run / "logs" / "batch.out").exists())
     devcluster.wait_for("its end", lambda: in_queue(devcluster, run) == [])
     assert devcluster.events(run, "started") == []
     assert "CANCELLED" in devcluster.job("status", "unborn").stdout
-
-
-@pytest.mark.long
-def test_what_sbatch_refuses_leaves_nothing(devcluster: Cluster) -> None:
-    run = devcluster.home / "runs" / "no-account"
-    done = devcluster.job(
-        "submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, "--reservation", "nosuch", check=False
-    )
-    assert done.returncode == 4, done.stdout
-    assert not run.exists()
 
 
 @pytest.mark.long
@@ -234,8 +230,7 @@ def test_a_controller_that_is_gone_leaves_a_run_that_nobody_knows_the_job_of(
     run = devcluster.home / "runs" / "gone"
     words = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     env = first_in_path(devcluster, "gone-bin", sbatch=TIMED_OUT, squeue=words, sacct=words)
-    command = ("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *LATER)
-    done = devcluster.job(*command, env={**light, **env}, check=False)
+    done = submit(devcluster, "gone", *LATER, env={**light, **env}, check=False)
     assert (done.returncode, "SLURM cannot be asked" in done.stderr) == (4, True)
     began = time.monotonic()
     devcluster.wait_for("no job", lambda: "NOT SUBMITTED" in devcluster.job("status", "gone").stdout)
@@ -253,9 +248,8 @@ def test_what_a_controller_that_hangs_takes_afterwards_is_the_runs_job(
     run = devcluster.home / "runs" / "hung"
     controller = Path(devcluster.env["DEVCLUSTER_DIR"], "run", "slurmctld.pid").read_text().split()[0]
     env = first_in_path(devcluster, "hung-bin", sbatch=f'kill -STOP {controller}; exec $real "$@"')
-    command = ("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *LATER)
     try:
-        done = devcluster.job(*command, env={**light, **env}, check=False)
+        done = submit(devcluster, "hung", *LATER, env={**light, **env}, check=False)
         assert (done.returncode, "SLURM cannot be asked" in done.stderr) == (4, True)
         again = devcluster.job("resume", "hung", env=light, check=False)
         assert (again.returncode, "Socket timed out" in again.stderr) == (2, True)

@@ -100,16 +100,7 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
                     time.sleep(0.05)
                 yield Laptop(home, there, log)
                 for socket in (base / "trainkit" / "ssh").glob("*"):
-                    close = [
-                        "ssh",
-                        "-F",
-                        str(base / "ssh_config"),
-                        "-o",
-                        f"ControlPath={socket}",
-                        "-O",
-                        "exit",
-                        "login",
-                    ]
+                    close = ["ssh", "-F", f"{base}/ssh_config", "-o", f"ControlPath={socket}", "-O", "exit", "login"]
                     subprocess.run(close, capture_output=True, check=False)
             finally:
                 sshd.terminate()
