@@ -168,7 +168,7 @@ def test_a_job_that_comes_later_is_unknown_until_it_is_found(devcluster: Cluster
     go = devcluster.home / "go"
     script = f'(until [ -e {go} ]; do sleep 0.2; done; $real "$@") > /dev/null 2>&1 & {TIMED_OUT}'
     env = {**light, **first_in_path(devcluster, "sbatch-much-later", sbatch=script)}
-    words = ("submit", *of_one_rank("unknown"), "--sweep", "seed=71,72", *LATER)
+    words = ("submit", "ddp", *TINY, "--run-dir", str(sweep), "--sweep", "seed=71,72", *ONE_RANK, *LATER)
     done = devcluster.job(*words, env=env, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         4,

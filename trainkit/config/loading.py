@@ -32,8 +32,6 @@ from trainkit.config.schema import (
 from trainkit.config.slurm_options import long_name, settings_of
 from trainkit.errors import TrainkitError, UserError, did_you_mean
 
-# Presets, files, overrides and flags -> one frozen `Config` that remembers where each value came from.
-
 
 @dataclass(frozen=True)
 class Source:
@@ -375,15 +373,13 @@ def load(
 
 def _entries(layers: Iterable[Layer]) -> dict[str, Source]:
     """The source of each entry of the mappings that are merged; ``layers``: from the lowest to the highest."""
-    return {
-        f"{mapping}.{long_name(mapping.removeprefix('launch.'), str(name))}": source
-        for layer in layers
-        for mapping in OPEN_MAPPINGS
-        if mapping in layer
-        for value, source in [layer[mapping]]
-        if isinstance(value, dict)
-        for name in value
-    }
+    found = {}
+    for layer in layers:
+        for mapping in OPEN_MAPPINGS:
+            value, source = layer.get(mapping, (None, DEFAULT))
+            for name in value if isinstance(value, dict) else ():
+                found[f"{mapping}.{long_name(mapping.removeprefix('launch.'), str(name))}"] = source
+    return found
 
 
 def _moved(layer: Layer, cluster: str) -> Layer:
@@ -436,8 +432,6 @@ def _validate(layer: Layer) -> Config:
     except ValidationError as error:
         raise explain(error, layer) from None
 
-
-# Say what is wrong with a configuration: the key, where it was written, and what would be right.
 
 # A setting, and what it is called elsewhere.
 _CALLED = {
@@ -599,7 +593,7 @@ def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
     if sentence.startswith("text") and isinstance(value, int | float):
         example = f"Put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'."
     # The value itself, or an item of a list, may be a misspelt choice.
-    choices = _choices(field.annotation) or list(getattr(cause, "known", ()))
+    choices = _choices(field.annotation)
     if sentence.startswith(("a number", "a whole number")) and (
         number := re.fullmatch(r"([\d.e+-]+)[,;]([\d.e+-]*)", str(value))
     ):
@@ -632,26 +626,22 @@ def _written(key: str, value: Any, source: Source) -> str:
 
 
 def _nearest_key(section: str, name: str, written: str) -> str:
-    own = list(SECTIONS[section].model_fields) if section in SECTIONS else []
+    """The fix for a key that does not exist: the first of what may be meant, the likeliest first."""
     everywhere = {f"{item}.{field}": field for item, model in SECTIONS.items() for field in model.model_fields}
-    near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
-    if meant := meant_by(name) if section in ("", *SECTIONS) else "":
-        return f"Did you mean '{meant}'?"
-    if near:
-        return f"Did you mean '{section}.{near[0]}'?"
-    nearest_section = difflib.get_close_matches(section or name, list(Config.model_fields), n=1, cutoff=0.7)
-    if section and nearest_section and section not in SECTIONS:
-        model = SECTIONS.get(nearest_section[0])
-        if model and (name in model.model_fields or issubclass(model, PluginSection)):
-            return f"Did you mean '{nearest_section[0]}.{name}'?"
-    if not section and nearest_section:
-        return f"Did you mean '{nearest_section[0]}'?"
-    near = (
-        [key for key, field in everywhere.items() if field == name]
-        or [key for key, field in everywhere.items() if field.endswith(f"_{name}")]
-        or [key for key, field in everywhere.items() if difflib.SequenceMatcher(None, name, field).ratio() > 0.75]
-    )
-    return f"Did you mean '{near[0]}'?" if near else f"Use one of these, or remove '{written}'."
+    sections = difflib.get_close_matches(section or name, list(Config.model_fields), n=1, cutoff=0.7)
+    found = [meant_by(name)] if section in ("", *SECTIONS) else []
+    if section in SECTIONS:
+        own = list(SECTIONS[section].model_fields)
+        found += [f"{section}.{near}" for near in difflib.get_close_matches(name, own, n=1, cutoff=0.7)]
+    elif not section:
+        found += sections
+    elif sections and (model := SECTIONS.get(sections[0])):
+        found += [f"{sections[0]}.{name}"] * (name in model.model_fields or issubclass(model, PluginSection))
+    found += [key for key, field in everywhere.items() if field == name]
+    found += [key for key, field in everywhere.items() if field.endswith(f"_{name}")]
+    found += [key for key, field in everywhere.items() if difflib.SequenceMatcher(None, name, field).ratio() > 0.75]
+    best = next(filter(None, found), "")
+    return f"Did you mean '{best}'?" if best else f"Use one of these, or remove '{written}'."
 
 
 def _choices(annotation: Any) -> list[str]:

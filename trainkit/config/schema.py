@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from trainkit import fileio, plugins
 from trainkit.config.slurm_options import long_name, time_minutes
-from trainkit.errors import UserError
+from trainkit.errors import UserError, did_you_mean
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -90,14 +90,6 @@ class ImpossibleError(UserError):
     ) -> None:
         super().__init__(what, why=why, fix=fix, key=key or keys[0])
         self.keys, self.secret = tuple(keys), secret
-
-
-class UnknownNameError(ValueError):
-    """A name of something that is not there. ``known``: those that are."""
-
-    def __init__(self, what: str, known: list[str]) -> None:
-        super().__init__(what)
-        self.known = known
 
 
 class Section(BaseModel):
@@ -379,10 +371,16 @@ class LaunchConfig(Section):
     @field_validator("executor")
     @classmethod
     def _is_a_scheduler(cls, value: str) -> str:
-        if value not in ("auto", "debug") and ":" not in value:
-            known = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
-            if value not in known:
-                raise UnknownNameError(f"{', '.join(known)}, or package.module:build of your own", known)
+        if value in ("auto", "debug") or ":" in value:
+            return value
+        known = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
+        if value not in known:
+            raise ImpossibleError(
+                f"launch.executor={value} is not valid.",
+                keys=("launch.executor",),
+                why=f"launch.executor must be {', '.join(known)}, or package.module:build of your own.",
+                fix=did_you_mean(value, known, otherwise="For example launch.executor=auto."),
+            )
         return value
 
     @field_validator("sbatch", "srun", mode="before")

@@ -22,9 +22,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from trainkit.diagnosis.evidence import RankLog, is_lost_connection
 from trainkit.fileio import append, readable
@@ -59,8 +60,7 @@ _LATE_SECONDS = 10.0
 """A supervisor that has not looked for so long was stopped itself, and does not know what its ranks did meanwhile."""
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """One process to start. It writes to ``log`` with the endings .out and .err."""
 
     command: Sequence[str]
@@ -225,8 +225,7 @@ def signal_requests() -> Iterator[Requests]:
             signal.signal(number, old)
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How the ranks of an attempt ended on this node."""
 
     state: str
@@ -254,7 +253,7 @@ def supervise(
         tick: called often.
     """
     with pulses(len(ranks)) as counts:
-        counted = [replace(rank, env={**rank.env, **counts.variable(index)}) for index, rank in enumerate(ranks)]
+        counted = [rank._replace(env={**rank.env, **counts.variable(index)}) for index, rank in enumerate(ranks)]
         group = RankGroup(counted, cwd)
         watch = _Watch(group, counts, limits, requests)
 

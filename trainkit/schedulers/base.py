@@ -114,8 +114,7 @@ class JobState:
         return "unknown" if self.state == "UNKNOWN" else "yes"
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A job of a run, as the run's record has it."""
 
     run: RunDir
@@ -126,8 +125,7 @@ class Job:
     """What the record says of the run's jobs: as long as it is the same, nothing is known to have happened."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What a scheduler says of some jobs."""
 
     states: Sequence[JobState | None] = ()
@@ -138,8 +136,7 @@ class Answer:
     """Why somebody has not answered."""
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """The scheduler's guess; ``when`` is None, and ``refusal`` says why, where it would not take the job."""
 
     when: datetime | None = None
