@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,64 +67,34 @@ def test_every_key_has_its_line(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n"])
-def test_a_file_without_settings_is_fine(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(text)
-    assert yaml.read(file)[0] == {}
+TEXTS = ("no", "3e-4", "010", "1:00:00", "", " a ", "null", "true", "a: b", "# x", "two\nlines", "it's", "é", "-", "[a")
 
 
-def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("optim:\n  lr: 1\n  name: sgd\n  lr: 2\n")
-    with pytest.raises(UserError, match=r"(?s)'optim\.lr' stands twice.*Lines 2 and 4"):
-        yaml.read(file)
-
-
-@pytest.mark.parametrize("text", ["optim: [1\nseed: 2\n", "a: b: c\n", "\tseed: 1\n", "a: *x\n", "--- 1\n--- 2\n"])
-def test_a_broken_file_is_refused_with_the_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match=rf"{file}:\d+ is not valid YAML"):
-        yaml.read(file)
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "3\n"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match="holds no settings"):
-        yaml.read(file)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="Cannot read"):
-        yaml.read(file)
-
-
-def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_bytes(b"\xef\xbb\xbfseed: 1\n")
-    assert yaml.read(file)[0] == {"seed": 1}
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["no", "3e-4", "010", "1:00:00", "", " a ", "null", "true", "a: b", "# x", "two\nlines", "it's", "é", "-", "[a"],
-)
-def test_text_stays_the_same_text_through_a_file(tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize("value", [*TEXTS, 1, 1.5, 1e-5, 3e20, True, None, [1, 2], {"a": []}])
+def test_a_value_stays_the_same_value_through_a_file(tmp_path: Path, value: Any) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(yaml.dump({"value": value}), encoding="utf-8")
     assert yaml.read(file)[0] == {"value": value}
 
 
-@pytest.mark.parametrize("value", [1, 1.5, 1e-5, 3e20, True, None, [1, 2], {"a": []}])
-def test_a_value_stays_the_same_value_through_a_file(tmp_path: Path, value: Any) -> None:
+MANY = [1.5] * 21_841
+"""A weight for each class of ImageNet's larger sibling."""
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        *((nothing, {}) for nothing in ("", "# nothing but a comment\n", "---\n")),
+        ("\ufeffseed: 1\n", {"seed": 1}),
+        (f"train: {{class_weights: {MANY}}}\n", {"train": {"class_weights": MANY}}),
+        ("optim: &o {lr: 1}\nschedule: *o\n", {"optim": {"lr": 1}, "schedule": {"lr": 1}}),
+    ],
+    ids=["empty", "a comment", "a document", "a byte order mark", "a long list", "aliases of few values"],
+)
+def test_what_a_file_may_hold(tmp_path: Path, text: str, values: dict[str, Any]) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text(yaml.dump({"value": value}))
-    assert yaml.read(file)[0] == {"value": value}
+    file.write_text(text, encoding="utf-8")
+    assert yaml.read(file)[0] == values
 
 
 def doubled(first: str, again: str) -> str:
@@ -131,44 +102,43 @@ def doubled(first: str, again: str) -> str:
     return f"a0: &a0 {first}\n" + "".join(f"a{n}: &a{n} {again.replace('*', f'*a{n - 1}')}\n" for n in range(1, 31))
 
 
+NOTHING = r"a.yaml:\d+ is nothing that settings hold\..*"
+"""What is refused by its line, before it fills the memory."""
+
+
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "says"),
     [
-        pytest.param(doubled("[x, y]", "[*, *]"), "50,000 values", id="lists of aliases"),
-        pytest.param(doubled("{x: 1, y: 2}", "{x: *, y: *}"), "50,000 values", id="mappings of aliases"),
-        pytest.param("model:\n" + "".join(f"  k{n}: 1\n" for n in range(80_000)), "50,000 values", id="keys"),
-        pytest.param(f"seed: {'9' * 5000}\n", "5,000 digits", id="digits"),
-        pytest.param("a: " + "[" * 1000, "nested", id="depth"),
-        pytest.param("a: " + "{b: " * 1000, "nested", id="depth of mappings"),
-        pytest.param("a: &a [*a]\n", "holds itself", id="a circle"),
-        pytest.param("a: &a {b: *a}\n", "holds itself", id="a circle of mappings"),
-        pytest.param("a: !!timestamp x\n", "no kind of setting", id="a tag that PyYAML fails over"),
-        pytest.param("a: !!float '1:2'\n", "no kind of setting", id="a number of YAML 1.1"),
-        pytest.param("a: !!python/name:os.system\n", "no kind of setting", id="a tag of Python"),
+        ("optim:\n  lr: 1\n  name: sgd\n  lr: 2\n", r"'optim\.lr' stands twice.*Lines 2 and 4"),
+        *((text, r"a.yaml:\d+ is not valid YAML")
+          for text in ("optim: [1\nseed: 2\n", "a: b: c\n", "\tseed: 1\n", "a: *x\n", "--- 1\n--- 2\n")),
+        *((text, "holds no settings") for text in ("- a\n- b\n", "just words\n", "3\n")),
+        (doubled("[x, y]", "[*, *]"), f"{NOTHING}50,000 values"),
+        (doubled("{x: 1, y: 2}", "{x: *, y: *}"), f"{NOTHING}50,000 values"),
+        ("model:\n" + "".join(f"  k{n}: 1\n" for n in range(80_000)), f"{NOTHING}50,000 values"),
+        (f"seed: {'9' * 5000}\n", f"{NOTHING}5,000 digits"),
+        ("a: " + "[" * 1000, f"{NOTHING}nested"),
+        ("a: " + "{b: " * 1000, f"{NOTHING}nested"),
+        ("a: &a [*a]\n", f"{NOTHING}holds itself"),
+        ("a: &a {b: *a}\n", f"{NOTHING}holds itself"),
+        ("a: !!timestamp x\n", f"{NOTHING}no kind of setting"),  # PyYAML fails over it
+        ("a: !!float '1:2'\n", f"{NOTHING}no kind of setting"),
+        ("a: !!python/name:os.system\n", f"{NOTHING}no kind of setting"),
     ],
-)
-def test_what_would_fill_the_memory_is_refused_by_its_line(tmp_path: Path, text: str, why: str) -> None:
+    ids=range(20),
+)  # fmt: skip
+def test_what_a_file_may_not_hold_is_refused(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=rf"(?s)a.yaml:\d+ is nothing that settings hold\..*{why}"):
+    with pytest.raises(UserError, match=f"(?s){says}"):
         yaml.read(file)
 
 
-def test_a_file_of_many_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_or_has_many_gigabytes_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    with file.open("wb") as out:
-        out.truncate(300 << 30)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="Cannot read"):
+        yaml.read(file)
+    os.truncate(file, 300 << 30)
     with pytest.raises(UserError, match=r"(?s)a.yaml.*322,122,547,200 bytes.*1,048,576"):
         yaml.read(file)
-
-
-def test_a_list_with_a_weight_for_each_class_of_a_large_data_set_is_fine(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(f"train: {{class_weights: [{', '.join(['1.5'] * 21_841)}]}}\n")
-    assert len(yaml.read(file)[0]["train"]["class_weights"]) == 21_841
-
-
-def test_aliases_of_few_values_are_fine(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("optim: &o {lr: 1}\nschedule: *o\n")
-    assert yaml.read(file)[0] == {"optim": {"lr": 1}, "schedule": {"lr": 1}}

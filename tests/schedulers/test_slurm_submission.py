@@ -86,11 +86,13 @@ def test_a_run_may_be_linked_into_another_array_by_another_number(tmp_path: Path
 
 
 def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_command: FakeCommand) -> None:
-    submitted(cut_short, "slurm", "42")
+    for _ in range(2):  # by two who have found it
+        submitted(cut_short, "slurm", "42")
+    assert len(history_of(cut_short).submissions) == 1
     append_event(cut_short, "submitting", executor="slurm", attempts_before=0)
     fake_command("squeue", squeue(f"42|{cut_short.script}\\n43|{cut_short.script}\\n"))
     assert job_state(cut_short).job_id == "43"
-    assert [event["job_id"] for event in read_events(cut_short, "submitted")] == ["42", "43"]
+    assert [event["job_id"] for event in read_events(cut_short, "submitted")] == ["42", "42", "43"]
 
 
 def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(
@@ -162,12 +164,6 @@ def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command:
     assert not calls.exists()
 
 
-def test_a_job_that_two_have_written_down_is_one(cut_short: RunDir) -> None:
-    for _ in range(2):
-        submitted(cut_short, "slurm", "42")
-    assert len(history_of(cut_short).submissions) == 1
-
-
 # What sbatch is given, and what it says
 
 
@@ -190,33 +186,18 @@ def queue(run: RunDir, function: Callable[[str], str], count: int = 1, **env: st
     return pickled(run.path, runs, function, lambda: sbatch(run.script, environment))
 
 
-def test_sbatch_is_given_the_script_of_the_run_folder(
+def test_sbatch_is_given_the_script_and_no_variables_of_a_job_around_it(
     local_run: MakeRun, rank_function: MakeFunction, slurm: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run, _ = local_run()
     calls = slurm(SBATCH)
-    assert queue(run, rank_function("pass")) == ["4711"]
+    leaks = dict.fromkeys(("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "PMI_RANK", "MASTER_PORT"), "1")
+    assert queue(run, rank_function("pass"), SLURM_CONF="/etc/here.conf", **leaks) == ["4711"]
     assert calls.read_text() == f"--parsable {run.script}\n"
     assert (tmp_path / "bin" / "sbatch.script").read_text() == run.script.read_text()
     assert (run.submitit / "4711_submitted.pkl").is_file()
-
-
-def test_the_variables_of_a_job_around_it_do_not_reach_sbatch(
-    local_run: MakeRun,
-    rank_function: MakeFunction,
-    slurm: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    leaks = ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "PMI_RANK", "MASTER_PORT")
-    for name in leaks:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
-    run, _ = local_run()
-    slurm(SBATCH)
-    queue(run, rank_function("pass"))
     seen = {line.partition("=")[0] for line in (tmp_path / "bin" / "sbatch.env").read_text().splitlines()}
-    assert not seen & set(leaks)
+    assert not seen & leaks.keys()
     assert "SLURM_CONF" in seen
 
 
