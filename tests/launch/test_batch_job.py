@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -202,12 +202,6 @@ def test_an_error_of_the_program_is_not(run: RunDir, requeues: Path, errors: tup
     assert history_of(run).outcome == "FAILED"
 
 
-def srun_said(run: RunDir, env: dict[str, str], words: str) -> None:
-    (run.logs / "batch.out").write_text(
-        f"Attempt {env['TRAINKIT_ATTEMPT']} on gpu[03-04]: the ranks' output\n{words}\n"
-    )
-
-
 UNCONFIRMED = """\
 srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)
 srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 7"""
@@ -219,31 +213,33 @@ srun: error: Task launch for 7.0 failed on node gpu04: Socket timed out on send/
 srun: error: Application launch failed: Socket timed out on send/recv operation"""
 
 
-@pytest.mark.parametrize(("words", "code"), [(UNCONFIRMED, 1), (UNLAUNCHED, 233), (UNLAUNCHED_20, 1)])
+TOO_MANY = "srun: error: Unable to create step for job 7: More processors requested than permitted"
+LATER = "srun: error: Unable to confirm step completion: Unable to contact slurm controller"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "trained", "again"),
+    [
+        (UNCONFIRMED, 1, False, True),
+        (UNLAUNCHED, 233, False, True),
+        (UNLAUNCHED_20, 1, False, True),
+        (TOO_MANY, 1, False, False),  # which it would be again
+        (LATER, 1, True, False),  # a controller that is gone while ranks train excuses no failure
+    ],
+)
 def test_an_srun_whose_controller_or_node_does_not_answer_is_tried_again(
-    run: RunDir, requeues: Path, words: str, code: int
+    run: RunDir, requeues: Path, words: str, code: int, trained: bool, again: bool
 ) -> None:
     env = begun(run)
-    srun_said(run, env, words)
+    begins = f"Attempt {env['TRAINKIT_ATTEMPT']} on gpu[03-04]: the ranks' output"
+    (run.logs / "batch.out").write_text(f"{begins}\n{words}\n")
+    if trained:
+        Attempt(run, 0).started(step=0)
     assert failed(env, code=code) == code
-    assert requeues.read_text() == "requeue 7\n"
+    assert requeues.exists() == again
     said = words.splitlines()[0].removeprefix("srun: error: ")
-    assert [item.error for item in history_of(run).failures] == [f"srun could not start the ranks: {said}"]
-
-
-def test_an_srun_that_asks_for_what_there_is_not_would_do_so_again(run: RunDir, requeues: Path) -> None:
-    env = begun(run)
-    srun_said(run, env, "srun: error: Unable to create step for job 7: More processors requested than permitted")
-    failed(env, code=1)
-    assert not requeues.exists()
-
-
-def test_a_controller_that_is_gone_while_ranks_train_excuses_no_failure(run: RunDir, requeues: Path) -> None:
-    env = begun(run)
-    srun_said(run, env, "srun: error: Unable to confirm step completion: Unable to contact slurm controller")
-    Attempt(run, 0).started(step=0)
-    failed(env, code=1)
-    assert not requeues.exists()
+    errors = [f"srun could not start the ranks: {said}"] * again
+    assert [item.error for item in history_of(run).failures] == errors
 
 
 def test_the_third_failure_ends_the_run_and_says_so(
@@ -266,20 +262,16 @@ def interrupted(run: RunDir, step: int) -> int:
     return batch_job.end(0, env, how="requeue")
 
 
-def test_there_is_no_limit_while_there_is_progress(run: RunDir, requeues: Path) -> None:
-    for step in range(1, 9):
-        interrupted(run, step)
-    assert requeues.read_text() == "requeue 7\n" * 8
-
-
-def test_two_restarts_without_a_new_checkpoint_end_the_run_and_say_so(
-    run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("steps", "requeued"), [(range(1, 9), 8), ((4, 8, 8, 8, 8), 3)])
+def test_as_long_as_there_is_progress_there_is_no_limit(
+    run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str], steps: Sequence[int], requeued: int
 ) -> None:
-    for step in (4, 8, 8, 8, 8):
+    for step in steps:
         interrupted(run, step)
-    assert requeues.read_text() == "requeue 7\n" * 3
-    assert "2 restarts have not come to a new checkpoint" in capsys.readouterr().out
-    assert history_of(run).outcome == "FAILED"
+    assert requeues.read_text() == "requeue 7\n" * requeued
+    is_over = requeued < len(steps)
+    assert ("2 restarts have not come to a new checkpoint" in capsys.readouterr().out) == is_over
+    assert (history_of(run).outcome == "FAILED") == is_over
 
 
 def test_a_job_that_slurm_has_restarted_in_vain_is_not_begun_again(run: RunDir) -> None:

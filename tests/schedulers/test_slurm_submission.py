@@ -192,7 +192,7 @@ def test_sbatch_is_given_the_script_and_no_variables_of_a_job_around_it(
     run, _ = local_run()
     calls = slurm(SBATCH)
     leaks = dict.fromkeys(("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "PMI_RANK", "MASTER_PORT"), "1")
-    assert queue(run, rank_function("pass"), SLURM_CONF="/etc/here.conf", **leaks) == ["4711"]
+    assert queue(run, rank_function("pass"), 1, SLURM_CONF="/etc/here.conf", **leaks) == ["4711"]
     assert calls.read_text() == f"--parsable {run.script}\n"
     assert (tmp_path / "bin" / "sbatch.script").read_text() == run.script.read_text()
     assert (run.submitit / "4711_submitted.pkl").is_file()

@@ -137,33 +137,31 @@ def is_broken(state: str) -> bool:
     return state.rstrip("*~#!%$@+^-") in ("down", "drain", "drng", "drained", "draining", "fail", "failg", "err", "unk")
 
 
-def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) -> dict[str, str]:
+def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, NodeState]) -> dict[str, str]:
     """Nodes of an attempt that the next one should do without, and why.
 
     Args:
         nodes: of the job.
-        states: of nodes, as sinfo writes them: ``idle``, ``down*``; empty if it did not answer.
+        states: of nodes; empty if the scheduler did not answer.
     """
     failed_check = {
         node: f"{_FAILED_PREFLIGHT}{item.check}: {item.what}"
         for item in reversed([item for item in _preflight(attempt)[0] if item.bad])
         for node in item.node.split(",")
     }
-    hangs = Counter(
-        host
-        for _, host in {
-            (failure.attempt, failure.host.partition(".")[0])
-            for failure in history_of(attempt.run).failures
-            if is_hang(failure.error) and failure.rank is not None
-        }
-    )
+    behind_in = {
+        (failure.attempt, failure.host.partition(".")[0])
+        for failure in history_of(attempt.run).failures
+        if is_hang(failure.error) and failure.rank is not None
+    }
+    hangs = Counter(host for _, host in behind_in)
     found = {}
     for node in nodes:
         behind = hangs[node.partition(".")[0]]
         if node in failed_check:
             found[node] = failed_check[node]
-        elif is_broken(states.get(node, "")):
-            found[node] = f"SLURM says that it is {states[node]}"
+        elif node in states and is_broken(states[node].state):
+            found[node] = f"SLURM says that it is {states[node].state}"
         elif behind >= HANGS_OF_A_BAD_NODE:
             found[node] = f"its ranks were behind in {behind} hangs"
     return found
@@ -332,7 +330,7 @@ class _Job:
             nodes, began = expand(NODES.read(attempt.logs)), NODES.at(attempt.logs).stat().st_mtime
         except (OSError, UserError):
             return {}
-        return culprits(attempt, nodes, {name: node.state for name, node in self.nodes.items()}) or {
+        return culprits(attempt, nodes, self.nodes) or {
             node: f"{when}, while attempt {attempt.number} ran there"
             for node, when in self.scheduler.restarted(nodes, began).items()
         }
@@ -375,8 +373,7 @@ class _Job:
 
     def _bad_nodes(self, own: OwnJob, *, failed: bool) -> set[str]:
         """Nodes that the next start should do without: as the job does now, and those that have ended this attempt."""
-        states = {name: node.state for name, node in self.nodes.items()} if failed else {}
-        return self._without(own, culprits(self.attempt, self.place.nodes, states) if failed else {})
+        return self._without(own, culprits(self.attempt, self.place.nodes, self.nodes) if failed else {})
 
     def _without(self, own: OwnJob, found: Mapping[str, str]) -> set[str]:
         """The user's own exclusions, and bad nodes as long as enough are left: else the job would wait for ever.

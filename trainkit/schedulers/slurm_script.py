@@ -47,12 +47,14 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str = sys.exe
     if is_part(run_path):  # which has links to the runs
         run = f'"$(readlink -f {run})"'
     lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH --{item.name}" + _value(item.value) for item in plan.directives]
+    for item in plan.directives:
+        lines.append(f"#SBATCH --{item.name}" + ("" if item.value is None else f"={shlex.quote(str(item.value))}"))
     lines += ["", "set -euo pipefail", f"cd {shlex.quote(str(cwd))}"]
     lines += ["# Where jobs are submitted with --export=NONE, srun would start the ranks without a PATH."]
     lines += ["export SLURM_EXPORT_ENV=ALL"]
     activate, interpreter = activation(plan.environment, cwd, python)
-    if setup := [*module_lines(plan.modules), *plan.setup, *activate]:
+    modules = [_FIND_MODULES, f"module load {shlex.join(plan.modules)}"] if plan.modules else []
+    if setup := [*modules, *plan.setup, *activate]:
         # Site set-up scripts (module, conda) are not written for `set -u`.
         lines += ["", "set +u", *setup, "set -u"]
     lines += [
@@ -72,13 +74,9 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str = sys.exe
         'eval "$begun"  # the attempt, where its ranks meet, and their secret',
         'logs="$TRAINKIT_RUN_DIR/logs/$TRAINKIT_ATTEMPT"',
     ]
-    if plan.cpus_per_task:
-        lines += [
-            "# Since 22.05 srun does not take this over from the job.",
-            'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-        ]
-    else:
-        lines += ['export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"']
+    cpus = '"$SLURM_CPUS_PER_TASK"' if plan.cpus_per_task else '"${SLURM_CPUS_PER_TASK:-1}"'
+    lines += ["# Since 22.05 srun does not take this over from the job."] * bool(plan.cpus_per_task)
+    lines += [f"export SRUN_CPUS_PER_TASK={cpus}"]
     if not plan.gpus_per_node:
         lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
     lines += ["export SUBMITIT_EXECUTOR=slurm"]
@@ -145,10 +143,6 @@ def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
     ]
 
 
-def _value(value: object) -> str:
-    return "" if value is None else f"={shlex.quote(str(value))}"
-
-
 def _check_path(path: Path) -> None:
     # sbatch's header has no escape that all versions read alike.
     if any(char in str(path) for char in "'\"\\\n"):
@@ -194,14 +188,6 @@ def activation(environment: str | None, cwd: Path, python: str) -> tuple[list[st
     # Asked for once, so that no process of uv's stands between srun's signals and the ranks.
     find = f"uv run --project {shlex.quote(folder)} --no-sync python -c 'import sys; print(sys.executable)'"
     return [f"python=$({find})"], '"$python"'
-
-
-def module_lines(modules: Sequence[str]) -> list[str]:
-    """Shell lines that load environment modules, of Lmod or of Environment Modules."""
-    return [*_FIND_MODULES.splitlines(), f"module load {shlex.join(modules)}"] if modules else []
-
-
-# Dependencies
 
 
 _JOB_ID = re.compile(r"\d+(_(\d+|\*))?(\+\d+)?")  # 4711, 4711_3, and sbatch's +MINUTES
