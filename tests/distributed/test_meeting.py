@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -32,15 +32,51 @@ OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of e
 # Among those who know the secret
 
 
-def _share(env: RankEnv, secret: Secret) -> list[str]:
-    with distributed(env, use_gpu=False, secret=secret, timeout=timedelta(seconds=60)) as dist:
-        c10d.new_group([0, 1])  # a second group, as a mesh makes it
-        return dist.gather_json(f"rank {dist.rank}")
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
-@pytest.mark.parametrize("secret", [OURS, NO_SECRET], ids=["a secret", "none"])
-def test_ranks_with_the_same_secret_meet(secret: Secret) -> None:
-    assert run_ranks(2, _share, secret) == [["rank 0", "rank 1"]] * 2
+class Met(NamedTuple):
+    """What a rank has seen before all had met, and then."""
+
+    answers: list[bool]
+    interfaces: list[str | None]
+    """While they talk, and afterwards."""
+    late: list[bool]
+    """Whether the store still takes connections, with a secret and without."""
+    told: list[list[str]]
+
+
+def _meet_and_talk(env: RankEnv) -> Met:
+    # On Linux every 127.x.y.z is this machine. What listens on all interfaces answers there as well.
+    store = meeting.meet(env, OURS, timedelta(seconds=60), wait_for_all=False)
+    store.wait(["joined/0", "joined/1"])
+    found = Met([_answers(address, env.master_port) for address in ("127.0.0.1", "127.0.0.2")], [], [], [])
+    store.set(f"looked/{env.rank}", "1")
+    store.wait(["looked/0", "looked/1"])
+    for number, secret in enumerate((OURS, NO_SECRET), start=1):
+        later = replace(env, master_port=env.master_port + number)
+        with distributed(later, use_gpu=False, secret=secret, timeout=timedelta(seconds=60)) as dist:
+            found.interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+            found.late.append(_answers("127.0.0.1", later.master_port))
+            dist.barrier()
+            c10d.new_group([0, 1])  # a second group, as a mesh makes it, which the ranks arrange over the store
+            found.told.append(dist.gather_json(f"rank {dist.rank}"))
+    found.interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+    return found
+
+
+def test_ranks_of_one_machine_meet_and_talk_on_loopback_only() -> None:
+    """With a secret and without; nobody reaches their store once all have met."""
+    lo = "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
+    for found in run_ranks(2, _meet_and_talk):
+        assert (found.answers, found.interfaces) == ([True, False], [lo, lo, None])
+        assert found.told == [["rank 0", "rank 1"]] * 2
+        assert found.late == [False, False] or sys.platform != "linux", "the packet filter is Linux's"
 
 
 def _with_a_secret_each(env: RankEnv) -> str:
@@ -69,12 +105,7 @@ def test_a_sealed_store_says_nothing_to_who_lists_it() -> None:
     for other in (THEIRS, NO_SECRET):
         assert not SealedStore(plain, other).check(["joined/1"])
     assert not plain.check(["joined/1"])
-
-
-def test_what_a_stranger_puts_in_the_place_of_a_value_is_an_error() -> None:
-    plain = HashStore()
-    SealedStore(plain, OURS).set("joined/1", "n1")
-    plain.set(OURS.name("joined/1"), "n2")
+    plain.set(OURS.name("joined/1"), "n2")  # as a stranger may
     with pytest.raises(RunFailedError, match="does not know the run's secret"):
         SealedStore(plain, OURS).get("joined/1")
 
@@ -93,47 +124,6 @@ def test_torch_reaches_a_sealed_store_through_its_own_wrappers() -> None:
 
 
 # Where it listens
-
-
-def _answers(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
-def _look_around(env: RankEnv) -> dict[str, object]:
-    # On Linux every 127.x.y.z is this machine. What listens on all interfaces answers there as well.
-    addresses = ("127.0.0.1", "127.0.0.2")
-    store = meeting.meet(env, OURS, timedelta(seconds=60), wait_for_all=False)
-    store.wait(["joined/0", "joined/1"])
-    seen: dict[str, object] = {address: _answers(address, env.master_port) for address in addresses}
-    store.set(f"looked/{env.rank}", "1")
-    store.wait(["looked/0", "looked/1"])
-    with distributed(replace(env, master_port=env.master_port + 1), use_gpu=False) as dist:
-        seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
-        dist.barrier()
-    return {**seen, "interface afterwards": os.environ.get("GLOO_SOCKET_IFNAME")}
-
-
-def test_ranks_of_one_machine_are_reached_and_talk_on_loopback_only() -> None:
-    lo = "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
-    seen = {"127.0.0.1": True, "127.0.0.2": False, "interface": lo, "interface afterwards": None}
-    assert run_ranks(2, _look_around) == [seen] * 2
-
-
-def _come_late(env: RankEnv) -> list[bool]:
-    with distributed(env, use_gpu=False) as dist:
-        answers = _answers("127.0.0.1", env.master_port)
-        dist.barrier()
-        c10d.new_group([0, 1])  # which the ranks arrange over the store
-        return [answers, dist.gather_json(env.rank) == [0, 1]]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's packet filter is Linux's")
-def test_nobody_reaches_the_store_once_all_ranks_have_met() -> None:
-    assert run_ranks(2, _come_late) == [[False, True]] * 2
 
 
 def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,28 +11,9 @@ import torch
 import torch.distributed as c10d
 
 from tests.rank_functions import rank_env, run_ranks
-from trainkit.distributed.process_group import FIRST, MOST_APART, StopVote, distributed
+from trainkit.distributed.process_group import FIRST, MOST_APART, Distributed, StopVote, distributed
 from trainkit.errors import RunFailedError
 from trainkit.ranks import RankEnv, free_port
-
-
-def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:
-    with distributed(env, use_gpu=False) as dist:
-        counts = dist.all_reduce_sum(torch.tensor(2**40 + dist.rank))
-        return (
-            dist.any(dist.rank == 1),
-            dist.any(False),
-            int(counts),
-            dist.broadcast_json(f"from rank {dist.rank}"),
-            dist.gather_json(dist.rank),
-        )
-
-
-def test_ranks_agree_sum_and_share() -> None:
-    total = 2 * 2**40 + 1
-    assert run_ranks(2, _talk) == [(True, False, total, "from rank 0", [0, 1])] * 2
-    with distributed(RankEnv.single(), use_gpu=False) as alone:  # which needs no port
-        assert alone.broadcast_json("x") == "x"
 
 
 def _join_without_the_others(env: RankEnv) -> str:
@@ -63,6 +44,12 @@ def test_a_rank_that_cannot_reach_rank_0_says_where_it_looked() -> None:
 ASKED = FIRST + 50
 
 
+def _talk(dist: Distributed) -> list[object]:
+    counts = dist.all_reduce_sum(torch.tensor(2**40 + dist.rank))
+    agreed = [dist.any(dist.rank == 1), dist.any(False)]
+    return [*agreed, int(counts), dist.broadcast_json(f"from rank {dist.rank}"), dist.gather_json(dist.rank)]
+
+
 def _polls(env: RankEnv) -> tuple[list[int], int, int]:
     """The polls that say stop, where rank 1 asks early and where it asks late; votes of 160 polls that are 12 ms apart,
     and of 19 that are 300 ms apart."""
@@ -77,6 +64,7 @@ def _polls(env: RankEnv) -> tuple[list[int], int, int]:
         distributed(env, use_gpu=False) as dist,
         mock.patch("trainkit.distributed.process_group.monotonic", side_effect=lambda: now),
     ):
+        assert _talk(dist) == [True, False, 2 * 2**40 + 1, "from rank 0", [0, 1]]
         early, late = StopVote(dist), StopVote(dist)
         first = [poll(early, asks=dist.rank == 1 and number == 2) for number in range(5)].index(True)
         early.finish()
@@ -92,7 +80,9 @@ def _polls(env: RankEnv) -> tuple[list[int], int, int]:
         return [first, answers.index(True)], fast, votes.call_count
 
 
-def test_ranks_stop_at_the_same_poll_and_fast_polls_are_not_all_votes() -> None:
+def test_ranks_agree_stop_at_the_same_poll_and_fast_polls_are_not_all_votes() -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as alone:  # which needs no port
+        assert alone.broadcast_json("x") == "x"
     (stops, fast, slow), other = run_ranks(2, _polls)
     assert other == (stops, fast, slow)
     assert stops[0] == 3

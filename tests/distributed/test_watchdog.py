@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,43 +62,48 @@ def _train(env: RankEnv, run: RunDir, stuck: Any) -> None:
         dist.barrier()
 
 
-def hanging(folder: Path, stuck: Any) -> tuple[Attempt, list[int | None]]:
-    """Two ranks, of which the second does not come to a collective; their exit codes."""
-    run, port = RunDir.create(folder / "run", "seed: 0\n"), free_port()
-    attempt = Attempt.begin(run)
-    ranks = [_CONTEXT.Process(target=_train, args=(rank_env(rank, 2, port), run, stuck)) for rank in range(2)]
+@contextmanager
+def two_ranks(function: Any, run: RunDir, *args: Any) -> Iterator[list[Any]]:
+    port = free_port()
+    ranks = [_CONTEXT.Process(target=function, args=(rank_env(rank, 2, port), run, *args)) for rank in range(2)]
     for process in ranks:
         process.start()
     try:
-        ranks[0].join(30)
-        ranks[1].join(5)  # as long as srun gives it
-        return attempt, [process.exitcode for process in ranks]
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
             process.join()
 
 
-@pytest.mark.parametrize(
-    ("stuck", "code", "words"),
-    [
-        (augment_for_ever, 1, "behind the others: rank 1 on n2, which stands at .* in augment_for_ever"),
-        (keep_the_lock, 1, ""),
-        (stop, None, "says nothing"),
-    ],
-)
-def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(
-    tmp_path: Path, stuck: Any, code: int | None, words: str
-) -> None:
-    attempt, codes = hanging(tmp_path, stuck)
-    assert codes == [1, code]
-    (failure,) = history_of(attempt.run).failures
-    assert (failure.rank, failure.host) == (1, "n2")
-    assert is_hang(failure.error)
-    assert re.search(words, failure.error)
-    stacks = [(attempt.logs / f"rank-{rank}.err").read_text() for rank in range(2)]
-    assert "in barrier" in stacks[0]
-    assert f"in {stuck.__name__}" in stacks[1] or code is None
+HANGS = {
+    augment_for_ever: (1, "behind the others: rank 1 on n2, which stands at .* in augment_for_ever"),
+    keep_the_lock: (1, ""),
+    stop: (None, "says nothing"),
+}
+"""How the second rank does not come to a collective -> its exit code, and what is said of it."""
+
+
+def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        attempts = [Attempt.begin(RunDir.create(tmp_path / stuck.__name__, "seed: 0\n")) for stuck in HANGS]
+        runs = [
+            held.enter_context(two_ranks(_train, attempt.run, stuck))
+            for attempt, stuck in zip(attempts, HANGS, strict=True)
+        ]
+        for first, second in runs:
+            first.join(40)
+            second.join(5)  # as long as srun gives it
+        codes = [[process.exitcode for process in ranks] for ranks in runs]
+    for attempt, found, (stuck, (code, words)) in zip(attempts, codes, HANGS.items(), strict=True):
+        assert found == [1, code], stuck
+        (failure,) = history_of(attempt.run).failures
+        assert (failure.rank, failure.host) == (1, "n2")
+        assert is_hang(failure.error)
+        assert re.search(words, failure.error)
+        stacks = [(attempt.logs / f"rank-{rank}.err").read_text() for rank in range(2)]
+        assert "in barrier" in stacks[0]
+        assert f"in {stuck.__name__}" in stacks[1] or code is None
 
 
 @pytest.fixture
@@ -120,7 +126,12 @@ def test_five_times_a_usual_update_is_no_hang(clock: list[float]) -> None:
     assert pulse.is_over()
 
 
-def test_short_updates_have_all_of_hang_seconds(clock: list[float]) -> None:
+def test_short_updates_have_hang_seconds_and_the_first_ten_minutes(clock: list[float]) -> None:
+    for hang_seconds, patience in ((60, 600), (900, 900)):
+        pulse = module._Pulse(hang_seconds, 3)
+        for _ in range(3):  # its data are there, and the model may be compiled
+            assert pulse.patience() == patience
+            pulse.beat()
     pulse = module._Pulse(60, 1)
     for _ in range(9):
         clock[0] += 1
@@ -128,25 +139,13 @@ def test_short_updates_have_all_of_hang_seconds(clock: list[float]) -> None:
     assert pulse.patience() == 60
 
 
-@pytest.mark.parametrize("beats", [0, 1, 2])  # its data are there, and the model may be compiled
-@pytest.mark.parametrize(("hang_seconds", "patience"), [(60, 600), (900, 900)])
-def test_the_first_update_has_ten_minutes(hang_seconds: float, patience: float, beats: int) -> None:
-    pulse = module._Pulse(hang_seconds, 3)
-    for _ in range(beats):
-        pulse.beat()
-    assert pulse.patience() == patience
-
-
 @pytest.mark.long
 def test_ranks_that_were_suspended_for_longer_than_a_hang_do_not_hang(tmp_path: Path) -> None:
     """As SLURM does with jobs that it suspends."""
-    run, port = RunDir.create(tmp_path / "run", "seed: 0\n"), free_port()
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
     attempt = Attempt.begin(run)
     (attempt.logs / "begun").mkdir()
-    ranks = [_CONTEXT.Process(target=_keep_on, args=(rank_env(rank, 2, port), run)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
+    with two_ranks(_keep_on, run) as ranks:
         deadline = time.monotonic() + 60
         while len(list((attempt.logs / "begun").iterdir())) < 2:
             assert time.monotonic() < deadline
@@ -159,10 +158,6 @@ def test_ranks_that_were_suspended_for_longer_than_a_hang_do_not_hang(tmp_path: 
             process.join(30)
         assert [process.exitcode for process in ranks] == [0, 0]
         assert not history_of(run).failures
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
 
 
 def _keep_on(env: RankEnv, run: RunDir) -> None:
