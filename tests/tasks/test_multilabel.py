@@ -127,6 +127,7 @@ SETTINGS = (
     "task.name=multilabel", "data.name=image_csv", "data.image_size=16", "data.workers=0", "model.name=resnet9",
     "train.global_batch_size=8", "train.epochs=6", "train.ema_decay=0.9", "checkpoint.best=val/f1", "optim.lr=0.01",
     "augment.mixup_alpha=0.2", "train.label_smoothing=0.05", "monitor.loggers=[console,jsonl,tensorboard]",
+    "model.width=16",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tests.training.parts import SMALL
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.distributed.process_group import distributed
+from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
@@ -42,33 +42,37 @@ def config_of(model: str, *more: str) -> Config:
     return load("fsdp", (*QUICK, *SMALL, "train.micro_batch_size=null", *settings)).config
 
 
-def _differences(env: RankEnv, config: Config) -> list[str]:
+def _differences(env: RankEnv, configs: list[Config]) -> list[str]:
     """Names of the tensors that are others than those of the plain model; and how a batch goes through it."""
     with distributed(env, use_gpu=False) as dist:
-        splits = build_data(config.data)
-        parts, plain = build(config, dist, splits), build_model(config.model, splits.info, config.seed)
-        own = dict(parts.model.named_parameters()) | dict(parts.model.named_buffers())
-        full = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in own.items()}
-        there = dict(plain.named_parameters()) | dict(plain.named_buffers())
-        assert full.keys() == there.keys()
-        wrong = [name for name, value in there.items() if not torch.equal(value, full[name])]
-        trained = {name for name, value in own.items() if value.requires_grad}
-        if trained != {name for name, value in there.items() if value.requires_grad}:
-            wrong.append("what is trained")
-        images = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-        parts.model(images).sum().backward()
-        plain(images).sum().backward()
-        for name, value in plain.named_parameters():
-            if value.grad is not None:  # of a tied weight both its uses
-                gradient = parts.model.get_parameter(name).grad
-                if not torch.allclose(gradient.full_tensor(), value.grad, atol=1e-5):  # type: ignore[union-attr]
-                    wrong.append(f"gradient of {name}")
-        return wrong
+        return [name for config in configs for name in _different(dist, config)]
 
 
-@pytest.mark.parametrize("more", ["looks=false", "looks=true", "keeps=true"])
-def test_every_rank_has_its_part_of_the_very_weights_of_the_plain_model(more: str) -> None:
-    assert run_ranks(3, _differences, config_of("odd", f"model.{more}")) == [[]] * 3
+def _different(dist: Distributed, config: Config) -> list[str]:
+    splits = build_data(config.data)
+    parts, plain = build(config, dist, splits), build_model(config.model, splits.info, config.seed)
+    own = dict(parts.model.named_parameters()) | dict(parts.model.named_buffers())
+    full = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in own.items()}
+    there = dict(plain.named_parameters()) | dict(plain.named_buffers())
+    assert full.keys() == there.keys()
+    wrong = [name for name, value in there.items() if not torch.equal(value, full[name])]
+    trained = {name for name, value in own.items() if value.requires_grad}
+    if trained != {name for name, value in there.items() if value.requires_grad}:
+        wrong.append("what is trained")
+    images = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    parts.model(images).sum().backward()
+    plain(images).sum().backward()
+    for name, value in plain.named_parameters():
+        if value.grad is not None:  # of a tied weight both its uses
+            gradient = parts.model.get_parameter(name).grad
+            if not torch.allclose(gradient.full_tensor(), value.grad, atol=1e-5):  # type: ignore[union-attr]
+                wrong.append(f"gradient of {name}")
+    return wrong
+
+
+def test_every_rank_has_its_part_of_the_very_weights_of_the_plain_model() -> None:
+    configs = [config_of("odd", f"model.{more}") for more in ("looks=false", "looks=true", "keeps=true")]
+    assert run_ranks(3, _differences, configs) == [[]] * 3
 
 
 def _grown(env: RankEnv, config: Config) -> float:
@@ -165,17 +169,10 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for split in ("train", "val") for record in read_metrics(RunDir(folder), split)]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("layout") / "run"
-    run_ranks(1, train_run, folder, "single", SETTINGS)
-    return losses(folder)
-
-
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("fsdp", 1)])
-def test_channels_last_trains_alike(tmp_path: Path, reference: list[float], preset: str, world_size: int) -> None:
-    run_ranks(world_size, train_run, tmp_path / "run", preset, (*SETTINGS, "train.channels_last=true"))
-    assert losses(tmp_path / "run") == pytest.approx(reference, rel=1e-4)
+def test_channels_last_trains_alike(tmp_path: Path) -> None:
+    for preset, more in (("single", ()), ("fsdp", ("train.channels_last=true",))):
+        run_ranks(1, train_run, tmp_path / preset, preset, (*SETTINGS, *more))
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "single"), rel=1e-4)
 
 
 VIT = ("model.name=vit_tiny_patch16_224", "model.img_size=8", "model.patch_size=4", "model.embed_dim=48")

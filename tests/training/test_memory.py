@@ -104,7 +104,6 @@ AUTO = (*TINY, "train.micro_batch_size=auto")
 @pytest.mark.parametrize(
     ("preset", "world_size", "more"),
     [
-        ("single", 1, ()),
         ("ddp", 2, ("strategy.comm_hook=powersgd", "strategy.powersgd_start_step=2")),
         ("fsdp", 2, ("augment.mixup_alpha=0.8",)),  # of pairs: only even sizes can be tried
     ],

@@ -37,10 +37,7 @@ from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, ch
 from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")
-
-
-def alone() -> Distributed:
-    return Distributed(RankEnv.single(), CPU)
+ALONE = Distributed(RankEnv.single(), CPU)
 
 
 def test_auto_on_cpu_is_bf16_where_torch_finds_instructions_for_it() -> None:
@@ -91,7 +88,7 @@ def test_tf32_is_for_products_and_convolutions(allowed: bool, matmul: str) -> No
     ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_matrices_are_multiplied_in_the_format_that_was_asked_for(name: str, dtype: torch.dtype) -> None:
-    precision = Precision(name, alone())
+    precision = Precision(name, ALONE)
     assert precision.name == name
     assert bool(precision.state_dict()["scaler"]) == (name == "fp16"), "only fp16 scales the loss"
     with precision.autocast():
@@ -101,7 +98,7 @@ def test_matrices_are_multiplied_in_the_format_that_was_asked_for(name: str, dty
 def test_an_fp16_overflow_skips_the_update_and_is_counted() -> None:
     model = nn.Linear(4, 1)
     before = model.weight.detach().clone()
-    precision = Precision("fp16", alone())
+    precision = Precision("fp16", ALONE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def update(factor: float) -> Stepped:
@@ -126,7 +123,7 @@ def test_an_fp16_overflow_skips_the_update_and_is_counted() -> None:
 def test_momentum_begins_with_the_first_update_that_does_not_overflow() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    precision = Precision("fp16", alone())
+    precision = Precision("fp16", ALONE)
     make_deterministic(True)  # fresh memory holds nan
     try:
         for factor in (float("inf"), 1.0, 1.0):
@@ -138,46 +135,48 @@ def test_momentum_begins_with_the_first_update_that_does_not_overflow() -> None:
     assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [pytest.approx([3.8] * 4)]
 
 
-def _overflow_on_a_rank(env: RankEnv) -> tuple[int, bool, int]:
+def _skipped(dist: Distributed) -> tuple[int, bool, int]:
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))  # each rank its own, as shards are
+    before = [part.weight.detach().clone() for part in model]  # type: ignore[operator]
+    precision = Precision("fp16", dist)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    factors = [1.0, 1.0, float("nan"), 1.0] if dist.rank == 1 else [1.0] * 4
+    losses = [part(torch.ones(1, 1)).sum() * factor for part, factor in zip(model, factors, strict=True)]
+    precision.backward(torch.stack(losses).sum())
+    skip = precision.step(optimizer, model.parameters(), max_norm=1.0).skip  # clipping makes all gradients nan
+    assert skip is not None
+    kept = all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    assert precision.state_dict()["scaler"]["scale"] == skip.after == 32768.0
+    return skip.parameter, kept, precision.skipped_steps
+
+
+def _of_shards(dist: Distributed, factors: list[float], max_norm: float | None) -> tuple[float, bool, float]:
+    """Whether an update is bad, whether it has left the weights as they were, and the norm of its gradients."""
+    torch.manual_seed(0)
+    model = fsdp.build(dist).parallelize(nn.Linear(4, 2, bias=False))
+    (weight,) = (parameter.to_local() for parameter in model.parameters())  # type: ignore[attr-defined]
+    before, precision = weight.clone(), Precision("fp32", dist)
+    precision.backward((model(torch.full((1, 4), 100.0)) * torch.tensor(factors)).sum())
+    stepped = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), max_norm)
+    assert stepped.norm is None or type(stepped.norm) is torch.Tensor, "whole on every rank"
+    return stepped.nonfinite.item(), torch.equal(weight, before), float(stepped.norm or 0.0)
+
+
+def _on_a_rank(env: RankEnv) -> list[Any]:
     with distributed(env, use_gpu=False) as dist:
-        model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))  # each rank its own, as shards are
-        before = [part.weight.detach().clone() for part in model]  # type: ignore[operator]
-        precision = Precision("fp16", dist)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        factors = [1.0, 1.0, float("nan"), 1.0] if dist.rank == 1 else [1.0] * 4
-        losses = [part(torch.ones(1, 1)).sum() * factor for part, factor in zip(model, factors, strict=True)]
-        precision.backward(torch.stack(losses).sum())
-        skip = precision.step(optimizer, model.parameters(), max_norm=1.0).skip  # clipping makes all gradients nan
-        assert skip is not None
-        kept = all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-        assert precision.state_dict()["scaler"]["scale"] == skip.after == 32768.0
-        return skip.parameter, kept, precision.skipped_steps
+        bad = [_of_shards(dist, factors, None) for factors in ([1.0, math.nan], [math.inf, math.nan])]
+        return [_skipped(dist), *bad, _of_shards(dist, [1.0, 1.0], 1.0)]
 
 
-def test_an_overflow_on_one_rank_skips_the_update_on_all_who_name_where() -> None:
-    assert run_ranks(2, _overflow_on_a_rank) == [(2, True, 1)] * 2
-
-
-def _bad_in_shards(env: RankEnv, factors: list[float]) -> tuple[float, bool]:
-    with distributed(env, use_gpu=False) as dist:
-        torch.manual_seed(0)
-        model = fsdp.build(dist).parallelize(nn.Linear(4, 2))
-        (weight, _) = (parameter.to_local() for parameter in model.parameters())  # type: ignore[attr-defined]
-        before = weight.clone()
-        precision = Precision("fp32", dist)
-        precision.backward((model(torch.ones(3, 4)) * torch.tensor(factors)).sum())
-        stepped = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None)
-        return stepped.nonfinite.item(), torch.equal(weight, before)
-
-
-@pytest.mark.parametrize("factors", [[1.0, math.nan], [math.inf, math.nan]])
-def test_what_is_bad_in_the_shard_of_one_rank_is_bad_on_all(factors: list[float]) -> None:
-    assert run_ranks(2, _bad_in_shards, factors) == [(1.0, True)] * 2
+def test_what_is_bad_on_one_rank_is_bad_on_all_who_name_where() -> None:
+    """And the norm of sharded gradients is that of all of them."""
+    norm = pytest.approx(math.sqrt(8) * 100.0)
+    assert run_ranks(2, _on_a_rank) == [[(2, True, 1), (1.0, True, 0.0), (1.0, True, 0.0), (0.0, False, norm)]] * 2
 
 
 def test_scale_and_skips_go_on_where_they_were() -> None:
     model = nn.Linear(4, 1)
-    first, second, other = (Precision(name, alone()) for name in ("fp16", "fp16", "fp32"))
+    first, second, other = (Precision(name, ALONE) for name in ("fp16", "fp16", "fp32"))
     first.backward(model(torch.ones(2, 4)).sum() * math.inf)
     first.step(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters(), None)
     second.load_state_dict(first.state_dict())
@@ -185,7 +184,7 @@ def test_scale_and_skips_go_on_where_they_were() -> None:
     assert second.state_dict()["scaler"]["scale"] == 32768.0
     other.load_state_dict(first.state_dict())
     assert other.state_dict() == {"skipped_steps": 1, "scaler": {}}
-    first.load_state_dict(Precision("fp32", alone()).state_dict())
+    first.load_state_dict(Precision("fp32", ALONE).state_dict())
     assert first.state_dict()["skipped_steps"] == 0
     assert first.state_dict()["scaler"]["scale"] == 32768.0, "no scale in a checkpoint of fp32"
 
@@ -193,7 +192,7 @@ def test_scale_and_skips_go_on_where_they_were() -> None:
 def test_a_bad_update_that_is_clipped_leaves_the_weights_alone_too() -> None:
     model = nn.Linear(4, 1)
     before = model.weight.detach().clone()
-    precision = Precision("fp32", alone())
+    precision = Precision("fp32", ALONE)
     optimizer = build_optimizer(model, OptimConfig())
     precision.backward(model(torch.ones(2, 4)).sum() * float("inf"))
     assert precision.step(optimizer, model.parameters(), 1.0).nonfinite.item() == 1.0
@@ -213,7 +212,7 @@ def test_an_update_that_is_not_finite_leaves_no_trace(
 
     def values(bad: tuple[int, ...]) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model, precision = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), Precision("fp32", alone())
+        model, precision = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), Precision("fp32", ALONE)
         optimizer = build_optimizer(model, OptimConfig.model_validate(settings))
         for number in range(4 + len(bad)):
             # The first one too: SGD has no momentum yet, and would keep what happens to be in its memory.
@@ -233,26 +232,11 @@ def test_an_update_that_is_not_finite_leaves_no_trace(
 
 def test_a_parameter_without_a_gradient_is_no_bad_one() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    precision = Precision("fp32", alone())
+    precision = Precision("fp32", ALONE)
     precision.backward(model[1](torch.ones(1, 2)).sum())
     assert precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None).nonfinite.item() == 0.0
 
 
-def _norm_of_shards(env: RankEnv) -> float:
-    with distributed(env, use_gpu=False) as dist:
-        model = fsdp.build(dist).parallelize(nn.Linear(4, 2, bias=False))
-        precision = Precision("fp32", dist)
-        precision.backward(model(torch.full((1, 4), 100.0)).sum())
-        norm = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), 1.0).norm
-        assert type(norm) is torch.Tensor, "whole on every rank"
-        return float(norm)
-
-
-def test_the_norm_of_sharded_gradients_is_that_of_all_of_them() -> None:
-    assert run_ranks(2, _norm_of_shards) == pytest.approx([math.sqrt(8) * 100.0] * 2)
-
-
-ALONE = Distributed(RankEnv.single(), torch.device("cpu"))
 IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 BATCH = Batch(IMAGES, torch.arange(8) % 7, torch.arange(8))
 PLAIN = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "train.micro_batch_size=8")

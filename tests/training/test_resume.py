@@ -53,7 +53,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
         ("fsdp", 2, (*DROPOUT, *AUGMENT)),
         pytest.param("zero", 2, DROPOUT, marks=LONG),  # and ddp go on from each other's below
         ("ddp", 2, (*DROPOUT, *HALVES, "train.micro_batch_size=16", "train.class_weights=balanced")),
-        ("fsdp", 2, (*BLOCKS, "train.activation_checkpointing=full")),
+        pytest.param("fsdp", 2, (*BLOCKS, "train.activation_checkpointing=full"), marks=LONG),
         pytest.param("hsdp", 4, BLOCKS, marks=LONG),  # two nodes of two
         pytest.param("single", 1, (*DROPOUT, *AUGMENT, "train.compile=model"), marks=LONG),
         pytest.param("ddp", 2, (*BLOCKS, "train.compile=blocks", "strategy.static_graph=true"), marks=LONG),
@@ -134,12 +134,6 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path
     assert final_weights(folder) == final_weights(whole)
 
 
-def test_a_stopped_run_leaves_the_request_to_be_started_again(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_ranks(1, train_run, folder, "single", SETTINGS, 3)
-    assert read_events(RunDir(folder), "handed_back")[0]["signals"] == ["SIGUSR2"]
-
-
 def test_a_checkpoint_is_written_when_minutes_have_passed_by_rank_0s_clock(tmp_path: Path) -> None:
     settings = (
         "train.max_steps=8", "checkpoint.every_epochs=null", "train.eval_every_epochs=9",
@@ -158,6 +152,7 @@ def test_the_first_train_record_after_a_restart_is_of_its_whole_window(tmp_path:
     folder = tmp_path / "run"
     settings = ("train.max_steps=10", "monitor.log_every=10")
     run_ranks(1, train_run, folder, "single", settings, 7)
+    assert read_events(RunDir(folder), "handed_back")[0]["signals"] == ["SIGUSR2"], "it asks to be started again"
     assert run_ranks(1, train_run, folder, "single", settings) == ["finished"]
     assert [event["step"] for event in read_events(RunDir(folder), "started")] != [0, 0]
     (record,) = read_metrics(RunDir(folder), "train")

@@ -90,26 +90,6 @@ def test_nothing_of_an_update_is_left_for_the_next() -> None:
     assert torch.equal(weight, once)
 
 
-class Dropping(nn.Module):
-    """The first of its parameters are its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), Linear().layer)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.inner(images)
-        return scores
-
-
-def test_dropout_is_a_function_of_the_seed() -> None:
-    torch.manual_seed(1)
-    first = updated(model=Dropping(), seed=3)
-    torch.manual_seed(2)
-    assert torch.equal(first, updated(model=Dropping(), seed=3))
-    assert not torch.equal(first, updated(model=Dropping(), seed=4))
-
-
 class Exchanges:
     """A strategy that notes when gradients would be exchanged."""
 
@@ -129,12 +109,6 @@ def test_gradients_are_exchanged_once_with_the_last_micro_batch() -> None:
     parts = replace(parts_of("train.micro_batch_size=2"), strategy=strategy)
     Updater(parts)(micro_batches(2), lr=0.5, seed=0)
     assert strategy.asked == [(parts.model, False)] * 3 + [(parts.model, True)]
-
-
-def test_every_micro_batch_is_a_sign_of_life() -> None:
-    beats: list[int] = []
-    Updater(parts_of(), beat=lambda: beats.append(1))(micro_batches(), lr=0.5, seed=0)
-    assert len(beats) >= 4
 
 
 def test_it_multiplies_in_the_asked_format_and_takes_the_loss_in_fp32() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -47,8 +46,7 @@ def gpu_is_here() -> bool:
 def _granted_gpus(env: Mapping[str, str]) -> str:
     """Which GPUs the scheduler, or a supervisor of ours, has given this process; empty for none."""
     none = {"SLURM_STEP_GPUS": "", "SLURM_JOB_GPUS": "", "SLURM_GPUS_ON_NODE": "0"}
-    if "TRAINKIT_ATTEMPT" in env:
-        none[_MASK] = "-1"
+    none |= {_MASK: "-1"} if "TRAINKIT_ATTEMPT" in env else {}
     return next((f"{name}={env[name]}" for name in none if env.get(name, "") not in ("", none[name])), "")
 
 
@@ -178,13 +176,6 @@ def share_of_cpus(device: torch.device) -> dict[str, int]:
     return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
 
 
-def give_freed_memory_back() -> None:
-    """Once, to the kernel, so that the process holds only what is in use."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
 class MemoryGauge:
     """Peaks of this rank's memory: what the GPU's allocator has taken; on CPU, what the process has in RAM.
 
@@ -207,7 +198,6 @@ class MemoryGauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        give_freed_memory_back()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
         except OSError as problem:
@@ -229,7 +219,6 @@ class MemoryGauge:
         """Bytes held now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
-        give_freed_memory_back()
         return _status("VmRSS")
 
     def room(self) -> int:
@@ -265,17 +254,15 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        if controllers:
-            top = root / "sys/fs/cgroup/memory"
-            limit, used, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:  # version 2
-            top, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        top, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        if controllers:  # version 1
+            top, cached = top / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):  # a container may not see its own path: then what it sees is at the top
             if folder.is_relative_to(top):
                 with suppress(OSError, ValueError):  # no such group, or no limit: max
                     allowed = int(fileio.read_text(folder / limit))
-                    stat = dict(
-                        line.split(maxsplit=1) for line in fileio.read_text(folder / "memory.stat").splitlines()
-                    )
+                    lines_of_stat = fileio.read_text(folder / "memory.stat").splitlines()
+                    stat = dict(line.split(maxsplit=1) for line in lines_of_stat)
                     yield allowed, int(fileio.read_text(folder / used)) - int(stat.get(cached, 0))

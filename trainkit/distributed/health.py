@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +32,6 @@ from trainkit.ranks import RankEnv, Secret, device_index
 from trainkit.site import node_health
 from trainkit.site.node_health import node_facts
 
-# How fast ranks talk to each other, measured in groups of their own: one that breaks takes no other with it.
-
 _TIMEOUT = timedelta(seconds=4)
 """Longest wait for one message. gloo tries four times as long to connect: so soon is a link that is down known."""
 _GPU_TIMEOUT = timedelta(seconds=20)
@@ -49,7 +47,8 @@ _REPEATS = 3
 
 
 class Group:
-    """Some ranks, by their global numbers, that talk over a process group made for that."""
+    """Some ranks, by their global numbers, that talk over a process group of their own: one that breaks takes no other
+    with it."""
 
     def __init__(self, store: Store, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         self._rank, self._size = list(ranks).index(rank), len(ranks)
@@ -187,7 +186,10 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     if rank_env.local_rank == 0:
         folder = env.get("TRAINKIT_RUN_DIR") or env.get(node_health.FOLDER) or "."
         facts |= node_facts(env, [Path(folder), Path(tempfile.gettempdir())])
-    store = _store(rank_env, env)
+    secret = Secret.from_mapping(env)
+    store = SealedStore(HashStore(), secret)
+    if rank_env.world_size > 1:
+        store = meet(rank_env, secret, timedelta(seconds=START_SECONDS + 10), wait_for_all=False)
     store.set(f"facts/{me}", json.dumps(facts))
     report: dict[str, Any] = {}
     if rank_env.is_main:
@@ -210,9 +212,8 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
         with suppress(*_LOST):  # rank 0 may be out of reach, and says by itself that this rank is
             store.set(f"done/{me}", "1")
         return None
-    answers = _collect(store, [f"found/{rank}" for rank in ranks], _LAST_SECONDS)
-    report["found"] = {key.removeprefix("found/"): value for key, value in answers.items()}
-    _collect(store, [f"done/{rank}" for rank in ranks if rank != me], _LAST_SECONDS)  # this process serves the store
+    report["found"] = _collect(store, "found/", ranks, _LAST_SECONDS)
+    _collect(store, "done/", [rank for rank in ranks if rank != me], _LAST_SECONDS)  # this process serves the store
     return report
 
 
@@ -252,37 +253,25 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     return {"checksum": max(checksums, key=checksums.count), "wrong": wrong, "unsteady": len(set(checksums)) > 1}
 
 
-def _store(rank_env: RankEnv, env: Mapping[str, str]) -> SealedStore:
-    secret = Secret.from_mapping(env)
-    if rank_env.world_size == 1:
-        return SealedStore(HashStore(), secret)
-    return meet(rank_env, secret, timedelta(seconds=START_SECONDS + 10), wait_for_all=False)
-
-
 def _gather(store: SealedStore, rank_env: RankEnv) -> dict[str, Any]:
     """What every rank says of itself, and which are missing."""
-    found = _collect(store, [f"facts/{rank}" for rank in range(rank_env.world_size)], START_SECONDS)
-    facts = {key.removeprefix("facts/"): value for key, value in found.items()}
-    per_node = max(1, rank_env.local_world_size)
+    facts = _collect(store, "facts/", range(rank_env.world_size), START_SECONDS)
     missing = {}
     for rank in range(rank_env.world_size):
         if str(rank) not in facts:
-            node = rank // per_node
-            missing[str(rank)] = rank_env.hosts[node] if node < len(rank_env.hosts) else f"rank {rank}"
+            hosts = rank_env.hosts[rank // max(1, rank_env.local_world_size) :]
+            missing[str(rank)] = hosts[0] if hosts else f"rank {rank}"
     return {"ranks": facts, "missing": missing}
 
 
-def _collect(store: SealedStore, keys: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Values by key, of those that come in time."""
+def _collect(store: SealedStore, place: str, keys: Iterable[object], seconds: float) -> dict[str, Any]:
+    """Values below ``place`` by key, of those that come in time."""
     deadline = time.monotonic() + seconds
     found: dict[str, Any] = {}
-    for key in keys:
-        left = max(deadline - time.monotonic(), 0.05)
-        try:
-            store.wait([key], timedelta(seconds=left))
-            found[key] = json.loads(store.get(key))
-        except _LOST:
-            continue
+    for key in map(str, keys):
+        with suppress(*_LOST):
+            store.wait([place + key], timedelta(seconds=max(deadline - time.monotonic(), 0.05)))
+            found[key] = json.loads(store.get(place + key))
     return found
 
 
@@ -297,7 +286,7 @@ def _clocks(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], report:
                 asked = time.perf_counter()
                 before = time.time()
                 store.set(f"clock/ask/{rank}/{number}", "1")
-                answer = _collect(store, [f"clock/answer/{rank}/{number}"], 5.0)
+                answer = _collect(store, f"clock/answer/{rank}/", [number], 5.0)
                 took = time.perf_counter() - asked
                 tries += [(took, each - before - took / 2) for each in answer.values()]
             if tries:
@@ -323,9 +312,9 @@ def _pairs(
                 if me == nodes[a][0]:
                     store.set(f"pair/{number}/{a}/{b}", json.dumps(result))
         if rank_env.is_main:
-            answers = _collect(store, [f"pair/{number}/{a}/{b}" for a, b in pairs], _ROUND_SECONDS)
+            answers = _collect(store, f"pair/{number}/", [f"{a}/{b}" for a, b in pairs], _ROUND_SECONDS)
             for a, b in pairs:
-                answer = answers.get(f"pair/{number}/{a}/{b}", {"error": "no answer"})
+                answer = answers.get(f"{a}/{b}", {"error": "no answer"})
                 found.append({"ranks": [nodes[a][0], nodes[b][0]]} | answer)
             store.set(f"more/{number}", json.dumps(number == 0 or bool(node_health.slow(found))))
         try:

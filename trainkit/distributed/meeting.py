@@ -22,11 +22,6 @@ from trainkit.errors import RefusedError, RunFailedError
 from trainkit.process import is_set, set_variables
 from trainkit.ranks import VARIABLE, ForgedError, RankEnv, Secret, address_towards, head_address
 
-# Which network interface the ranks of several machines exchange tensors over.
-#
-# gloo and NCCL take it from the environment. Left alone, gloo listens at the address that the machine's own name has
-# on that machine, which Debian makes 127.0.1.1, and which may be in a network that the others are not in.
-
 HEAD = "head"
 """Where ranks of other nodes write the head node's address, as they reach it: it may not know that itself."""
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -34,7 +29,11 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @contextmanager
 def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> Iterator[None]:
-    """Set both variables while process groups are made; what the user has set stays.
+    """Set what gloo and NCCL take their network interface from, while process groups are made; what the user has set
+    stays.
+
+    Left alone, gloo listens at the address that the machine's own name has on that machine, which Debian makes
+    127.0.1.1, and which may be in a network that the others are not in.
 
     Args:
         store: where the ranks have met; one of another node has, if there is one.
@@ -47,7 +46,14 @@ def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> I
         name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         found = {_GLOO: name}
     else:
-        name = _require(named) if named else _towards_head(env, store)
+        there = [other for _, other in socket.if_nameindex()]
+        if named and named not in there:
+            raise RefusedError(
+                f"{socket.gethostname()} has no network interface '{named}'.",
+                why=f"launch.interface names it, and there are: {', '.join(there)}.",
+                fix="Correct launch.interface in the site's profile; null takes that of the route to the head node.",
+            )
+        name = named or _towards_head(env, store)
         found = {_GLOO: name, _NCCL: name and f"={name}"}  # to NCCL eth0 is the beginning of a name, =eth0 all of it
     ours = {variable: value for variable, value in found.items() if value and not is_set(variable)}
     set_variables(ours)
@@ -55,17 +61,6 @@ def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> I
         yield
     finally:
         set_variables(dict.fromkeys(ours))
-
-
-def _require(name: str) -> str:
-    there = [other for _, other in socket.if_nameindex()]
-    if name not in there:
-        raise RefusedError(
-            f"{socket.gethostname()} has no network interface '{name}'.",
-            why=f"launch.interface names it, and there are: {', '.join(there)}.",
-            fix="Correct launch.interface in the site's profile; null takes that of the route to the head node.",
-        )
-    return name
 
 
 def _towards_head(env: RankEnv, store: Store) -> str | None:
@@ -216,11 +211,10 @@ def _open(env: RankEnv, host: str, timeout: timedelta) -> tuple[Store, socket.so
             )
             return store, second
     except (*_ERRORS, OSError) as error:
-        why = str(error).splitlines()[0]
         if env.is_main:
             raise RunFailedError(
                 f"Rank 0 cannot open {host}:{env.master_port} for the other ranks.",
-                why=why,
+                why=str(error).splitlines()[0],
                 fix="Free that port or set another MASTER_PORT; MASTER_ADDR must be an address of this machine.",
             ) from None
         raise RunFailedError(

@@ -27,8 +27,6 @@ from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.process import is_set, user_says_how_threads_wait
 from trainkit.ranks import NO_SECRET, RankEnv, Secret, device_index
 
-# Threads of OpenMP sleep while they wait, as long as other programs want the same cores.
-#
 # libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
 # cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
 # thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
@@ -233,22 +231,20 @@ def _from_bytes(content: Tensor) -> Any:
     try:
         return json.loads(content.numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        raise RunFailedError(
-            "What another rank has sent is not JSON.",
-            why=f"{type(error).__name__}. Ranks of one run send nothing else.",
-            fix="Start all ranks with the same version of trainkit, where no stranger can connect to them.",
-        ) from None
+        why = f"{type(error).__name__}. Ranks of one run send nothing else."
+        raise _stranger("What another rank has sent is not JSON.", why) from None
 
 
 def _bounded(size: Tensor, longest: int) -> int:
     number = int(size.item())
     if not 0 < number <= longest:
-        raise RunFailedError(
-            f"Another rank announces a message of {number} bytes.",
-            why=f"Ranks of one run send at most {longest}.",
-            fix="Start all ranks with the same version of trainkit, where no stranger can connect to them.",
-        )
+        raise _stranger(f"Another rank announces {number} bytes.", f"Ranks of one run send at most {longest}.")
     return number
+
+
+def _stranger(what: str, why: str) -> RunFailedError:
+    fix = "Start all ranks with the same version of trainkit, where no stranger can connect to them."
+    return RunFailedError(what, why=why, fix=fix)
 
 
 @contextmanager
@@ -314,8 +310,6 @@ def distributed(
             gc.collect()
             c10d.destroy_process_group()
 
-
-# Agreement of the ranks on stopping, saving and the like, which costs next to no waiting.
 
 PAUSE_SECONDS = 0.25
 """Seconds between votes."""
@@ -389,11 +383,8 @@ class StopVote:
         return self._agreed
 
 
-# Tensors of which each rank may hold a part only (torch's DTensor, as FSDP makes them).
-
-
 def is_sharded(value: Tensor) -> bool:
-    """Whether it is one of these."""
+    """Whether each rank holds a part of it only: torch's DTensor, as FSDP makes them."""
     return hasattr(value, "_local_tensor")
 
 

@@ -65,10 +65,10 @@ class Stand:
         waits = any(name.startswith((_TORCH + "distributed", _TORCH + "autograd", _OURS)) for name in inside)
         if frame is None:
             return cls(beats, waits, "")
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         file = frame.f_code.co_filename
-        what = "its data loader" if file.startswith(_DATA) else "its checkpoint to be written" * (file == _SAVING)
-        return cls(beats, waits, f"{where}, for {what}" if what else where)
+        what = ", for its data loader" if file.startswith(_DATA) else ""
+        what = ", for its checkpoint to be written" if file == _SAVING else what
+        return cls(beats, waits, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}{what}")
 
 
 def _is_library(file: str) -> bool:
@@ -177,7 +177,10 @@ def _ends(attempt: Attempt, place: Place, stand: Stand, pulse: _Pulse, over: thr
             with suppress(OSError):
                 mine.unlink()
             return False
-    stands = {rank: found for rank in expected if (found := _read(HANG.read(place.logs, rank))) is not None}
+    stands = {}
+    for other in expected:
+        with suppress(ValueError, TypeError):
+            stands[other] = Stand(**fileio.parse(HANG.read(place.logs, other)))
     if min(stands, default=place.rank) == place.rank:
         rank, words = verdict(stands, expected, place.hosts)
         with suppress(OSError):
@@ -212,10 +215,3 @@ def verdict(stands: dict[int, Stand], expected: Sequence[int], hosts: Sequence[s
         return None, "; no rank is behind another; the stacks of all are in their .err"
     named = ", ".join(f"{rank} on {hosts[rank]}" for rank in behind[:8])
     return behind[0], f"; behind the others: rank {named}, which {how}; the stacks of all are in their .err"
-
-
-def _read(text: str) -> Stand | None:
-    try:
-        return Stand(**fileio.parse(text))
-    except (ValueError, TypeError):
-        return None
