@@ -111,8 +111,8 @@ class Parser(argparse.ArgumentParser):
         if kind == "unrecognized arguments":
             word, *more = rest.split()
             flag, _, value = word.partition("=")
-            known = [item for action in self._actions for item in action.option_strings]
             takes_settings = any(action.dest == "overrides" for action in self._actions)
+            known = list(self._option_string_actions)
             meant = _meant(flag, value or " ".join(more[:1]), known, settings=takes_settings)
             fix = meant or did_you_mean(flag, known, otherwise=fix)
         elif kind == "the following arguments are required":
@@ -152,8 +152,7 @@ def _wrapped(text: str) -> str:
             lines.append(line)
     broken: list[str] = []
     for line in lines:
-        row = _ROW.match(line)
-        set_in = " " * len(row[0]) if row else ""
+        set_in = " " * len(row[0]) if (row := _ROW.match(line)) else ""
         broken += textwrap.wrap(line, _MARGIN, subsequent_indent=set_in, break_on_hyphens=False) or [""]
     return "\n".join(broken)
 
@@ -184,20 +183,18 @@ def run_verb(parser: Parser, verbs: Mapping[str, Verb], argv: Sequence[str], env
 
 # Flags of other programs -> our answer. It is given where the command has the flags that it names, or --executor.
 _INSTEAD = {
-    "name run-name experiment exp-name": ("--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
-    "output output-dir out out-dir log-dir logdir save-dir chdir": (
-        "--run-dir FOLDER is the run's folder; all that a run writes is in there."
-    ),
+    "name run-name experiment exp-name": "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder.",
+    "output output-dir out out-dir log-dir logdir save-dir chdir":
+        "--run-dir FOLDER is the run's folder; all that a run writes is in there.",
     "config preset cfg yaml": "The preset, or a YAML file of your own, is the first word, without a flag.",
-    "device cpu gpu-id cuda accelerator": (
-        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on so many GPUs of each node."
-    ),
+    "device cpu gpu-id cuda accelerator":
+        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on so many GPUs of each node.",
     "debug": "--executor debug runs it in this very process.",
     "local": "--executor local runs it on this machine.",
     "resume restart resume-from resume-from-checkpoint": "`python -m jobs.resume RUN` goes on with a run.",
     "amp fp16 bf16 mixed-precision": "Settings are written without dashes: train.precision=bf16 (or fp16).",
     "n ntasks np": "Ranks are given by node: --nodes N --ntasks-per-node N.",
-}
+}  # fmt: skip
 
 
 def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
@@ -294,16 +291,16 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     wanted = args.follow if args.follow is not None else not named(executor).batch
     if not args.wait and not wanted:
         return 0
-    worst = 0
+    codes = []
     for run in runs:
         try:
-            worst = max(worst, wait_for(run) if args.wait else follow_to_end(run))
+            codes.append(wait_for(run) if args.wait else follow_to_end(run))
         except TrainkitError as error:
             if len(runs) == 1:
                 raise
             print(error, file=sys.stderr)  # the others of a sweep go on
-            worst = max(worst, error.exit_code)
-    return worst
+            codes.append(error.exit_code)
+    return max(codes)
 
 
 def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
@@ -319,6 +316,7 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
     try:
         code = main(sys.argv[1:], dict(os.environ))
         sys.stdout.flush()
+        return code
     except TrainkitError as error:
         if isinstance(error, UserError):
             error.fix = _as_typed_in(sys.argv[1:], error.what) or error.fix
@@ -329,7 +327,6 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
     except BrokenPipeError:  # `... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return code
 
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"

@@ -50,11 +50,9 @@ def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     path = OWN / "clusters" / f"{args.name or _plain(facts.cluster or 'site')}.yaml"
     _require_free(path, force=args.force)
     if path.exists() and (silent := [gap for gap in facts.gaps if NO_ANSWER in gap]):
-        raise SchedulerError(
-            f"{path} stays as it is.",
-            why=f"It may know what the scheduler does not tell now: {'; '.join(silent)}.",
-            fix="Try again when `scontrol ping` and `sacctmgr -n show cluster` answer.",
-        )
+        why = f"It may know what the scheduler does not tell now: {'; '.join(silent)}."
+        fix = "Try again when `scontrol ping` and `sacctmgr -n show cluster` answer."
+        raise SchedulerError(f"{path} stays as it is.", why=why, fix=fix)
     fileio.make_folder(path.parent)
     text = renewed(fileio.read_text(path, follow=True), facts) if path.exists() else to_profile(facts)
     fileio.write(path, text)
@@ -129,37 +127,26 @@ def _require_slurm(facts: SiteFacts) -> SiteFacts:
         return facts
     from trainkit.site.discover import NO_ANSWER
 
-    if any(NO_ANSWER in gap for gap in facts.gaps):
-        raise SchedulerError(
-            "SLURM is here, and does not answer.",
-            why=f"{'; '.join(facts.gaps)}.",
-            fix="Try again when `scontrol ping` answers.",
-        )
-    raise RefusedError(
-        "There is no SLURM here to describe.",
-        why=f"{'; '.join(facts.gaps)}.",
-        fix="Do this on a login node of the cluster.",
-    )
+    why = f"{'; '.join(facts.gaps)}."
+    if NO_ANSWER in why:
+        fix = "Try again when `scontrol ping` answers."
+        raise SchedulerError("SLURM is here, and does not answer.", why=why, fix=fix)
+    raise RefusedError("There is no SLURM here to describe.", why=why, fix="Do this on a login node of the cluster.")
 
 
 def _plain(name: str) -> str:
     """A name that can be a file's."""
     if not re.fullmatch(r"[\w][\w.-]*", name):
-        raise UserError(
-            f"{name!r} cannot be the name of a profile.",
-            why="It becomes the name of a file: letters, digits, '-', '_' and '.'.",
-            fix=f"For example: {terminal.command('cluster', 'discover', 'mysite')}.",
-        )
+        why = "It becomes the name of a file: letters, digits, '-', '_' and '.'."
+        fix = f"For example: {terminal.command('cluster', 'discover', 'mysite')}."
+        raise UserError(f"{name!r} cannot be the name of a profile.", why=why, fix=fix)
     return name
 
 
 def _require_free(path: Path, *, force: bool) -> None:
     if path.exists() and not force:
-        raise UserError(
-            f"There is a profile {path} already.",
-            why="Somebody may have written it by hand.",
-            fix="Give another name, or --force to renew what it knows of the site; its settings stay.",
-        )
+        fix = "Give another name, or --force to renew what it knows of the site; its settings stay."
+        raise UserError(f"There is a profile {path} already.", why="Somebody may have written it by hand.", fix=fix)
 
 
 if __name__ == "__main__":

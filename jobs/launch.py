@@ -14,7 +14,7 @@ from jobs import cli
 from trainkit import fileio
 from trainkit.bench.base import refuse_bench
 from trainkit.config.loading import Loaded, load
-from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
 from trainkit.launch import containers
 from trainkit.launch.controller import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
@@ -42,18 +42,14 @@ DEFAULT_PORT = 29500
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(list(argv))
-    args.preset = preset_or_run(args.preset, env)
-    path = Path(args.preset).expanduser()
+    preset = preset_or_run(args.preset, env)
+    path = Path(preset).expanduser()
     refuse_bench(path)
     existing = RunDir.open(path) if (path / "config.yaml").is_file() else None
     if existing is not None and args.overrides:
-        raise UserError(
-            f"{args.preset} is a run, and its settings are its own.",
-            why=f"Given: {' '.join(args.overrides)}.",
-            fix="Leave them out.",
-        )
-    flags = launch_settings(vars(args)) | {"launch.executor": ("local", "launch")}
-    loaded = load(args.preset, args.overrides, flags=flags)
+        why = f"Given: {' '.join(args.overrides)}."
+        raise UserError(f"{preset} is a run, and its settings are its own.", why=why, fix="Leave them out.")
+    loaded = load(preset, args.overrides, flags=launch_settings(vars(args)) | {"launch.executor": ("local", "launch")})
     found = require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
@@ -79,29 +75,31 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     print(f"Node {node.node_rank}: {ranks}; run folder {run.path}", flush=True)
     ending = run_node(run, node, env)
     if ending.state in ("FAILED", "TIMEOUT"):
-        from trainkit.diagnosis.causes import cause_of
-        from trainkit.finish import refusal
-        from trainkit.schedulers.base import JobState
-
-        rank = node.first_rank + (ending.culprit or 0)
-        cause = cause_of(run, JobState("FAILED", executor="launch"))
-        if cause is not None and cause.why and cause.failure is not None and cause.failure.rank == rank:
-            raise refusal(run, cause, f"Rank {rank} failed:")
-        raise RunFailedError(
-            f"Rank {rank} failed: {ending.why.rstrip('.')}.",
-            why="The other ranks of this node were ended.",
-            fix=f"Its log is {run.attempt_logs(run.attempts()[-1]) / f'rank-{rank}.err'}.",
-        )
-    if ending.state == "PREEMPTED":
-        print(f"Stopped and saved. The same command with {run.path} in the preset's place goes on.")
-    elif ending.state == "CANCELLED":
+        raise _failure(run, node.first_rank + (ending.culprit or 0), ending.why)
+    if ending.state == "CANCELLED":
         print("Stopped, and not saved.")
         return 1
+    if ending.state == "PREEMPTED":
+        print(f"Stopped and saved. The same command with {run.path} in the preset's place goes on.")
     elif node.node_rank == 0:
         from trainkit.monitor.follow import summary_lines
 
         print("\n".join(summary_lines(run)))
     return 0
+
+
+def _failure(run: RunDir, rank: int, words: str) -> TrainkitError:
+    """Why a rank has failed: in its own words, if it has refused its settings."""
+    from trainkit.diagnosis.causes import cause_of
+    from trainkit.finish import refusal
+    from trainkit.schedulers.base import JobState
+
+    cause = cause_of(run, JobState("FAILED", executor="launch"))
+    if cause is not None and cause.why and cause.failure is not None and cause.failure.rank == rank:
+        return refusal(run, cause, f"Rank {rank} failed:")
+    fix = f"Its log is {run.attempt_logs(run.attempts()[-1]) / f'rank-{rank}.err'}."
+    why = "The other ranks of this node were ended."
+    return RunFailedError(f"Rank {rank} failed: {words.rstrip('.')}.", why=why, fix=fix)
 
 
 def _commands(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
@@ -174,67 +172,52 @@ def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> P
     from trainkit.site.profile import discover
 
     if not 0 <= args.node_rank < args.nodes:
-        raise UserError(
-            f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.",
-            why="They count from 0.",
-            fix=f"Use 0 to {args.nodes - 1}.",
-        )
+        what, fix = f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.", f"Use 0 to {args.nodes - 1}."
+        raise UserError(what, why="They count from 0.", fix=fix)
     here = discover(env)
     asked = loaded.config.launch.gpus_per_node
     if isinstance(asked, int) and asked > here.gpus:
+        what = f"{asked} GPUs per node are asked for, and this node shows {here.gpus}."
         on_cpu = "" if here.gpus else ", with --ntasks-per-node for ranks on the CPU"
-        raise RefusedError(
-            f"{asked} GPUs per node are asked for, and this node shows {here.gpus}.",
-            why="Every rank needs a GPU of its own.",
-            fix=f"Use --gpus-per-node {here.gpus}{on_cpu}.",
-        )
+        fix = f"Use --gpus-per-node {here.gpus}{on_cpu}."
+        raise RefusedError(what, why="Every rank needs a GPU of its own.", fix=fix)
     # Every node brings its own GPUs, so that there are so many times as many as here.
     return make_plan(loaded, replace(here, scheduler="", gpus=here.gpus * args.nodes), Path("run"))
 
 
 def _master_addr(args: argparse.Namespace) -> str:
-    if args.master_addr is None:
-        if args.nodes > 1:
-            raise UserError(
-                "--master-addr is missing.",
-                why="The ranks of several nodes meet on node 0.",
-                fix="Give its name or address.",
-            )
-        return "127.0.0.1"
+    address = args.master_addr or ("127.0.0.1" if args.nodes == 1 else "")
+    if not address:
+        why, fix = "The ranks of several nodes meet on node 0.", "Give its name or address."
+        raise UserError("--master-addr is missing.", why=why, fix=fix)
     try:
-        check_head(args.master_addr, args.nodes)
+        check_head(address, args.nodes)
     except UserError:
-        check_head(args.master_addr, 1)  # a name that does not resolve is an error
+        check_head(address, 1)  # a name that does not resolve is an error
         # Right for all node ranks on one machine, which is how this is tried out; there is no way to tell from here.
-        print(
-            f"Note: {args.master_addr} is this machine itself; ranks on other machines cannot reach it.",
-            file=sys.stderr,
-        )
-    return str(args.master_addr)
+        print(f"Note: {address} is this machine itself; ranks on other machines cannot reach it.", file=sys.stderr)
+    return str(address)
 
 
 def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     """What the ranks of this run know and nobody else does; made up by node 0 where none is given."""
-    given = env.get(VARIABLE, "")
-    if args.secret_file is not None:
+    given, file = env.get(VARIABLE, ""), args.secret_file
+    if file is not None:
         try:
-            given = fileio.read_text(args.secret_file, 4096, follow=True).strip()
-            others = args.secret_file.stat().st_mode & 0o077
+            given = fileio.read_text(file, 4096, follow=True).strip()
+            others = file.stat().st_mode & 0o077
         except OSError as error:
             fix = "Give a file with one word in it."
-            why = f"{error.strerror}."
-            raise UserError(f"Cannot read --secret-file {args.secret_file}.", why=why, fix=fix) from None
+            raise UserError(f"Cannot read --secret-file {file}.", why=f"{error.strerror}.", fix=fix) from None
         if others:
-            why, fix = "Whoever knows it can join the run.", f"chmod 600 {shlex.quote(str(args.secret_file))}"
-            raise UserError(f"Others can read {args.secret_file}.", why=why, fix=fix)
+            why, fix = "Whoever knows it can join the run.", f"chmod 600 {shlex.quote(str(file))}"
+            raise UserError(f"Others can read {file}.", why=why, fix=fix)
     if given:
         return Secret(given).text
     if args.node_rank > 0:
-        raise UserError(
-            "--secret-file is missing.",
-            why="Only ranks that know the run's secret may join it, and node 0 has it.",
-            fix=f"Give every node the same --secret-file or {VARIABLE}, or what node 0 prints.",
-        )
+        why = "Only ranks that know the run's secret may join it, and node 0 has it."
+        fix = f"Give every node the same --secret-file or {VARIABLE}, or what node 0 prints."
+        raise UserError("--secret-file is missing.", why=why, fix=fix)
     made_up = Secret.generate().text
     if args.nodes > 1:
         print(f"The other nodes join with: export {VARIABLE}={made_up}", flush=True)

@@ -17,8 +17,10 @@ from trainkit.finish import full_name, watch
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
+from trainkit.terminal import one_line
 
 POLL_SECONDS = 0.5
+_LONG = 5000
 
 
 def parser() -> cli.Parser:
@@ -83,14 +85,14 @@ def _ranks(text: str | None) -> tuple[int, ...] | None:
     found: list[int] = []
     for part in (text or "0").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
-        last = int(match[2] or match[1]) if match else -1
-        if match is None or int(match[1]) > last:
-            raise UserError(
-                f"--rank {text} names no ranks.",
-                why="It takes numbers from 0, ranges of them, or all.",
-                fix="For example --rank 3, --rank 0,4-7 or --rank all.",
+        ranks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not ranks:
+            why, fix = (
+                "It takes numbers from 0, ranges of them, or all.",
+                "For example --rank 3, --rank 0,4-7 or --rank all.",
             )
-        found += range(int(match[1]), last + 1)
+            raise UserError(f"--rank {text} names no ranks.", why=why, fix=fix)
+        found += ranks
     return tuple(dict.fromkeys(found))
 
 
@@ -114,22 +116,19 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
     if disk := fileio.full(run.path):
-        print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
+        print(f"--- {one_line(disk, _LONG)}: what came after that is not written down.")
     cause = cause_of(run, state, attempt)
     failure = cause.failure if cause is not None else None
     words = last_words(run) if failure is None else failure.traceback or [text for _, text in failure.log(run).tail]
-    if cause is None:
-        print(f"--- {full_name(run)}: {_words(state)}")
-        print(terminal.lines("\n".join(words)))
-        return
-    print(f"--- {full_name(run)}: {state.state}. {terminal.one_line(cause.what, 5000)}")
-    if cause.why:
+    print(f"--- {full_name(run)}: {f'{state.state}. {one_line(cause.what, _LONG)}' if cause else _words(state)}")
+    if cause is not None and cause.why:
         print(f"--- why: {cause.shown}")
-    elif words:
+    elif words or cause is None:
         print(terminal.lines("\n".join(words)))
-    print(f"--- fix: {terminal.one_line(cause.advice, 5000)}")
-    rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
-    print(f"--- {rest} of rank 0:")
+    if cause is not None:
+        print(f"--- fix: {one_line(cause.advice, _LONG)}")
+        rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
+        print(f"--- {rest} of rank 0:")
 
 
 def _follow(run: RunDir, wanted: Callable[[int], list[RankLog]], attempt: int | None, first: str) -> None:

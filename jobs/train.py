@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from jobs import cli
@@ -50,10 +49,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         else:
             from jobs.join import loaded_rank
 
-            allow_code = args.allow_code
             loaded, token = loaded_rank(
-                args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=allow_code
-            )  # fmt: skip
+                args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=args.allow_code
+            )
             env = {**env, "TRAINKIT_TOKEN": token} if token else env
         given = Path(args.run).expanduser()
         for folder in (given, args.run_dir or given):
@@ -92,17 +90,15 @@ def _rates(config: Config) -> list[str]:
     from trainkit.training.optim import lr_at
 
     if strategy_traits(config.strategy.name).loop == "collaborative":
-        raise UserError(
-            "A collaborative run has no fixed number of updates.",
-            why="Time decides how many a round has, and its rate goes by rounds.",
-            fix="Look at the rate of single, ddp or fsdp.",
-        )
+        why = "Time decides how many a round has, and its rate goes by rounds."
+        fix = "Look at the rate of single, ddp or fsdp."
+        raise UserError("A collaborative run has no fixed number of updates.", why=why, fix=fix)
     per_epoch = steps_per_epoch(len(build_data(config.data).train), config.train.global_batch_size)
     total = config.train.max_steps or config.train.epochs * per_epoch
-    rate = partial(
-        lr_at, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total
-    )  # fmt: skip
-    rates = list(map(rate, range(total)))
+    rates = [
+        lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+        for step in range(total)
+    ]
     highest = rates.index(max(rates))
     rows = [
         (f"{step / per_epoch:.2f}", str(step), f"{rates[step]:.3e}", "#" * round(40 * rates[step] / rates[highest]))
@@ -124,11 +120,9 @@ def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str
     stored = load(str(run_dir.config)).config
     # Only launch settings may differ from start to start.
     if stored.model_copy(update={"launch": loaded.config.launch}) != loaded.config:
-        raise UserError(
-            f"{path} was started with other settings.",
-            why="Its config.yaml differs from what was asked for now.",
-            fix=f"Go on with it as it is (`{terminal.command('train', path)}`), or give another --run-dir.",
-        )
+        why = "Its config.yaml differs from what was asked for now."
+        fix = f"Go on with it as it is (`{terminal.command('train', path)}`), or give another --run-dir."
+        raise UserError(f"{path} was started with other settings.", why=why, fix=fix)
     return run_dir
 
 
