@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -25,31 +26,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_command("evaluate", *arguments, cwd=Path.cwd())
-
-
-def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path) -> None:
-    done = evaluate(str(run), "--json")
+def evaluate(run: Path, *arguments: str) -> str:
+    done = run_command("evaluate", str(run), *arguments, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
-    result, summary = json.loads(done.stdout), json.loads((run / "summary.json").read_text())
-    assert result["step"] == summary["best_step"]
-    assert result["samples"] == summary["test"]["samples"]
-    assert result["acc1"] == pytest.approx(summary["test"]["acc1"])
-    assert result["loss"] == pytest.approx(summary["test"]["loss"], rel=1e-5)
+    return done.stdout
 
 
-def test_averaged_weights_and_classes_are_told_apart(run: Path) -> None:
-    test = json.loads((run / "summary.json").read_text())["test"]
-    both, raw, ema = (
-        json.loads(evaluate(str(run), "--json", *weights).stdout)
-        for weights in ((), ("--weights", "raw"), ("--weights", "ema"))
-    )
-    assert both["ema_loss"] == pytest.approx(test["ema_loss"], rel=1e-5)
-    assert raw["loss"] == both["loss"]
-    assert ema["ema_loss"] == both["ema_loss"]
-    assert "ema_loss" not in raw
-    assert "loss" not in ema
+@pytest.fixture(scope="module")
+def both(run: Path) -> dict[str, Any]:
+    """What is told of the model's own weights and of the averaged ones."""
+    found: dict[str, Any] = json.loads(evaluate(run, "--json"))
+    return found
+
+
+def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path, both: dict[str, Any]) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    test = summary["test"]
+    assert (both["step"], both["samples"]) == (summary["best_step"], test["samples"])
+    assert both["acc1"] == pytest.approx(test["acc1"])
+    assert [both["loss"], both["ema_loss"]] == pytest.approx([test["loss"], test["ema_loss"]], rel=1e-5)
+
+
+def test_averaged_weights_and_classes_are_told_apart(run: Path, both: dict[str, Any]) -> None:
+    raw, ema = (json.loads(evaluate(run, "--json", "--weights", kind)) for kind in ("raw", "ema"))
+    assert (raw["loss"], ema["ema_loss"]) == (both["loss"], both["ema_loss"])
+    assert ("ema_loss" in raw, "loss" in ema) == (False, False)
     for kind, acc1 in (("raw", both["acc1"]), ("ema", both["ema_acc1"])):
         counts = both["confusion"][kind]
         assert sum(count for _, _, count in counts) == both["samples"]
@@ -58,13 +59,12 @@ def test_averaged_weights_and_classes_are_told_apart(run: Path) -> None:
     assert both["classes"] == [str(digit) for digit in range(10)]
 
 
-def test_the_worst_classes_are_listed_with_what_they_were_taken_for(run: Path) -> None:
-    done = evaluate(str(run), "--checkpoint", "latest")
-    assert "test of step 40 (latest): acc1" in done.stdout
-    assert "averaged weights: acc1" in done.stdout
-    told = json.loads(evaluate(str(run), "--checkpoint", "latest", "--json").stdout)["confusion"]["raw"]
-    wrong = {label for label, other, _ in told if label != other}
-    listed = done.stdout.partition("worst classes:\n")[2].partition("worst classes (")[0].splitlines()
+def test_the_worst_classes_are_listed_with_what_they_were_taken_for(run: Path, both: dict[str, Any]) -> None:
+    said = evaluate(run)
+    assert f"test of step {both['step']} (best): acc1" in said
+    assert "averaged weights: acc1" in said
+    wrong = {label for label, other, _ in both["confusion"]["raw"] if label != other}
+    listed = said.partition("worst classes:\n")[2].partition("worst classes (")[0].splitlines()
     assert len(listed) == min(5, len(wrong))
     shares = [float(line.split("%")[0]) for line in listed]
     assert shares == sorted(shares)
