@@ -60,7 +60,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             )
         if args.host is not None:
             return login_node.forward("bench", argv, args.host, env)
-        return _show(BenchDir(find_run(args.show, env).path), as_json=args.json)
+        return _show(BenchDir(find_run(args.show, env).path), args)
     if args.name is None:
         raise UserError("NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}.")
     bench = bench_of(args.name)
@@ -160,7 +160,7 @@ def _submit(
                 start(folder, [written], plan, cwd, env)
             except SystemExit:  # of a rank in this very process, which has said why
                 if run.samples.exists():
-                    _show(run, as_json=args.json)
+                    _show(run, args)
                 raise
     for note in notes:
         print(note, file=sys.stderr)
@@ -183,20 +183,17 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
         ended(run)
     except TrainkitError as error:
         if run.samples.exists():
-            _show(run, as_json=args.json)
+            _show(run, args)
         fix = error.fix if "jobs.resume" not in error.fix else "Mend that, or change the settings, and start it anew."
         raise type(error)(error.what, why=error.why, fix=fix) from None
-    return _show(run, as_json=args.json) if run.samples.exists() else 0
+    return _show(run, args) if run.samples.exists() else 0
 
 
-def _show(run: BenchDir, *, as_json: bool) -> int:
-    from trainkit.bench.results import page, write_results
+def _show(run: BenchDir, args: argparse.Namespace) -> int:
+    from trainkit.bench.results import page
 
-    if not as_json:
-        print("\n".join(page(run)))
-    else:
-        write_results(run)
-        print(fileio.read_text(run.results), end="")
+    told = page(run)  # which writes the results anew
+    print(fileio.read_text(run.results).rstrip("\n") if args.json else "\n".join(told))
     return 0
 
 

@@ -323,13 +323,12 @@ def _number(value: float | None, text: str) -> str:
     return NONE if value is None else text.format(value)
 
 
-def _spread(row: Row, results: Results) -> str:
-    return f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE
-
-
 ARM: Column = ("arm", lambda row, results: row.name)
 RATE: Column = ("images/s", lambda row, results: rate(row.median))
-SPREAD: Column = ("min to max", _spread)
+SPREAD: Column = (
+    "min to max",
+    lambda row, results: f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE,
+)
 SPEED: Column = ("speed", lambda row, results: _number(row.ratio, "{:.2f} x"))
 MEMORY: Column = ("memory", lambda row, results: _number(row.memory_mb, "{:,.0f} MiB"))
 MEMORY_RATIO: Column = ("of first", lambda row, results: _number(row.memory_ratio, "{:.2f}"))

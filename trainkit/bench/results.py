@@ -60,7 +60,7 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
         losses = _numbers(one.get("loss") for one in taken)
         row.memory_mb = _memory(taken)
         row.loss = statistics.median(losses) if losses and len(losses) == len(taken) else None
-        for key in {key for one in taken for key in one.get("extra", {})}:
+        for key in sorted({key for one in taken for key in one.get("extra", {})}):
             if values := _numbers(one.get("extra", {}).get(key) for one in taken):
                 row.extra[key] = statistics.median(values)
         if name != against and row.rates and costs.get(against):
@@ -179,11 +179,12 @@ def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
         | {"rate_max": max(row.rates, default=None), **row.extra}
         for row in results.rows
     ]
-    about = {"bench": results.bench.name, "question": results.bench.question, "meaning": results.meaning}
-    about |= {"preset": results.request.preset}
-    about |= {key: getattr(results, key) for key in ("where", "ended", "rounds", "updates")}
     return {
-        **about,
+        "bench": results.bench.name,
+        "question": results.bench.question,
+        "meaning": results.meaning,
+        "preset": results.request.preset,
+        **{key: getattr(results, key) for key in ("where", "ended", "rounds", "updates")},
         "unit": results.bench.unit,
         "control": {"ratios": results.control, "median": median, "noise": [low, high]},
         "arms": arms,

@@ -1,4 +1,10 @@
-"""Run a bench: a job's ranks take the arms in turn, and write what they measured."""
+"""Run a bench: a job's ranks meet, rank 0 drives the arms in turns, tells the ranks what to do, and writes it down.
+
+For an order a rank trains, loads, infers or exchanges messages for a while, and measures what that takes. Each order
+runs in a process group of its ranks. The group stays for the next order of the same ranks, and is left when something
+failed in it, so that no arm finds what another one broke. Orders and answers go over the store where the ranks have
+met, so a rank that has nothing to do waits without a collective.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +48,6 @@ from trainkit.training.recorder import Progress
 from trainkit.training.timing import PARTS, Clock, StreamClock
 from trainkit.training.update import Updater
 
-# What a rank does for an order: train, load, infer or exchange messages for a while, and measure what that takes.
-
 WARM_UP = 4
 """Updates before those that are measured: libraries choose their algorithms, and the allocator fills its cache."""
 _LAST = 10
@@ -55,18 +59,15 @@ Order = dict[str, Any]
 
 @dataclass
 class Worker:
-    """Carries out orders on one rank. ``run``: the folder of the bench; ``env``: this rank's place in the whole job."""
+    """Carries out orders on one rank: each ``do_...`` is a work, and returns its figures in JSON's own types.
+
+    ``run``: the folder of the bench; ``env``: this rank's place in the whole job.
+    """
 
     run: Path
     env: RankEnv
     beat: Callable[[], None]
-    _configs: dict[tuple[str, ...], Config] = field(default_factory=dict)
     _splits: dict[str, Splits] = field(default_factory=dict)
-
-    def perform(self, dist: Distributed, order: Order) -> dict[str, Any]:
-        """Carry out an order; its figures, in JSON's own types."""
-        work: Callable[[Distributed, Order], dict[str, Any]] = getattr(self, f"do_{order['work']}")
-        return work(dist, order)
 
     def do_data(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Open the data, all ranks together, for the orders to come."""
@@ -139,10 +140,7 @@ class Worker:
         return {"size": found.micro_batch_size, "peak_mb": found.peak_mb, "room_mb": found.room_mb}
 
     def _config(self, order: Order) -> Config:
-        key = tuple(order["overrides"])
-        if key not in self._configs:
-            self._configs[key] = load(str(self.run), key).config
-        return self._configs[key]
+        return load(str(self.run), order["overrides"]).config
 
     def _timed(self, dist: Distributed, times: int, step: Callable[[], object]) -> float:
         """Seconds for so many steps, after some that warm up."""
@@ -178,11 +176,10 @@ class Worker:
 
 def _gauge(dist: Distributed) -> tuple[MemoryGauge | None, int]:
     """What measures this rank's memory, and the bytes that it holds now."""
-    try:
+    with suppress(RefusedError):  # where this system does not tell
         gauge = MemoryGauge(dist, None)
-    except RefusedError:  # this system does not tell
-        return None, 0
-    return gauge, gauge.held()
+        return gauge, gauge.held()
+    return None, 0
 
 
 def _peak_mb(gauge: MemoryGauge | None, before: int) -> float | None:
@@ -210,10 +207,9 @@ def _updates(
     last: list[torch.Tensor] = []
     parts.model.train()
     total = WARM_UP + updates
-    loader = batches or parts.batches(0, total)
     step = ema_updates = 0
     began = 0.0
-    with loader as given:
+    with batches or parts.batches(0, total) as given:
         for position in range(total):
             if position == WARM_UP // 2 and gauge is not None:
                 gauge.start()  # libraries have tried their algorithms by now
@@ -251,12 +247,6 @@ def _wait(dist: Distributed) -> None:
         torch.cuda.synchronize(dist.device)
 
 
-# The job of a bench: all ranks meet; rank 0 drives the arms in turns, tells the ranks what to do, and writes it down.
-#
-# Each order runs in a process group of its ranks. The group stays for the next order of the same ranks, and is left
-# when something failed in it, so that no arm finds what another one broke. Orders and answers go over the store where
-# the ranks have met, so a rank that has nothing to do waits without a collective.
-
 _MEET = timedelta(minutes=10)
 _PULSE = timedelta(seconds=20)
 """How often a rank that waits for an order says that it is alive."""
@@ -291,7 +281,8 @@ def run(
     use_gpu = wants_gpu(config)
     store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
     store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
-    places = tuple(_read_place(store, rank) for rank in range(env.world_size))
+    told = [json.loads(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size)]
+    places = tuple(Place(**{**one, "capability": tuple(one["capability"])}) for one in told)
     team = Team(Worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)
     if not env.is_main:
         team.serve()
@@ -315,23 +306,21 @@ def _place(env: RankEnv, use_gpu: bool) -> Place:
     )  # fmt: skip
 
 
-def _read_place(store: Store, rank: int) -> Place:
-    told = json.loads(bytes(store.get(f"place/{rank}")))
-    return Place(**{**told, "capability": tuple(told["capability"])})
-
-
+@dataclass
 class _Driver:
     """Rank 0: find the arms, try each, then measure them in rounds."""
 
-    def __init__(
-        self, bench: Bench, request: Request, config: Config, where: Where, team: Team, writer: Writer, stop: StopFlag
-    ) -> None:
-        self.bench, self.request, self.config, self.where = bench, request, config, where
-        self.team, self.writer, self.stop = team, writer, stop
-        self.folder = BenchDir(writer.run.path)
-        self.trials: dict[str, Mapping[str, Any]] = {}
-        self.micro: dict[str, int] = {}
-        """Found micro batches, where they are to be found."""
+    bench: Bench
+    request: Request
+    config: Config
+    where: Where
+    team: Team
+    writer: Writer
+    stop: StopFlag
+    trials: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    micro: dict[str, int] = field(default_factory=dict)
+    """Found micro batches, where they are to be found."""
 
     def drive(self) -> str:
         attempt, where = self.writer.attempt, self.where
@@ -365,7 +354,6 @@ class _Driver:
 
     def _tried(self, arms: Sequence[Arm], room: float) -> list[Arm]:
         """Those that run, each tried once."""
-        self.failures: dict[str, str] = {}
         for arm in arms:
             if self.stop.requested:
                 break
@@ -459,11 +447,13 @@ class _Driver:
 
     def _end(self, why: str) -> None:
         self._write("ended", why=why)
-        write_results(self.folder)
+        write_results(BenchDir(self.writer.run.path))
 
     def _write(self, kind: str, **fields: Any) -> None:
         self.writer.check()
-        fileio.append_jsonl(self.folder.samples, {"kind": kind, "time": round(time.time(), 3), **fields})
+        fileio.append_jsonl(
+            BenchDir(self.writer.run.path).samples, {"kind": kind, "time": round(time.time(), 3), **fields}
+        )
 
 
 class ArmFailedError(Exception):
@@ -505,7 +495,8 @@ class Team:
         failed = [answer for answer in answers if "error" in answer]
         if failed:
             self._group += 1  # nobody uses it again
-            raise ArmFailedError(_reason(failed))
+            # The error that tells most: the other ranks only say that they have lost that rank.
+            raise ArmFailedError(min(failed, key=lambda one: (-one["weight"], one["time"]))["error"])
         return answers
 
     def end(self) -> None:
@@ -540,7 +531,7 @@ class Team:
             return
         answer: dict[str, Any]
         try:
-            answer = self.worker.perform(self._joined(order), order)
+            answer = getattr(self.worker, f"do_{order['work']}")(self._joined(order), order)
         except Exception as error:
             answer = {"error": _told_of(error), "time": time.time(), "rank": rank}
             answer["weight"] = 2 if is_out_of_memory(error) else 1 if isinstance(error, TrainkitError) else 0
@@ -595,8 +586,3 @@ def _told_of(error: Exception) -> str:
     first = " ".join(lines[0].split())[:300] if lines else ""
     kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
     return f"{kind}: {first}" if first else kind
-
-
-def _reason(failed: Sequence[dict[str, Any]]) -> str:
-    """The error that tells most: the other ranks only say that they have lost that rank."""
-    return str(min(failed, key=lambda one: (-one["weight"], one["time"]))["error"])
