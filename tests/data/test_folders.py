@@ -118,36 +118,35 @@ def test_a_damaged_list_is_refused(content: bytes) -> None:
         Files.from_bytes(Path(), content)
 
 
-def build_and_count(env: RankEnv, root: str) -> tuple[int, list[int], str]:
-    """How often this rank walks; the sizes of the splits that it has; the error, if it gets one."""
-    walks = 0
-    walk = Files.walk
+def build_and_count(env: RankEnv, *roots: str) -> list[tuple[int, list[int], str]]:
+    """Of each root: how often this rank walks; the sizes of the splits that it has; the error, if it gets one."""
+    found, walks, walk = [], list[Path](), Files.walk
 
     def counting(folder: Path, splits: tuple[str, ...]) -> Files:
-        nonlocal walks
-        walks += 1
+        walks.append(folder)
         return walk(folder, splits)
 
     with pytest.MonkeyPatch.context() as patch, distributed(env, use_gpu=False) as dist:
         patch.setattr(Files, "walk", counting)
-        try:
-            made = build_data(DataConfig(name="image_folder", root=root if env.rank == 0 else root + "/."), dist)
-        except UserError as error:
-            return walks, [], error.what
-    return walks, [len(split) for split in (made.train, made.val, made.test)], ""
+        for root in roots:
+            before, sizes, problem = len(walks), list[int](), ""
+            try:
+                made = build_data(DataConfig(name="image_folder", root=root if env.rank == 0 else root + "/."), dist)
+                sizes = [len(split) for split in (made.train, made.val, made.test)]
+            except UserError as error:
+                problem = error.what
+            found.append((len(walks) - before, sizes, problem))
+    return found
 
 
-def test_one_rank_walks_the_folders_for_all(tmp_path: Path) -> None:
+def test_one_rank_walks_the_folders_for_all_and_all_hear_what_is_wrong(tmp_path: Path) -> None:
     for number in range(3):
-        fill(tmp_path, f"train/a/{number}.jpg", f"train/b/{number}.jpg", f"val/a/{number}.jpg")
-    assert run_ranks(2, build_and_count, str(tmp_path)) == [(1, [6, 3, 3], ""), (0, [6, 3, 3], "")]
-
-
-def test_what_is_wrong_with_the_data_is_said_on_all_ranks(tmp_path: Path) -> None:
-    fill(tmp_path, "train/a/0.jpg", "train/b/x.txt")
-    (_, _, one), (_, _, other) = run_ranks(2, build_and_count, str(tmp_path))
-    assert one == other
-    assert one.endswith("train/b holds no images.")
+        fill(tmp_path / "good", f"train/a/{number}.jpg", f"train/b/{number}.jpg", f"val/a/{number}.jpg")
+    fill(tmp_path / "bad", "train/a/0.jpg", "train/b/x.txt")
+    one, other = run_ranks(2, build_and_count, str(tmp_path / "good"), str(tmp_path / "bad"))
+    assert (one[0], other[0]) == ((1, [6, 3, 3], ""), (0, [6, 3, 3], ""))
+    assert one[1][2] == other[1][2]
+    assert one[1][2].endswith("train/b holds no images.")
 
 
 RED = (200, 30, 40)
@@ -330,18 +329,14 @@ def photo() -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(3, 300, 500), (3, 40, 20), (1, 64, 64), (3, 8, 400)])
-def test_photos_of_any_size_get_the_asked_size(shape: tuple[int, ...]) -> None:
+def test_photos_of_any_size_get_the_asked_size_and_are_augmented_in_training(shape: tuple[int, ...]) -> None:
+    image = torch.randint(0, 256, shape, dtype=torch.uint8)
     train, evaluate = photo_transforms(32, augment=True)
-    image = torch.zeros(shape, dtype=torch.uint8)
     for transform in (train, evaluate):
         assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
-
-
-def test_photos_are_augmented_only_in_training(photo: Tensor) -> None:
-    train, evaluate = photo_transforms(32, augment=True)
-    assert not torch.equal(train(photo), train(photo))
+    assert not torch.equal(train(image), train(image))
     plain, _ = photo_transforms(32, augment=False)
-    assert torch.equal(plain(photo), evaluate(photo))
+    assert torch.equal(plain(image), evaluate(image))
 
 
 @pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5), ("nearest", 0.9)])
