@@ -30,7 +30,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -139,13 +139,10 @@ class Store:
 
     def names(self, folder: str) -> list[str]:
         """Names of files and folders in a folder; none where there is no such folder."""
-        path = self._path(folder)
-        try:
-            listed = self._call("ls", path, limit=self._seconds, detail=False)
-        except AbsentError:
-            return []
-        found = (str(item).rstrip("/") for item in listed)
-        return [item.rpartition("/")[2] for item in found if not item.endswith(path)]
+        path, listed = self._path(folder), list[str]()
+        with suppress(AbsentError):
+            listed = [str(item).rstrip("/") for item in self._call("ls", path, limit=self._seconds, detail=False)]
+        return [item.rpartition("/")[2] for item in listed if not item.endswith(path)]
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -318,11 +315,8 @@ def _fetch_folder(store: Store, path: Path, weights_only: bool) -> None:
     with _stage(path.with_name(f".{path.name}.fetched"), make_private) as stage:
         run = RunDir(stage)
         for name in (*_RUN_FILES, *_RECORDS, PLACE):
-            try:
+            with suppress(AbsentError) if name != "config.yaml" else nullcontext():
                 fileio.write(stage / name, store.read(name, limit=_LONGEST_RECORD), stage)
-            except AbsentError:
-                if name == "config.yaml":
-                    raise
         with suppress(AbsentError):  # a run that was started without a snapshot
             unpack_code(store.read(CODE, limit=_LONGEST_CODE), stage)
         fileio.make_folder(run.logs, stage)
@@ -612,13 +606,13 @@ class Uploads:
     def _say(self, kind: str, **facts: object) -> None:
         with suppress(TrainkitError, OSError):
             self._writer.attempt.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
-        told = {
-            "upload_failed": f"Not sent to {self._store.url} for now: {facts.get('why')}. Training goes on.",
-            "not_uploaded": f"The newest checkpoint is not in {self._store.url} yet. It goes there by: "
-            f"{terminal.command('resume', self._writer.run.path)}",
-        }
-        if kind in told:
-            print(told[kind], file=sys.stderr, flush=True)
+        told, again = "", terminal.command("resume", self._writer.run.path)
+        if kind == "upload_failed":
+            told = f"Not sent to {self._store.url} for now: {facts['why']}. Training goes on."
+        elif kind == "not_uploaded":
+            told = f"The newest checkpoint is not in {self._store.url} yet. It goes there by: {again}"
+        if told:
+            print(told, file=sys.stderr, flush=True)
 
 
 def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
