@@ -7,7 +7,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,13 +93,10 @@ def summary_lines(run_dir: RunDir) -> list[str]:
         ("metrics", run_dir.metrics, run_dir.metrics.exists()),
         ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
         ("tensorboard", f"tensorboard --logdir {shlex.quote(str(run_dir.tensorboard))}", run_dir.tensorboard.is_dir()),
-        (
-            "wandb",
-            f"wandb sync {shlex.quote(str(run_dir.wandb))}/offline-run-*",
-            any(run_dir.wandb.glob("offline-run-*")),
-        ),
+        ("wandb", f"wandb sync {shlex.quote(str(run_dir.wandb))}/offline-run-*",
+         any(run_dir.wandb.glob("offline-run-*"))),
         ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
-    ]
+    ]  # fmt: skip
     sent = read_events(run_dir, ("uploaded", "upload_recovered", "upload_failed", "not_uploaded"))[-1:]
     if sent and sent[0]["event"] in ("upload_failed", "not_uploaded"):
         places.append(
@@ -168,23 +166,13 @@ class _Story:
         that of ranks which SLURM took for dead.
         """
         for event in events:
-            kind, attempt = event.get("event"), event.get("attempt")
+            kind, attempt = event["event"], event.get("attempt")
             if kind in ("failed", "ended", "handed_back") and type(attempt) is int and attempt < self._newest:
                 continue
             if kind == "started":
                 self._newest = max(self._newest, attempt if type(attempt) is int else 0)
                 self._view.started(event)
-                self._view.say(_started_line(event))
-            elif kind == "handed_back":
-                self._view.say("Told to stop: saved.")
-            elif kind == "requeued":
-                self._view.say("Requeued; goes on from its last checkpoint.")
-            elif kind == "stopped_early":
-                of = f"{event.get('step', '?')} of {event.get('total_steps', '?')} steps"
-                self._view.say(f"Stopped early after {of}: {event.get('why', '')}.")
-            elif kind == "failed":
-                self._view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
-            elif line := setback_line(event):
+            if line := _event_line(event):
                 self._view.say(line)
             self.may_be_over = kind == "ended" or (self.may_be_over and kind != "started")
             if kind == "ended" and event.get("state") == "COMPLETED":
@@ -192,7 +180,18 @@ class _Story:
         return False
 
 
-def _started_line(event: dict[str, Any]) -> str:
+def _event_line(event: Mapping[str, Any]) -> str | None:
+    known, why = defaultdict(lambda: "?", event), event.get("why", "")
+    lines = {
+        "handed_back": "Told to stop: saved.",
+        "requeued": "Requeued; goes on from its last checkpoint.",
+        "stopped_early": f"Stopped early after {known['step']} of {known['total_steps']} steps: {why}.",
+        "failed": f"Failed on rank {known['rank']}: {event.get('error', 'see its log')}",
+    }
+    return _started_line(event) if event["event"] == "started" else lines.get(event["event"]) or setback_line(event)
+
+
+def _started_line(event: Mapping[str, Any]) -> str:
     ranks = event.get("world_size", "?")
     who = f"Attempt {event.get('attempt', '?')}: {ranks} rank{'' if ranks == 1 else 's'}"
     if hosts := list(dict.fromkeys(event.get("hosts") or ())):

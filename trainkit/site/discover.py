@@ -116,12 +116,9 @@ def read_sinfo(text: str) -> tuple[Partition, ...]:
 
 def read_shared_folders(mounts: str) -> tuple[str, ...]:
     """Where file systems are mounted that other machines see too, from ``/proc/self/mounts``."""
-    found = []
-    for line in mounts.splitlines():
-        _, place, kind, *_ = [*line.split(), "", "", ""]
-        if _NETWORK.fullmatch(kind) and not place.startswith(_NO_HOME):
-            found.append(place.replace("\\040", " "))
-    return tuple(dict.fromkeys(found))
+    rows = [[*line.split(), "", "", ""] for line in mounts.splitlines()]
+    places = [row[1] for row in rows if _NETWORK.fullmatch(row[2]) and not row[1].startswith(_NO_HOME)]
+    return tuple(dict.fromkeys(place.replace("\\040", " ") for place in places))
 
 
 NO_ANSWER = "no answer "
@@ -138,23 +135,31 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
     ask = _Ask(scheduler, scheduler.questions(user, ",".join(ACCOUNT_FIELDS), SINFO_FORMAT), env)
     config = read_config(ask("config"))
     partitions = _partitions(ask)
+    nodes = [node for partition in partitions for node in partition.nodes]
+    # How GPUs are asked for: --gpus-per-node came with select/cons_tres, in 19.05; --gres is older.
+    dialect: Dialect = "constraint" if any("gpu" in node.features for node in nodes) else "gpus-per-node"
+    if any(node.gpus for node in nodes):
+        dialect = "gpus-per-node" if config.get("SelectType", "select/cons_tres") == "select/cons_tres" else "gres"
     associations = ask("accounts")
-    qos = ask("qos") if associations else ""
     enforced = config.get("AccountingStorageEnforce")
+    try:
+        mounts = fileio.read_text(Path("/proc/self/mounts"))
+    except OSError:
+        mounts = ""
     return SiteFacts(
         cluster=config.get("ClusterName", ""),
         version=config.get("SLURM_VERSION", "") or _version(ask),
-        gpu_dialect=_dialect(config, partitions),
+        gpu_dialect=dialect,
         partitions=tuple(facts_of(partition) for partition in partitions),
         accounts=read_accounts(associations, config.get("ClusterName", "")),
-        qos=read_qos(qos),
+        qos=read_qos(ask("qos") if associations else ""),
         accounts_enforced=None if enforced is None else enforced.lower() not in ("none", "(null)", ""),
         max_array_size=leading_number(config.get("MaxArraySize", "")),
         kill_wait_seconds=leading_number(config.get("KillWait", "")),
         preemption=read_preemption(config),
-        containers=_containers(ask),
+        containers=(*(("pyxis",) if scheduler.has_pyxis(env) else ()), *filter(ask.is_here, _CONTAINERS)),
         modules=_modules(ask),
-        shared_folders=read_shared_folders(_mounts()),
+        shared_folders=read_shared_folders(mounts),
         gaps=tuple(ask.gaps),
     )
 
@@ -223,20 +228,6 @@ def _version(ask: _Ask) -> str:
     return "" if isinstance(done, str) or done.code else (done.out.split() or [""])[-1]
 
 
-def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dialect:
-    """How GPUs are asked for: --gpus-per-node came with select/cons_tres, in 19.05; --gres is older."""
-    nodes = [node for partition in partitions for node in partition.nodes]
-    if any(node.gpus for node in nodes):
-        return "gpus-per-node" if config.get("SelectType", "select/cons_tres") == "select/cons_tres" else "gres"
-    return "constraint" if any("gpu" in node.features for node in nodes) else "gpus-per-node"
-
-
-def _containers(ask: _Ask) -> tuple[str, ...]:
-    """Programs that are here."""
-    found = [name for name in _CONTAINERS if ask.is_here(name)]
-    return ("pyxis", *found) if ask.scheduler.has_pyxis(ask.env) else tuple(found)
-
-
 def _modules(ask: _Ask) -> tuple[str, ...]:
     """Modules that training may need, as Lmod or Environment Modules list them; () where there are none."""
     home = ask.env.get("MODULESHOME", "")
@@ -254,10 +245,3 @@ def _modules(ask: _Ask) -> tuple[str, ...]:
     if len(wanted) > _MOST_MODULES:
         ask.gaps.append(f"module avail: the first {_MOST_MODULES} of {len(wanted)}")
     return tuple(wanted[:_MOST_MODULES])
-
-
-def _mounts() -> str:
-    try:
-        return fileio.read_text(Path("/proc/self/mounts"))
-    except OSError:
-        return ""

@@ -95,20 +95,19 @@ def _of_one(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
 
 
 def _of_gpu(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    if "error" in gpu:
-        yield "GPUs", str(gpu["error"]), True
-    if gpu.get("ecc_errors"):
-        yield "ECC", f"{gpu['ecc_errors']} uncorrected memory errors", True
-    if gpu.get("remap_failed") or gpu.get("remap_pending"):
-        yield "ECC", "bad memory rows wait for a reset, or could not be replaced", True
-    if gpu.get("processes"):
-        yield "processes", f"used by {', '.join(f'pid {pid}' for pid in gpu['processes'])} already", True
-    elif gpu.get("memory_used_mb", 0) > _STRANGERS_MB:
-        yield "memory", f"{gpu['memory_used_mb']} MB are in use already", True
-    if gpu.get("temperature_c", 0) >= _HOT_C:
-        yield "GPUs", f"{gpu['temperature_c']} degrees C", False
-    if gpu.get("pcie_width", 0) < gpu.get("pcie_width_max", 0):
-        yield "GPUs", f"PCIe has {gpu['pcie_width']} of {gpu['pcie_width_max']} lanes", False
+    pids, used = ", ".join(f"pid {pid}" for pid in gpu.get("processes", ())), gpu.get("memory_used_mb", 0)
+    lanes, most = gpu.get("pcie_width", 0), gpu.get("pcie_width_max", 0)
+    rows = (
+        ("error" in gpu, "GPUs", str(gpu.get("error")), True),
+        (gpu.get("ecc_errors"), "ECC", f"{gpu.get('ecc_errors')} uncorrected memory errors", True),
+        (gpu.get("remap_failed") or gpu.get("remap_pending"), "ECC",
+         "bad memory rows wait for a reset, or could not be replaced", True),
+        (pids, "processes", f"used by {pids} already", True),
+        (not pids and used > _STRANGERS_MB, "memory", f"{used} MB are in use already", True),
+        (gpu.get("temperature_c", 0) >= _HOT_C, "GPUs", f"{gpu.get('temperature_c')} degrees C", False),
+        (lanes < most, "GPUs", f"PCIe has {lanes} of {most} lanes", False),
+    )  # fmt: skip
+    return ((check, words, bad) for is_so, check, words, bad in rows if is_so)
 
 
 def _odd_ones(check: str, values: Mapping[str, str]) -> list[Finding]:
@@ -167,28 +166,21 @@ def _links(report: Mapping[str, Any]) -> list[Finding]:
     while left:
         counts = Counter(str(rank) for pair in left for rank in pair["ranks"])
         blamed = {rank: count for rank, count in counts.items() if rank not in good} or counts
-        most = max(blamed.values())
-        worst = [rank for rank, count in blamed.items() if count == most]
-        own = [pair for pair in left if str(pair["ranks"][0]) in worst or str(pair["ranks"][1]) in worst]
-        if len(worst) > 1 and len(own) == 1:
-            found += _one_of_two(own[0], names)
+        worst = [rank for rank, count in blamed.items() if count == max(blamed.values())]
+        own = [pair for pair in left if not {*map(str, pair["ranks"])}.isdisjoint(worst)]
+        if len(worst) > 1 and len(own) == 1:  # two nodes alone: who sends slowly is named, if only one does
+            nodes = [names[str(rank)] for rank in own[0]["ranks"]]
+            there, back = own[0].get("there"), own[0].get("back")
+            if there is not None and back is not None and min(there, back) < SLOW_ONE_WAY * max(there, back):
+                nodes = nodes[:1] if there < back else nodes[1:]
+            words = f"{_speed(own[0], names)}; a check of three nodes would tell whose link it is"
         else:
-            rank = worst[0]
-            own = [pair for pair in left if rank in map(str, pair["ranks"])]
+            nodes = [names[worst[0]]]
+            own = [pair for pair in left if worst[0] in map(str, pair["ranks"])]
             words = "; ".join(_speed(pair, names) for pair in own[:3])
-            found.append(Finding(names[rank], "network", words))
+        found.append(Finding(",".join(nodes), "network", words))
         left = [pair for pair in left if pair not in own]
     return found
-
-
-def _one_of_two(pair: Mapping[str, Any], names: Mapping[str, str]) -> list[Finding]:
-    """Two nodes alone: who sends slowly is named, if only one does; else nobody can tell."""
-    first, second = (names[str(rank)] for rank in pair["ranks"])
-    words = f"{_speed(pair, names)}; a check of three nodes would tell whose link it is"
-    there, back = pair.get("there"), pair.get("back")
-    if there is not None and back is not None and min(there, back) < SLOW_ONE_WAY * max(there, back):
-        return [Finding(first if there < back else second, "network", words)]
-    return [Finding(f"{first},{second}", "network", words)]
 
 
 def _speed(pair: Mapping[str, Any], names: Mapping[str, str]) -> str:
