@@ -9,6 +9,7 @@ import ast
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -107,27 +108,19 @@ def test_each_event_says_what_it_is_of(run: RunDir) -> None:
     ]
 
 
-def test_the_claim_on_an_attempt_is_its_users_alone(tmp_path: Path) -> None:
-    attempt = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there"))
-    assert (attempt.logs / "node-0").stat().st_mode & 0o777 == 0o600
-
-
-def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: RunDir) -> None:
+def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: RunDir, tmp_path: Path) -> None:
     assert [Attempt.begin(run, node_rank=rank).number for rank in (0, 1, 2)] == [0, 0, 0]
     assert [Attempt.begin(run, node_rank=rank).number for rank in (2, 0)] == [1, 1]
     assert run.attempts() == [0, 1]
     Attempt(run, 1).started(step=0)
     assert Attempt.begin(run, node_rank=1).number == 1, "a node that comes late joins what trains already"
     Attempt(run, 1).ended("FAILED")
-    assert Attempt.begin(run, node_rank=3).number == 2, "and not what is over"
-
-
-def test_a_gap_left_by_a_deleted_log_folder_changes_no_number(run: RunDir) -> None:
-    for _ in range(2):
-        Attempt.begin(run).ended("FAILED")
-    (run.attempt_logs(0) / "node-0").unlink()
-    run.attempt_logs(0).rmdir()
-    assert Attempt.begin(run).number == 2
+    shutil.rmtree(run.attempt_logs(0))
+    assert Attempt.begin(run, node_rank=3).number == 2, "and not what is over, or was deleted"
+    claimed = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there")).logs / "node-0"
+    assert claimed.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UserError, match="Cannot write into"), lease_on(RunDir(tmp_path / "gone"), me()):
+        pass
 
 
 def test_half_an_attempt_in_the_environment_is_refused() -> None:
@@ -442,11 +435,6 @@ def test_of_many_that_want_a_dead_ones_lease_exactly_one_gets_it(run: RunDir) ->
     with ExitStack() as stack, ThreadPoolExecutor(12) as threads:
         (winner,) = filter(None, threads.map(want, [stack] * 12))
         winner.check()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Cannot write into"), lease_on(RunDir(tmp_path / "gone"), me()):
-        pass
 
 
 @pytest.mark.parametrize("word", ["", "client", "{pid}", "{pid}:1", "0:1"])

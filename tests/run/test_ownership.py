@@ -73,6 +73,9 @@ def test_what_anybody_may_write_to_is_not_ones_own_but_in_a_sticky_folder(mine: 
     assert "Anybody may write to" in why(mine)
     mine.path.parent.chmod(0o1777)
     assert asked(mine).own
+    link = mine.path.parent.with_name("link")
+    link.symlink_to(mine.path.parent)
+    assert require_own_code(link / mine.name, load(str(mine.path)), allow_code=False).own, "also through a link"
     (mine.code / "mine.py").chmod(0o666)
     assert "Anybody may write to" in why(mine)
 
@@ -83,11 +86,6 @@ def test_a_link_in_the_snapshot_leads_to_nothing_that_others_may_write(mine: Run
     (tmp_path / "shared" / "more.py").write_text("")
     (mine.code / "more.py").symlink_to(tmp_path / "shared" / "more.py")
     assert "Anybody may write to" in why(mine)
-
-
-def test_ones_own_run_is_ones_own_through_a_link(mine: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(mine.path.parent)
-    assert require_own_code(tmp_path / "link" / mine.name, load(str(mine.path)), allow_code=False).own
 
 
 @pytest.fixture
@@ -151,6 +149,8 @@ def test_a_run_that_a_group_may_write_to_is_ones_own_as_it_was_submitted(mine: R
     found = asked(mine, starts=True)
     assert (found.code, found.own) == (None, True), "which imports nothing itself"
     assert found.content == {"mine.py": b"def build(root): ...\n"}
+    run_folder.state_file("vouched").chmod(0o660)  # a list of digests that others may write says nothing
+    assert "may write to" in why(mine)
 
 
 @ROOT
@@ -251,14 +251,6 @@ def test_a_run_is_looked_at_and_read_without_being_written(mine: RunDir) -> None
     assert {file: file.lstat().st_mtime_ns for file in (mine.path, *mine.path.iterdir())} == before
 
 
-@ROOT
-def test_a_list_of_digests_that_others_may_write_says_nothing(mine: RunDir) -> None:
-    vouch(mine, load(str(mine.path)).config)
-    shared(mine)
-    run_folder.state_file("vouched").chmod(0o660)
-    assert "may write to" in why(mine)
-
-
 def test_what_this_user_remembers_is_written_by_them_alone(mine: RunDir) -> None:
     """Whatever the umask: who could add to these lists would be trusted."""
     before = os.umask(0)
@@ -289,14 +281,19 @@ def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(mine: RunDir
 
 
 @pytest.mark.parametrize("setting", ["launch: {setup: [evil]}", "checkpoint: {remote: s3://eve/all}"])
-def test_a_file_of_settings_that_others_may_write_starts_and_sends_nothing(tmp_path: Path, setting: str) -> None:
-    file = tmp_path / "theirs.yaml"
+def test_a_file_of_settings_that_others_may_write_starts_and_sends_nothing(
+    tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "configs" / "theirs.yaml"
+    file.parent.mkdir()
     file.write_text(setting)
     assert require_own_code(file, load(str(file)), allow_code=False).own
     file.chmod(0o666)
     with pytest.raises(RefusedError, match=r"evil|eve"):
         require_own_code(file, load(str(file)), allow_code=False)
     assert require_own_code(file, load(str(file)), allow_code=True).own
+    assert require_own_code(Path("theirs"), load("theirs"), allow_code=False).own, "a preset of the current folder"
 
 
 def test_a_file_counts_for_what_it_says_itself_and_said_when_it_was_loaded(tmp_path: Path) -> None:
@@ -312,14 +309,6 @@ def test_a_file_counts_for_what_it_says_itself_and_said_when_it_was_loaded(tmp_p
         require_own_code(file, loaded, allow_code=False)
     assert "launch.modules=['evil']" in caught.value.what
     assert "mine" not in caught.value.what.partition("would")[2]
-
-
-def test_presets_of_the_current_folder_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "ours.yaml").write_text("launch: {setup: [make]}")
-    (tmp_path / "configs" / "ours.yaml").chmod(0o666)
-    assert require_own_code(Path("ours"), load("ours"), allow_code=False).own
 
 
 def test_a_profile_that_the_user_names_is_their_word(mine: RunDir, tmp_path: Path) -> None:

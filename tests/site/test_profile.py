@@ -113,36 +113,23 @@ def test_a_login_node_tells_its_partitions_or_why_it_does_not(
 PROFILES = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml"))
 ELSEWHERE = Site("slurm", 0, 2, unknown="this test is on no login node")
 
-COMMON = ["open-mode=append", "output=/runs/x/logs/batch.out"]
+GPUS = "gpus-per-node=4"
+
+
+def asked(*own: str) -> list[str]:
+    """Directives of a job at a site, with those that are the same at each."""
+    last = ("signal=USR2@90", "requeue", "open-mode=append", "output=/runs/x/logs/batch.out")
+    return ["job-name=ddp", "nodes=2", "ntasks-per-node=4", *own, *last]
+
+
 GOLDEN = {
-    "plain": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=4:00:00", "signal=USR2@90"),
-        *("requeue", *COMMON),
-    ],
-    "gres": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "gres=gpu:a100:4", "time=8:00:00", "partition=gpu"),
-        *("signal=USR2@90", "requeue", *COMMON),
-    ],
-    "constraint": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "cpus-per-task=16", "time=2:00:00", "account=thesis"),
-        *("constraint=gpu", "signal=USR2@90", "requeue", *COMMON),
-    ],
-    "apptainer": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=4:00:00", "partition=gpu"),
-        *("signal=USR2@90", "requeue", *COMMON),
-    ],
-    "conda_modules": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=4:00:00", "partition=gpu"),
-        *("signal=USR2@90", "requeue", *COMMON),
-    ],
-    "cloud": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=12:00:00", "partition=gpu"),
-        *("signal=USR2@90", "requeue", *COMMON, "wait-all-nodes=1"),
-    ],
-    "devcluster": [
-        *("job-name=ddp", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=1", "time=10:00", "mem=4G"),
-        *("partition=main", "signal=USR2@90", "requeue", *COMMON),
-    ],
+    "plain": asked(GPUS, "time=4:00:00"),
+    "gres": asked("gres=gpu:a100:4", "time=8:00:00", "partition=gpu"),
+    "constraint": asked("cpus-per-task=16", "time=2:00:00", "account=thesis", "constraint=gpu"),
+    "apptainer": asked(GPUS, "time=4:00:00", "partition=gpu"),
+    "conda_modules": asked(GPUS, "time=4:00:00", "partition=gpu"),
+    "cloud": [*asked(GPUS, "time=12:00:00", "partition=gpu"), "wait-all-nodes=1"],
+    "devcluster": asked(GPUS, "cpus-per-task=1", "time=10:00", "mem=4G", "partition=main"),
 }
 
 
