@@ -75,34 +75,26 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
 
 def _print_earlier(run: RunDir, state: JobState) -> None:
     """What ended the attempt before, of a run that goes on."""
-    ended = sorted(history_of(run).requeued)
-    if not ended:
-        return
-    if ended[-1] in history_of(run).handed_back:
-        print(f"Attempt {ended[-1]} was told to stop: it saved, and goes on.")
-    elif cause := cause_of(run, state, ended[-1]):
-        print(terminal.lines(f"Attempt {ended[-1]} failed and was queued again. {cause}"))
+    for last in sorted(history_of(run).requeued)[-1:]:
+        if last in history_of(run).handed_back:
+            print(f"Attempt {last} was told to stop: it saved, and goes on.")
+        elif cause := cause_of(run, state, last):
+            print(terminal.lines(f"Attempt {last} failed and was queued again. {cause}"))
 
 
 def _nothing(run: RunDir, state: JobState) -> str:
-    if state.state == "COMPLETED":
-        return "It came to its end; nothing failed."
     if state.state == "RUNNING":
-        return str(course_of(run, ends=_end(run, state)))
-    if state.state == "UNKNOWN":
-        return f"Nobody can tell what became of it: {state.reason}."
-    if state.state == "NOT SUBMITTED":
-        return f"It has never been queued: `{terminal.command('resume', run.path)}` queues it."
-    return "Nothing that it has left speaks of a failure." + (f" {state.reason}." if state.reason else "")
-
-
-def _end(run: RunDir, state: JobState) -> str:
-    life = history_of(run)
-    found = forecast_of(run, state, life, progress_of(run, pace_since=life.started.get("time", 0.0)))
-    if found is None:
-        return ""
-    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + found.seconds))
-    return f"It ends about {end}, {words(found)}."
+        life = history_of(run)
+        left = forecast_of(run, state, life, progress_of(run, pace_since=life.started.get("time", 0.0)))
+        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left.seconds)) if left is not None else ""
+        return str(course_of(run, ends=f"It ends about {end}, {words(left)}." if left is not None else ""))
+    resume, reason = terminal.command("resume", run.path), f" {state.reason}." if state.reason else ""
+    said = {
+        "COMPLETED": "It came to its end; nothing failed.",
+        "UNKNOWN": f"Nobody can tell what became of it: {state.reason}.",
+        "NOT SUBMITTED": f"It has never been queued: `{resume}` queues it.",
+    }
+    return said.get(state.state, f"Nothing that it has left speaks of a failure.{reason}")
 
 
 if __name__ == "__main__":
