@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,14 @@ import pytest
 
 from jobs import cli, submit
 from jobs.__main__ import verbs
-from trainkit.config.loading import load, to_yaml
+from tests.jobs.conftest import Command, make_run
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, UserError
-from trainkit.run.folder import RunDir, find_run
+from trainkit.run.folder import find_run
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
 PROJECT = Path(__file__).parents[2]
-Command = Callable[..., Any]
 # What flags take, in words that say it: not the flag's own last word again (NODE, TASK, RUN_DIR).
 WORDS = {
     "A", "ADDRESS", "EVENTS", "FEATURES", "FILE", "FOLDER", "HOST", "IMAGE", "K", "KEY", "KIND", "N", "NAME", "NODES",
@@ -46,18 +45,6 @@ def settings(parser: cli.Parser, *words: str) -> dict[str, tuple[Any, str]]:
     return cli.launch_flags(parser.parse_intermixed_args(["ddp", *words]))
 
 
-def exit_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["x", "y"])
-    return cli.call(main)
-
-
-def raising(error: BaseException) -> Callable[[Sequence[str], Mapping[str, str]], int]:
-    def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-        raise error
-
-    return main
-
-
 # Resource flags
 
 
@@ -77,19 +64,18 @@ def test_every_resource_flag_has_a_key() -> None:
         (["--gpus-per-node", "auto"], {"launch.gpus_per_node": ("auto", "--gpus-per-node")}),
         (["--mem", "0"], {"launch.mem": ("0", "--mem")}),
         (["-w", "n[1-2]"], {"launch.nodelist": ("n[1-2]", "--nodelist")}),
+        (
+            ["--sbatch", "comment=a=b", "--sbatch", "exclusive", "--srun", "cpu-bind=cores"],
+            {
+                "launch.sbatch": ({"comment": "a=b", "exclusive": ""}, "--sbatch"),
+                "launch.srun": ({"cpu-bind": "cores"}, "--srun"),
+            },
+        ),
         ([], {}),
     ],
 )
 def test_a_flag_sets_its_key(parser: cli.Parser, words: list[str], expected: dict[str, Any]) -> None:
     assert settings(parser, *words) == expected
-
-
-def test_other_options_of_sbatch_are_pairs(parser: cli.Parser) -> None:
-    given = settings(parser, "--sbatch", "comment=a=b", "--sbatch", "exclusive", "--srun", "cpu-bind=cores")
-    assert given == {
-        "launch.sbatch": ({"comment": "a=b", "exclusive": ""}, "--sbatch"),
-        "launch.srun": ({"cpu-bind": "cores"}, "--srun"),
-    }
 
 
 def test_an_option_without_a_key_is_refused(parser: cli.Parser) -> None:
@@ -135,28 +121,27 @@ def test_a_wrong_flag_is_answered_with_what_is_right(parser: cli.Parser, words: 
 # Running
 
 
-def test_a_command_gets_arguments_and_environment_and_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-        seen.extend([argv, env["OMP_NUM_THREADS"]])
-        return 7
-
-    assert exit_code(main, monkeypatch) == 7
-    assert seen == [["y"], "1"]
-
-
-def test_an_error_for_users_is_on_stderr_with_its_exit_code(
+def test_a_command_gets_arguments_and_environment_and_its_end_is_a_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code(raising(RefusedError("No GPUs.", why="There are none.", fix="Ask for none.")), monkeypatch) == 3
+    """An error for users is on stderr; a bug of ours keeps its traceback."""
+    monkeypatch.setattr(sys, "argv", ["x", "y"])
+
+    def ended(outcome: int | BaseException) -> int:
+        def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+            assert (argv, env["OMP_NUM_THREADS"]) == (["y"], "1")
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        return cli.call(main)
+
+    assert ended(7) == 7
+    assert ended(KeyboardInterrupt()) == 130
+    assert ended(RefusedError("No GPUs.", why="There are none.", fix="Ask for none.")) == 3
     assert capsys.readouterr() == ("", "No GPUs.\n  why: There are none.\n  fix: Ask for none.\n")
-
-
-def test_a_bug_of_ours_keeps_its_traceback_and_an_interrupt_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError):
-        exit_code(raising(KeyError("bug")), monkeypatch)
-    assert exit_code(raising(KeyboardInterrupt()), monkeypatch) == 130
+        ended(KeyError("bug"))
 
 
 OF_TWO_WORDS = [
@@ -234,7 +219,7 @@ def test_a_python_without_pydantic_is_told_where_the_environment_is(tmp_path: Pa
 
 
 def test_a_name_of_a_preset_and_of_a_run_in_this_folder_is_neither(command: Command, tmp_path: Path) -> None:
-    RunDir.create(tmp_path / "ddp", to_yaml(load("ddp").config))
+    make_run(tmp_path / "ddp")
     done = command("submit", "ddp", "--dry-run")
     assert (done.code, done.err.splitlines()[0]) == (2, "'ddp' is a preset and a run.")
     assert "run folder" in command("submit", "./ddp", "--dry-run", "--executor", "local").out
@@ -243,9 +228,9 @@ def test_a_name_of_a_preset_and_of_a_run_in_this_folder_is_neither(command: Comm
 @pytest.mark.parametrize("verb", ["submit", "bench", "launch", "train"])
 def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_path: Path, verb: str) -> None:
     """Of those that take a preset or a run."""
-    RunDir.create(tmp_path / "runs" / "photos", to_yaml(load("ddp").config))
+    make_run(tmp_path / "runs" / "photos")
     (tmp_path / "photos").mkdir()
-    words = {"submit": ["--dry-run"], "bench": ["--dry-run"], "launch": ["--dry-run"], "train": ["--show-lr"]}[verb]
+    words = ["--show-lr" if verb == "train" else "--dry-run"]
     done = command(verb, *(["amp"] if verb == "bench" else []), "photos", "no.such=1", *words)
     assert done.code == 2
     assert re.search("runs/photos is a run|Unknown (key|section) 'no", done.err), "it is found; it has no such setting"
@@ -314,7 +299,7 @@ def test_a_mistake_is_told_as_what_it_is(command: Command) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_closed_checkpoints_of_somebody_else_are_told_as_a_closed_run_is() -> None:
     with tempfile.TemporaryDirectory() as shared:
-        run = RunDir.create(Path(shared, "ddp-0001"), to_yaml(load("ddp").config))
+        run = make_run(Path(shared, "ddp-0001"))
         run.checkpoints.mkdir(mode=0o700)
         for path in (Path(shared), run.path, *run.path.glob("*.yaml")):
             path.chmod(0o755)
