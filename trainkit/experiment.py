@@ -174,14 +174,7 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
             why="One run has one configuration.",
             fix="Give the same preset and overrides on every node.",
         )
-    writer: Writer | None = None
-    failed: TrainkitError | None = None
-    if dist.is_main:
-        try:
-            writer = open_run()
-        except TrainkitError as error:
-            failed = error
-    dist.raise_together(failed)
+    writer = dist.together(lambda: open_run() if dist.is_main else None)
     run_dir = RunDir(Path(dist.broadcast_json(str(writer.run.path) if writer is not None else "")))
     number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
     make_private(run_dir.path, exist_ok=True)  # a node without rank 0's disk writes its samples there

@@ -122,7 +122,9 @@ def test_it_multiplies_in_the_asked_format_and_takes_the_loss_in_fp32() -> None:
     assert update.meter.read()["loss"] == pytest.approx(exact.item(), rel=1e-6)
 
 
-RANKS = pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+RANKS = pytest.mark.parametrize(
+    ("preset", "world_size"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.long), ("fsdp", 2)]
+)
 
 
 def strict(text: str) -> Any:

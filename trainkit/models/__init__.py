@@ -93,14 +93,12 @@ def resolve(name: str) -> tuple[str, str]:
     if name.startswith(TIMM_SOURCES):
         return "timm", name
     library, slash, rest = name.partition("/")
-    if slash and library == "timm":
-        if rest.startswith(TIMM_SOURCES) or _is_timm(rest):
+    if slash and library in ("timm", "torchvision"):
+        is_timm = library == "timm"
+        if rest.startswith(TIMM_SOURCES) or _is_timm(rest) if is_timm else rest in torchvision_models():
             return library, rest
-        raise _unknown(name, [f"timm/{item}" for item in timm_models()], library)
-    if slash and library == "torchvision":
-        if rest in torchvision_models():
-            return library, rest
-        raise _unknown(name, [f"torchvision/{item}" for item in torchvision_models()], library)
+        known = timm_models() if is_timm else torchvision_models()
+        raise _unknown(name, [f"{library}/{item}" for item in known], library)
     if name in plugins.available(__name__):
         return "trainkit", name
     if ":" in name:
@@ -136,17 +134,13 @@ def _unknown(name: str, known: list[str], library: str | None) -> UserError:
                 fix=f"pip install {package}",
                 key="model.name",
             )
-    near = _nearest(name, known)
-    return UserError(
-        f"Unknown model '{name}'.",
-        why=f"Neither trainkit ({', '.join(plugins.available(__name__))}) nor timm nor torchvision has it."
-        if library is None
-        else f"{library} has no such classification model.",
-        fix=f"Did you mean {' or '.join(repr(item) for item in near)}?"
-        if near
-        else "Use a name of timm or torchvision, or package.module:function for a model of your own.",
-        key="model.name",
-    )
+    why = f"Neither trainkit ({', '.join(plugins.available(__name__))}) nor timm nor torchvision has it."
+    if library is not None:
+        why = f"{library} has no such classification model."
+    fix = "Use a name of timm or torchvision, or package.module:function for a model of your own."
+    if near := _nearest(name, known):
+        fix = f"Did you mean {' or '.join(repr(item) for item in near)}?"
+    return UserError(f"Unknown model '{name}'.", why=why, fix=fix, key="model.name")
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:
@@ -209,9 +203,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             module.train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
 
 
-# Whether a model takes the data's images and gives a score for each of its classes: asked before training starts.
-
-
 def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
     """Refuse a model that cannot map [N, in_chans, image_size, image_size] to [N, num_classes].
 
@@ -246,9 +237,6 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
             fix=f"It must return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number. "
             "Correct it, and submit again.",
         )
-
-
-# Models of timm and torchvision, fitted to the data: its classes, channels and image size.
 
 
 def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
@@ -374,21 +362,14 @@ def _replace_head(model: nn.Module, num_classes: int) -> None:
     """A new last layer for other classes than the weights were trained on."""
     from torch import nn
 
-    heads = [
-        (path, module)
-        for path, module in model.named_modules()
-        if (isinstance(module, nn.Linear) and module.out_features == 1000)
-        or (isinstance(module, nn.Conv2d) and module.out_channels == 1000)  # SqueezeNet's
-    ]
-    path, head = heads[-1]
     if num_classes == 1000:
         return
-    new: nn.Module
-    if isinstance(head, nn.Linear):
-        new = nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
-    else:
-        assert isinstance(head, nn.Conv2d)
-        new = nn.Conv2d(head.in_channels, num_classes, kernel_size=1)
+    path, new = "", model
+    for place, head in model.named_modules():  # the last of them
+        if isinstance(head, nn.Linear) and head.out_features == 1000:
+            path, new = place, nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
+        elif isinstance(head, nn.Conv2d) and head.out_channels == 1000:  # SqueezeNet's
+            path, new = place, nn.Conv2d(head.in_channels, num_classes, kernel_size=1)
     parent, _, last = path.rpartition(".")
     setattr(model.get_submodule(parent), last, new)
 
@@ -405,15 +386,13 @@ def _explain(error: Exception, name: str, options: dict[str, Any], library: str)
         )
     wants_weights = options.get("pretrained") or options.get("weights") or name.startswith(("hf-hub:", "hf_hub:"))
     if wants_weights and _is_download(error):
-        cache = "$HF_HOME (~/.cache/huggingface)" if library == "timm" else "~/.cache/torch/hub"
-        load = (
-            f"import timm; timm.create_model({name!r}, pretrained=True)"
-            if library == "timm"
-            else f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')"
-        )
-        bring = ""
-        if library == "timm" and not name.startswith(("hf-hub:", "hf_hub:")):
-            bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
+        cache, bring = "~/.cache/torch/hub", ""
+        load = f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')"
+        if library == "timm":
+            cache = "$HF_HOME (~/.cache/huggingface)"
+            load = f"import timm; timm.create_model({name!r}, pretrained=True)"
+            if not name.startswith(("hf-hub:", "hf_hub:")):
+                bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
         return UserError(
             f"The pretrained weights of {library}'s {name} could not be downloaded.",
             why=f"{message} (compute nodes often have no internet).",
