@@ -1,8 +1,20 @@
-"""Read, write and watch files: the one bounded reader, the one writer that follows no link, JSON lines."""
+"""Read, write and watch files: bounded when read, complete or absent when written, never through a stranger's link.
+
+Reading. A FIFO in the place of a file would be waited for without end, so only regular files are opened. A sparse file
+of many gigabytes takes no space on a disk, so every reader states its limit. A log that is a link to a key would show
+that key in a report, so a link is read only where the reader says ``follow``: files that the user names or has
+installed, and data. Numbers in records are finite, and of a size that can be printed.
+
+Writing. A run folder may be a stranger's archive, or one that a group writes to. So a file begins under a name that
+nobody can foresee, and its last move replaces a link instead of following it. The folders of a run are opened one by
+one, and one that is a link is refused. ``within`` names the run: its mode, not the umask, says who may read its files.
+
+Watching. `FileWatcher` waits until a file of this machine grows, or a process of it ends; Linux reports both. inotify
+sees what processes of this machine write; others' changes on a networked disk are not reported.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import json
@@ -24,18 +36,6 @@ from typing import Any, BinaryIO, TypeGuard
 
 from trainkit import terminal
 from trainkit.errors import UserError
-
-# Read and write files: bounded when read, complete or absent when written, never through a stranger's link.
-#
-# Reading. A FIFO in the place of a file would be waited for without end, so only regular files are opened. A sparse
-# file of many gigabytes takes no space on a disk, so every reader states its limit. A log that is a link to a key
-# would show that key in a report, so a link is read only where the reader says ``follow``: files that the user names
-# or has installed, and data. Numbers in records are finite, and of a size that can be printed.
-#
-# Writing. A run folder may be a stranger's archive, or one that a group writes to. So a file begins under a name that
-# nobody can foresee, and its last move replaces a link instead of following it. The folders of a run are opened one
-# by one, and one that is a link is refused. ``within`` names the run: its mode, not the umask, says who may read its
-# files.
 
 LARGEST = 1e18
 """A number beyond it is a mistake, or a run that has diverged: like infinity it counts as none."""
@@ -347,30 +347,23 @@ def _entered(folder: Path, within: Path | None, *, make: bool = False) -> Iterat
         mode = stat.S_IMODE(os.fstat(here).st_mode) | 0o700
         at = within
         for part in folder.relative_to(within).parts:
-            at = at / part
-            below = _step_into(at, here, mode, make=make)
-            os.close(here)
-            here = below
+            at, above, made = at / part, here, False
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, mode, dir_fd=above)
+                    made = True
+            try:
+                here = os.open(part, os.O_RDONLY | os.O_DIRECTORY | _OPEN, dir_fd=above)
+            except OSError:
+                if at.is_symlink():
+                    raise _link(at) from None
+                raise
+            os.close(above)
+            if made and stat.S_IMODE(os.fstat(here).st_mode) != mode:
+                os.fchmod(here, mode)
         yield here, mode & 0o666
     finally:
         os.close(here)
-
-
-def _step_into(folder: Path, above: int, mode: int, *, make: bool) -> int:
-    made = False
-    if make:
-        with suppress(FileExistsError):
-            os.mkdir(folder.name, mode, dir_fd=above)
-            made = True
-    try:
-        descriptor = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY | _OPEN, dir_fd=above)
-    except OSError:
-        if folder.is_symlink():
-            raise _link(folder) from None
-        raise
-    if made and stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
-        os.fchmod(descriptor, mode)
-    return descriptor
 
 
 def _link(path: Path) -> UserError:
@@ -447,14 +440,12 @@ def full(folder: Path) -> str:
 
     A quota is not seen by this.
     """
-    try:
+    with suppress(OSError):
         found = os.statvfs(folder)
-    except OSError:
-        return ""
-    if found.f_blocks and found.f_bavail * found.f_frsize < 1 << 16:
-        return f"No space left on the disk of {folder}"
-    if found.f_files and not found.f_favail:
-        return f"No inodes left on the disk of {folder}: too many files"
+        if found.f_blocks and found.f_bavail * found.f_frsize < 1 << 16:
+            return f"No space left on the disk of {folder}"
+        if found.f_files and not found.f_favail:
+            return f"No inodes left on the disk of {folder}: too many files"
     return ""
 
 
@@ -463,10 +454,6 @@ def folder(name: str) -> Path:
     package = Path(__file__).resolve().parent
     return package / name if (package / name).is_dir() else package.parent / name
 
-
-# Wait until a file of this machine grows, or a process of it ends; Linux tells both.
-#
-# inotify sees what processes of this machine write. Nobody tells of what others write onto a networked disk.
 
 _SELDOM = 5.0
 """Seconds until the next look even where every change is told."""
@@ -503,7 +490,7 @@ class FileWatcher:
             return False
         ready = readable(told, _SELDOM if self._sees_all and self._process is not None else otherwise)
         if self._inotify in ready:
-            with contextlib.suppress(BlockingIOError):
+            with suppress(BlockingIOError):
                 os.read(self._inotify, 1 << 16)
             self.watch(())  # a file that has come
         if self._process in ready:

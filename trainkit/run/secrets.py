@@ -1,20 +1,19 @@
-"""What looks like a credential in a text that is about to be written into a run folder.
+"""Find credentials in texts before they are written into a run folder.
 
-detect-secrets knows the shapes of services' tokens, and names like ``password = "..."``. Two things are ours: what it
-misses (bearer tokens, short or unquoted values, passwords with slashes, newer shapes), and what it must not take for a
-secret here: the kit's texts are models and data sets, full of hashes, keys of dictionaries and tokens of language. So
-its entropy detectors stay off, and a value counts by its name only if it is no placeholder, path, type or variable.
+detect-secrets knows the shapes of services' tokens, and names like ``password = "..."``. This module adds what it
+misses (bearer tokens, short or unquoted values, passwords with slashes, newer shapes), and excludes what is no secret
+here: texts about models and data sets are full of hashes, keys of dictionaries and tokens of language. So the entropy
+detectors are off, and a value with a telling name counts only if it is no placeholder, path, type or variable.
 
-A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is passed over.
+A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is skipped.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError
@@ -74,7 +73,7 @@ _IN_TEXT = re.compile(rf"(?i){_NAME}{_ASSIGNED}(?:{_QUOTED}|(?P<bare>[^\s\"'`,;]
 _AS_DEFAULT = re.compile(r"""["'](?P<name>[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD))["']\s*,\s*""" + _QUOTED)
 _WORTH_A_LOOK = re.compile(r"(?i)key|token|secret|pass|pwd|credential|contrase")
 _MAY_HAVE_A_SHAPE = re.compile(r"[A-Za-z0-9_-]{16,}|://|-----BEGIN|eyJ")
-"""What has none of these, nor a telling name, is none for any detector: so most settings do not need their import."""
+"""No detector finds anything in a text without one of these or a telling name: most settings need not import them."""
 
 _TEMPLATE = re.compile(r"^\$|\$\{|\$\(|\{[\w.!:\[\]'-]*\}|^<.*>$|%\(|%s|\*{3}|\.{3}|^(.)\1*$")
 _NOT_A_VALUE = re.compile(
@@ -91,9 +90,8 @@ _NOT_A_VALUE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One of them: the line that it begins in (from 1), its place in the text, and what it looks like."""
+class Finding(NamedTuple):
+    """What looks like a credential: its first line (from 1), its kind, and its place in the text."""
 
     line: int
     kind: str
@@ -118,13 +116,13 @@ def find(text: str, *, python: bool) -> list[Finding]:
 
 
 def is_credentials(name: str) -> bool:
-    """Whether a file of this name, with its folders, holds credentials, whatever they look like."""
+    """Whether a file is one of credentials, by its name and its folders."""
     *folders, last = name.split("/")
     return _FILES.fullmatch(last) is not None or not _FOLDERS.isdisjoint(folders)
 
 
 def refuse_settings(loaded: Loaded) -> None:
-    """Refuse a setting that looks like a credential: config.yaml must be complete, so that it cannot be left out.
+    """Refuse a setting that looks like a credential: config.yaml must be complete, so it cannot be left out.
 
     Raises:
         RefusedError: naming the setting, not its value.
@@ -168,15 +166,13 @@ def redacted(text: str, found: Iterable[Finding]) -> str:
 
 def _shaped(text: str) -> dict[tuple[int, int], str]:
     return {
-        match.span(1): _kind(match[1]) if kind == "token" else kind
+        match.span(1): next(
+            (name for name, each in _TOKENS.items() if kind == "token" and re.match(each, match[1])), kind
+        )
         for kind, shape in _SHAPES.items()
         for match in shape.finditer(text)
         if kind == "private key" or not _TEMPLATE.search(match[1])
     }
-
-
-def _kind(token: str) -> str:
-    return next(kind for kind, shape in _TOKENS.items() if re.match(shape, token))
 
 
 def _of_detectors(text: str) -> dict[tuple[int, int], str]:
@@ -219,7 +215,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_innocent(value: str, *, weak: bool, short: int = 16) -> bool:
-    """Whether a value is none, for all that its name says. ``token`` is a weak name: models are full of tokens."""
+    """Whether a value is no credential despite its name. ``token`` is a weak name: models are full of tokens."""
     if len(value) < 4 or _TEMPLATE.search(value) or _NOT_A_VALUE.search(value):
         return True
     mixed = re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])[\w.~+/=:@-]+", value) is not None
@@ -228,7 +224,7 @@ def _is_innocent(value: str, *, weak: bool, short: int = 16) -> bool:
 
 @cache
 def _detectors() -> tuple[list[Any], Any]:
-    """detect-secrets' detectors of shapes, and the one of names. A tenth of a second: it imports requests."""
+    """detect-secrets' detectors of shapes, and that of names. Takes a tenth of a second: it imports requests."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.keyword import KeywordDetector
 
