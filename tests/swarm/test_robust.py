@@ -1,4 +1,4 @@
-"""What a reducer makes of contributions, honest and not: tables of one round, in this process."""
+"""What a reducer makes of contributions, what peers make of averages, and how far an update is; in this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainkit.swarm.link import PART
 from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.robust import FRESH_SECONDS, Limits, Screen, Tally, newest_round, tally
+from trainkit.swarm.robust import FRESH_SECONDS, Limits, Screen, Tally, newest_round, slower_than, tally, untrue
 
 SIZE = 4000
 POSSIBLE = {f"peer-{index}": 100.0 for index in range(8)}
@@ -51,12 +52,43 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def test_honest_contributions_are_averaged_by_their_samples() -> None:
-    parts = contributions(4)
-    average, dropped = screened(parts, weights=[100.0, 100.0, 50.0, 50.0])
-    wanted = (2 * parts[0] + 2 * parts[1] + parts[2] + parts[3]) / 6
-    assert distance(average, wanted) < 0.05  # lengths differ by a little, and are clipped to the median
-    assert dropped == {}
+PARTS = contributions(8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "wanted", "error"),
+    [
+        # By their samples; lengths differ by a little, and are clipped to the median.
+        ({}, {"weights": [100.0, 100.0, 50.0, 50.0]}, [2, 2, 1, 1], 0.05),
+        # As far as speed makes possible; of a newcomer as much as the median.
+        ({}, {"weights": [100.0, 100.0, 1000.0]}, [2, 2, 3], 0.05),
+        ({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-0": 100.0, "peer-1": 100.0}}, [1, 1, 1], 0.05),
+        # Whose speed allows for nothing stops nobody, even if they are the most.
+        ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 1, 0, 0, 0], 0.05),
+        # The owner's side counts in full however fast it is.
+        ({}, {"weights": [1.0, 1.0, 1000.0], "trusted": [2]}, [0, 0, 1], 0.01),
+        # A quick peer moves further in proportion; a tiny one does not shrink the others, or the owner's side.
+        ({0: 3.0}, {"weights": [120.0, 40.0, 40.0]}, [3, 1, 1], 0.05),
+        ({2: 1e-9}, {"weights": [100.0] * 3}, [1, 1, 1], 0.05),
+        ({1: 1e-9}, {"weights": [100.0] * 2, "trusted": [0]}, [1, 1], 1e-6),
+        # Who has trained nothing neither counts nor is blamed.
+        ({3: 0.0}, {"weights": [100.0, 100.0, 100.0, 0.0]}, [1, 1, 1, 0], 0.05),
+        ({3: math.nan}, {"weights": [100.0, 100.0, 100.0, 0.0]}, [1, 1, 1, 0], 0.05),
+        # Eight honest ones with one invitation count in full, with others or without.
+        *(
+            ({}, {"weights": [100.0] * 8, "trusted": [0] * (others > 0), "together": range(others, 8)}, [1] * 8, 0.1)
+            for others in (0, 1, 3)
+        ),
+    ],
+)
+def test_honest_contributions_count_by_their_samples_and_nobody_is_blamed(
+    changed: dict[int, float], options: dict[str, object], wanted: list[float], error: float
+) -> None:
+    parts = [changed.get(index, 1.0) * part for index, part in enumerate(PARTS[: len(wanted)])]
+    average, judged = screened(parts, **options)  # type: ignore[arg-type]
+    kept = [weight * part for weight, part in zip(wanted, parts, strict=True) if weight]
+    assert distance(average, torch.stack(kept).sum(0) / sum(wanted)) < error
+    assert judged == {}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +101,7 @@ def test_honest_contributions_are_averaged_by_their_samples() -> None:
     ],
 )
 def test_an_attackers_contribution_is_dropped(attack: Callable[[Tensor], Tensor], why: str) -> None:
-    *honest, last = contributions(4)
+    *honest, last = PARTS[:4]
     average, judged = screened([*honest, attack(last)])
     assert list(judged) == ["peer-3"]
     assert judged["peer-3"].startswith(f"dropped: {why}")
@@ -79,41 +111,43 @@ def test_an_attackers_contribution_is_dropped(attack: Callable[[Tensor], Tensor]
 @pytest.mark.parametrize("factor", [6.0, 23.0, 1000.0])
 def test_who_is_many_times_longer_is_left_out_and_not_blamed(factor: float) -> None:
     """A newcomer's AdamW is fresh where the others' has settled."""
-    *honest, last = contributions(4)
+    *honest, last = PARTS[:4]
     screen = Screen(list("abcd"), Limits(possible=dict.fromkeys("abcd", 1000.0)), SIZE)
-    half = SIZE // 2
-    parts = [*honest, factor * last]
+    half, parts = SIZE // 2, [*honest, factor * last]
     found = [
-        screen.average(at, {i: part[at : at + half] for i, part in enumerate(parts)}, dict.fromkeys(range(4), 1.0), own)
-        for at, own in ((0, torch.zeros(half)), (half, torch.zeros(half)))
+        screen.average(
+            at,
+            {index: part[at : at + half] for index, part in enumerate(parts)},
+            dict.fromkeys(range(4), 1.0),
+            torch.zeros(half),
+        )
+        for at in (0, half)
     ]
     (verdict,) = screen.verdicts()
     assert (verdict.peer, verdict.action) == ("d", "left out")
     assert "times longer than the group's median" in verdict.why
     assert screen.counted().keys() == {"a", "b", "c"}
-    alone, _ = screened(honest)
-    assert distance(torch.cat(found), alone) < 0.02
+    assert distance(torch.cat(found), screened(honest)[0]) < 0.02
+
+
+def test_a_noticeably_longer_one_is_clipped_and_not_dropped() -> None:
+    _, judged = screened([*PARTS[:3], 3 * PARTS[3]])
+    assert list(judged) == ["peer-3"]
+    assert judged["peer-3"].startswith(("clipped: was 3.0 times longer", "clipped: was 3.1 times longer"))
 
 
 @pytest.mark.parametrize("claim", [1e9, float("nan"), float("inf"), -1.0])
 def test_a_claim_that_cannot_be_true_drops_its_sender(claim: float) -> None:
-    *honest, last = contributions(5)
+    *honest, last = PARTS[:5]
     average, dropped = screened([*honest, -last], weights=[100.0] * 4 + [claim])
     assert f"claims {claim:.3g} samples" in dropped["peer-4"]
     assert distance(average, screened(honest)[0]) < 1e-6
 
 
-def test_a_weight_counts_as_far_as_the_senders_speed_makes_possible() -> None:
-    parts = contributions(3)
-    believed, _ = screened(parts, weights=[100.0, 100.0, 1000.0])
-    assert distance(believed, screened(parts, weights=[100.0, 100.0, 150.0])[0]) < 1e-6
-
-
 @pytest.mark.parametrize("honest", [1, 2, 3])
 @pytest.mark.parametrize("factor", [-1.0, -4.0, -9.0])
 def test_who_comes_five_times_with_one_invitation_is_no_majority(honest: int, factor: float) -> None:
-    parts = contributions(honest + 5)
-    parts[honest:] = [factor * part for part in parts[honest:]]
+    parts = [*PARTS[:honest], *(factor * part for part in PARTS[honest : honest + 5])]
     many = range(honest, honest + 5)
     average, dropped = screened(parts, trusted=[0], together=many)
     assert set(dropped) == {f"peer-{index}" for index in many}
@@ -122,107 +156,40 @@ def test_who_comes_five_times_with_one_invitation_is_no_majority(honest: int, fa
     assert distance(alone, torch.stack(parts[:honest]).mean(0)) > 1.0
 
 
-@pytest.mark.parametrize("others", [0, 1, 2, 3])
-def test_eight_honest_peers_with_one_invitation_count_in_full(others: int) -> None:
-    parts = contributions(others + 8)
-    trusted = [0] if others else []
-    average, dropped = screened(parts, trusted=trusted, together=range(others, others + 8))
-    assert dropped == {}
-    assert distance(average, torch.stack(parts).mean(0)) < 0.1
-
-
-def test_statistics_of_one_who_comes_five_times_do_not_count_for_more() -> None:
-    parts = [torch.full((SIZE,), value) for value in (1.0, 2.0, 3.0, 90.0, 90.0, 90.0, 90.0, 90.0)]
-    average, _ = screened(parts, parameters=0, together=range(3, 8))
-    assert torch.equal(average, torch.full((SIZE,), 2.5))
-
-
-def test_a_newcomer_counts_as_much_as_the_median() -> None:
-    parts = contributions(3)
-    known = {"peer-0": 100.0, "peer-1": 100.0}
-    average, _ = screened(parts, weights=[100.0, 100.0, 900.0], possible=known)
-    assert distance(average, screened(parts)[0]) < 1e-6
-
-
-def test_peers_whose_speed_allows_for_nothing_stop_nobody() -> None:
-    """Even if they are the most."""
-    parts = contributions(5)
-    average, judged = screened(parts, trusted=[0], possible=SLOW)
-    assert distance(average, (parts[0] + parts[1]) / 2) < 0.05
-    assert judged == {}
-
-
-def test_the_owners_side_counts_in_full_however_fast_it_is() -> None:
-    parts = contributions(3)
-    average, dropped = screened(parts, weights=[1.0, 1.0, 1000.0], trusted=[2])
-    assert distance(average, parts[2]) < 0.01
-    assert dropped == {}
-
-
-def test_a_quick_peer_may_move_further_in_proportion_to_its_samples() -> None:
-    quick, *slow = contributions(3)
-    average, _ = screened([3 * quick, *slow], weights=[120.0, 40.0, 40.0])
-    assert distance(average, (9 * quick + slow[0] + slow[1]) / 5) < 0.05
-
-
-def test_who_has_trained_nothing_neither_counts_nor_is_blamed() -> None:
-    *honest, _ = contributions(4)
-    for nothing in (torch.zeros(SIZE), torch.full((SIZE,), float("nan"))):
-        average, dropped = screened([*honest, nothing], weights=[100.0, 100.0, 100.0, 0.0])
-        assert distance(average, screened(honest)[0]) < 1e-6
-        assert dropped == {}
-
-
-def test_a_tiny_contribution_does_not_shrink_the_others() -> None:
-    honest = contributions(2)
-    average, _ = screened([*honest, 1e-9 * honest[0]])
-    assert distance(average, (honest[0] + honest[1]) / 3) < 0.05
-
-
 @pytest.mark.parametrize(
     ("factor", "why"), [(-1.0, "points against the owner's side"), (-50.0, ""), (1000.0, "was 1e+03 times longer")]
 )
 def test_of_two_senders_the_owners_side_is_the_measure_and_blames_nobody(factor: float, why: str) -> None:
-    own, other = contributions(2)
-    average, judged = screened([own, factor * other], trusted=[0])
+    average, judged = screened([PARTS[0], factor * PARTS[1]], trusted=[0])
     assert list(judged) == ["peer-1"]
     assert judged["peer-1"].startswith("left out: ")
     assert why in judged["peer-1"]
-    assert distance(average, own) < 1e-6
-
-
-def test_of_two_senders_a_tiny_one_does_not_shrink_the_owners_side() -> None:
-    own, other = contributions(2)
-    average, _ = screened([own, 1e-9 * other], trusted=[0])
-    assert distance(average, own / 2) < 1e-6
+    assert distance(average, PARTS[0]) < 1e-6
 
 
 def test_of_two_strangers_the_shorter_is_the_measure_and_neither_is_against() -> None:
-    one, other = contributions(2)
-    average, judged = screened([one, -2 * other])
+    average, judged = screened([PARTS[0], -2 * PARTS[1]])
     assert list(judged.values()) == ["clipped: was 2.0 times longer than the group's median"]
-    assert float(average.norm()) <= float(one.norm())
+    assert float(average.norm()) <= float(PARTS[0].norm())
 
 
 def test_two_of_five_that_agree_with_one_another_do_not_win() -> None:
-    *honest, last = contributions(4)
+    *honest, last = PARTS[:4]
     average, dropped = screened([*honest, -last, -last])
     assert set(dropped) == {"peer-3", "peer-4"}
     assert distance(average, screened(honest)[0]) < 1e-6
 
 
 def test_where_peers_have_nothing_in_common_nobody_is_against() -> None:
-    generator = torch.Generator().manual_seed(1)
-    noise = [torch.randn(SIZE, generator=generator) for _ in range(4)]
+    noise = [torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     assert screened([*noise, -(noise[0] + noise[1]) / 2])[1] == {}
 
 
 def test_nobody_can_put_all_of_their_length_into_one_part() -> None:
-    names = [f"peer-{index}" for index in range(4)]
-    screen = Screen(names, Limits(possible=POSSIBLE), SIZE)
-    first, second = [part[:2000] for part in contributions(4)], [part[2000:] for part in contributions(4)]
-    whole = float(torch.cat([first[3], second[3]]).norm())
-    first[3], second[3] = torch.zeros(2000), second[3] / second[3].norm() * whole
+    screen = Screen([f"peer-{index}" for index in range(4)], Limits(possible=POSSIBLE), SIZE)
+    first, second = ([part[place] for part in PARTS[:4]] for place in (slice(2000), slice(2000, None)))
+    second[3] *= float(PARTS[3].norm()) / float(second[3].norm())
+    first[3] = torch.zeros(2000)
     weights = dict.fromkeys(range(4), 100.0)
     screen.average(0, dict(enumerate(first)), weights, torch.zeros(2000))
     average = screen.average(2000, dict(enumerate(second)), weights, torch.zeros(2000))
@@ -230,66 +197,122 @@ def test_nobody_can_put_all_of_their_length_into_one_part() -> None:
     assert float((average - alone).norm()) <= float(second[0].norm()) / 4 * 1.05
 
 
-def test_a_sender_that_was_dropped_stays_out_for_the_rest_of_the_round() -> None:
-    screen = Screen(["a", "b", "c"], Limits(), SIZE)
-    parts, weights, own = contributions(3, 100), dict.fromkeys(range(3), 1.0), torch.zeros(100)
-    screen.average(0, {**dict(enumerate(parts)), 2: torch.full((100,), float("nan"))}, weights, own)
-    average = screen.average(100, dict(enumerate(parts)), weights, own)
-    assert distance(average, (parts[0] + parts[1]) / 2) < 0.2
-    assert [(verdict.peer, verdict.action) for verdict in screen.verdicts()] == [("c", "dropped")]
-
-
-def test_of_the_first_claim_of_a_round_there_is_no_way_back() -> None:
+@pytest.mark.parametrize(
+    ("first", "claim", "counting", "out"),
+    [(math.nan, 1.0, 2, ["c"]), (1.0, 1e9, 3, [])],
+    ids=["who was dropped stays out", "the first claim counts"],
+)
+def test_what_a_sender_did_in_one_part_holds_for_the_round(
+    first: float, claim: float, counting: int, out: list[str]
+) -> None:
     screen = Screen(["a", "b", "c"], Limits(possible=dict.fromkeys("abc", 1.0)), SIZE)
     parts, own = contributions(3, 100), torch.zeros(100)
-    screen.average(0, dict(enumerate(parts)), dict.fromkeys(range(3), 1.0), own)
-    average = screen.average(100, dict(enumerate(parts)), {0: 1.0, 1: 1.0, 2: 1e9}, own)
-    assert distance(average, sum(parts, own) / 3) < 0.2
-
-
-def test_buffers_are_medians_and_one_liar_does_not_move_them() -> None:
-    parameters = SIZE - 3
-    parts = contributions(4)
-    for part, value in zip(parts, (1.0, 2.0, 3.0, -1e6), strict=True):
-        part[parameters:] = value
-    average, _ = screened(parts, parameters=parameters)
-    assert average[parameters:].tolist() == [1.5] * 3
-    average, _ = screened(parts[:3], parameters=parameters)
-    assert average[parameters:].tolist() == [2.0] * 3
-
-
-def test_of_two_senders_the_buffers_are_those_of_the_owners_side() -> None:
-    own, other = contributions(2)
-    own[-3:], other[-3:] = 1.0, -1e6
-    average, _ = screened([own, other], parameters=SIZE - 3, trusted=[0])
-    assert average[-3:].tolist() == [1.0] * 3
-
-
-def test_where_nobody_counts_nothing_changes() -> None:
-    own = torch.cat([torch.ones(SIZE - 3), torch.full((3,), 7.0)])
-    average, _ = screened([torch.full((SIZE,), float("nan"))] * 2, own=own, parameters=SIZE - 3)
-    assert average[:-3].abs().max() == 0.0
-    assert average[-3:].tolist() == [7.0] * 3
-
-
-def test_a_noticeably_longer_one_is_clipped_and_not_dropped() -> None:
-    *honest, last = contributions(4)
-    _, judged = screened([*honest, 3 * last])
-    assert list(judged) == ["peer-3"]
-    assert judged["peer-3"].startswith(("clipped: was 3.0 times longer", "clipped: was 3.1 times longer"))
+    screen.average(0, {**dict(enumerate(parts)), 2: first * parts[2]}, dict.fromkeys(range(3), 1.0), own)
+    average = screen.average(100, dict(enumerate(parts)), {0: 1.0, 1: 1.0, 2: claim}, own)
+    assert distance(average, sum(parts[:counting], own) / counting) < 0.2
+    assert [verdict.peer for verdict in screen.verdicts() if verdict.action == "dropped"] == out
 
 
 def test_a_slow_peer_that_sends_every_other_part_counts_in_those() -> None:
     screen = Screen([f"peer-{i}" for i in range(3)], Limits(possible=POSSIBLE), SIZE)
-    whole, own = contributions(3), torch.zeros(100)
+    own = torch.zeros(100)
     for index in range(SIZE // 100):
-        parts = dict(enumerate(part[100 * index : 100 * index + 100] for part in whole))
-        left_out = 0.0 if index % 2 else 100.0
-        average = screen.average(100 * index, parts, {0: 100.0, 1: 100.0, 2: left_out}, own)
-        counting = [parts[0], parts[1], *([parts[2]] if left_out else [])]
-        assert distance(average, sum(counting, own) / len(counting)) < 0.2
+        parts = dict(enumerate(part[100 * index : 100 * index + 100] for part in PARTS[:3]))
+        counting = 2 + index % 2
+        average = screen.average(100 * index, parts, {0: 100.0, 1: 100.0, 2: 100.0 * (index % 2)}, own)
+        assert distance(average, sum(list(parts.values())[:counting], own) / counting) < 0.2
     assert screen.verdicts() == ()
 
+
+@pytest.mark.parametrize(
+    ("values", "options", "median"),
+    [
+        ([1.0, 2.0, 3.0, -1e6], {}, 1.5),
+        ([1.0, 2.0, 3.0], {}, 2.0),
+        ([1.0, -1e6], {"trusted": [0]}, 1.0),  # of two the owner's side
+        ([1.0, 2.0, 3.0, *[90.0] * 5], {"together": range(3, 8)}, 2.5),  # who comes five times has one voice
+        ([math.nan, math.nan], {}, 7.0),  # where nobody counts nothing changes
+    ],
+)
+def test_buffers_are_medians_and_one_liar_does_not_move_them(
+    values: list[float], options: dict[str, Sequence[int]], median: float
+) -> None:
+    parts = [part.clone() for part in PARTS[: len(values)]]
+    for part, value in zip(parts, values, strict=True):
+        part[-3:] = value
+        part[:-3] *= value * 0.0 + 1.0
+    own = torch.cat([torch.ones(SIZE - 3), torch.full((3,), 7.0)])
+    average, _ = screened(parts, parameters=SIZE - 3, own=own, **options)  # type: ignore[arg-type]
+    assert average[-3:].tolist() == [median] * 3
+    assert bool(average[:-3].abs().max() == 0.0) == math.isnan(values[0])
+
+
+# What others have averaged.
+
+VALUES, PARAMETERS = 3 * PART, 3 * PART - 100  # the last hundred are running statistics
+ANNA, BOB, STATISTICS = slice(PART, 2 * PART), slice(2 * PART, VALUES), slice(PARAMETERS, VALUES)
+
+
+def trained(seed: int) -> Tensor:
+    """What a peer sends: in part what all have learned."""
+    vectors = [torch.randn(VALUES, generator=torch.Generator().manual_seed(one)) for one in (0, seed)]
+    vector = 0.3 * vectors[0] + vectors[1]
+    vector[PARAMETERS:] = 1.0 + 0.01 * vectors[1][PARAMETERS:]
+    return vector
+
+
+OWN = trained(1)
+AVERAGE = (OWN + trained(2) + trained(3)) / 3
+OPPOSITE = "as a reducer gave back the opposite of what it got (cosine -0."
+LONG = "as a reducer gave back an average"
+
+
+@pytest.mark.parametrize(
+    ("where", "factor", "options", "judged"),
+    [
+        (ANNA, 1.0, {}, {}),
+        *((ANNA, factor, {}, {"anna": ("dropped", OPPOSITE)}) for factor in (-1.0, -9.0, -50.0)),
+        (BOB, 100.0, {}, {"bob": ("dropped", "as a reducer gave back running statistics")}),
+        (BOB, math.nan, {}, {"bob": ("dropped", "as a reducer gave back values that are not finite")}),
+        (ANNA, 9.0, {}, {"anna": ("left out", LONG)}),
+        (ANNA, 100.0, {}, {"anna": ("dropped", LONG)}),
+        (ANNA, 9.0, {"slower": 4.0}, {}),  # what others have learned in more updates may be longer
+        # So may everything be if what this peer has averaged itself is.
+        (slice(PARAMETERS), 9.0, {}, {}),
+        (slice(PARAMETERS), 9.0, {"reducers": ("anna", "anna", "")}, {"anna": ("left out", LONG)}),
+        *((STATISTICS, factor, {}, {"bob": ("dropped", "as a reducer")}) for factor in (1e6, math.inf)),
+        (ANNA, -9.0, {"reducers": ("me", "", "bob")}, {}),  # what has not arrived is nobody's
+        (ANNA, -1.0, {"own": torch.cat([torch.zeros(PARAMETERS), OWN[PARAMETERS:]])}, {}),  # it has trained nothing
+    ],
+)
+def test_only_reducers_whose_averages_cannot_be_true_are_not_believed(
+    where: slice, factor: float, options: dict[str, object], judged: dict[str, tuple[str, str]]
+) -> None:
+    average = AVERAGE.clone()
+    average[where] *= factor
+    given = {"own": OWN, "reducers": ("me", "anna", "bob"), "slower": 1.0, **options}
+    found = untrue(average, num_parameters=PARAMETERS, own_id="me", **given)  # type: ignore[arg-type]
+    assert {verdict.peer: verdict.action for verdict in found} == {peer: action for peer, (action, _) in judged.items()}
+    assert all(verdict.why.startswith(judged[verdict.peer][1]) for verdict in found)
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "times"),
+    [
+        ({}, 100.0, 1.0),
+        ({"a": 400.0}, 100.0, 4.0),
+        ({"a": 50.0}, 100.0, 1.0),
+        ({"a": 400.0}, 0.0, 1.0),
+        ({"a": 100.0, "liar": 1e9}, 100.0, 1.0),  # one that claims any speed changes nothing
+    ],
+)
+def test_how_much_slower_a_peer_is_follows_from_what_all_say(
+    others: dict[str, float], own: float, times: float
+) -> None:
+    assert slower_than(others, own) == times
+
+
+# How far all are with an update.
 
 NOW = 1_000_000.0
 
@@ -304,35 +327,27 @@ def counted(own: Tally, *, trusted: tuple[str, ...] = (), is_trusted: bool = Fal
     return tally(own, others, round_index=3, trusted=trusted, is_trusted=is_trusted, now=NOW)
 
 
-def test_an_update_is_gathered_by_all_who_are_at_it() -> None:
-    found = counted(Tally(100, 10), a=told(150, 20), b=told(50, 5), behind=told(999, 50, round_index=2))
-    assert found == Tally(300, 35)
-    assert found.seconds_left(1000) == 20.0
-    assert found.seconds_left(300) == 0.0
+@pytest.mark.parametrize(
+    ("own", "others", "trusted", "gathered"),
+    [
+        (Tally(100, 10), {"a": told(150, 20), "b": told(50, 5), "behind": told(999, 50, round_index=2)}, (), (300, 35)),
+        (Tally(100, 50), {"a": told(60, 40, age=1.0)}, (), (200, 90)),  # it has gathered since it has spoken
+        (Tally(100, 50), {"dead": told(90, 40, age=FRESH_SECONDS + 1)}, (), (100, 50)),
+        (Tally(100, 10), {"liar": told(1 << 50, 1e9), "a": told(100, 10), "b": told(100, 10)}, (), (600, 60)),
+        (Tally(100, 10), {"fast": told(5000, 500)}, ("fast",), (5100, 510)),
+        (Tally(100, 10), {"fast": told(5000, 500)}, (), (400, 40)),
+    ],
+    ids=["all who are at it", "since then", "not heard any more", "a volunteer's claim", "the owner's side", "anybody"],
+)
+def test_an_update_is_gathered_by_all_who_are_at_it(
+    own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
+) -> None:
+    assert counted(own, trusted=trusted, **others) == Tally(*gathered)
 
 
-def test_who_has_not_spoken_for_a_second_has_gathered_for_one_more() -> None:
-    assert counted(Tally(100, 50), a=told(60, 40, age=1.0)).samples == 200
-
-
-def test_who_is_not_heard_any_more_has_nothing_to_give() -> None:
-    assert counted(Tally(100, 50), dead=told(90, 40, age=FRESH_SECONDS + 1)) == Tally(100, 50)
-
-
-def test_without_any_speed_there_is_no_end_in_sight() -> None:
-    assert counted(Tally(0, 0)).seconds_left(1) == math.inf
-
-
-@pytest.mark.parametrize("samples", [10**9, 1 << 50])
-def test_a_volunteers_claim_ends_no_update_for_all(samples: int) -> None:
-    found = counted(Tally(100, 10), liar=told(samples, 1e9), a=told(100, 10), b=told(100, 10))
-    assert found == Tally(600, 60)
-
-
-def test_the_owners_side_is_believed_and_may_be_much_faster() -> None:
-    fast = told(5000, 500)
-    assert counted(Tally(100, 10), fast=fast, trusted=("fast",)).samples == 5100
-    assert counted(Tally(100, 10), fast=fast).samples == 400
+def test_the_time_that_is_left_follows_from_samples_and_speed() -> None:
+    found = Tally(300, 35)
+    assert (found.seconds_left(1000), found.seconds_left(300), Tally(0, 0).seconds_left(1)) == (20.0, 0.0, math.inf)
 
 
 def test_both_ends_of_a_bound_come_to_the_same_sum() -> None:
