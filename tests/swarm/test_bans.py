@@ -14,16 +14,17 @@ from jobs import swarm
 from trainkit import fileio
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
-from trainkit.swarm.access import STRIKES, Ban, Bans, banned_with, bans_list, read_bans
+from trainkit.swarm.access import STRIKES, Ban, Bans, Excluded, banned_with, bans_list, read_bans
 from trainkit.swarm.admission import Admission, Member, keep_key, own_pass, revoked_list
 from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.robust import Findings, Round, Sentry, Strikes, Verdict
 
+pytestmark = pytest.mark.usefixtures("hivemind_here")
+
+OWNER = Key(b"o" * 32)
 EVE = Ban("QmEve", "eve", "sent values that are not finite")
 DROPPED = Verdict("QmEve", "dropped", EVE.why)
-
-
 LEFT_OUT = Verdict("QmEve", "left out", "was 23 times longer than the group's median")
 CLIPPED = Verdict("QmEve", "clipped", "long")
 
@@ -54,29 +55,20 @@ def test_the_memory_of_suspects_is_bounded() -> None:
     assert len(strikes.counts) <= 1000
 
 
-def test_a_ban_is_read_by_whoever_opens_the_run_and_lifted_by_name(tmp_path: Path) -> None:
-    running, command = Bans(tmp_path / "bans.jsonl"), Bans(tmp_path / "bans.jsonl")
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_ban_holds_until_it_is_lifted_by_name_or_id(kept: bool, tmp_path: Path) -> None:
+    """In a run folder for whoever opens it, and past a torn or foreign line; else as long as its peer lives."""
+    file = tmp_path / "bans.jsonl"
+    file.write_text('{"id": 5}\n["QmAnn"]\n{"name": "x"}\n{"id": "QmBob", "name"', encoding="utf-8")
+    running = Bans(file if kept else None)
+    command = Bans(file) if kept else running
     assert running.read() == {}
     running.add(EVE)
     running.add(EVE)
     assert list(command.read()) == ["QmEve"]
     assert command.lift("bob") == []
-    assert [(ban.id, ban.why) for ban in command.lift("eve")] == [("QmEve", EVE.why)]
+    assert [(ban.id, ban.why) for ban in command.lift("eve" if kept else "QmEve")] == [("QmEve", EVE.why)]
     assert running.read() == {}
-
-
-def test_a_torn_or_foreign_line_bans_nobody_and_hides_nobody(tmp_path: Path) -> None:
-    file = tmp_path / "bans.jsonl"
-    file.write_text('{"id": 5}\n["QmAnn"]\n{"name": "x"}\n{"id": "QmBob", "name"', encoding="utf-8")
-    Bans(file).add(EVE)
-    assert list(Bans(file).read()) == ["QmEve"]
-
-
-def test_without_a_run_folder_the_list_lasts_as_long_as_its_peer() -> None:
-    bans = Bans(None)
-    bans.add(EVE)
-    assert [ban.id for ban in bans.lift("QmEve")] == ["QmEve"]
-    assert bans.read() == {}
 
 
 def test_unban_lifts_the_ban_of_a_run_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,9 +80,6 @@ def test_unban_lifts_the_ban_of_a_run_and_says_so(tmp_path: Path, capsys: pytest
     assert swarm.main(["unban", "eve", str(run.path)], {}) == 0
     assert capsys.readouterr().out == "eve may take part again from the next round of swarm-1.\n"
     assert Bans(run.path / "bans.jsonl").read() == {}
-
-
-OWNER = Key(b"o" * 32)
 
 
 def told(role: Role, *bans: Ban, owner: Key = OWNER) -> bytes:
@@ -115,27 +104,27 @@ def test_the_last_word_about_somebody_counts_in_whatever_order() -> None:
         assert bool(bans.read()) == banned
 
 
-def test_a_volunteer_bans_nobody() -> None:
-    with pytest.raises(UntrustedError, match="a volunteer bans nobody"):
-        read_bans(Admission(OWNER.public), told("volunteer", EVE))
-
-
-def test_nor_does_a_stranger_or_a_reducer_that_was_revoked() -> None:
-    with pytest.raises(UntrustedError):
-        read_bans(Admission(OWNER.public), told("owner", EVE, owner=Key(b"s" * 32)))
-    admission, own = Admission(OWNER.public), grant(OWNER, "run", "anna", "reducer", time.time() + 60)
-    admission.revoke(revoked_list(own_pass(OWNER, "owner"), 1, [own.grant.id]))
-    with pytest.raises(UntrustedError, match="revoked"):
-        read_bans(admission, bans_list(own, [EVE]))
-
-
 @pytest.mark.parametrize(
-    "rows", [b"", b"5", b"[5]", b'[["id"]]', b'[["id","n","w",NaN,false]]', b'[[5,"n","w",1,false]]']
+    ("role", "owner", "content", "why"),
+    [
+        ("volunteer", OWNER, None, "a volunteer bans nobody"),
+        ("owner", Key(b"s" * 32), None, "another run"),
+        ("reducer", OWNER, "revoked", "revoked"),
+        *(
+            ("reducer", OWNER, rows, "no list of bans")
+            for rows in (b"", b"5", b"[5]", b'[["id"]]', b'[["id","n","w",NaN,false]]', b'[[5,"n","w",1,false]]')
+        ),
+    ],
 )
-def test_a_list_of_a_wrong_shape_is_refused(rows: bytes) -> None:
-    own = grant(OWNER, "run", "anna", "reducer", time.time() + 60)
-    with pytest.raises(UntrustedError, match="no list of bans"):
-        read_bans(Admission(OWNER.public), own.state("bans", rows))
+def test_who_may_not_ban_and_what_is_no_list_is_refused(
+    role: Role, owner: Key, content: bytes | str | None, why: str
+) -> None:
+    admission, own = Admission(OWNER.public), grant(owner, "run", "anna", role, time.time() + 60)
+    if content == "revoked":
+        admission.revoke(revoked_list(own_pass(OWNER, "owner"), 1, [own.grant.id]))
+    said = own.state("bans", content) if isinstance(content, bytes) else bans_list(own, [EVE])
+    with pytest.raises(UntrustedError, match=why):
+        read_bans(admission, said)
 
 
 def test_a_word_from_the_future_is_passed_over() -> None:
@@ -172,27 +161,20 @@ def test_a_volunteer_is_banned_with_its_invitation_the_owner_never(
 
 
 def test_a_ban_holds_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, record: object) -> None:
+        raise OSError(28, "No space left on device")
+
     bans = Bans(tmp_path / "bans.jsonl")
-    with monkeypatch.context() as patch:
-        patch.setattr(fileio, "append_jsonl", full)
-        bans.add(EVE)
-        assert list(bans.read()) == ["QmEve"]
-        with pytest.raises(OSError, match="No space left"):
-            bans.lift("eve")
-
-
-def full(path: Path, record: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-pytestmark = pytest.mark.usefixtures("hivemind_here")
+    monkeypatch.setattr(fileio, "append_jsonl", full)
+    bans.add(EVE)
+    assert list(bans.read()) == ["QmEve"]
+    with pytest.raises(OSError, match="No space left"):
+        bans.lift("eve")
 
 
 @pytest.mark.parametrize("submitted", [True, False])
 def test_a_ban_is_kept_in_the_run_folder_even_before_it_has_a_key(tmp_path: Path, submitted: bool) -> None:
     """A submitted run has a folder before it has created its swarm."""
-    from trainkit.swarm.access import Excluded
-
     key = Key.generate()
     if not submitted:
         keep_key(tmp_path, key)
@@ -208,11 +190,25 @@ PEERS = {"QmEve": PeerProgress("eve", 3, 640, 80.0, 1.0, 3, 0.0)}
 
 
 @dataclass
-class Averager:
-    """Stands for the averager's process."""
+class Watched:
+    """A sentry, the averager's process that it asks, and what came of it."""
 
     pending: list[Findings] = field(default_factory=list)
     expected: Mapping[str, float] = field(default_factory=dict)
+    bans: Bans = field(default_factory=lambda: Bans(None))
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    shut_out: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sentry = Sentry(
+            self,
+            self.bans,
+            remark=lambda kind, **facts: self.events.append((kind, facts)),
+            say=self.lines.append,
+            enforce=lambda banned: self.shut_out.append(sorted(banned)),
+            invitation_of=lambda peer: f"invitation of {peer}",
+        )
 
     def expect(self, possible: Mapping[str, float]) -> None:
         self.expected = possible
@@ -221,30 +217,12 @@ class Averager:
         found, self.pending = self.pending, []
         return found
 
-
-@dataclass
-class Watched:
-    """A sentry, and what came of it."""
-
-    averager: Averager = field(default_factory=Averager)
-    bans: Bans = field(default_factory=lambda: Bans(None))
-    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    shut_out: list[list[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sentry = Sentry(
-            self.averager,
-            self.bans,
-            remark=lambda kind, **facts: self.events.append((kind, facts)),
-            say=self.lines.append,
-            enforce=lambda banned: self.shut_out.append(sorted(banned)),
-            invitation_of=lambda peer: f"invitation of {peer}",
-        )
-
-    def round(self, *verdicts: Verdict, index: int = 0) -> None:
-        self.averager.pending.append(Findings(("QmAnn", "QmEve"), verdicts))
-        self.sentry.after_round(index, PEERS)
+    def rounds(self, *verdicts: Verdict, count: int = 1, **known: Any) -> list[str]:
+        """So many rounds with the same verdicts; the kinds of all events so far."""
+        for index in range(count):
+            self.pending.append(Findings(("QmAnn", "QmEve"), verdicts, **known))
+            self.sentry.after_round(index, PEERS)
+        return [kind for kind, _ in self.events]
 
 
 @pytest.fixture
@@ -255,54 +233,44 @@ def watched() -> Watched:
 @pytest.mark.parametrize(
     ("verdict", "event", "line"),
     [
-        (DROPPED, "peer_dropped", f"  eve was left out of round 7: {DROPPED.why}"),
-        (LEFT_OUT, "peer_left_out", f"  eve was left out of round 7: {LEFT_OUT.why}"),
+        (DROPPED, "peer_dropped", f"  eve was left out of round 1: {DROPPED.why}"),
+        (LEFT_OUT, "peer_left_out", f"  eve was left out of round 1: {LEFT_OUT.why}"),
         (CLIPPED, "peer_clipped", None),
     ],
 )
 def test_a_verdict_is_an_event_and_a_line(watched: Watched, verdict: Verdict, event: str, line: str | None) -> None:
-    watched.round(verdict, index=6)
-    assert watched.events == [(event, {"peer": "QmEve", "name": "eve", "why": verdict.why, "round": 7})]
+    watched.rounds(verdict)
+    assert watched.events == [(event, {"peer": "QmEve", "name": "eve", "why": verdict.why, "round": 1})]
     assert watched.lines == [line] * (line is not None)
 
 
-def test_the_third_time_in_a_row_shuts_the_door_on_the_invitation(watched: Watched) -> None:
-    for index in range(STRIKES):
-        assert watched.shut_out == []
-        watched.round(DROPPED, index=index)
+def test_a_peer_is_named_by_its_invitation_as_revoke_takes_it(watched: Watched) -> None:
+    watched.rounds(DROPPED, names={"QmEve": "mallory"})
+    assert watched.lines == ["  mallory was left out of round 1: sent values that are not finite"]
+
+
+def test_the_third_time_in_a_row_shuts_the_door_until_the_ban_is_lifted(watched: Watched) -> None:
+    watched.rounds(DROPPED, count=STRIKES - 1)
+    assert watched.shut_out == []
+    assert watched.rounds(DROPPED) == [*["peer_dropped"] * STRIKES, "peer_banned"]
     assert watched.shut_out == [["invitation of QmEve"]]
-    assert [kind for kind, _ in watched.events] == [*["peer_dropped"] * STRIKES, "peer_banned"]
     assert watched.lines[-1].endswith("To lift it: python -m jobs.swarm unban eve")
-
-
-def test_nobody_is_banned_with_whom_nobody_can_be() -> None:
-    """The owner, by a crowd of newcomers: it may be the one whose part is unlike the others'."""
-    watched = Watched()
-    watched.sentry.invitation_of = lambda peer: ""
-    for index in range(STRIKES + 1):
-        watched.round(DROPPED, index=index)
-    assert [kind for kind, _ in watched.events] == ["peer_dropped"] * (STRIKES + 1)
-    assert (watched.shut_out, watched.bans.read()) == ([], {})
-
-
-def test_a_ban_that_is_lifted_by_hand_opens_the_door_before_the_next_round(watched: Watched) -> None:
-    for index in range(STRIKES):
-        watched.round(DROPPED, index=index)
     watched.bans.lift("eve")
     watched.sentry.before_round(PEERS, 4.0)
     assert watched.shut_out[-1] == []
 
 
+def test_nobody_is_banned_with_whom_nobody_can_be(watched: Watched) -> None:
+    """The owner, by a crowd of newcomers: it may be the one whose part is unlike the others'."""
+    watched.sentry.invitation_of = lambda peer: ""
+    assert watched.rounds(DROPPED, count=STRIKES + 1) == ["peer_dropped"] * (STRIKES + 1)
+    assert (watched.shut_out, watched.bans.read()) == ([], {})
+
+
 def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) -> None:
     """Of a newcomer nothing is expected until it has told of a round."""
     watched.sentry.before_round({**PEERS, "QmNew": PeerProgress("new", 3, 0, 0.0, 0.0, 0, 0.0)}, 4.0)
-    assert watched.averager.expected == {"QmEve": 320.0}
-
-
-def test_a_peer_is_named_by_its_invitation_as_revoke_takes_it(watched: Watched) -> None:
-    watched.averager.pending.append(Findings(("QmAnn", "QmEve"), (DROPPED,), names={"QmEve": "mallory"}))
-    watched.sentry.after_round(6, PEERS)
-    assert watched.lines == ["  mallory was left out of round 7: sent values that are not finite"]
+    assert watched.expected == {"QmEve": 320.0}
 
 
 @pytest.mark.parametrize(("age", "is_news"), [(0, True), (60, False)])
@@ -316,17 +284,14 @@ def test_a_ban_by_another_of_the_owners_side_is_enforced(watched: Watched, age: 
 
 
 def test_a_crowd_of_liars_is_not_a_crowd_of_events(watched: Watched) -> None:
-    watched.round(*(Verdict(f"Qm{index:09}", "dropped", "lied") for index in range(200)))
-    assert len(watched.events) <= 20
+    assert len(watched.rounds(*(Verdict(f"Qm{index:09}", "dropped", "lied") for index in range(200)))) <= 20
 
 
 def test_two_of_one_invitation_are_one_ban(watched: Watched) -> None:
     watched.sentry.invitation_of = lambda peer: "invitation of eve"
-    for _ in range(STRIKES):
-        watched.round(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why))
+    kinds = watched.rounds(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why), count=STRIKES)
     assert list(watched.bans.read()) == ["invitation of eve"]
-    assert [kind for kind, _ in watched.events].count("peer_banned") == 1
-    assert sum("is banned" in line for line in watched.lines) == 1
+    assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (1, 1)
 
 
 LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what it got (cosine -0.90)")
@@ -345,14 +310,12 @@ def test_a_reducer_whose_averages_cannot_be_true_is_banned_by_the_owner(
     watched: Watched, untrue: Verdict | None, judges: bool, banned: bool
 ) -> None:
     watched.sentry = replace(watched.sentry, judges_reducers=judges)
+    told = (untrue,) if untrue else ()
     for index in range(STRIKES):  # in which she has contributed well
-        watched.averager.pending.append(Findings(("QmAnn", "QmEve"), ()))
-        told = (untrue,) if untrue else ()
+        watched.pending.append(Findings(("QmAnn", "QmEve"), ()))
         result = Round(3, "average", "", 1.0, drifted=False, reducers=("QmEve",), untrue=told)
         watched.sentry.after_round(index, PEERS, result)
     assert list(watched.bans.read()) == ["invitation of QmEve"] * banned
     if untrue == LIES:
         assert [kind for kind, _ in watched.events] == ["peer_dropped"] * STRIKES + ["peer_banned"] * banned
         assert watched.lines[0] == f"  What eve has averaged in round 1 is not used: {LIES.why}"
-    if banned:
-        assert watched.lines[-1].startswith(f"  eve is banned after {STRIKES} such rounds in a row.")

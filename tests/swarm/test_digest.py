@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MSGPackSerializer
 from torch import Tensor
 
-from trainkit.swarm import invitations
 from trainkit.swarm.admission import Admission, Member
-from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError
+from trainkit.swarm.exchange import digest_of, in_order, read_digest, read_state, sign_digest
+from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
-OWNER = Key(b"o" * 32)
+OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
 RUN = "digits-0001-ab"
 STATE = (torch.arange(1000.0), torch.ones(900))
-SIZES = [1000, 900]
+ROLES: dict[str, Role] = {"rita": "reducer", "owner": "owner", "vera": "volunteer"}
 
 
 def named(peer: str) -> bytes:
@@ -30,48 +33,43 @@ def named(peer: str) -> bytes:
     return bytes([0x12, 0x20]) + peer.encode().ljust(32, b".")
 
 
-def order(roles: dict[str, Role | None], said: dict[str, Any]) -> list[bytes]:
-    """Who is asked. ``roles``: None for strangers; ``said``: how important each says it is."""
-    from hivemind.p2p import PeerID
-
-    from trainkit.swarm.exchange import in_order
-
-    known = {str(PeerID(named(peer))): role for peer, role in roles.items()}
+def asked(found: object) -> list[bytes]:
+    """Who is asked for the state, where the DHT has found that; eve is a stranger."""
+    known = {str(PeerID(named(peer))): ROLES.get(peer) for peer in ("rita", "owner", "vera", "eve")}
 
     async def look_up(peer: str) -> Member | None:
         role = known[peer]
         return None if role is None else Member(peer, peer, role, round(time.time()) + 60, peer, b"")
 
-    found = {named(peer): SimpleNamespace(value=value) for peer, value in said.items()}
-    own = str(PeerID(named("me")))
-    return [bytes(peer.to_bytes()) for peer in asyncio.run(in_order(found, own, look_up))]
+    return [bytes(peer.to_bytes()) for peer in asyncio.run(in_order(found, str(PeerID(named("me"))), look_up))]
 
 
-def test_the_owner_is_asked_first_whatever_others_say_of_themselves() -> None:
-    roles: dict[str, Role | None] = {"rita": "reducer", "owner": "owner", "vera": "volunteer", "eve": None}
-    asked = order(roles, {"rita": 1e300, "owner": 1.0, "vera": 1e300, "eve": 1e300, "me": 1.0})
-    assert asked == [named("owner"), named("rita")]
-
-
-def test_who_gives_it_away_no_more_is_not_asked() -> None:
-    assert order({"rita": "reducer", "owner": "owner"}, {"rita": 1.0, "owner": None}) == [named("rita")]
+@pytest.mark.parametrize(
+    ("said", "order"),
+    [
+        ({"rita": 1e300, "owner": 1.0, "vera": 1e300, "eve": 1e300, "me": 1.0}, ["owner", "rita"]),
+        ({"rita": 1.0, "owner": None}, ["rita"]),  # who gives it away no more is not asked
+    ],
+)
+def test_the_owner_is_asked_first_whatever_others_say(said: dict[str, float | None], order: list[str]) -> None:
+    assert asked({named(peer): SimpleNamespace(value=value) for peer, value in said.items()}) == [*map(named, order)]
 
 
 @pytest.mark.parametrize("found", [None, 7, {"x": SimpleNamespace(value=1.0)}, {b"x": 7}])
 def test_a_record_of_anything_else_names_nobody(found: object) -> None:
-    from trainkit.swarm.exchange import in_order
-
-    async def look_up(peer: str) -> Member | None:
-        raise AssertionError
-
-    assert asyncio.run(in_order(found, "me", look_up)) == []
+    assert asked(found) == []
 
 
-def messages(*tensors: Tensor, digest: object, piece: int = 300) -> list[Any]:
-    """As hivemind sends a state."""
-    from hivemind.proto import averaging_pb2, runtime_pb2
-    from hivemind.utils import MSGPackSerializer
+def by(role: Role, owner: Key = OWNER) -> Pass:
+    return grant(owner, "digits-0001", "x", role, time.time() + 86400)
 
+
+def signed(own: Pass, *, run: str = RUN) -> bytes:
+    return sign_digest(own, digest_of(run, 7, STATE))
+
+
+def read(*tensors: Tensor, digest: object, piece: int = 300) -> tuple[int, list[Tensor]]:
+    """Round and tensors of a state as hivemind sends it; a ValueError says how many messages were taken."""
     made: list[Any] = []
     for tensor in tensors:
         data = tensor.numpy().tobytes()
@@ -79,97 +77,63 @@ def messages(*tensors: Tensor, digest: object, piece: int = 300) -> list[Any]:
             part = runtime_pb2.Tensor(buffer=data[first : first + piece], dtype="" if first else "float32")
             metadata = b"" if made else MSGPackSerializer.dumps({"digest": digest})
             made.append(averaging_pb2.DownloadData(tensor_part=part, metadata=metadata))
-    return made
-
-
-def signed(*tensors: Tensor, role: Role = "owner", run: str = RUN, key: Key = OWNER) -> bytes:
-    from trainkit.swarm.exchange import digest_of, sign_digest
-
-    return sign_digest(invitations.grant(key, "digits-0001", "x", role, time.time() + 60), digest_of(run, 7, tensors))
-
-
-def read(sent: list[Any]) -> tuple[int, list[Tensor], int]:
-    """Round and tensors, and how many messages were taken."""
-    from trainkit.swarm.exchange import read_state
-
-    taken = 0
+    count = len(made)
 
     async def stream() -> AsyncIterator[Any]:
-        nonlocal taken
-        for message in sent:
-            taken += 1
-            yield message
+        while made:
+            yield made.pop(0)
 
     try:
-        digest, tensors = asyncio.run(read_state(stream(), SIZES, Admission(OWNER.public), RUN))
+        found, state = asyncio.run(read_state(stream(), [1000, 900], Admission(OWNER.public), RUN))
     except ValueError as error:
-        raise ValueError(f"{error} ({taken})") from None
-    return digest.round, tensors, taken
+        raise ValueError(f"{error} ({count - len(made)})") from None
+    return found.round, state
 
 
 @pytest.mark.parametrize("role", ["owner", "reducer"])
 def test_a_state_is_what_the_owners_side_has_signed(role: Role) -> None:
-    round_index, tensors, _ = read(messages(*STATE, digest=signed(*STATE, role=role)))
+    round_index, tensors = read(*STATE, digest=signed(by(role)))
     assert round_index == 7
     assert all(torch.equal(*pair) for pair in zip(tensors, STATE, strict=True))
 
 
+OTHER = torch.cat([STATE[0][:-1], torch.zeros(1)])
+
+
 @pytest.mark.parametrize(
-    "digest",
-    [signed(*STATE, role="volunteer"), signed(*STATE, run="another"), signed(*STATE, key=Key(b"s" * 32)), b"", 7, None],
-    ids=["a volunteer's", "another run's", "a stranger's", "empty", "a number", "none"],
+    ("tensors", "digest", "why"),
+    [
+        (STATE, signed(by("volunteer")), "a volunteer does not say"),
+        (STATE, signed(by("owner"), run="b"), "of another run"),
+        (STATE, signed(by("owner", STRANGER)), "to another run"),
+        (STATE, b"", "cut short"),
+        (STATE, 7, "nobody has signed it"),
+        (STATE, None, "nobody has signed it"),
+        ((OTHER, STATE[1]), signed(by("owner")), "not what was signed"),
+        ((torch.ones(1_000_000),), signed(by("owner")), r"longer than the state of this run \(2[0-9]\)"),
+        *(
+            (tensors, signed(by("owner")), "than the state of this run")
+            for tensors in (STATE[:1], (STATE[0], STATE[1][:-1]), (*STATE, torch.zeros(0)), ())
+        ),
+    ],
 )
-def test_and_nothing_else_is_one(digest: object) -> None:
-    with pytest.raises((UntrustedError, ValueError)):
-        read(messages(*STATE, digest=digest))
-
-
-def test_a_state_that_is_not_the_one_that_was_signed_is_none() -> None:
-    other = STATE[0].clone()
-    other[500] += 1
-    with pytest.raises(ValueError, match="not what was signed"):
-        read(messages(other, STATE[1], digest=signed(*STATE)))
-
-
-def test_one_that_does_not_end_is_not_kept() -> None:
-    with pytest.raises(ValueError, match=r"longer than the state of this run \(2[0-9]\)"):
-        read(messages(*(torch.ones(1_000_000),), digest=signed(*STATE)))
-
-
-@pytest.mark.parametrize("tensors", [STATE[:1], (STATE[0], STATE[1][:-1]), (*STATE, torch.zeros(0)), ()])
-def test_nor_is_one_of_another_model(tensors: tuple[Tensor, ...]) -> None:
-    with pytest.raises(ValueError, match="than the state of this run"):
-        read(messages(*tensors, digest=signed(*STATE)))
-
-
-# Digests
-
-
-def by(role: Role, owner: Key = OWNER) -> Pass:
-    return invitations.grant(owner, "digits-0001", "x", role, time.time() + 60)
+def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, why: str) -> None:
+    with pytest.raises((UntrustedError, ValueError), match=why):
+        read(*tensors, digest=digest)
 
 
 @pytest.mark.parametrize("content", [[], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5])
 def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
-    from trainkit.swarm.exchange import read_digest
-
-    said = by("owner").state("state", json.dumps(content).encode())
     with pytest.raises(UntrustedError, match="it is no digest"):
-        read_digest(Admission(OWNER.public), said, run_id=RUN)
+        read_digest(Admission(OWNER.public), by("owner").state("state", json.dumps(content).encode()), run_id=RUN)
 
 
-@pytest.mark.parametrize("own", [by("volunteer"), by("owner", Key(b"s" * 32)), invitations.open_pass("eve", 2e9)])
-@pytest.mark.parametrize("open_run", [False, True])
-def test_neither_a_volunteer_nor_a_stranger_says_which_state_is_the_runs(own: Pass, open_run: bool) -> None:
-    from trainkit.swarm.exchange import digest_of, read_digest, sign_digest
-
-    statement = sign_digest(own, digest_of(RUN, 7, STATE))
+@pytest.mark.parametrize("own", [by("volunteer"), open_pass("eve", 2e9)])
+def test_nor_do_volunteers_and_strangers_of_an_open_run_say_which_state_is_the_runs(own: Pass) -> None:
     with pytest.raises(UntrustedError):
-        read_digest(Admission(OWNER.public, open_run=open_run), statement, run_id=RUN)
+        read_digest(Admission(OWNER.public, open_run=True), signed(own), run_id=RUN)
 
 
 def test_weights_and_momentum_cannot_be_shifted_into_each_other() -> None:
-    from trainkit.swarm.exchange import digest_of
-
     theta, momentum = STATE
     assert digest_of(RUN, 7, [theta, momentum]) != digest_of(RUN, 7, [torch.cat([theta, momentum[:1]]), momentum[1:]])
