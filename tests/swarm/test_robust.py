@@ -342,7 +342,7 @@ def counted(own: Tally, *, trusted: tuple[str, ...] = (), is_trusted: bool = Fal
 def test_an_update_is_gathered_by_all_who_are_at_it(
     own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
 ) -> None:
-    assert counted(own, trusted=trusted, **others) == Tally(*gathered)
+    assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW) == Tally(*gathered)
 
 
 def test_the_time_that_is_left_follows_from_samples_and_speed() -> None:

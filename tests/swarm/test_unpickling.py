@@ -8,7 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -101,21 +101,16 @@ def found() -> dict[str, list[str]]:
 
 
 @pytest.mark.swarm
+@pytest.mark.parametrize(
+    ("what", "known"),
+    [("unpicklers", KNOWN.keys()), ("pipes", PIPES.keys()), ("extensions", EXTENSIONS)],
+    ids=["modules that unpickle", "pipes that pickle", "objects that hivemind makes of messages"],
+)
 def test_a_peer_unpickles_only_what_its_own_processes_say(
-    found: dict[str, list[str]],
+    what: str, known: Collection[str], found: dict[str, list[str]]
 ) -> None:
     assert {"trainkit.swarm.exchange", "hivemind.averaging.averager"} <= set(found["modules"])
-    assert {line.split(":")[0] for line in found["unpicklers"]} - KNOWN.keys() == set(), found["unpicklers"]
-
-
-@pytest.mark.swarm
-def test_pipes_that_pickle_are_between_the_processes_of_one_peer(found: dict[str, list[str]]) -> None:
-    assert set(found["pipes"]) - PIPES.keys() == set()
-
-
-@pytest.mark.swarm
-def test_the_objects_that_hivemind_makes_of_messages_are_known(found: dict[str, list[str]]) -> None:
-    assert set(found["extensions"]) - EXTENSIONS == set()
+    assert {line.split(":")[0] for line in found[what]} - set(known) == set(), found[what]
 
 
 @pytest.mark.parametrize(

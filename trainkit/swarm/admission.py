@@ -465,7 +465,7 @@ class Owner:
         invited = list(fileio.read_jsonl(self._folder / INVITED_FILE))
         ids = [str(line["id"]) for line in invited if line.get("name") == name]
         if not ids:
-            names = sorted({str(line.get("name")) for line in invited})
+            names = sorted({str(line["name"]) for line in invited if "name" in line})
             raise UserError(
                 f"Nobody was invited as '{name}'.",
                 why=f"Invited to {self._folder.name}: {', '.join(names) or 'nobody'}.",
