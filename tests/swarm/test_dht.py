@@ -141,7 +141,7 @@ def watch_of(node: Node, oldest: float = 60.0) -> Any:
     ("peers", "oldest", "times", "pause"),
     [(3, 60.0, 120, 0.0), (16, 60.0, 120, 0.0), (64, 60.0, 40, 3.0), (176, 60.0, 12, 10.0), (176, 3.0, 40, 3.0)],
 )
-def test_what_a_peer_reads_a_second_does_not_grow_with_the_swarm_nor_do_news_get_too_old(
+def test_reads_a_second_do_not_grow_with_the_swarm_nor_do_news_get_too_old(
     peers: int, oldest: float, times: int, pause: float
 ) -> None:
     node = Node(peers)

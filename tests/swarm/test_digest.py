@@ -129,7 +129,7 @@ def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
 
 
 @pytest.mark.parametrize("own", [by("volunteer"), open_pass("eve", 2e9)])
-def test_nor_do_volunteers_and_strangers_of_an_open_run_say_which_state_is_the_runs(own: Pass) -> None:
+def test_at_an_open_run_strangers_do_not_say_which_state_is_the_runs(own: Pass) -> None:
     with pytest.raises(UntrustedError):
         read_digest(Admission(OWNER.public, open_run=True), signed(own), run_id=RUN)
 

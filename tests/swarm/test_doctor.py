@@ -47,7 +47,7 @@ def test_all_is_well_where_somebody_listens(about: About, listening: str) -> Non
     assert {what: finding.exit_code for what, finding in found.items()} == {"device": 0, "tcp": 0, "swarm": 0}
 
 
-def test_a_token_is_told_with_whose_it_is_and_an_unknown_name_with_its_remedy(about: About) -> None:
+def test_a_token_is_told_with_its_owner_and_an_unknown_name_with_its_fix(about: About) -> None:
     own = grant(Key(b"o" * 32), "hivemind-0001", "anna", "volunteer", 1.9e9)
     found = about(entry=Entry((f"/dns/nowhere.invalid/tcp/4711/p2p/{PEER}",), own))
     assert found["token"].found == "of anna, a volunteer of hivemind-0001, good until 2030-03-17 17:46 UTC"

@@ -295,7 +295,7 @@ def averager() -> Any:
     [([], [0, 0, 30, 120, 480, 600, 600, 600]), (["eve"], [0, 0, 0, 0, 0, 30, 60, 120])],
     ids=["sends nothing", "never ends"],
 )
-def test_a_peer_that_is_late_too_often_in_a_row_is_not_waited_for_and_each_time_for_longer(
+def test_who_is_late_too_often_in_a_row_is_shut_out_for_longer_each_time(
     averager: Any, clock: Clock, arrived: list[str], waited: list[float]
 ) -> None:
     found = []

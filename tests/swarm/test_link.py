@@ -88,7 +88,7 @@ def test_a_limit_holds_from_the_first_round_and_whatever_is_measured() -> None:
     assert one.upload == 2 * MEGABIT
 
 
-def test_what_was_measured_before_the_first_round_counts_and_is_not_told_again() -> None:
+def test_what_was_measured_before_the_first_round_is_not_told_again() -> None:
     slow = link(measured=2 * MEGABIT)
     assert (slow.load.codec, slow.load.rounds) == ("8bit", 6)
     assert slow.learn(slow.sent(EVERYTHING), found(2.0, 2.2)) == ""
