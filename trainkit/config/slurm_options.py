@@ -21,14 +21,11 @@ def time_minutes(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError("a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00")
-    days, *rest = match.groups()
-    a, b, c = (int(part) if part else 0 for part in rest)
-    if days is not None:
-        minutes = int(days) * 1440 + a * 60 + b + c / 60
-    elif rest[2] is not None:
-        minutes = a * 60 + b + c / 60
-    else:
-        minutes = a + b / 60
+    days, *parts = (int(part) if part else None for part in match.groups())
+    if days is None and parts[2] is None:  # M:S
+        parts = [0, *parts[:2]]
+    hours, whole, seconds = (part or 0 for part in parts)
+    minutes = (days or 0) * 1440 + hours * 60 + whole + seconds / 60
     if minutes <= 0:
         raise ValueError("a time above zero")
     return minutes

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 
 from trainkit import fileio, terminal
 from trainkit.config.checks import check_strategy, holds, strategy_traits
-from trainkit.config.loading import Loaded, Source
+from trainkit.config.loading import Loaded, Source, flatten
 from trainkit.config.slurm_options import objection, time_minutes
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.containers import Container, container_of, is_file
@@ -336,27 +336,16 @@ def require_container(loaded: Loaded, container: Container, facts: SiteFacts, sc
 
 def plan_rows(plan: Plan) -> list[Row]:
     """Value, source and reason of everything that the plan decided."""
-    prefixed = [("launch.", plan.decisions), ("#SBATCH --", plan.directives)]
-    return [
-        (prefix + item.name, _text(item.value), str(item.source), item.reason)
-        for prefix, items in prefixed
-        for item in items
-    ]
+    named_items = [(f"launch.{item.name}", item) for item in plan.decisions]
+    named_items += [(f"#SBATCH --{item.name}", item) for item in plan.directives]
+    return [(name, _text(item.value), str(item.source), item.reason) for name, item in named_items]
 
 
 def config_rows(loaded: Loaded) -> list[Row]:
     """Value and source of every setting, but for the resources, which the plan explains."""
     packaged = f"{fileio.folder('configs')}/"  # of our own presets the name says it
-    values = {key: value for key, value in loaded.config.model_dump(mode="json").items() if key != "launch"}
-    return [
-        (key, _text(value), str(loaded.source(key)).replace(packaged, ""), "")
-        for section, settings in values.items()
-        for key, value in (
-            [(f"{section}.{name}", value) for name, value in settings.items()]
-            if isinstance(settings, dict)
-            else [(section, settings)]
-        )
-    ]
+    values = loaded.config.model_dump(mode="json", exclude={"launch"})
+    return [(key, _text(value), str(loaded.source(key)).replace(packaged, ""), "") for key, value in flatten(values)]
 
 
 def _text(value: Any) -> str:
