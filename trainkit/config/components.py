@@ -295,7 +295,8 @@ def given_to_own(schedule: ScheduleConfig, steps_per_epoch: int) -> dict[str, An
 @lru_cache(maxsize=1)
 def library_optimizers() -> dict[str, Listed]:
     """``timm/NAME`` and ``torch/NAME`` -> optimizer; nothing of a library that is not installed."""
-    return {f"{listed.library}/{name}": listed for name, listed in [*_torchs(), *_timms()]}
+    torchs = ((name.lower(), Listed("torch", name, name, file)) for name, file in _torch_classes().items())
+    return {f"{listed.library}/{name}": listed for name, listed in [*torchs, *_timms()]}
 
 
 def _timms() -> Iterator[tuple[str, Listed]]:
@@ -324,11 +325,6 @@ def _timms() -> Iterator[tuple[str, Listed]]:
             alias, target = map(ast.literal_eval, call.args)
             found[alias] = found[target]
     yield from found.items()
-
-
-def _torchs() -> Iterator[tuple[str, Listed]]:
-    for name, file in _torch_classes().items():
-        yield name.lower(), Listed("torch", name, name, file)
 
 
 def _torch_classes() -> dict[str, Path]:
