@@ -173,17 +173,6 @@ def test_running_statistics_are_averaged_but_for_a_model_that_trains_on(trained_
     assert torch.equal(mean, own if trained_on else torch.full((3,), 2.0))
 
 
-def test_another_peers_state_is_taken_over_whole() -> None:
-    (_, donor), (model, outer) = outer_state(), outer_state()
-    donor.theta += 1.0
-    donor.momentum += 2.0
-    outer.load(donor.theta, donor.momentum, 4)
-    assert torch.equal(outer.theta, donor.theta)
-    assert torch.equal(outer.momentum, donor.momentum)
-    assert outer.round == 4
-    assert torch.equal(flat(model), weights(donor))
-
-
 @pytest.mark.parametrize("broken", ["weights instead of", "momentum: weights instead of", "not finite"])
 def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str) -> None:
     """One of another model, of another optimizer, of a model that has diverged."""

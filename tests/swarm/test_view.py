@@ -108,13 +108,10 @@ def seen(names: dict[str, str] | None = None, **own: Any) -> View:
     return view_of(SwarmRecords({CREATOR: manifest}, progress, accounts, names or {}), [EXAMPLE], None)
 
 
-def test_a_peer_is_credited_by_its_invitation_whatever_it_calls_itself() -> None:
-    rows = seen({"QmStranger": "mallory", CREATOR: "owner"}).peers
-    assert {row.peer: row.credited for row in rows} == {"QmStranger": "mallory", CREATOR: "x"}
-
-
-def test_accuracy_and_contributions_are_the_creators_account() -> None:
-    view = seen()
+def test_accuracy_and_credit_are_the_creators_account_not_what_a_peer_says() -> None:
+    """Credit goes by the name of an invitation."""
+    view = seen({"QmStranger": "mallory", CREATOR: "owner"})
+    assert {row.peer: row.credited for row in view.peers} == {"QmStranger": "mallory", CREATOR: "x"}
     assert view.val == {"loss": 0.5, "acc1": 90.0}
     assert [item.name for item in view.contributions] == [CREATOR]
 
