@@ -313,6 +313,19 @@ def test_nobody_is_told_to_install_a_package_that_may_be_a_strangers(run: RunDir
     assert "pip" not in cause.command + cause.fix
 
 
+def test_of_many_ranks_the_one_that_did_not_miss_another_is_the_cause(run: RunDir) -> None:
+    for rank in range(64):
+        words = "ValueError: mine" if rank == 37 else "RuntimeError: [n1]:4711: Connection reset by peer"
+        (run.attempt_logs(0) / f"rank-{rank}.err").write_text(TRACEBACK.format(words))
+    told = [f"srun: error: n{rank // 32 + 1}: task {rank}: Exited with exit code 1" for rank in range(64)]
+    assert diagnose(run, batch="\n".join(told)).what.startswith("Rank 37 on n2 raised ValueError: mine")
+
+
+def test_the_node_of_a_rank_is_known_without_its_word(run: RunDir) -> None:
+    (run.attempt_logs(0) / "rank-1.err").write_text(TRACEBACK.format("ValueError: mine"))
+    assert diagnose(run).what.startswith("Rank 1 on n2 raised")
+
+
 def no_splits(root: Path) -> tuple[int, int]:
     """A user's own data function, which is to return Splits."""
     return 1, 2

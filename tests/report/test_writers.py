@@ -41,6 +41,22 @@ def pictures(text: str) -> list[str]:
     return re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
 
 
+def test_a_run_that_diverged_says_from_where_and_what_it_skipped(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(steps=20, finished=False)
+    for step in range(30, 200, 10):
+        fileio.append_jsonl(run.metrics, {"step": step, "epoch": step / 20, "loss": float("nan"), "split": "train"})
+        fileio.append_jsonl(run.events, {"event": "nonfinite", "step": step})
+    diverged = "190 of 400 steps. **It has diverged: loss nan from step 30, 17 of 190 updates skipped.**"
+    assert diverged in written([run], tmp_path / "out")
+
+
+def test_a_pipe_in_the_place_of_the_record_is_not_waited_for(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(steps=0, finished=False)
+    os.mkfifo(run.metrics)
+    with pytest.raises(UserError, match="Cannot read"):
+        write_logbook(collect([run]), tmp_path / "out")
+
+
 def test_the_log_book_of_one_run_lies_beside_its_charts(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run("ddp-0001", "optim.lr=0.01", "seed=3", gpus=1)
     command = "python -m jobs.submit ddp --nodes 2 optim.lr=1e-2 seed=3 train.epochs=20"
