@@ -125,7 +125,8 @@ def take_part(
         return make_run(config, args.run_dir, f"{name}-{'peer' if place.trains else 'anchor'}", env)
 
     with terminal_peer() as peer:
-        say_end(*join_swarm(entry, place, peer.hooks(make), overrides, allow_code=args.allow_code))
+        ending, run = join_swarm(entry, place, peer.hooks(make), overrides, allow_code=args.allow_code)
+    say_end(ending, run)
     return 0
 
 

@@ -107,7 +107,8 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     place = place_of(args, host=args.host or "0.0.0.0", port=loaded.config.collaborative.port)
     with terminal_peer() as peer:
         hooks = peer.hooks(lambda config, _: make_run(config, args.run_dir, loaded.name, env))
-        say_end(*create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks))
+        ending, run = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
+    say_end(ending, run)
     return 0
 
 
@@ -217,7 +218,8 @@ def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
     from trainkit.swarm.peer import resume_swarm, terminal_peer
 
     with terminal_peer() as peer:
-        say_end(*resume_swarm(run, loaded.config, place, peer.hooks(lambda config, _: run)))
+        ending, ended = resume_swarm(run, loaded.config, place, peer.hooks(lambda config, _: run))
+    say_end(ending, ended)
     return 0
 
 

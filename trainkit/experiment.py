@@ -26,7 +26,7 @@ from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, StaleAttemptError, Writer
 from trainkit.run.folder import RunDir, make_private
-from trainkit.tasks import build_task
+from trainkit.tasks.base import build_task
 from trainkit.training.build import TrainState, build, wants_gpu
 from trainkit.training.loop import train, watched
 from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, resolve_micro_batch_size

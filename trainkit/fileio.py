@@ -84,10 +84,11 @@ def open_regular(path: Path, *, buffering: int = -1, follow: bool = False) -> Bi
 def read_bytes(path: Path, most: int = MOST_BYTES, *, follow: bool = False) -> bytes:
     """Read a whole file. Raises OSError, also for one of more than ``most`` bytes: half of one may mislead."""
     with open_regular(path, follow=follow) as file:
-        require_size(file, most)
-        content = file.read(most + 1)  # it may grow; files in /proc do not know their size
-    if len(content) > most:
-        raise _too_large(len(content), most)
+        content = file.read(require_size(file, most))
+        while more := file.read(1 << 16):  # it has grown; or it is a file in /proc, which does not know its size
+            content += more
+            if len(content) > most:
+                raise _too_large(len(content), most)
     return content
 
 

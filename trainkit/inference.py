@@ -28,7 +28,7 @@ from trainkit.errors import UserError
 from trainkit.fileio import write
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
-from trainkit.tasks import classes_in, difference, require_same_classes
+from trainkit.tasks.base import classes_in, difference, require_same_classes
 from trainkit.tasks.meter import mistakes_json
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.recorder import STEMS, Measured, measure_saved, no_average, too_many

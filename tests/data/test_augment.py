@@ -18,7 +18,7 @@ from trainkit.data import base
 from trainkit.data.augment import Augment, Mixing, RandAugment, RandomErasing, Target, beta, boxes
 from trainkit.data.base import Batch
 from trainkit.errors import UserError
-from trainkit.tasks import training_losses
+from trainkit.tasks.base import training_losses
 from trainkit.tasks.classification import Classification
 from trainkit.training.memory import check_batch_sizes
 

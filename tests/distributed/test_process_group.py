@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as c10d
 
-from tests.rank_functions import rank_env, run_ranks
-from trainkit.distributed.process_group import FIRST, MOST_APART, Distributed, StopVote, distributed
+from tests.rank_functions import _CONTEXT, rank_env, run_ranks
+from trainkit.data.loader import Batches
+from trainkit.distributed import process_group as module
+from trainkit.distributed.process_group import (
+    FIRST,
+    MOST_APART,
+    Distributed,
+    Place,
+    Stand,
+    StopVote,
+    distributed,
+    verdict,
+    watchdog,
+)
 from trainkit.errors import RunFailedError
 from trainkit.ranks import RankEnv, free_port
+from trainkit.ranks.signals import is_hang
+from trainkit.run.events import Attempt, history_of
+from trainkit.run.folder import RunDir
 
 
 def _join_without_the_others(env: RankEnv) -> str:
@@ -89,3 +116,200 @@ def test_ranks_agree_stop_at_the_same_poll_and_fast_polls_are_not_all_votes() ->
     assert ASKED < stops[1] <= ASKED + MOST_APART
     assert fast <= 12
     assert slow == 19
+
+
+# Ranks that hang: what they say, and of whom.
+
+HOSTS = ("n1", "n2")
+
+
+def augment_for_ever() -> None:
+    time.sleep(60)
+
+
+def keep_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _train(env: RankEnv, run: RunDir, stuck: Any) -> None:
+    attempt = Attempt(run, 0)
+    os.dup2(os.open(attempt.logs / f"rank-{env.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    module.GATHER_SECONDS = 1.0
+    place = Place(env.rank, HOSTS, attempt.logs)
+    with (
+        distributed(env, use_gpu=False) as dist,
+        watchdog(attempt, place, hang_seconds=1, beats_per_step=1) as beat,
+    ):
+        for _ in range(30):  # longer than a hang
+            beat()
+            dist.barrier()
+            time.sleep(0.05)
+        beat()
+        if env.rank == 1:
+            stuck()
+        dist.barrier()
+
+
+@contextmanager
+def two_ranks(function: Any, run: RunDir, *args: Any) -> Iterator[list[Any]]:
+    port = free_port()
+    ranks = [_CONTEXT.Process(target=function, args=(rank_env(rank, 2, port), run, *args)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+HANGS = {
+    augment_for_ever: (1, "behind the others: rank 1 on n2, which stands at .* in augment_for_ever"),
+    keep_the_lock: (1, ""),
+    stop: (None, "says nothing"),
+}
+"""How the second rank does not come to a collective -> its exit code, and what is said of it."""
+
+
+def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        attempts = [Attempt.begin(RunDir.create(tmp_path / stuck.__name__, "seed: 0\n")) for stuck in HANGS]
+        runs = [
+            held.enter_context(two_ranks(_train, attempt.run, stuck))
+            for attempt, stuck in zip(attempts, HANGS, strict=True)
+        ]
+        for first, second in runs:
+            first.join(40)
+            second.join(5)  # as long as srun gives it
+        codes = [[process.exitcode for process in ranks] for ranks in runs]
+    for attempt, found, (stuck, (code, words)) in zip(attempts, codes, HANGS.items(), strict=True):
+        assert found == [1, code], stuck
+        (failure,) = history_of(attempt.run).failures
+        assert (failure.rank, failure.host) == (1, "n2")
+        assert is_hang(failure.error)
+        assert re.search(words, failure.error)
+        stacks = [(attempt.logs / f"rank-{rank}.err").read_text() for rank in range(2)]
+        assert "in barrier" in stacks[0]
+        assert f"in {stuck.__name__}" in stacks[1] or code is None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_five_times_a_usual_update_is_no_hang(clock: list[float]) -> None:
+    pulse = module._Pulse(60, 3)
+    for seconds in (500, *[40] * 9):  # the first one compiles
+        for part in (0, 1, seconds - 1):
+            clock[0] += part
+            pulse.beat()
+    assert pulse.patience() == 200
+    clock[0] += 199
+    assert not pulse.is_over()
+    clock[0] += 2
+    assert pulse.is_over()
+
+
+def test_short_updates_have_hang_seconds_and_the_first_ten_minutes(clock: list[float]) -> None:
+    for hang_seconds, patience in ((60, 600), (900, 900)):
+        pulse = module._Pulse(hang_seconds, 3)
+        for _ in range(3):  # its data are there, and the model may be compiled
+            assert pulse.patience() == patience
+            pulse.beat()
+    pulse = module._Pulse(60, 1)
+    for _ in range(9):
+        clock[0] += 1
+        pulse.beat()
+    assert pulse.patience() == 60
+
+
+@pytest.mark.long
+def test_ranks_that_were_suspended_for_longer_than_a_hang_do_not_hang(tmp_path: Path) -> None:
+    """As SLURM does with jobs that it suspends."""
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    attempt = Attempt.begin(run)
+    (attempt.logs / "begun").mkdir()
+    with two_ranks(_keep_on, run) as ranks:
+        deadline = time.monotonic() + 60
+        while len(list((attempt.logs / "begun").iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for number, pause in ((signal.SIGSTOP, 8.0), (signal.SIGCONT, 0.0)):
+            for process in ranks:
+                os.kill(process.pid, number)
+            time.sleep(pause)
+        for process in ranks:
+            process.join(30)
+        assert [process.exitcode for process in ranks] == [0, 0]
+        assert not history_of(run).failures
+
+
+def _keep_on(env: RankEnv, run: RunDir) -> None:
+    attempt = Attempt(run, 0)
+    module.LATE_SECONDS = 1.0
+    place = Place(env.rank, HOSTS, attempt.logs)
+    with (
+        distributed(env, use_gpu=False) as dist,
+        watchdog(attempt, place, hang_seconds=3, beats_per_step=1) as beat,
+    ):
+        for index in range(40):
+            beat()
+            dist.barrier()
+            time.sleep(0.1)
+            if index == 10:
+                (attempt.logs / "begun" / str(env.rank)).touch()
+
+
+def test_a_rank_that_waits_for_its_data_loader_is_at_work_and_says_so() -> None:
+    batches: Batches[bool] = Batches(_Stuck())
+    frames: list[Stand] = []
+
+    def look() -> None:
+        frames.append(Stand.of(1, sys._current_frames()[threading.main_thread().ident or 0]))
+        _Stuck.go_on.set()
+
+    _Stuck.go_on.clear()
+    threading.Timer(0.2, look).start()
+    next(batches)
+    (stand,) = frames
+    assert not stand.waits
+    assert "in __next__, for its data loader" in stand.where
+
+
+class _Stuck:
+    """An iterator as torch's: it waits in Python's own library."""
+
+    go_on = threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(partial(self.go_on.wait, 30), False)
+
+
+AT_WORK, WAITS = Stand(7, False, "model.py:3 in forward"), Stand(7, True, "loop.py:9 in train")
+
+
+@pytest.mark.parametrize(
+    ("stands", "behind"),
+    [
+        ({0: WAITS, 1: AT_WORK, 2: WAITS}, 1),
+        ({0: AT_WORK, 1: AT_WORK, 2: Stand(6, True, "")}, 2),
+        ({0: WAITS, 2: AT_WORK}, 1),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, None),
+        ({0: AT_WORK, 1: AT_WORK, 2: AT_WORK}, None),
+        ({0: AT_WORK}, 0),  # alone
+    ],
+)
+def test_behind_is_who_is_silent_or_has_done_least_or_does_not_wait(
+    stands: dict[int, Stand], behind: int | None
+) -> None:
+    ranks = range(1 if len(stands) == 1 else 3)
+    assert verdict(stands, ranks, [f"n{rank}" for rank in ranks])[0] == behind

@@ -393,6 +393,24 @@ def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: Run
     assert not list(first.rglob("*.pyc"))
 
 
+def test_compiled_files_that_cannot_be_removed_are_not_vouched_for(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = shared(run)
+    (first / "jobs" / "__pycache__").mkdir()
+    packed = shutil.copytree(first.parent, tmp_path / "packed")
+    shutil.rmtree(first.parent)
+    shutil.copytree(packed, first.parent)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:  # as for a folder without write permission
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert snapshot.write_code(other := another(run), store=first.parent) == []
+    assert not other.code.is_symlink()
+
+
 def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
     first = shared(run)
     (first / "jobs" / "__pycache__").symlink_to(tmp_path)

@@ -324,6 +324,19 @@ def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
     assert len(when) >= 8, "and it goes on asking"
 
 
+def test_a_job_that_takes_its_time_to_end_is_looked_at_every_few_seconds(
+    tmp_path: Path, fake_command: Callable[[str, str], Path]
+) -> None:
+    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="7")
+    clock, calls = Clock(), fake_command("squeue", "echo '7|COMPLETING|None|0:39|n1'")
+    poller = Poller(run, clock)
+    while clock.now < 1030:
+        poller.state(soon=True)
+        clock.now += 0.5
+    assert len(calls.read_text().splitlines()) == 5
+
+
 def test_once_something_has_happened_it_is_asked_again_within_seconds(
     tmp_path: Path,
     fake_command: Callable[[str, str], Path],

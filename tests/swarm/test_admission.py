@@ -72,6 +72,7 @@ def test_a_peer_that_was_introduced_is_admitted_as_what_the_owner_says(role: Rol
 @pytest.mark.parametrize(
     "credential_shown",
     [*(shown(grant(STRANGER, "digits-0001", "anna", role, 2e9)) for role in ROLES), shown(EVE), revoked()],
+    ids=[*ROLES, "eve", "a list"],
 )
 def test_a_strangers_credential_admits_nobody_nor_does_a_list(credential_shown: bytes) -> None:
     admission = Admission(OWNER.public)

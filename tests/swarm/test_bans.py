@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -158,6 +159,13 @@ def test_a_volunteer_is_banned_with_its_invitation_the_owner_never(
     member = Member(peer, name, role, int(time.time()) + 60, "her invitation", b"")
     assert banned_with(member, peer, "QmMe") == banned
     assert banned_with(None, "QmEve", "QmMe") == "QmEve"
+
+
+@pytest.mark.parametrize("damage", [{"time": None}, {"name": 7}, {"why": "x" * 300}, {"lifted": 1}])
+def test_a_ban_holds_though_its_line_is_damaged(damage: dict[str, object], tmp_path: Path) -> None:
+    file = tmp_path / "bans.jsonl"
+    file.write_text(json.dumps({"id": "eve", "name": "Eve", "why": "lies", "time": 7.0, **damage}) + "\n")
+    assert list(Bans(file).read()) == ["eve"]
 
 
 def test_a_ban_holds_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

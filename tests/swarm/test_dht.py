@@ -79,6 +79,13 @@ def test_a_helper_that_lives_gets_more_time_on_a_loaded_machine(monkeypatch: pyt
         timer.join()
 
 
+def test_a_helper_that_cannot_reach_its_own_daemon_is_said_to_have_died() -> None:
+    asked: Future[str] = Future()
+    asked.set_exception(ConnectionRefusedError())
+    with pytest.raises(RunFailedError, match="has died: its node of the DHT"):
+        processes.answer_of(asked, "node of the DHT", os.getpid())
+
+
 @pytest.mark.swarm
 def test_nobody_else_controls_a_peers_daemon_whatever_the_umask(commands: Commands) -> None:
     """hivemind puts the sockets into /tmp, where everybody comes by."""

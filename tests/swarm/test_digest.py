@@ -116,6 +116,7 @@ OTHER = torch.cat([STATE[0][:-1], torch.zeros(1)])
             for tensors in (STATE[:1], (STATE[0], STATE[1][:-1]), (*STATE, torch.zeros(0)), ())
         ),
     ],
+    ids=range(12),
 )
 def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, why: str) -> None:
     with pytest.raises((UntrustedError, ValueError), match=why):

@@ -16,7 +16,7 @@ from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.data.base import Splits
 from trainkit.errors import UserError
-from trainkit.tasks import told_classes
+from trainkit.tasks.base import told_classes
 from trainkit.training.build import TrainState
 from trainkit.training.recorder import Progress, go_on
 

@@ -17,7 +17,7 @@ from trainkit.run.metrics import described, read_metrics
 TASK = """
 import torch
 from torch.nn import functional
-from trainkit.tasks import Task
+from trainkit.tasks.base import Task
 
 METRICS = {"mse": ("", "lower", "Mean squared error"), "mae": ("years", "lower", "Mean absolute error")}
 HEADLINE = "mae"

@@ -447,7 +447,8 @@ class Uploads:
         """Until everything that was to be sent by now is there, at most so long. Is it?"""
         with self._changed:
             asked = self._asked
-            return self._changed.wait_for(lambda: self._done >= asked, seconds)
+            self._changed.wait_for(lambda: self._done >= asked or not self._thread.is_alive(), seconds)
+            return self._done >= asked
 
     def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all is there; end, and say what is not, when nothing has come through for so long. Is it there?
@@ -567,7 +568,12 @@ class Uploads:
     def _held(self, record: Record) -> Iterator[Path]:
         """The checkpoint's files by other names of theirs, so that they stay when it is deleted meanwhile."""
         here = format.path_of(self._folder, record.step)
-        with _stage(self._folder / ".sending", lambda stage: fileio.make_folder(stage, self._writer.run.path)) as stage:
+
+        def make(stage: Path) -> None:
+            with suppress(OSError):  # on a full disk: then it is sent from where it is
+                fileio.make_folder(stage, self._writer.run.path)
+
+        with _stage(self._folder / ".sending", make) as stage:
             held = stage
             try:
                 for name in record.files:

@@ -195,10 +195,10 @@ class Sent:
 
     def __init__(self, held: Stored | Held, dist: Distributed) -> None:
         self._held, self._dist = held, dist
-        mine = [[name, _DTYPE_NAMES[dtype], list(shape)] for name, (dtype, shape) in held.facts.items()]
+        mine = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in held.facts.items()]
         told: Any = dist.broadcast_json(mine if dist.is_main else [])
         self.facts: Mapping[str, Facts] = {
-            str(name): (DTYPES[dtype], tuple(int(size) for size in shape)) for name, dtype, shape in told
+            str(name): (getattr(torch, dtype), tuple(int(size) for size in shape)) for name, dtype, shape in told
         }
 
     def take(self, name: str, like: Tensor | None) -> Tensor:

@@ -293,13 +293,14 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
         for item in history_of(run).failures
         if item.attempt in (attempt, None) and item.rank is not None
     ]
-    logs = {rank: rank_log(run, attempt, rank) for rank in ranks_of(run, attempt)}
-    written = [
-        Failure(attempt, rank, log.traceback.error, log.traceback.lines)
-        for rank, log in sorted(logs.items(), key=lambda item: item[1].path.stat().st_mtime)
-        if log.traceback
-    ]
-    found = [*hard, *said, *exited, *written]
+    written: list[tuple[float, Failure]] = []
+    for rank in ranks_of(run, attempt):  # of a thousand ranks, one log at a time is in memory
+        log = rank_log(run, attempt, rank)
+        if log.traceback:
+            failure = Failure(attempt, rank, log.traceback.error, log.traceback.lines)
+            written.append((log.path.stat().st_mtime, failure))
+    written.sort(key=lambda item: item[0])
+    found = [*hard, *said, *exited, *(failure for _, failure in written)]
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
     # A task that SLURM ended with the step is no cause; but where all others only miss one, it is the one to look at.
     return next(iter(causes or late or found), None)
@@ -365,9 +366,13 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
     Ranks that waited say so; the others were waited for. Where all say so, NCCL's count of enqueued work tells.
     """
     ranks = ranks_of(run, attempt, "out")
-    texts = {rank: rank_log(run, attempt, rank).text for rank in ranks}
-    waited = {rank for rank in ranks if _WAITED.search(texts[rank])}
-    enqueued = {rank: int(match[1]) for rank in ranks if (match := _ENQUEUED.search(texts[rank]))}
+    waited, enqueued = set[int](), dict[int, int]()
+    for rank in ranks:
+        text = rank_log(run, attempt, rank).text
+        if _WAITED.search(text):
+            waited.add(rank)
+        if match := _ENQUEUED.search(text):
+            enqueued[rank] = int(match[1])
     if not waited:
         return ()
     silent = tuple(rank for rank in ranks if rank not in waited)

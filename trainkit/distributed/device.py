@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -176,6 +177,13 @@ def share_of_cpus(device: torch.device) -> dict[str, int]:
     return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
 
 
+def give_freed_memory_back() -> None:
+    """Give freed memory back to the kernel, so that what a larger trial left does not count as the next one's."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 class MemoryGauge:
     """Peaks of this rank's memory: what the GPU's allocator has taken; on CPU, what the process has in RAM.
 
@@ -198,6 +206,7 @@ class MemoryGauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        give_freed_memory_back()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
         except OSError as problem:
@@ -219,6 +228,7 @@ class MemoryGauge:
         """Bytes held now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
+        give_freed_memory_back()
         return _status("VmRSS")
 
     def room(self) -> int:

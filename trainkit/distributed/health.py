@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
@@ -159,7 +159,7 @@ START_SECONDS = 30.0
 _ROUND_SECONDS, _LAST_SECONDS = 20.0, 5.0
 _ROUNDS = 8
 """Nodes are measured with so many others at most."""
-_LOST = (DistNetworkError, DistStoreError, RunFailedError, RuntimeError)
+_LOST = (RunFailedError, RuntimeError)
 
 
 def main(env: Mapping[str, str]) -> int:

@@ -279,17 +279,20 @@ def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
     file = folder / next(iter(content))
     seal = hashlib.sha256(f"{file}\0{file.stat().st_ctime_ns}".encode(errors="surrogateescape")).hexdigest()
     if not is_own(store, private=True) or seal not in run_folder.vouched():
-        _remove(*folder.rglob("__pycache__"))
+        for compiled in list(folder.rglob("__pycache__")):
+            shutil.rmtree(compiled)  # what cannot be removed is not vouched for: the run gets a copy of its own
         run_folder.vouch([seal])
     return folder
 
 
 def _remove(*paths: Path) -> None:
+    """Remove files, links and folders as far as that can be done; a disk may be read-only."""
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 def _remove_partial(folder: Path) -> None:

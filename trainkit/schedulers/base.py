@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
-
 from trainkit import fileio, plugins, terminal
 from trainkit.errors import RefusedError, UserError
 from trainkit.process import Answer as Said
@@ -420,7 +418,7 @@ KEPT_SECONDS = 20.0
 """With two commands each, that is six a minute."""
 CALLS_A_MINUTE = 6
 """Of one `Poller`, whatever happens."""
-EVERY_SECONDS = 30.0
+EVERY_SECONDS = 20.0
 SOON_SECONDS = 1.5
 _CALLS_FOR_ONE = 2
 """squeue and sacct; where a submission was cut short, both are also asked for its job."""
@@ -595,8 +593,9 @@ class Poller:
 
     def _ask(self) -> None:
         self._asked = self._clock()
-        self._calls += [self._asked] * (_CALLS_FOR_ONE * (2 if history_of(self._run).cut_short else 1))
         self._state = job_state(self._run)
+        calls = 1 if self._state.alive == "yes" else _CALLS_FOR_ONE  # of a job that squeue knows sacct is not asked
+        self._calls += [self._asked] * (calls * (2 if history_of(self._run).cut_short else 1))
 
 
 def _mark(life: RunHistory) -> str:
@@ -620,6 +619,8 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
     """What a scheduler says of jobs, or has said of all of them within `KEPT_SECONDS`."""
     if aged is None or not scheduler.batch:
         return scheduler.states(jobs)
+    from pydantic import TypeAdapter, ValidationError  # `cancel --help` does without
+
     now, file = time.time(), folder.state_file("queue.json")
     kept = TypeAdapter(dict[str, _Kept])
     try:

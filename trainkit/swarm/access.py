@@ -17,7 +17,7 @@ import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -37,7 +37,7 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.auth import TokenAuthorizerBase
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
 from trainkit.errors import RefusedError, UserError
@@ -452,7 +452,13 @@ class Ban(NamedTuple):
     lifted: bool = False
 
 
-_BAN, _BANS = TypeAdapter(Ban), TypeAdapter(list[Ban])
+_BANS = TypeAdapter(list[Ban])
+
+
+def _ban_in(record: Mapping[str, Any]) -> Ban:
+    name, why = (text if isinstance(text := record.get(key), str) else "" for key in ("name", "why"))
+    said = record.get("time")
+    return Ban(record["id"], name, why, float(said) if fileio.is_time(said) else 0.0, record.get("lifted") is True)
 
 
 class Bans:
@@ -481,9 +487,8 @@ class Bans:
                 if (stamp := (status.st_size, status.st_mtime_ns)) != self._stamp:
                     self._stamp = stamp
                     for record in fileio.read_jsonl(self._file):
-                        known = {key: record[key] for key in Ban._fields if key in record}
-                        with suppress(ValidationError):
-                            self._note(_BAN.validate_python({"name": "", "why": "", **known}))
+                        if isinstance(record.get("id"), str):  # whatever else is damaged, somebody was banned
+                            self._note(_ban_in(record))
         return self._said.values()
 
     def add(self, ban: Ban) -> None:

@@ -163,15 +163,18 @@ class Averaging:
         control: Future[Any] = Future()
 
         def search() -> None:
-            control.set_result(
-                self.averager.step(
+            try:
+                step = self.averager.step(
                     gather=about,
                     scheduled_time=max(boundary, time.time() + 0.3),
                     timeout=max(boundary - time.time(), 0.0) + grace,
                     require_trigger=True,
                     wait=False,
                 )
-            )
+            except Exception as error:
+                control.set_exception(error)
+            else:
+                control.set_result(step)
 
         # hivemind waits here without limit for a word of its process.
         threading.Thread(target=search, daemon=True).start()

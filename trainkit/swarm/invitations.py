@@ -39,7 +39,6 @@ T = TypeVar("T")
 # The purpose is part of what is signed: an invitation's signature is none of a state's digest.
 
 KEY_SIZE = 32
-SIGNATURE_SIZE = 64
 
 
 class UntrustedError(Exception):

@@ -129,8 +129,8 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
     while True:
         with suppress(OSError, FutureTimeoutError):
             return asked.result(0.5)
-        if asked.done():
-            return asked.result()  # the error is the answer's own
+        if asked.done():  # it answers that what it has started itself, libp2p's daemon, is out of reach
+            raise helper_has_died(helper)
         cores, load = os.cpu_count() or 1, os.getloadavg()[0]
         silent, known = time.monotonic() - began, family(pid)
         if not known or not all_alive(known[:1]):

@@ -138,16 +138,16 @@ class _Loop:
         try:
             self.nonfinite.add(peer.progress.position - 1, step, made)
         except DivergedError as error:
+            self.finish_exchange()
             if self.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
                 raise error
             # The checkpoint of a peer is what the peers have in common.
             peer.progress.rollbacks += 1
             self.nonfinite.in_a_row = 0
-            self.forget()
+            peer.common.forget()
 
-    def forget(self) -> None:
-        """Go on from the common weights."""
-        self.peer.common.forget()
+    def finish_exchange(self) -> None:
+        """Wait for what others still get from this peer; what it has given is no part of a divergence."""
 
 
 class TimedLoop(_Loop):
@@ -233,10 +233,9 @@ class TimedLoop(_Loop):
         self.note_update(made, peer.progress.step, taken, first=peer.progress.step <= 1, what="update", fix=fix)
         return lr, taken
 
-    def forget(self) -> None:
-        """As `_Loop`; what this peer has given is no part of it."""
+    def finish_exchange(self) -> None:
+        """As `_Loop`."""
         self.settle(math.inf)
-        super().forget()
 
     def settle(self, seconds: float) -> None:
         """Wait for the result of the last round, if it is not known yet, and take note of it."""

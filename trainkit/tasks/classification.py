@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.errors import UserError
-from trainkit.tasks import Task
+from trainkit.tasks.base import Task
 
 if TYPE_CHECKING:
     from trainkit.data.base import DataInfo, Splits

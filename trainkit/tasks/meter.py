@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainkit.tasks import Task
+from trainkit.tasks.base import Task
 
 if TYPE_CHECKING:
     from trainkit.data.base import DataInfo

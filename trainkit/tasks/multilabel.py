@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.tasks import Task
+from trainkit.tasks.base import Task
 
 if TYPE_CHECKING:
     from trainkit.data.base import DataInfo, Splits

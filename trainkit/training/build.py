@@ -32,7 +32,7 @@ from trainkit.fileio import make_own
 from trainkit.models import build_model, expected_input, freeze
 from trainkit.run import folder as run_folder
 from trainkit.strategies import HasTensors, SharesOptimizer, Strategy, TakesHollow, build_strategy, repeated_blocks
-from trainkit.tasks import Task, build_task
+from trainkit.tasks.base import Task, build_task
 from trainkit.training.optim import Ema, build_optimizer, lr_at
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
 from trainkit.training.timing import flops_per_image, peak_flops

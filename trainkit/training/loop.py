@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.base import derive_seed
-from trainkit.distributed.process_group import StopVote
-from trainkit.distributed.watchdog import Place, watchdog
+from trainkit.distributed.process_group import Place, StopVote, watchdog
 from trainkit.run.events import Attempt
 from trainkit.training.build import TrainState
 from trainkit.training.recorder import Recorder

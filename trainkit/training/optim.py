@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -173,6 +174,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 _ONECYCLE_DIV, _ONECYCLE_FINAL_DIV = 25.0, 1e4
 
 
+@cache
+def _own_schedule(name: str) -> Callable[..., Any]:
+    return plugins.load("trainkit.schedule", name)  # once: its file may change or go while the run goes on
+
+
 def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int) -> float:
     """Learning rate of update ``step`` (from 0) of ``total_steps``: a pure function, so that resuming needs no state.
 
@@ -188,7 +194,7 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     peak = optim.lr
     if schedule.is_own:
         given = given_to_own(schedule, steps_per_epoch)
-        rate = plugins.load("trainkit.schedule", schedule.name)(step, total_steps, peak, **given)
+        rate = _own_schedule(schedule.name)(step, total_steps, peak, **given)
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}.",

@@ -24,7 +24,7 @@ from trainkit.monitor import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Remark, Writer, read_events
 from trainkit.run.folder import RunDir
-from trainkit.tasks import require_same_classes, told_classes
+from trainkit.tasks.base import require_same_classes, told_classes
 from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool, confusion_json, mistakes_json
 from trainkit.training.build import TrainState
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs

@@ -15,7 +15,7 @@ from trainkit.distributed.device import is_free_to_ask, seed_random
 from trainkit.distributed.process_group import local_part
 from trainkit.errors import RunFailedError
 from trainkit.monitor import setback_line
-from trainkit.tasks import training_losses
+from trainkit.tasks.base import training_losses
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState
 from trainkit.training.optim import set_lr

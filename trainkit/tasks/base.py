@@ -1,0 +1,188 @@
+"""Tasks: what a model is trained for. One file a task, or ``package.module:build`` of the user's own.
+
+A task's file has ``build(splits, *, <options>) -> Task`` (`Task`), and states its metrics as literals:
+checks of a configuration and readers of a run do not import torch.
+
+    METRICS = {"mae": ("years", "lower", "Mean absolute error")}  # name: unit, which direction is better, label
+    HEADLINE = "mae"  # the one to judge by
+
+A file that states ``LABELS = "one"`` or ``"several"`` refuses data sets whose file states another; they are "one".
+One that states ``TAKES = ("label_smoothing", "class_weights")`` gets these settings of ``train`` by their names; of any
+other task they are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from trainkit import plugins
+from trainkit.config.components import check_task, taken_of_train
+from trainkit.errors import UserError
+from trainkit.terminal import one_line
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
+    from trainkit.data.augment import Target
+    from trainkit.data.base import Splits
+
+
+def build_task(config: Config, splits: Splits) -> Task:
+    """The task of a configuration.
+
+    Raises UserError for what `check_task` refuses, and for data that the task cannot be trained on.
+    """
+
+    name = config.task.name
+    check_task(config)
+    build = plugins.load("trainkit.tasks", name)
+    task = build(splits, **taken_of_train(config), **plugins.fill(build, config.task.options, where="task"))
+    is_task = isinstance(task, Task)
+    absent = [method for method in ("loss", "sums", "metrics") if is_task and not task.has(method)]
+    if not is_task or absent:
+        words = " and ".join(absent)
+        raise UserError(
+            f"{name} returned {f'a Task without {words}' if absent else 'no Task'}.",
+            why=f"It returned {type(task).__name__}. Each run needs loss, sums and metrics.",
+            fix="Return a subclass of trainkit.tasks.base.Task with these: it says what each is given and returns.",
+            key="task.name",
+        )
+    return task  # type: ignore[no-any-return]
+
+
+_KEY = "classes"
+"""Where a checkpoint's state has the names of the model's outputs, for the data may have other classes by now."""
+_LONGEST = 1 << 20
+"""Characters of JSON: of more the checkpoint's record would be too long to be read."""
+_SHOWN = 40
+
+
+class Task:
+    """What a model is trained for. `loss`, `sums` and `metrics` must be written; the others may.
+
+    ``output`` is the model's for a batch, float32 [N, num_classes]; ``target`` is what the data set gives as label,
+    collated: int64 [N] of whole numbers, float32 [N] of others, [N, ...] of tensors.
+    """
+
+    def loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
+        """The loss. ``reduction`` as in torch: ``mean`` over the batch, or ``none``: one for each sample, [N]."""
+        raise NotImplementedError
+
+    def sums(self, output: Tensor, target: Tensor) -> Tensor:
+        """Numbers of each sample that add up, bool or float [N, K]: hits, errors, counts."""
+        raise NotImplementedError
+
+    def metrics(self, sums: Sequence[float], samples: int) -> dict[str, float]:
+        """The metrics, from the K sums over so many samples; but for those of `pooled`."""
+        raise NotImplementedError
+
+    def training_loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
+        """The loss to train on, where it is another one than `loss`, which is measured in evaluation."""
+        return self.loss(output, target, reduction)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """How much each sample counts in training, [N]; the loss is the weighted mean over the global batch."""
+        return None
+
+    def pooled(self, output: Tensor, target: Tensor) -> dict[str, float]:
+        """Metrics that need all samples of an evaluation at once, such as those of a ranking; on the CPU."""
+        return {}
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """How likely each class is, [N, num_classes]. Without it the outputs are no classes: `predict` writes them."""
+        raise NotImplementedError
+
+    def wrong(self, output: Tensor, target: Tensor) -> Tensor:
+        """How surely each sample is wrong, [N]: the highest are kept as pictures; 0 or less: it is right."""
+        raise NotImplementedError
+
+    def words(self, output: Tensor, target: Tensor) -> tuple[str, str]:
+        """Of one sample that is `wrong`: what it is, and what the model takes it for."""
+        raise NotImplementedError
+
+    def taken_for(self, output: Tensor) -> Tensor:
+        """The class that each sample is taken for, int64 [N], for a confusion matrix; -1: none."""
+        raise NotImplementedError
+
+    def has(self, method: str) -> bool:
+        """Whether a method that may be written is."""
+        return getattr(type(self), method) is not getattr(Task, method)
+
+
+class Losses(NamedTuple):
+    """Means over a batch."""
+
+    plain: Tensor
+    """Of all samples alike."""
+    weighted: Tensor
+    """Of the losses times the weights of the samples; the same where there are no weights."""
+    weight: Tensor | None
+    """Of those weights."""
+
+
+def training_losses(task: Task, output: Tensor, target: Target) -> Losses:
+    """The training loss; a mixed image's against both labels, each by its share.
+
+    Where the loss is linear in the target, as cross entropy is, that is the loss against the mixture of the two.
+    """
+    weight = task.weights(target.labels)
+    if target.others is None and weight is None:  # the usual case in one kernel
+        loss = task.training_loss(output, target.labels, "mean")
+        return Losses(loss, loss, None)
+    first = _part(task, output, target.labels, target.share, weight)
+    if target.others is None or target.share is None:
+        return first
+    second = _part(task, output, target.others, 1 - target.share, task.weights(target.others))
+    both = None if first.weight is None or second.weight is None else first.weight + second.weight
+    return Losses(first.plain + second.plain, first.weighted + second.weighted, both)
+
+
+def _part(task: Task, output: Tensor, labels: Tensor, share: Tensor | None, weight: Tensor | None) -> Losses:
+    losses = task.training_loss(output, labels, "none")
+    losses = losses if share is None else losses * share
+    plain = losses.mean()
+    if weight is None:
+        return Losses(plain, plain, None)
+    return Losses(plain, (weight * losses).mean(), (weight if share is None else weight * share).mean())
+
+
+def told_classes(splits: Splits) -> dict[str, list[str]]:
+    """For the state of a checkpoint: the names of the model's outputs in order.
+
+    Nothing where there are too many, and of a peer that has no data, nor names.
+    """
+    names = [str(name) for name in splits.info.class_names]
+    is_known = len(splits.train) > 0 and len(json.dumps(names)) <= _LONGEST
+    return {_KEY: names} if is_known else {}
+
+
+def classes_in(state: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """What a checkpoint was trained on; None where it does not say so."""
+    names = state.get(_KEY)
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+
+
+def difference(trained: Sequence[str] | None, now: Sequence[str]) -> str:
+    """How the data's classes differ from a checkpoint's; empty if they do not, or if the checkpoint names none."""
+    now = tuple(map(str, now))
+    if trained is None or tuple(trained) == now:
+        return ""
+    if len(trained) != len(now):
+        return f"it was trained on {len(trained)} classes, and the data has {len(now)}"
+    first = next(label for label, (was, is_now) in enumerate(zip(trained, now, strict=True)) if was != is_now)
+    was, is_now = (one_line(names[first], _SHOWN) for names in (trained, now))
+    return f"class {first} was '{was}' in training, and in the data is '{is_now}'"
+
+
+def require_same_classes(state: Mapping[str, Any], splits: Splits, root: str) -> None:
+    """Raises UserError where the labels of the data mean other classes than in training."""
+    if found := difference(classes_in(state), splits.info.class_names):
+        raise UserError(
+            f"The data in {root} has other classes than the checkpoint.",
+            why=f"{found[0].upper()}{found[1:]}: its labels would stand for others.",
+            fix="Give the data as it was: data.root=FOLDER, if it has moved; or train anew on this one.",
+            key="data.root",
+        )
