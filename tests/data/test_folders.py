@@ -334,7 +334,8 @@ def test_photos_of_any_size_get_the_asked_size_and_are_augmented_in_training(sha
     train, evaluate = photo_transforms(32, augment=True)
     for transform in (train, evaluate):
         assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
-    assert not torch.equal(train(image), train(image))
+    first = train(image)  # of a very long photo the part is always the middle: then only mirroring differs
+    assert any(not torch.equal(train(image), first) for _ in range(64))
     plain, _ = photo_transforms(32, augment=False)
     assert torch.equal(plain(image), evaluate(image))
 
