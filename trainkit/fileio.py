@@ -15,7 +15,6 @@ sees what processes of this machine write; others' changes on a networked disk a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import math
@@ -31,6 +30,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -510,7 +510,7 @@ class FileWatcher:
     def _add(self, path: Path, mask: int) -> bool:
         if self._inotify is None:
             return False
-        return int(ctypes.CDLL(None).inotify_add_watch(self._inotify, os.fsencode(path), mask)) >= 0
+        return int(_libc().inotify_add_watch(self._inotify, os.fsencode(path), mask)) >= 0
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
@@ -524,10 +524,17 @@ def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
     return [descriptor for descriptor, _ in poll.poll(1000 * seconds)]
 
 
+@cache
+def _libc() -> Any:
+    import ctypes  # every command imports this module, and few watch a file
+
+    return ctypes.CDLL(None)
+
+
 def _open_inotify() -> int | None:
     if sys.platform != "linux":
         return None
-    descriptor = int(ctypes.CDLL(None).inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    descriptor = int(_libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     return descriptor if descriptor >= 0 else None
 
 
