@@ -14,7 +14,7 @@ from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_words
 from trainkit.errors import UserError
 from trainkit.finish import full_name, watch
-from trainkit.monitor.follow import RankLog, logs_of, ranks_of
+from trainkit.monitor.follow import LogTail, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
 from trainkit.terminal import one_line
@@ -48,7 +48,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise UserError(f"{run.name} has no attempt {args.attempt}.", why=why, fix=fix)
     asked, pattern, ending = _ranks(args.rank), _pattern(args.grep), "err" if args.err else "out"
 
-    def wanted(attempt: int) -> list[RankLog]:
+    def wanted(attempt: int) -> list[LogTail]:
         folder = run.attempt_logs(attempt)
         ranks = ranks_of(folder) if asked is None else asked
         return logs_of(folder, ranks, ending=ending, pattern=pattern)
@@ -131,10 +131,10 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
         print(f"--- {rest} of rank 0:")
 
 
-def _follow(run: RunDir, wanted: Callable[[int], list[RankLog]], attempt: int | None, first: str) -> None:
+def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | None, first: str) -> None:
     """Print new lines until the job ends, attempt after attempt."""
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
-    shown: dict[Path, RankLog] = {}
+    shown: dict[Path, LogTail] = {}
     waiting = ""
     with watch(run) as watched:
         while True:
@@ -162,7 +162,7 @@ def _follow(run: RunDir, wanted: Callable[[int], list[RankLog]], attempt: int | 
                 return
 
 
-def _print(log: RankLog, *, to_the_end: bool) -> None:
+def _print(log: LogTail, *, to_the_end: bool) -> None:
     try:
         for text in log.new(to_the_end=to_the_end):
             sys.stdout.write(terminal.log_text(text))

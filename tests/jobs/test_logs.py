@@ -160,7 +160,7 @@ def test_a_log_that_holds_nothing_but_holes_has_an_end(
 
 
 def test_a_log_that_has_become_shorter_is_not_read_again(tmp_path: Path) -> None:
-    log = follow.RankLog(tmp_path / "rank-0.out")
+    log = follow.LogTail(tmp_path / "rank-0.out")
     log.path.write_text("words of its first life\n")
     assert "".join(log.new()) == "words of its first life\n"
     log.path.write_text("anew\n")

@@ -502,7 +502,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
         for local_rank in range(plan.ntasks_per_node)
     ]
     streams = {".out": sys.stdout, ".err": sys.stderr} if node.node_rank == 0 else {}
-    shown = [(follow.RankLog(ranks[0].log.with_suffix(ending)), stream) for ending, stream in streams.items()]
+    shown = [(follow.LogTail(ranks[0].log.with_suffix(ending)), stream) for ending, stream in streams.items()]
     client = ProcessId.seen_from_here(env.get(CLIENT, ""))
 
     def tick() -> None:

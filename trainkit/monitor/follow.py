@@ -17,8 +17,7 @@ from typing import Any
 from trainkit import fileio, terminal
 from trainkit.fileio import FileWatcher
 from trainkit.monitor import duration, number, record_line, setback_line
-from trainkit.run.events import read_events
-from trainkit.run.events import typed as typed_event
+from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
     SETBACK_EVENTS,
@@ -55,7 +54,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -
             run that was killed leaves no event.
         notice: of `files_of` the run, and of the process whose end is that of the job, where it is one of this machine.
     """
-    events, metrics = _Tail(run_dir.events, typed_event), _Tail(run_dir.metrics, lambda raw: raw)
+    events, metrics = _RecordTail(run_dir.events, typed_event), _RecordTail(run_dir.metrics, lambda raw: raw)
     view = _BarView() if sys.stdout.isatty() else _LineView()
     with view.shown():
         history = events.read()
@@ -129,7 +128,7 @@ def _results(run_dir: RunDir) -> list[str]:
     return words
 
 
-class _Tail:
+class _RecordTail:
     """What was appended to a JSON-lines file since the last look. A line without its end is left for the next."""
 
     def __init__(self, path: Path, typed: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -275,7 +274,7 @@ class _BarView(_LineView):
 
 
 @dataclass
-class RankLog:
+class LogTail:
     """One rank's file, read on from where the last look ended.
 
     Args:
@@ -323,7 +322,7 @@ def ranks_of(logs: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
-def logs_of(logs: Path, ranks: Sequence[int], *, ending: str, pattern: re.Pattern[str] | None) -> list[RankLog]:
+def logs_of(logs: Path, ranks: Sequence[int], *, ending: str, pattern: re.Pattern[str] | None) -> list[LogTail]:
     """The logs of these ranks; each line says whose it is if there are several.
 
     Args:
@@ -331,4 +330,4 @@ def logs_of(logs: Path, ranks: Sequence[int], *, ending: str, pattern: re.Patter
     """
     width = len(str(max(ranks, default=0)))
     labels = [f"[rank {rank:{width}}] " if len(ranks) > 1 else "" for rank in ranks]
-    return [RankLog(logs / f"rank-{rank}.{ending}", label, pattern) for rank, label in zip(ranks, labels, strict=True)]
+    return [LogTail(logs / f"rank-{rank}.{ending}", label, pattern) for rank, label in zip(ranks, labels, strict=True)]

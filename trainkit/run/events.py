@@ -73,10 +73,10 @@ def read_events(run_dir: RunDir, kind: str | tuple[str, ...] | None = None) -> l
     """Events in the order they happened, of one kind, of some or of all."""
     kinds = (kind,) if isinstance(kind, str) else kind
     records = fileio.read_jsonl(run_dir.events, [f'"{name}"'.encode() for name in kinds or ()])
-    return [event for raw in records if (kinds is None or raw.get("event") in kinds) and (event := typed(raw))]
+    return [event for raw in records if (kinds is None or raw.get("event") in kinds) and (event := typed_event(raw))]
 
 
-def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+def typed_event(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """An event as others may rely on it; None without its kind. Fields of another type than theirs are left out, and
     text is one line: it is shown on terminals."""
     if not isinstance(raw.get("event"), str):
