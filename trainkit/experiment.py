@@ -178,7 +178,7 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
     run_dir = RunDir(Path(dist.broadcast_json(str(writer.run.path) if writer is not None else "")))
     number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
     make_private(run_dir.path, exist_ok=True)  # a node without rank 0's disk writes its samples there
-    return writer or Writer(Attempt(run_dir, number), lambda: None)
+    return writer or Writer(Attempt(run_dir, number))
 
 
 @contextmanager

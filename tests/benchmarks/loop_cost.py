@@ -187,7 +187,7 @@ class _Work:
             return time.monotonic() - waited
 
         parts = build(self.config, self.dist, self.splits, model=self.model())
-        writer = Writer(Attempt(RunDir(Path()), 0), lambda: None)
+        writer = Writer(Attempt(RunDir(Path()), 0))
         keeper = NoFiles(parts, writer, Checkpoints(Path(), keep=1, dist=self.dist), NullLogger(), Progress())
         batches = nullcontext(self.given(turn_by_the_clock))
         with (

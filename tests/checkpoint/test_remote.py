@@ -38,7 +38,7 @@ class Sender:
         self.run = RunDir.create(folder, to_yaml(load("single").config))
         (self.run.code / "jobs").mkdir(parents=True)
         (self.run.code / "jobs" / "own.py").write_text("print('hello')\n")
-        self.writer = Writer(Attempt.begin(self.run), check=lambda: None)
+        self.writer = Writer(Attempt.begin(self.run))
         self.store = Store(remote.claim(url, self.run).url, seconds=0.5, slowest_part=2.0)
         self.uploads = Uploads(self.store, self.writer, pause=0.05)
 

@@ -121,7 +121,7 @@ class Account:
 
     def __post_init__(self) -> None:
         creator: Any = made()
-        creator.writer, creator.clock = Writer(Attempt(self.run, 0), lambda: None), RoundClock(60.0, 0, 10)
+        creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
         creator.dht = SimpleNamespace(publish_credits=lambda known, seconds: self.told.append(known))
         creator.credits = Contributions.of(self.run)
         averager = SimpleNamespace(expect=lambda possible: None, findings=lambda: [self.found.pop()])

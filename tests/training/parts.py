@@ -58,7 +58,7 @@ def keeper_of(
 ) -> Recorder:
     """Of a run in ``folder``; its `Notes` are ``keeper.metrics``."""
     run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(parts.config))
-    writer = Writer(Attempt.begin(run), check=lambda: None)
+    writer = Writer(Attempt.begin(run))
     keep = parts.config.checkpoint.keep
     checkpoints = Checkpoints(run.checkpoints, keep=keep, dist=parts.dist, asynchronous=asynchronous)
     return Recorder(parts, writer, checkpoints, Notes(), progress, beat)

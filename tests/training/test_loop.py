@@ -50,7 +50,7 @@ def keeper_of(parts: TrainState, folder: Path, position: int = 0, beat: Callable
     folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(run.checkpoints, keep=1, dist=parts.dist)
     progress = Progress(step=position, position=position, validated_step=position)
-    return Recorder(parts, Writer(Attempt(run, 0), lambda: None), checkpoints, NullLogger(), progress, beat)
+    return Recorder(parts, Writer(Attempt(run, 0)), checkpoints, NullLogger(), progress, beat)
 
 
 def test_no_loop_has_an_update_of_its_own() -> None:

@@ -633,7 +633,7 @@ def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
     """
     with lease_on(run, Holder.me()) as lease:
         store = claim(url, run)
-        writer = Writer(Attempt(run, max(run.attempts(), default=0), lease.check), lease.check)
+        writer = Writer(Attempt(run, max(run.attempts(), default=0), lease.check))
         uploads = Uploads(store, writer)
         if not uploads.finish(seconds):
             why, fix = "It did not answer, or broke off, for a minute.", "Give the same command again once it is back."

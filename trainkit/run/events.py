@@ -749,13 +749,15 @@ class Writer:
     """What rank 0 needs to keep a run's record."""
 
     attempt: Attempt
-    check: Callable[[], None]
-    """Raises StaleAttemptError when another process has taken over; to be called before every write. What the attempt
-    writes down has asked it."""
 
     @property
     def run(self) -> RunDir:
         return self.attempt.run
+
+    def check(self) -> None:
+        """Raise StaleAttemptError when another process has taken over. Call it before every write but those of
+        `attempt`, which check by themselves."""
+        self.attempt.may_write()
 
 
 @contextmanager
@@ -777,4 +779,4 @@ def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Writer]:
                 why="SLURM has started the job again, and these ranks come late.",
                 fix="Nothing is to be done.",
             )
-        yield Writer(replace(attempt, may_write=lease.check), lease.check)
+        yield Writer(replace(attempt, may_write=lease.check))
