@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _SECTIONS = {"seed", "model", "data", "task", "train", "optim", "schedule", "strategy"}
 """Settings that loggers show. `launch` is not among them: its setup lines and mail address are private."""
+NOT_CURVES = ("time", "step", "split", "epoch", "samples")
+"""Keys of a record that are no measurement: loggers draw none of them."""
 
 
 class Logger(Protocol):
@@ -100,8 +102,13 @@ class _FanOut:
             raise
         except Exception as error:
             self._loggers.pop(name, None)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
+            say_off(name, error)
+
+
+def say_off(name: str, error: Exception) -> None:
+    """Say on stderr that a logger takes no more records, and why."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
 
 
 def prepare_loggers(config: Config) -> dict[str, object]:

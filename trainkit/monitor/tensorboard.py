@@ -15,14 +15,13 @@ from typing import Any
 from trainkit import fileio, terminal, workarounds
 from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
-from trainkit.monitor import Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.run.folder import RunDir
 
 _MOST_CLASSES = 400
 """Most classes whose confusion matrix is drawn,"""
 _LEGIBLE_CLASSES = 30
 """and most whose matrix is also a table."""
-_NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 _FLUSH_SECONDS = 10
 
 
@@ -62,7 +61,7 @@ class _TensorBoard:
         values = [
             Summary.Value(tag=_tag(key, split), simple_value=value)
             for key, value in record.items()
-            if key not in _NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool)
+            if key not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool)
         ]
         self._file.add_summary(Summary(value=values), step, record.get("time"))
         if split == "test":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from trainkit import fileio
-from trainkit.monitor import Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, say_off, training_settings
 from trainkit.process import leave
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ _REPORTED = 3
 """Exit code of a client that has reported why it failed."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals for the process that trains, which saves then, and tells the client when to end."""
-
-_NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
 _CLIENT = (
     "import sys; sys.path = [path for path in sys.path if path]; "
@@ -153,7 +151,7 @@ class _Wandb:
 
     def log(self, record: Mapping[str, Any]) -> None:
         split = record["split"]
-        values = {f"{key}/{split}": value for key, value in record.items() if key not in _NOT_CURVES}
+        values = {f"{key}/{split}": value for key, value in record.items() if key not in NOT_CURVES}
         self._client.send(log={key: record[key] for key in ("step", "epoch") if key in record} | values)
         if split == "test" and (found := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
             classes, counts = found
@@ -225,8 +223,7 @@ def run_client() -> NoReturn:
     try:
         _serve(json.loads(line) for line in sys.stdin.buffer)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"Logger 'wandb' is off from here on: {reason}", file=sys.stderr, flush=True)
+        say_off("wandb", error)
         leave(_REPORTED)
     leave(0)
 
