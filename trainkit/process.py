@@ -95,8 +95,8 @@ def granted_cpus() -> int:
     return min(visible_cpus(), int(granted) if granted.isdigit() else 0) or visible_cpus()
 
 
-def visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES of this process."""
+def gpu_mask() -> str | None:
+    """CUDA_VISIBLE_DEVICES of this process; None where it is not set, so that every GPU is visible."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainkit import fileio
-from trainkit.process import visible_gpus
+from trainkit.process import gpu_mask
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 
@@ -81,7 +81,7 @@ def sample_hardware(
         ranks: number of ranks of the run.
     """
     over = threading.Event()
-    gpus = Gpus(visible_gpus()) if device.startswith("cuda") else None
+    gpus = Gpus(gpu_mask()) if device.startswith("cuda") else None
     file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
     energy = Energy(gpus, last_sample(file))
     processes: dict[int, psutil.Process] = {}
