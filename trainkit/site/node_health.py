@@ -1,6 +1,8 @@
-"""A check of nodes: what `trainkit.distributed.health` found, judged, and who is to blame.
+"""A check of nodes, without torch: what each node says of itself, and which of them are to blame.
 
-Pure: from the report of rank 0 to findings, a table and an exit code.
+`node_facts` measures one node. The facts are plain JSON values, so that nodes can send them to each other; what a node
+cannot tell is absent. `trainkit.distributed.health` collects them into the report of rank 0, and `findings` judges that
+report: a pure function, as is `table`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ SLOWEST_GB_S = 0.01
 """100 Mbit/s: less is slow whatever the others have."""
 _STRANGERS_MB = 1024
 _HOT_C = 90
+MB = 1024 * 1024
+_LOOK_SECONDS = 0.3
+_BUSY_PERCENT = 50.0
+
+
+# The report, judged
 
 
 @dataclass(frozen=True)
@@ -229,12 +237,7 @@ def _gpus(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
 
 
-# What one node says of itself, without torch: plain JSON values, so that nodes can send them to each other. What a node
-# cannot tell is absent.
-
-MB = 1024 * 1024
-_LOOK_SECONDS = 0.3
-_BUSY_PERCENT = 50.0
+# What one node says of itself
 
 
 def node_facts(env: Mapping[str, str], folders: Sequence[Path]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What this machine and its site are: SLURM or not, partitions and their nodes, GPUs and CPUs here.
 
 `discover` asks; the rest are pure readers of what `scontrol` prints as text. Its JSON differs between SLURM's versions.
-What does not change from day to day stands below ``site:`` in a profile: `jobs.cluster discover` writes it, and
-`trainkit.site.profile` goes by it, so that a submission need not ask.
+What does not change from day to day stands below ``site:`` in a profile: `jobs.cluster discover` writes it, and the
+checks of a submission (`require_access`, `require_shared`) read it there instead of asking the scheduler.
 """
 
 from __future__ import annotations
@@ -244,6 +244,9 @@ def _node(fields: Mapping[str, str]) -> Node:
     )
 
 
+# What a profile keeps of a site
+
+
 @dataclass(frozen=True)
 class NodeKind:
     """Nodes of a partition that are alike. Memory in MB; null where the site does not say."""
@@ -422,6 +425,9 @@ def _kind(kind: NodeKind) -> str:
     return f"{kind.count} x {kind.cpus} CPUs{memory}{gpus}"
 
 
+# Checks of a submission
+
+
 PLACEHOLDER = "CHANGE_ME"
 """What a profile or a template has where everybody has something else."""
 
@@ -500,12 +506,8 @@ def _objections(
         longest = slurm_time(time_minutes(limits.max_wall))
         what = f"--time {slurm_time(request.minutes)} is over the limit of QOS '{name}'"
         why = f"Its MaxWall is {longest}; SLURM would leave the job pending for ever."
-        yield (
-            "launch.time",
-            what,
-            why,
-            f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
-        )
+        fix = f"Use --time {longest}; the job is requeued at the limit and goes on where it was."
+        yield "launch.time", what, why, fix
     most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user) if limits is not None else None
     gpus = request.nodes * request.gpus_per_node
     if most is not None and gpus > int(most[1]):
@@ -532,10 +534,8 @@ def require_room(folder: Path) -> None:
         there = os.statvfs(place)
     except OSError:  # making the folder will say it better
         return
-    free_mb, otherwise = (
-        there.f_bavail * there.f_frsize / 1e6,
-        "choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
-    )
+    otherwise = "choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir."
+    free_mb = there.f_bavail * there.f_frsize / 1e6
     if free_mb < LEAST_MB:
         raise RefusedError(
             f"There is no room for a run in {place}.",
