@@ -1,4 +1,13 @@
-"""What launchers and ranks tell each other while they run: heartbeats, and requests to stop."""
+"""What launchers and ranks tell each other while they run: heartbeats, and requests to stop.
+
+A rank counts its progress in memory that it shares with the process that supervises it. A count takes a tenth of a
+microsecond, because no system call is made. The file is on this machine, and only processes of this machine read it.
+
+A request to stop is a signal that sets a flag; the ranks then agree, and all leave the loop at the same step. The
+handlers must be in place before torch is imported, because until then the signal of a time limit kills the process: so
+this module imports nothing heavy. A handler does nothing but set the flag: a collective in it would deadlock, because
+the signal reaches the ranks at different lines.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +28,13 @@ from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt
 from trainkit.run.folder import HEARTBEAT
 
-# Ranks say that they make progress, for whoever looks after them: a number each, in memory that they share.
-#
-# Counting costs a rank a tenth of a microsecond, because nobody is called. The file lies on this machine, and only
-# processes of this machine look at it.
+# Heartbeats
 
 VARIABLE = "TRAINKIT_HEARTBEAT"
 """``FILE:INDEX``, in a rank's environment."""
 STARTING_SECONDS = 600.0
-"""Code and data may take so long to load before the first update, if that is more than `launch.hang_seconds`."""
+"""Before the first update a rank may be silent for so long, or for `launch.hang_seconds` if that is longer: it loads
+code and data."""
 _SIZE = 8
 _PREFIX = HEARTBEAT.name.format("")
 _HANG = "no progress for "
@@ -44,7 +51,7 @@ def is_hang(error: str) -> bool:
 
 
 class Heartbeats:
-    """The counts of all ranks of this machine, as their supervisor sees them."""
+    """The counts of all ranks of this machine, for their supervisor."""
 
     def __init__(self, file: Path, memory: mmap.mmap, count: int) -> None:
         self._file, self._memory, self._count = file, memory, count
@@ -54,14 +61,14 @@ class Heartbeats:
         return {VARIABLE: f"{self._file}:{index}"}
 
     def read(self) -> list[int]:
-        """How often each rank has said that it makes progress; 0 for one that still starts."""
+        """How often each rank has beaten; 0 for one that is still starting."""
         parts = (self._memory[index * _SIZE : (index + 1) * _SIZE] for index in range(self._count))
         return [int.from_bytes(part, "little") for part in parts]
 
 
 @contextmanager
 def pulses(count: int) -> Iterator[Heartbeats]:
-    """Room for the counts of ``count`` ranks, gone afterwards."""
+    """Shared memory for the counts of ``count`` ranks; it is removed afterwards."""
     _clear()
     descriptor, name = tempfile.mkstemp(prefix=_PREFIX)
     file = Path(name)
@@ -76,20 +83,20 @@ def pulses(count: int) -> Iterator[Heartbeats]:
 
 
 def _clear() -> None:
-    """Remove what supervisors that were killed have left: nobody holds the lock on it."""
+    """Remove the files of supervisors that were killed: nobody holds a lock on them."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone
+        with suppress(OSError):  # it is another user's, or locked, or gone
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_size:  # one without is just being made
+                if os.fstat(descriptor).st_size:  # an empty one is being made at this moment
                     file.unlink()
             finally:
                 os.close(descriptor)
 
 
 def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
-    """What a rank calls whenever it has made progress; does nothing where nobody looks."""
+    """The function that a rank calls whenever it has made progress; it does nothing where there is no supervisor."""
     name, _, index = env.get(VARIABLE, "").rpartition(":")
     try:
         start = int(index) * _SIZE
@@ -109,11 +116,7 @@ def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
     return beat
 
 
-# Stop requests: a signal sets a flag, the ranks agree, and the loop leaves at the same step everywhere.
-#
-# The handlers must be in place before torch is imported: until then the signal of a time limit kills the process. So
-# this module imports nothing heavy. Nothing is done in the handler itself: a collective there would deadlock, because
-# the ranks are at different lines when the signal arrives.
+# Requests to stop
 
 # USR2: the time limit is near (`--signal=USR2@90`). TERM: preemption, `scontrol requeue`, a machine that shuts down.
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
@@ -136,15 +139,15 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
     """Turn USR2 and TERM into a flag while the body runs.
 
     Args:
-        leaves_process: the process ends after the body. The signals are then ignored instead of restored: a task that
-            has saved and is on its way out must not be killed by the second signal of a preemption.
+        leaves_process: the process ends after the body, so the signals are ignored from then on: the second signal of
+            a preemption must not kill a rank that has saved and is about to exit. Otherwise the handlers are restored.
     """
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield flag
         return
     before: dict[signal.Signals, Any] = {number: signal.signal(number, flag._handle) for number in SIGNALS}
-    # A launcher may have blocked them until now; what is pending is delivered here.
+    # The launcher may have blocked the signals until now; those that are pending arrive here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         yield flag
@@ -154,9 +157,9 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
 
 
 def hand_back(attempt: Attempt | None, env: RankEnv, signals: Sequence[str], *, step: int | None) -> None:
-    """Say that this attempt ended on request and is saved: the first rank of each node, to whoever looks after it.
+    """Record that this attempt has saved and ended on request; the first rank of each node does so for its supervisor.
 
-    ``attempt``: as this node knows it; None where nobody has begun one here.
+    ``attempt``: None where this node has begun none.
     """
     if env.local_rank == 0 and attempt is not None:
         attempt.handed_back(node_rank=env.node_rank, step=step, signals=sorted(set(signals)))
