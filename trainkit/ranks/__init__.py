@@ -1,6 +1,7 @@
-"""Which rank am I? A pure function of the environment that torchrun, srun, mpirun, submitit or a human has set.
+"""Which rank am I, where do the ranks meet, and what do they alone know.
 
-The finest description wins. ``srun torchrun``, and mpirun's daemons that srun starts, leave SLURM's variables of the
+`RankEnv` is a pure function of the environment that torchrun, srun, mpirun, submitit or a human has set. The finest
+description wins. ``srun torchrun``, and mpirun's daemons that srun starts, leave SLURM's variables of the
 *launcher* in the environment of each rank, so torchrun, submitit's local executor and mpirun go before SLURM.
 """
 
@@ -56,6 +57,9 @@ _ITEM = rf"(?:[^,\[\]\s]|\[{_RANGES}\])+"  # a comma inside brackets does not en
 _LIST = re.compile(rf"{_ITEM}(?:,{_ITEM})*")
 _NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)  # the last one of a host name
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+# Lists of hosts
 
 
 def expand(nodelist: str) -> list[str]:
@@ -125,6 +129,9 @@ def expand_counts(counts: str) -> list[int]:
             fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
         )
     return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
+
+
+# Where the ranks meet
 
 
 def derived_port(job: str, attempt: int) -> int:
@@ -225,6 +232,9 @@ def start_for(env: Mapping[str, str]) -> int | None:
     """The port where this job's search begins, another one after each restart; None outside of SLURM."""
     job = env.get("SLURM_JOB_ID")
     return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0)) if job else None
+
+
+# Which rank this process is
 
 
 def is_srun_task(env: Mapping[str, str]) -> bool:
@@ -492,6 +502,9 @@ def _from_hand_set(read: Reader) -> RankEnv:
     addr = read.text("MASTER_ADDR")
     local_world_size = max(read.number("LOCAL_WORLD_SIZE", world_size if is_loopback(addr) else 1), 1)
     return _place(read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"))
+
+
+# What the ranks of one run know
 
 
 class ForgedError(Exception):

@@ -56,6 +56,9 @@ _LONGEST = 20_000
 """Characters of one text: whatever went wrong, the record of a run stays one that can be read."""
 
 
+# Lines of the file
+
+
 def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
     """Write one event with the present time (seconds since 1970)."""
     short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in fields.items()}
@@ -112,6 +115,9 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
+# What becomes of a run, as it is written down
+
+
 Remark = Literal[
     "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler", "peer_joined",
     "peer_left", "link", "collapsed",
@@ -122,6 +128,14 @@ Remark = Literal[
 
 RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""
+
+
+def _cannot_write(run: RunDir, error: OSError) -> UserError:
+    return UserError(
+        f"Cannot write into {run.path}.",
+        why=f"{error.strerror}: {error.filename}",
+        fix="Free some space, or check who may write there.",
+    )
 
 
 def submitting(run: RunDir, executor: str, token: str) -> None:
@@ -296,6 +310,9 @@ class Attempt:
         append_event(self.run, kind, attempt=self.number, **fields)
 
 
+# What has become of a run, read back with types
+
+
 @dataclass(frozen=True)
 class Submission:
     """One job that was queued or started for a run, or was about to be.
@@ -439,6 +456,9 @@ def micro_batch_found(run: RunDir, world_size: int, device: str) -> int | None:
     return None
 
 
+# Processes
+
+
 @dataclass(frozen=True)
 class ProcessId:
     """One process, on whatever machine, that cannot be mistaken for another one."""
@@ -529,6 +549,9 @@ def _stat(pid: int) -> list[str] | None:
     except OSError:
         return None
     return stat.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+# The lease
 
 
 @dataclass(frozen=True)
@@ -628,14 +651,6 @@ def lease_on(
         with suppress(OSError):
             if lease._is_mine():
                 run.lease.unlink(missing_ok=True)
-
-
-def _cannot_write(run: RunDir, error: OSError) -> UserError:
-    return UserError(
-        f"Cannot write into {run.path}.",
-        why=f"{error.strerror}: {error.filename}",
-        fix="Free some space, or check who may write there.",
-    )
 
 
 def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
@@ -744,9 +759,12 @@ def _read(file: Path) -> _Content | None:
     return _Content(str(fields.get("token") or ""), holder, renewed)
 
 
+# Rank 0: events under the lease
+
+
 @dataclass(frozen=True)
 class Writer:
-    """What rank 0 needs to keep a run's record."""
+    """Rank 0's right to write a run's record, and its attempt to write down events."""
 
     attempt: Attempt
 

@@ -1,5 +1,7 @@
 """A run is a folder, and it is complete: `RunDir` knows its file names, `find_run` the runs that a user names.
 
+A `Message` is a file in that folder by which the processes of a run talk to each other; `MESSAGES` lists all of them.
+
 The runs that this user has started are listed in their state folder, so that `status`, `logs` and `cancel` find them
 from any folder. The lists hold paths only: what a run is doing is asked from its folder and its scheduler. Each
 installation of trainkit (a clone, an environment) has a list of its own: two clones are two projects.
@@ -109,6 +111,9 @@ MESSAGES = (
         "every rank of this machine", "the process that has started them", "$TMPDIR/",
     ),
 )  # fmt: skip
+
+
+# The lists of this user's runs
 
 
 LISTED = "`python -m jobs.status` lists the runs."
@@ -240,6 +245,9 @@ def _lines(file: Path, *, private: bool = False) -> list[str]:
         return list(dict.fromkeys(fileio.read_end(file).splitlines()))
     except OSError:
         return []
+
+
+# One run
 
 
 class _Below:
@@ -431,6 +439,9 @@ def _mode() -> int:
             fix="Use 700 (only you), 750 (your group reads), 2770 (your group writes), or leave it out.",
         )
     return int(text, 8)
+
+
+# Find the runs that a user names
 
 
 def runs_root(env: Mapping[str, str]) -> Path:

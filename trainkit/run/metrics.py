@@ -2,6 +2,7 @@
 
 A record is a line of ``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", ...}``. ``step``
 counts optimizer updates, ``epoch`` is a float, and ``task.json`` describes the metrics (`described`).
+``contributions.json`` of a collaborative run counts, by name, what went into the model (`Contributions`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ _DIVERGED_SHARE = 0.5
 MOST_NAMES = 10_000
 """Names in ``contributions.json``; an open run may meet more, which are counted together as `OTHERS`."""
 OTHERS = "(others)"
+
+
+# Records
 
 
 def thinned(
@@ -222,6 +226,9 @@ def best_of(
     return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
 
 
+# How far a run is, and when it ends
+
+
 @dataclass(frozen=True)
 class RunProgress:
     """The newest records of a run. After a restart these may be of earlier steps than those before them."""
@@ -365,6 +372,9 @@ def forecast(
     return Forecast(training_seconds + more, restarts, gap)
 
 
+# Whether it has diverged
+
+
 class Divergence(NamedTuple):
     """What a run has lost to gradients and losses that were not finite."""
 
@@ -430,6 +440,9 @@ def divergence_of(run: RunDir) -> str:
     events = read_events(run, (*SETBACK_EVENTS, "saved"))
     setbacks = setbacks_of(events, train, steps_done(events, train))
     return setbacks.in_words() if setbacks.diverged else ""
+
+
+# Who has contributed
 
 
 @dataclass
