@@ -1,7 +1,7 @@
-"""Text from records and logs, before a person's terminal sees it: others may have written it.
+"""Text for people: made safe for a terminal, for a CSV file and for Markdown, and laid out in tables.
 
-A terminal obeys what it is sent: escape sequences set its title, clear what was said before, put text into the
-clipboard, answer as if typed. So nothing from a run folder is printed as it is.
+Others may have written the records and logs of a run, and a terminal obeys escape sequences: they set its title, erase
+earlier output, fill the clipboard, or type an answer. So nothing from a run folder is printed as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-# What reorders text or breaks lines without being a control character: U+202E turns "gpj.exe" round.
+# Characters that reorder text or break lines and are no control characters: U+202E shows "gpj.exe" as "exe.jpg".
 _INVISIBLE = re.compile("[\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _ESCAPED = {"'": "\\'", "\\": "\\\\"}
 _COLOUR = re.compile(r"[\d;:]*m")
@@ -36,7 +36,7 @@ _COLOUR = re.compile(r"[\d;:]*m")
 def one_line(value: object, longest: int = 500) -> str:
     """A name or a remark from a record, as one line of plain text."""
     text = str(value)[: 4 * longest]
-    if not (text.isascii() and text.isprintable()):  # most are, and a list of runs has many of them
+    if not (text.isascii() and text.isprintable()):  # most texts are both, and a list of runs has many
         text = _plain(text)
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[:longest]}..."
@@ -48,9 +48,9 @@ _FORMULA = "=+-@'\uff1d\uff0b\uff0d\uff20"
 def cell(name: str) -> str:
     """A foreign name as a cell of a CSV file; `name_of` gives it back.
 
-    A backslash, a semicolon (which separates cells in half of Europe), and every byte of what cannot be printed or is
-    no UTF-8 are ``\\xNN``. Programs for tables run a cell that begins with = + - or @, so a ``'`` stands before it, as
-    OWASP advises, and before a name that itself begins with one.
+    A backslash, a semicolon (which separates cells in half of Europe), and every byte of a character that cannot be
+    printed or is not UTF-8 become ``\\xNN``. Spreadsheets run a cell that begins with = + - or @ as a formula, so it
+    gets a ``'`` in front, as OWASP advises; so does a name that itself begins with ``'``.
     """
     text = "".join(one if one.isprintable() and one not in "\\;" else _in_bytes(one) for one in name)
     return f"'{text}" if text.startswith(tuple(_FORMULA)) else text
@@ -84,12 +84,12 @@ def _plain(text: str) -> str:
 
 
 HOST = ""
-"""The login node, as ``--host`` takes it, if whoever reads this sits at another machine (`trainkit.site.ssh`)."""
+"""The login node, as ``--host`` takes it, if the reader sits at another machine (`trainkit.site.ssh`)."""
 _OVER_SSH = re.compile(r"python -m jobs\.(?:submit|bench|status|logs|cancel|resume|report|why)(?= )")
 
 
 PROGRAM = "python -m jobs."
-"""How this user starts commands: what stands before the verb. The script ``trainkit`` sets it to its own name."""
+"""How this user starts commands: the text before the verb. The script ``trainkit`` sets it to its own name."""
 
 
 def command(verb: str, *words: object) -> str:
@@ -98,25 +98,25 @@ def command(verb: str, *words: object) -> str:
 
 
 def word_for_shell(word: str) -> str:
-    """A word as a shell takes it; what cannot be printed as ``$'\\xNN'``, which bash, zsh and ksh know."""
+    """A word quoted for a shell; what cannot be printed becomes ``$'\\xNN'``, which bash, zsh and ksh read."""
     if word.isprintable():
         return shlex.quote(word)
     return "$'" + "".join(_in_bytes(one) if not one.isprintable() else _ESCAPED.get(one, one) for one in word) + "'"
 
 
 def path(path: object) -> str:
-    """A path for a line of its own: as it is, or where it cannot be printed as a word of the shell."""
+    """A path for a line of its own: as it is if it can be printed, else quoted for a shell."""
     text = str(path)
     return text if text.isprintable() else word_for_shell(text)
 
 
 def for_reader(command: str) -> str:
-    """A command as it does the same where it is read: on a laptop with ``--host``."""
+    """A command that does the same where it is read: on a laptop it gets ``--host``."""
     return as_started(f"{command} --host {shlex.quote(HOST)}" if HOST and _OVER_SSH.match(command) else command)
 
 
 def as_started(text: str) -> str:
-    """A text with its commands as this user starts them (`PROGRAM`)."""
+    """A text in which every command is written as this user starts it (`PROGRAM`)."""
     if PROGRAM == "python -m jobs.":
         return text
     return re.sub(r"python -m jobs\.(?=\w)", PROGRAM, text).replace("python -m jobs`", f"{PROGRAM.strip()}`")
@@ -130,16 +130,16 @@ def table(
     dispensable: Sequence[str] = (),
     indent: int = 0,
 ) -> list[str]:
-    """Lines of a table. What is in it is never cut, for a name that is cut cannot be typed.
+    """Lines of a table. No cell is cut, because nobody can type a name that is cut.
 
-    On a terminal that is too narrow the ``dispensable`` columns go, the first of them first, and a note that does not
-    fit at the end of its row stands below it. A pipe or a file gets everything, one line a row.
+    On a narrow terminal the ``dispensable`` columns are left out one by one, in their order, and a note that does not
+    fit at the end of its row is put below it. A pipe or a file gets everything, one line a row.
 
     Args:
         header: names of the columns.
         rows: cells as `one_line` gives them.
         notes: one for each row; may be empty.
-        indent: columns that the caller will put before every line.
+        indent: width of what the caller will put before every line.
     """
     widths = [max(_width(row[column]) for row in [header, *rows]) for column in range(len(header))]
     room = shutil.get_terminal_size().columns - indent if sys.stdout.isatty() else sys.maxsize
@@ -158,12 +158,12 @@ def table(
 
 
 _VALUE = 10
-"""Columns for values, so that the remarks stand below one another; longer ones push theirs aside."""
+"""Width of the values, so that the remarks are aligned; a longer value moves its remark to the right."""
 
 
 def listing(rows: Sequence[tuple[str, str, str]], room: int) -> list[str]:
-    """Lines of names with a value and a remark, for a terminal of so many columns. No name and no value is cut: what
-    does not fit beside them stands below, set in."""
+    """Lines of names with a value and a remark, for a terminal of ``room`` columns. No name and no value is cut: what
+    does not fit on the line is put below it, indented."""
     first = max((len(name) for name, _, _ in rows), default=0)
     second = min(max((len(value) for _, value, _ in rows), default=0), _VALUE)
     text: list[str] = []
@@ -181,13 +181,13 @@ def listing(rows: Sequence[tuple[str, str, str]], room: int) -> list[str]:
 
 
 def wrapped(line: str) -> list[str]:
-    """A line of words as so many as the terminal needs, all but the first indented; a pipe or a file gets one."""
+    """A line, wrapped to the terminal's width, all lines but the first indented; a pipe or a file gets one line."""
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     return textwrap.wrap(line, room, subsequent_indent="    ") if len(line) > room else [line]
 
 
 def _width(text: str) -> int:
-    """Columns that it takes: Chinese and emoji take two for a character, an accent none."""
+    """Columns that a text takes: a Chinese character or an emoji takes two, a combining accent none."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -196,10 +196,10 @@ def _width(text: str) -> int:
 
 
 def watch(text: Callable[[], str], *, every: float, view: Callable[[int], RenderableType] | None = None) -> NoReturn:
-    """Show ``text`` anew every so many seconds, until Ctrl-C; a pipe gets it whenever it has changed.
+    """Show ``text`` again ``every`` so many seconds, until Ctrl-C; a pipe gets it only when it has changed.
 
     Args:
-        view: what a terminal of so many lines gets in its place; called after ``text``.
+        view: makes what a terminal shows instead, from its number of lines; called after ``text``.
     """
     from rich.console import Console
     from rich.live import Live
@@ -210,7 +210,7 @@ def watch(text: Callable[[], str], *, every: float, view: Callable[[int], Render
         while True:
             now = text()
             if console.is_terminal:
-                # Not Rich's own markup: [red] may be a name.
+                # `Text`, because Rich would read a name like [red] as markup.
                 live.update(Text(now) if view is None else view(console.height), refresh=True)
             elif now != before:
                 print(now, flush=True)
@@ -237,16 +237,16 @@ def size(number: int) -> str:
 
 
 def lines(text: str) -> str:
-    """Text of several lines, of an error or a traceback, without anything that a terminal would obey."""
+    """Text of several lines, such as a traceback, without anything that a terminal would obey."""
     return _INVISIBLE.sub("", _CONTROL.sub("", _SEQUENCE.sub("", text)).replace("\r", ""))
 
 
 def log_text(text: str, out: TextIO | None = None) -> str:
     """A log as it may be shown on ``out`` (stdout).
 
-    On a terminal colours stay, and carriage returns, which progress bars live on and which reach no further than their
-    own line; other sequences and control characters go. A pipe or a file gets every byte: it obeys nothing, and whoever
-    searches a log wants what is in it.
+    A terminal gets colours, and carriage returns, which progress bars need and which affect only their own line; other
+    sequences and control characters are removed. A pipe or a file gets every byte: it obeys nothing, and a search needs
+    the log as it was written.
     """
     if not (sys.stdout if out is None else out).isatty():
         return text
@@ -260,41 +260,39 @@ def log_text(text: str, out: TextIO | None = None) -> str:
     )
 
 
-# Text of others in Markdown: names of runs, hosts and classes, notes and settings stand there as they were written.
-#
-# Escaped is what GitHub, GitLab and CommonMark would take for something else; the rest is left, for the source is
-# read as well.
+# Markdown
 
-_MEANT = re.compile(
+# What GitHub, GitLab or CommonMark would read as markup. Nothing else is escaped: people read the source as well.
+_MARKUP = re.compile(
     r"[`<|*]"
     r"|~(?=~)"
-    r"|\](?=[(\[:])"  # of a link or a picture: brackets alone, as of [0.9, 0.999], are none
-    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"  # within a word, as in fashion_cnn, it is a letter
+    r"|\](?=[(\[:])"  # the end of a link's text; brackets alone, as in [0.9, 0.999], are no markup
+    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"  # within a word, as in fashion_cnn, an underscore is no markup
     r"|&(?=#?\w+;)"
     r"|\\(?=[!-/:-@\[-`{-~])"
 )
 
 
 def literal(text: str) -> str:
-    """As one line of text: no markup, no HTML, no link."""
-    return _MEANT.sub(r"\\\g<0>", " ".join(text.splitlines()))
+    """A text as one line of Markdown that shows exactly it: no markup, no HTML, no link."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.splitlines()))
 
 
 def code(text: str) -> str:
-    """As a span of code, in which nothing is escaped: its fence is longer than what of that kind is in it."""
+    """A text as a span of code. It has no escapes, so its fence is longer than any run of backticks in it."""
     text = " ".join(text.splitlines())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`"
 
 
 def block(text: str) -> str:
-    """As lines of code."""
+    """A text as a block of code."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text}\n{fence}"
 
 
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, numbers_from: int | None = None) -> str:
-    """A table of such texts; columns from ``numbers_from`` on are aligned to the right."""
+    """A table whose cells are `literal`; columns from ``numbers_from`` on are aligned to the right."""
     names = [literal(name) for name in header]
     right = len(names) if numbers_from is None else numbers_from
     rule = ["---:" if column >= right else "---" for column in range(len(names))]

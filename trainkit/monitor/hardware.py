@@ -15,12 +15,12 @@ Keys of a sample::
                           (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
-    gpu_kwh, cpu_kwh      energy of the run on this host until now; absent if nothing measures it
+    gpu_kwh, cpu_kwh      energy of the run on this host so far; absent if nothing measures it
 
-``nvidia-smi-<host>.txt`` beside them shows the GPUs when they held most memory.
+``nvidia-smi-<host>.txt`` beside that file shows the GPUs at the time when they held most memory.
 
-GPUs count their energy themselves (NVML, Volta and later); for others it is power times the time between two samples.
-Processors count it per package (RAPL), other programs included; by default Linux lets only root read it.
+GPUs since Volta measure their energy themselves (NVML); for older ones it is the power times the time between two
+samples. Processors measure it for each package (RAPL), other programs included; by default only root may read it.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def sample_hardware(
     file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
     energy = Energy(gpus, last_sample(file))
     processes: dict[int, psutil.Process] = {}
-    _process_tree(processes)  # psutil measures from one call to the next: this sets the beginning
+    _process_tree(processes)  # psutil measures between two calls: this is the first
 
     def sample_all_along() -> None:
         waits, most, ended = CpuWaits(ranks), 0.0, False
-        psutil.cpu_percent()  # the beginning of this, which psutil keeps for each thread
+        psutil.cpu_percent()  # the first call here too; psutil remembers it for each thread
         while not ended:
             ended = over.wait(every_seconds)
             cpu, resident = _process_tree(processes)
@@ -138,10 +138,10 @@ class _Seconds(NamedTuple):
 
 
 class CpuWaits:
-    """How long a run waited for CPUs since the last call, and how much of that because other programs had them.
+    """Measures how long a run has waited for CPUs since the last call, and how much of that because of other programs.
 
     Args:
-        ranks: of the run, other machines included. All ranks of this machine are children of this process's parent.
+        ranks: number of ranks of the run on all machines. Those of this machine are children of this one's parent.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -163,17 +163,17 @@ class CpuWaits:
             known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
             busy = sum(self._cpus.busy[cpu] - earlier.busy[cpu] for cpu in known)
             own, waits = max(self._cpus.ran - earlier.ran, 0.0), max(self._cpus.waited - earlier.waited, 0.0)
-            # The run wanted that share of the others' time which it waited of its own. The waits themselves do not say
-            # how long it was held up: a rank that sleeps until another one had its turn does not wait for a CPU.
+            # Of the others' CPU time the run would have used the share waits / (own + waits). Its waits alone do not
+            # say how long it was held up: a rank that sleeps until another one is done does not wait for a CPU.
             lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
             found["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
         return found
 
     def _counted(self) -> _Seconds | None:
-        """Totals until now; None where the kernel does not report them."""
+        """Totals so far; None where the kernel does not report them."""
         busy = {}
         try:
-            # psutil's list has no numbers, and leaves out CPUs that are switched off.
+            # Not psutil's list: it has no CPU numbers, and leaves out CPUs that are offline.
             for name, *ticks in (line.split() for line in fileio.read_start(_STAT, 1 << 20).splitlines()):
                 if name.startswith("cpu") and name != "cpu":
                     # user, nice, system, idle, iowait, irq, softirq, steal
@@ -181,21 +181,21 @@ class CpuWaits:
                     busy[int(name[3:])] = sum(spent) / os.sysconf("SC_CLK_TCK")
             me = psutil.Process()
             run = [*self._root.children(recursive=True), *([me] if self._root == me else [])]
-            ran = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # of those that have ended
+            ran = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # by children that have ended
         except (psutil.Error, OSError, ValueError):  # no Linux, or a container that hides this
             return None
         for process in run:
-            with suppress(psutil.Error, OSError):  # it may end at any moment; then its time is its parent's
+            with suppress(psutil.Error, OSError):  # it may end at any moment; its time is then added to its parent's
                 ran += sum(process.cpu_times()[:4])
                 self._used |= os.sched_getaffinity(process.pid)
             for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-                with suppress(OSError, ValueError, IndexError):  # an ended thread keeps its last number
+                with suppress(OSError, ValueError, IndexError):  # the last number of a thread that has ended stays
                     self._threads[path.parent.name] = int(fileio.read_start(path, 200).split()[1]) / 1e9
         return _Seconds(busy, ran, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
 
 
 def _waited() -> float | None:
-    """Seconds since boot in which some process waited for a CPU."""
+    """Seconds since boot during which at least one process waited for a CPU."""
     try:
         return int(fileio.read_start(_PRESSURE, 200).splitlines()[0].rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
@@ -221,9 +221,9 @@ def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
 
 
 class Gpus:
-    """The GPUs that a CUDA_VISIBLE_DEVICES mask leaves, by NVML; none where NVML is missing.
+    """The GPUs that a CUDA_VISIBLE_DEVICES mask leaves, read by NVML; none where there is no driver.
 
-    What a driver does not report (vGPUs and MIG slices do not report everything) is left out.
+    Values that the driver does not report are left out: vGPUs and MIG slices lack some.
     """
 
     def __init__(self, mask: str | None) -> None:
@@ -250,7 +250,7 @@ class Gpus:
         return [{"index": index, **self._reported(handle, readings)} for index, handle in self._handles.items()]
 
     def joules(self) -> dict[int, float]:
-        """Energy by index since the driver was loaded, of the GPUs that count it."""
+        """Energy since the driver was loaded, by index, of the GPUs that measure it."""
         found = {}
         for index, handle in self._handles.items():
             with suppress(self._nvml.NVMLError):
@@ -313,7 +313,7 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
 
 
 class Energy:
-    """Energy of the run on this host: goes on from ``before``, the last sample of earlier attempts."""
+    """Energy of the run on this host, added to that in ``before``, the last sample of earlier attempts."""
 
     def __init__(self, gpus: Gpus | None, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
         self._gpus, self._rapl = gpus, rapl
@@ -324,7 +324,7 @@ class Energy:
         self._since = time.monotonic()
 
     def used(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """``gpu_kwh`` and ``cpu_kwh`` until now; what nothing measures is left out.
+        """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures.
 
         Args:
             samples: of the GPUs, just taken.
@@ -344,7 +344,7 @@ class Energy:
         packages = self._packages()
         for name, (joules, whole) in packages.items():
             if name in self._cpu_joules:
-                self._add("cpu_kwh", (joules - self._cpu_joules[name][0]) % whole)  # it wraps
+                self._add("cpu_kwh", (joules - self._cpu_joules[name][0]) % whole)  # the counter wraps
         self._cpu_joules = packages
         return {key: round(value, 7) for key, value in self._total.items()}
 
@@ -354,7 +354,7 @@ class Energy:
     def _packages(self) -> dict[str, tuple[float, float]]:
         """By name of each package: joules, and the value at which the counter wraps."""
         found = {}
-        for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # AMD's processors have it under this name too
+        for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # the name for AMD's processors, too
             try:
                 if fileio.read_text(folder / "name").startswith("package"):
                     whole = int(fileio.read_text(folder / "max_energy_range_uj")) / 1e6

@@ -1,7 +1,8 @@
-"""A login node from afar: commands of the kit, run there over the system's own ssh.
+"""Commands of the kit, run on a login node over the system's own ssh.
 
-ssh does all of the connecting: its configuration, agent, jump hosts and questions (passwords, second factors) are the
-user's. One connection is shared by the commands of ten minutes, unless the user's configuration shares it already.
+ssh makes the connection, with the user's configuration, agent and jump hosts, and asks the user for passwords and
+second factors. Commands share one connection, which stays open for ten minutes after the last of them, unless the
+user's configuration shares connections already.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from trainkit.fileio import make_own
 from trainkit.process import NoAnswer, ask
 
 FOLDER = "trainkit"
-"""Below the home folder there, where none is given: what README's first lines have cloned and installed."""
+"""The default folder, below the home folder there: what README's first lines have cloned and installed."""
 SENT = ".trainkit/sent"
-"""Below that folder: snapshots of code that were sent, by their hashes, and a link to the latest."""
+"""Below that folder: the snapshots of code that were sent, named by their hashes, and a link to the latest."""
 BEGIN = "--- trainkit speaks ---"
-"""What a profile there prints comes before this line, and is no part of the answer."""
+"""The first line of an answer; what the shell's profile prints comes before it and is no part of the answer."""
 
 NEEDED = {"pydantic": "2.12", "yaml": "6.0.3", "submitit": "1.5.4", "rich": "14.0", "psutil": "7.0", "torch": "2.14.1"}
-"""Modules without which nothing goes there, and their lowest versions, as in pyproject.toml."""
+"""Modules that every command needs there, and their lowest versions, as in pyproject.toml."""
 
-# Whatever Python 3 is there must be able to read this. The packages of the snapshot come before those that lie in the
-# current folder. What is missing or too old is said in the kit's own way, and not by a traceback. Without a terminal
-# there, the end of stdin is the end of the one who asked: a follower must not go on asking the scheduler for nobody.
+# Any Python 3 must be able to parse this, so that it can say in three lines, and not by a traceback, what is missing or
+# too old. The packages of the snapshot take precedence over those in the current folder. Without a terminal, the end of
+# stdin means that the user's command has ended: a follower must not go on asking the scheduler for nobody.
 _START = f"""
 import sys
 code, host, program, module = sys.argv[1:5]
@@ -109,11 +110,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command with a path below the folder there, which only the machine there knows in full."""
+    """A word of a command that holds a path below the folder there; only the login node knows the absolute path."""
 
     below: str
     before: str = ""
-    """What stands before the path: ``data.root=``."""
+    """The text before the path: ``data.root=``."""
 
     def __str__(self) -> str:
         return f'{shlex.quote(self.before) if self.before else ""}"$root"/{shlex.quote(self.below)}'
@@ -123,8 +124,8 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
     """The lines of shell that run a module of the kit there.
 
     Args:
-        sent: the code, a packed archive that comes over stdin; the module runs in its folder. None: the latest that
-            was sent, else what lies in the host's folder; the module runs in that one.
+        sent: the code, a packed archive that the lines read from stdin; the module runs in the folder of that code.
+            None: the latest that was sent, or else the code in the host's folder; the module runs in the host's folder.
     """
     name = host.name
     no_folder = UserError(
@@ -142,7 +143,7 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
         why=f"It could not be unpacked below {host.folder}; nothing was submitted.",
         fix="Look for space and quota there, and give the command again.",
     )
-    # Below the home folder wherever a profile there goes, and whatever CDPATH it sets.
+    # "~/": a profile there may change the current folder, or set CDPATH.
     folder = ("" if host.folder.startswith("/") else "~/") + shlex.quote(host.folder)
     lines = [
         f"cd {folder} 2>/dev/null || {{ {_saying(no_folder)} >&2; exit 2; }}",
@@ -159,9 +160,9 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
             f"sent=$root/{SENT}; code=$sent/{hashlib.sha256(sent).hexdigest()[:16]}",
             "umask 077",
             f'mkdir -p "$sent" || {{ {_saying(not_whole)} >&2; exit 1; }}',
-            # Of connections that were lost while they sent.
+            # Left by connections that were lost while they sent.
             "find \"$sent\" -maxdepth 1 -name 'new.*' -mmin +600 -exec rm -rf {} + 2>/dev/null",
-            # Complete or absent: two submissions at once unpack it twice, and one of them is left aside.
+            # Complete or absent: of two submissions at once both unpack it, and the later copy is removed.
             f'if [ -d "$code" ]; then head -c {size} >/dev/null',
             f'elif new=$(mktemp -d "$sent/new.XXXXXX") && head -c {size} | tar xzf - -C "$new"; then',
             'ln -s "$root/.venv" "$new/.venv"; mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"',
@@ -175,20 +176,20 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
 
 
 def _saying(error: TrainkitError) -> str:
-    """The shell words that print it, a line each."""
+    """The shell command that prints an error, one line for each of its lines."""
     return shlex.join(["printf", "%s\\n", *str(error).splitlines()])
 
 
 SSH = "TRAINKIT_SSH"
-"""The environment variable with another ssh command, or with options for it: ``ssh -F FILE``."""
+"""The environment variable for another ssh command, or for its options: ``ssh -F FILE``."""
 _PERSIST = "10m"
 _ALIVE_SECONDS = 20
-"""A connection that does not answer three times is lost."""
+"""Seconds between two probes of the connection; after three without an answer it is lost."""
 _LONGEST_SOCKET = 100
 _LONGEST_GREETING = 1 << 20
-"""Bytes that a shell there prints before it does what it was told to."""
+"""Most bytes that a shell there may print before it runs the command."""
 _END_SECONDS = 5.0
-"""How long ssh has to end once nobody listens any more."""
+"""How long ssh may take to end after it was terminated."""
 _FAILED = 255
 """ssh's own exit code; every other one is the command's."""
 
@@ -199,18 +200,18 @@ def run_there(
 ) -> int:  # fmt: skip
     """Run lines of shell on the login node; their exit code.
 
-    A login shell runs them: sites put SLURM's path and users their account there. What it prints itself, before that,
-    goes to stderr.
+    A login shell runs them, because its profile sets SLURM's path and users set their account there. What the profile
+    prints goes to stderr.
 
     Args:
-        hear: told of what they print, as it comes.
+        hear: called with what they print, as it comes.
         content: what they read from stdin first; after it stdin stays open until they or this process end.
-        on_terminal: they talk to this terminal instead, so that Ctrl-C reaches them.
+        on_terminal: they read from this terminal instead, so that Ctrl-C reaches them.
 
     Raises SchedulerError if there was no connection, or is none any more; what ssh says itself has reached stderr.
     """
     ssh = shlex.split(env.get(SSH) or "ssh")
-    # In base64 it is the same for every login shell: csh takes no line breaks in quotes, fish knows other escapes.
+    # Base64 is the same in every login shell: csh allows no line breaks in quotes, fish has other escapes.
     packed = base64.b64encode(os.fsencode(line)).decode()
     options = ["-t"] if on_terminal else ["-T"]
     command = [*ssh, *options, *_lasting(ssh, host, env), "--", host.name]
@@ -256,13 +257,13 @@ def run_there(
 
 
 def _feed(stdin: IO[bytes], content: bytes) -> None:
-    with suppress(OSError, ValueError):  # they have ended without it, which they say themselves
+    with suppress(OSError, ValueError):  # the command has ended without it, and says why itself
         stdin.write(content)
         stdin.flush()
 
 
 def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes], None]) -> bool:
-    """Pass on what comes after the first line of ours; whether that came.
+    """Pass on what comes after our first line (`BEGIN`). Returns whether that line came.
 
     Raises SchedulerError if too much comes before it.
     """
@@ -297,8 +298,8 @@ def _complain(noise: bytes) -> None:
 
 
 def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str]:
-    """Options with which the connection is shared, and its loss is noticed; none where the user's configuration says
-    so itself."""
+    """Options by which commands share the connection and ssh notices its loss; none where the user's configuration sets
+    them already."""
     try:
         settings = ask([*ssh, "-G", "--", host.name], env=env).require()
     except NoAnswer:
@@ -316,11 +317,11 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
 
 
 def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
-    """Where the shared connection's socket may be: who has it has the connection. Its path must be short, which that of
-    a home folder need not be."""
+    """Private folders for the socket of the shared connection, because whoever opens the socket has the connection. Its
+    path must be short, and a home folder may have a long one."""
     state = Path(env.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "trainkit" / "ssh"
     folders = [state, *(Path(run) / "trainkit" for run in [env.get("XDG_RUNTIME_DIR")] if run)]
     for folder in [*folders, *(Path(base) / f"trainkit-{os.getuid()}" for base in (tempfile.gettempdir(), "/tmp"))]:
-        # A hash, and what ssh adds while it makes the socket. In its configuration % and ${} mean something.
+        # 40: the hash %C; 17: what ssh appends while it makes the socket. ssh expands % and ${} in the path.
         if len(os.fsencode(folder)) + 1 + 40 + 17 <= _LONGEST_SOCKET and not re.search(r"[%\s\"'${]", str(folder)):
             yield folder
