@@ -301,22 +301,26 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "alive"),
+    [
+        ("echo '7|RUNNING|None|0:39|n1'", "exit 1", "yes"),
+        ("exit 1", "exit 1", "unknown"),
+        ("exit 1", "echo '7|RUNNING|0:0|n1'", "yes"),
+    ],
+    ids=["the queue answers", "nobody answers", "only the accounts answer"],
+)
 @pytest.mark.parametrize("soon", [True, False])
 def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
-    tmp_path: Path,
-    fake_command: Callable[[str, str], Path],
-    answers: bool,
-    soon: bool,
+    tmp_path: Path, fake_command: FakeCommand, squeue: str, sacct: str, alive: str, soon: bool
 ) -> None:
     run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
     append_event(run, "submitted", executor="slurm", job_id="7")
     clock, when = Clock(), []
-    calls = [fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'" if answers else "exit 1")]
-    calls.append(fake_command("sacct", "exit 1"))
+    calls = [fake_command("squeue", squeue), fake_command("sacct", sacct)]
     asker, seen = Poller(run, clock), 0
     while clock.now < 1240:
-        assert asker.state(soon=soon).alive == ("yes" if answers else "unknown")
+        assert asker.state(soon=soon).alive == alive
         given = sum(len(file.read_text().splitlines()) for file in calls if file.exists())
         when += [clock.now] * (given - seen)
         seen, clock.now = given, clock.now + 0.5

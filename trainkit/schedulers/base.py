@@ -132,6 +132,8 @@ class Answer(NamedTuple):
     """The queue has: what it does not have is over."""
     complaint: str = ""
     """Why somebody has not answered."""
+    commands: int = 1
+    """How many commands that took."""
 
 
 class Start(NamedTuple):
@@ -429,6 +431,7 @@ def job_states(
     lives: Sequence[RunHistory] | None = None,
     *,
     aged: Callable[[float], None] | None = None,
+    spent: Callable[[int], None] = lambda commands: None,
 ) -> list[JobState]:
     """What each run does. SLURM is asked twice at most; twice more where a submission was cut short.
 
@@ -436,6 +439,7 @@ def job_states(
         lives: those of the runs, where they have been read already.
         aged: what was said to this user a moment ago will do, and this is told how many seconds ago that was.
             None: ask anew.
+        spent: is told how many commands each scheduler was asked by.
     """
     known = dict(zip((run.path for run in runs), lives or map(history_of, runs), strict=True))
     cut_short: dict[str, list[tuple[RunDir, RunHistory]]] = {}
@@ -445,6 +449,7 @@ def job_states(
     lost: dict[Path, JobState] = {}
     for name, group in cut_short.items():
         lost |= named(name).adopt(group)
+        spent(_CALLS_FOR_ONE)
         known |= {run.path: history_of(run) for run, _ in group}
     jobs: dict[Scheduler | str, list[Job]] = {}
     for run in runs:
@@ -455,6 +460,7 @@ def job_states(
     states = {}
     for scheduler, asked in jobs.items():
         answer = scheduler if isinstance(scheduler, str) else _ask(scheduler, asked, aged)
+        spent(0 if isinstance(answer, str) else answer.commands)
         for index, job in enumerate(asked):
             states[job.run.path, job.submission] = _state_of(job.submission, scheduler, answer, index)
     found = []
@@ -593,9 +599,10 @@ class Poller:
 
     def _ask(self) -> None:
         self._asked = self._clock()
-        self._state = job_state(self._run)
-        calls = 1 if self._state.alive == "yes" else _CALLS_FOR_ONE  # of a job that squeue knows sacct is not asked
-        self._calls += [self._asked] * (calls * (2 if history_of(self._run).cut_short else 1))
+        (self._state,) = job_states([self._run], spent=self._count)
+
+    def _count(self, commands: int) -> None:
+        self._calls += [self._asked] * commands
 
 
 def _mark(life: RunHistory) -> str:
@@ -633,7 +640,8 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
         mine = [known[key] for key in keys]
         aged(max(now - item.asked for item in mine))
         states = [JobState(*item.state) if item.state else None for item in mine]
-        return Answer(states, complaint=next((item.complaint for item in mine if item.complaint), ""))
+        complaint = next((item.complaint for item in mine if item.complaint), "")
+        return Answer(states, complaint=complaint, commands=0)
     answer = scheduler.states(jobs)
     if answer.has_answered:
         for key, job, state in zip(keys, jobs, answer.states, strict=True):

@@ -153,7 +153,7 @@ class Slurm(base.Scheduler):
             return Answer()
         ids = {job.submission.job_id for job in jobs}
         wanted = {job.submission.job_id for job in jobs if job.newest}
-        complaint, has_answered = "", True
+        complaint, has_answered, commands = "", True, 1
         found: dict[str, JobState] = {}
         try:  # `-t all` also shows jobs that have just ended, with or without accounting
             found = read_squeue(told("squeue", "-h", "-r", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _SQUEUE))
@@ -162,6 +162,7 @@ class Slurm(base.Scheduler):
                 complaint, has_answered = error.words, False
         # An ended job's own word is in the accounts: squeue shows COMPLETING and forgets.
         if missing := (wanted if has_answered else ids) - found.keys():
+            commands = 2
             command = ("sacct", "-X", "-n", "-P", "-D", "-j", ",".join(sorted(missing)), "-o", _SACCT)
             try:
                 accounts = read_sacct(told(*command))
@@ -170,7 +171,7 @@ class Slurm(base.Scheduler):
             except NoAnswer as error:
                 forgotten = f"the queue has forgotten it, and there is no accounting here ({error.words})"
                 complaint = complaint or forgotten
-        return Answer([found.get(job.submission.job_id) for job in jobs], has_answered, complaint)
+        return Answer([found.get(job.submission.job_id) for job in jobs], has_answered, complaint, commands)
 
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
         """Every job in one call; which it was is written down before anything is said against others of them."""
