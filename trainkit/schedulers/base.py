@@ -454,15 +454,22 @@ def job_states(
     jobs: dict[Scheduler | str, list[Job]] = {}
     for run in runs:
         life = known[run.path]
+        mark = _mark(life)
         for item in life.submissions:
-            job = Job(run, item, item is life.submissions[-1], _mark(life))
+            job = Job(run, item, item is life.submissions[-1], mark)
             jobs.setdefault(_scheduler_of(job), []).append(job)
-    states = {}
+    states: dict[tuple[Path, Submission], JobState] = {}
     for scheduler, asked in jobs.items():
-        answer = scheduler if isinstance(scheduler, str) else _ask(scheduler, asked, aged)
-        spent(0 if isinstance(answer, str) else answer.commands)
-        for index, job in enumerate(asked):
-            states[job.run.path, job.submission] = _state_of(job.submission, scheduler, answer, index)
+        items = [job.submission for job in asked]
+        if isinstance(scheduler, str):
+            told = [JobState("UNKNOWN", item.job_id, item.executor, scheduler) for item in items]
+        else:
+            answer = _ask(scheduler, asked, aged)
+            spent(answer.commands)
+            told = [
+                state or _by_record(item, scheduler, answer) for item, state in zip(items, answer.states, strict=True)
+            ]
+        states |= {(job.run.path, job.submission): state for job, state in zip(asked, told, strict=True)}
     found = []
     for run in runs:
         life = known[run.path]
@@ -555,13 +562,9 @@ def _without_job(life: RunHistory) -> JobState:
     return JobState("NOT SUBMITTED")
 
 
-def _state_of(job: Submission, scheduler: Scheduler | str, answer: Answer | str, index: int) -> JobState:
-    """What its scheduler says of a job, else its run's record: the scheduler forgets a job long after its end, or does
-    not answer."""
-    if isinstance(scheduler, str) or isinstance(answer, str):
-        return JobState("UNKNOWN", job.job_id, job.executor, str(answer))
-    if (known := answer.states[index]) is not None:
-        return known
+def _by_record(job: Submission, scheduler: Scheduler, answer: Answer) -> JobState:
+    """What the run's record says of a job that its scheduler does not report: it has forgotten the job, or does not
+    answer."""
     is_gone, title = answer.has_answered, scheduler.title
     state, why = "UNKNOWN", answer.complaint or f"{title} does not know the job"
     if job.finished or job.ended is not None:
