@@ -1,12 +1,12 @@
-"""The protocol of a scheduler, and the states of runs as their schedulers tell them.
+"""The scheduler protocol, and the states of runs as their schedulers report them.
 
-A scheduler is a file of this package, or ``launch.executor=package.module:build`` of the user's own. Nobody compares
-names: whoever must know something of a scheduler asks it, as `named(plan.executor).batch`.
+A scheduler is a module of this package, or ``launch.executor=package.module:build`` of the user's own. No code compares
+scheduler names: it asks the scheduler, as in `named(plan.executor).batch`.
 
 States are never stored. A run may have had many jobs: its state is that of the newest, and it is alive as long as any
-of them may be. Sites warn users whose programs ask often, so each scheduler is asked for all runs at once, a `Poller`
-bounds its questions, and `jobs.status`, which says how old its answer is, takes one that this user got a moment ago.
-That holds for a job as long as the run's own record has not changed. Nothing is decided by it.
+of them may be. Sites warn users whose programs query SLURM often. So one query covers all runs, a `Poller` bounds its
+commands per minute, and `jobs.status`, which prints the age of its answer, reuses one that is younger than
+`KEPT_SECONDS` while the run's record is unchanged. No decision is based on a reused answer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from trainkit.launch.plan import Plan
     from trainkit.site.profile import Partition, Site
 
-
 PACKAGE = "trainkit.schedulers"
-
 Function = Callable[[str], str]
 """What each rank of a run calls, with the run's folder."""
 Alive = Literal["yes", "no", "unknown"]
@@ -57,6 +55,16 @@ ENDED = frozenset(
     ]
 )
 _ALIVE: Sequence[Alive] = ("no", "unknown", "yes")
+ENDING_SECONDS = 60.0
+"""How long to wait for a job that is being ended; SLURM gives its tasks 30 s by default."""
+KEPT_SECONDS = 20.0
+"""With two commands each, that is six a minute."""
+CALLS_A_MINUTE = 6
+"""Of one `Poller`, whatever happens."""
+EVERY_SECONDS = 20.0
+SOON_SECONDS = 1.5
+_CALLS_FOR_ONE = 2
+"""squeue and sacct; where a submission was cut short, both are also asked for its job."""
 
 # `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout
 # would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
@@ -71,8 +79,11 @@ TASK = BEGIN + (
 """What Python runs as a rank: the function in the pickle of the rank's job."""
 
 
+# What schedulers are asked about jobs, and what they answer
+
+
 class NoCluster(NoAnswer):
-    """The scheduler's programs are here, and belong to no cluster."""
+    """The scheduler's programs are installed, but configured for no cluster."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +99,11 @@ class JobState:
     reason: str = ""
     nodes: str = ""
     start: str = ""
-    """When the scheduler means to start a job that waits, by its clock: 2026-11-21T22:04:10. Empty if not known."""
+    """When the scheduler expects to start a pending job, by its clock: 2026-11-21T22:04:10. Empty if unknown."""
     is_gone: bool = False
-    """The queue has answered and does not have it: it is over, however it ended."""
+    """The queue answered and does not list the job: it has ended, somehow."""
     also: tuple[JobState, ...] = ()
-    """Earlier jobs of the run that live, or may."""
+    """Earlier jobs of the run that are alive, or may be."""
 
     @property
     def alive(self) -> Alive:
@@ -100,7 +111,7 @@ class JobState:
         return max((self._alone, *(other.alive for other in self.also)), key=_ALIVE.index)
 
     def living(self) -> list[JobState]:
-        """Every job of the run that lives, or may, newest first; each alone."""
+        """Every job of the run that is alive, or may be, newest first; each without the others."""
         own = [] if self._alone == "no" else [replace(self, also=())]
         return own + [job for other in self.also for job in other.living()]
 
@@ -129,15 +140,16 @@ class Answer(NamedTuple):
     states: Sequence[JobState | None] = ()
     """In the order of the jobs; None for one that the scheduler does not know."""
     has_answered: bool = True
-    """The queue has: what it does not have is over."""
+    """Whether the queue answered: a job that it does not list has ended."""
     complaint: str = ""
-    """Why somebody has not answered."""
+    """Why a program did not answer."""
     commands: int = 1
     """How many commands that took."""
 
 
 class Start(NamedTuple):
-    """The scheduler's guess; ``when`` is None, and ``refusal`` says why, where it would not take the job."""
+    """When the scheduler expects to start a job. Where it would refuse the job, ``when`` is None and ``refusal`` says
+    why."""
 
     when: datetime | None = None
     nodes: str = ""
@@ -156,14 +168,14 @@ class Place(NamedTuple):
     needed: int = 1
     """How many nodes the job has."""
     restarts: int = 0
-    """How often the scheduler has started the job again."""
+    """How often the scheduler has restarted the job."""
 
 
 class OwnJob(NamedTuple):
-    """What the queue says of a job."""
+    """What the queue says of the job that this process belongs to."""
 
     state: str = ""
-    """Empty if the scheduler does not answer, which is no reason to lose a run."""
+    """Empty if the scheduler does not answer: a run must survive that."""
     excluded: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     """Nodes asked for by --nodelist."""
@@ -172,9 +184,9 @@ class OwnJob(NamedTuple):
 
     @property
     def is_to_be_queued(self) -> bool:
-        """Whether it is for its script to put it back into the queue: it is neither cancelled nor on its way back.
+        """Whether its script may requeue it: it is neither cancelled nor already on its way back.
 
-        One that is over its time limit is ended like a cancelled one, and SLURM takes its requeue all the same.
+        SLURM ends a job at its time limit as it ends a cancelled one, but still accepts its requeue.
         """
         return self.state in ("RUNNING", "") or (self.reason == "TimeLimit" and self.state in ("COMPLETING", "TIMEOUT"))
 
@@ -188,19 +200,22 @@ class NodeState(NamedTuple):
     """GPUs and features: a job that runs on one node can run on another of its kind."""
 
 
+# The protocol
+
+
 class Scheduler(ABC):
-    """What starts jobs. Abstract methods are all that a scheduler needs; the others are for what it can besides."""
+    """What starts jobs. A scheduler must have the abstract methods; the others are optional abilities."""
 
     name: str
-    """As `launch.executor` and the records of runs have it; of a user's own `package.module:build`."""
+    """As in `launch.executor` and in run records; ``package.module:build`` of a user's own."""
     title: str
-    """In sentences."""
+    """Its name in sentences."""
     batch = False
-    """Jobs wait in a queue and run on other machines. False: they are processes of this one."""
+    """Whether jobs wait in a queue and run on other machines; otherwise they are processes of this machine."""
     witness = "status"
-    """Where it is shown what a job does."""
+    """What shows the state of a job."""
     tools: tuple[str, ...] = ()
-    """Programs that a user asks it by."""
+    """Its programs for users."""
 
     # Before there is a job
 
@@ -213,27 +228,27 @@ class Scheduler(ABC):
         return None
 
     def partitions(self, env: Mapping[str, str]) -> tuple[Partition, ...]:
-        """Its partitions and their nodes; none where it has nothing of that kind. Raises NoAnswer."""
+        """Its partitions and their nodes; none where it has no partitions. Raises NoAnswer."""
         return ()
 
     def questions(self, user: str, account_fields: str, summary_format: str) -> dict[str, tuple[str, ...]]:
-        """Commands that tell what the site is, by what they tell."""
+        """Topic -> the command that shows it."""
         return {}
 
     def ask(self, command: Sequence[str], env: Mapping[str, str]) -> Said:
-        """What a command of `questions` says. Raises NoAnswer."""
+        """The answer to a command of `questions`. Raises NoAnswer."""
         return ask(command, env=env).shown()
 
     def has_pyxis(self, env: Mapping[str, str] | None = None) -> bool | None:
-        """Whether it starts ranks in containers by itself; None if it does not say."""
+        """Whether it can start ranks in containers by pyxis; None if unknown."""
         return False
 
     def largest_array(self) -> int:
-        """How many runs of a sweep one submission takes."""
+        """How many runs of a sweep fit into one submission."""
         return 10_000
 
     def script(self, plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str | None:
-        """The batch script of a run, or of a sweep of ``points`` runs; None for a scheduler that takes none."""
+        """The batch script of a run, or of a sweep of ``points`` runs; None for a scheduler without scripts."""
         return None
 
     def preview(self, plan: Plan, folder: Path) -> str:
@@ -250,7 +265,8 @@ class Scheduler(ABC):
         return plan
 
     def on_its_nodes(self, plan: Plan, command: Sequence[str], minutes: int) -> list[str] | None:
-        """A command that starts another one as each rank of a plan, for minutes; None: on this machine, one by one."""
+        """The command that runs ``command`` as every rank of a plan, for ``minutes`` at most; None: the caller starts
+        the ranks on this machine."""
         return None
 
     # Of jobs
@@ -267,7 +283,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def states(self, jobs: Sequence[Job]) -> Answer:
-        """What the jobs do; of one that waits, why."""
+        """The states of jobs, with the reason why one is pending."""
 
     @abstractmethod
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
@@ -282,12 +298,12 @@ class Scheduler(ABC):
         return f"cancel job {job.job_id} by the means of {self.title}"
 
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
-        """Those of the jobs that the scheduler, and not only the run's record, knows to be these runs'."""
+        """Those jobs that belong to these runs by the scheduler's own knowledge, and not only by the run's record."""
         return []
 
     def adopt(self, cut_short: Sequence[tuple[RunDir, RunHistory]]) -> Mapping[Path, JobState]:
-        """Look for jobs whose id nobody could write down, and write down those that are there; what is to be said of
-        the other runs."""
+        """Find the jobs of submissions that were cut short before their id was recorded, and record them; the states
+        of the runs without such a job."""
         return {}
 
     # Of its own job, for the script that looks after the ranks
@@ -297,11 +313,11 @@ class Scheduler(ABC):
         return Place()
 
     def claim(self, run: RunDir, env: Mapping[str, str]) -> None:
-        """Do for a job what the command that queued it could not, for it was killed before."""
+        """Finish, inside a job, the submission of a command that was killed."""
         return
 
     def own_job(self, job_id: str) -> OwnJob:
-        """What the queue says of a job that runs."""
+        """What the queue says of this running job."""
         return OwnJob()
 
     def nodes(self, partition: str) -> dict[str, NodeState]:
@@ -313,16 +329,15 @@ class Scheduler(ABC):
         return {}
 
     def requeue(self, job_id: str) -> None:
-        """Put a job that runs back into the queue, and end its script with SIGTERM. Raises NoAnswer where that is not
-        done."""
+        """Requeue a running job, and end its script with SIGTERM. Raises NoAnswer where that is not possible."""
         raise self._cannot("queue a job again")
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Let a job that waits do without nodes. Raises NoAnswer where that is not done."""
+        """Exclude nodes from a pending job. Raises NoAnswer where that is not possible."""
         raise self._cannot("exclude nodes")
 
     def next_link(self, run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
-        """Queue a job that goes on where this one has stopped, once it has ended; its id. Raises NoAnswer."""
+        """Queue a job that continues the run after this job has ended; its id. Raises NoAnswer."""
         raise self._cannot("queue a job behind another")
 
     def _cannot(self, what: str) -> NoAnswer:
@@ -331,12 +346,15 @@ class Scheduler(ABC):
     # For advice
 
     def at_node(self, host: str) -> str:
-        """What stands before a command that is given on a node; empty: nothing."""
+        """The prefix that runs a command on a node."""
         return ""
 
     def shows_memory(self, job_id: str) -> str:
         """The command that shows how much memory a job took."""
         return "dmesg"
+
+
+# Which scheduler it is
 
 
 @cache
@@ -348,7 +366,7 @@ def _load(name: str) -> Scheduler:
 
 
 def named(executor: str) -> Scheduler:
-    """The scheduler of a plan or a record. What no scheduler has started runs as processes of a machine.
+    """The scheduler of a plan or a record. A run that no scheduler started consists of processes of a machine.
 
     Raises:
         UserError: it is the user's own code, and cannot be loaded.
@@ -358,18 +376,18 @@ def named(executor: str) -> Scheduler:
 
 
 def built_in(executor: str) -> Scheduler:
-    """The same for a record that somebody else may have written: code that it names is not loaded, and counts as this
-    machine's processes."""
+    """`named` for a record that somebody else may have written: code that it names is never loaded, and counts as
+    local."""
     return named("local" if ":" in executor else executor)
 
 
 def batch_schedulers() -> list[Scheduler]:
-    """Those of this package whose jobs wait in a queue."""
+    """The schedulers of this package whose jobs wait in a queue."""
     return [found for found in map(_load, plugins.available(PACKAGE)) if found.batch]
 
 
 def batch_here(env: Mapping[str, str]) -> Scheduler | None:
-    """The one that is here."""
+    """The batch scheduler of this machine, if it has one."""
     return next((found for found in batch_schedulers() if found.is_here(env)), None)
 
 
@@ -390,15 +408,18 @@ def around(env: Mapping[str, str], run: RunDir | None = None) -> tuple[Scheduler
     return scheduler, place if place.job_id else Place(submission.job_id, (host,), host)
 
 
+# What a rank of a job runs
+
+
 def unclaimed(index: int) -> str:
-    """Name of the pickle of a run that has no job id yet; ``index``: its number in a sweep."""
+    """File name of a run's pickle until its job id is known; ``index``: the run's number in a sweep."""
     return f"{index}.pkl"
 
 
 def pickled(folder: Path, runs: Sequence[RunDir], function: Function, start: Callable[[], str]) -> list[str]:
-    """The job id of each run, once ``start`` has started a job for one run, or an array for several, and said its id.
+    """Write submitit's pickle for each run, which `TASK` runs, and start the job; the job id of each run.
 
-    submitit's pickles, which `TASK` runs: one for each run, with one path and no code in it.
+    A pickle holds a path and no code. ``start`` starts a job for one run, an array for several, and returns its id.
     """
     from submitit.core.utils import DelayedSubmission  # a dry run and `--help` do without
 
@@ -414,16 +435,7 @@ def pickled(folder: Path, runs: Sequence[RunDir], function: Function, start: Cal
     return ids
 
 
-ENDING_SECONDS = 60.0
-"""How long to wait for a job that is being ended; SLURM gives its tasks 30 s by default."""
-KEPT_SECONDS = 20.0
-"""With two commands each, that is six a minute."""
-CALLS_A_MINUTE = 6
-"""Of one `Poller`, whatever happens."""
-EVERY_SECONDS = 20.0
-SOON_SECONDS = 1.5
-_CALLS_FOR_ONE = 2
-"""squeue and sacct; where a submission was cut short, both are also asked for its job."""
+# The states of runs
 
 
 def job_states(
@@ -433,13 +445,12 @@ def job_states(
     aged: Callable[[float], None] | None = None,
     spent: Callable[[int], None] = lambda commands: None,
 ) -> list[JobState]:
-    """What each run does. SLURM is asked twice at most; twice more where a submission was cut short.
+    """The state of each run. SLURM gets two commands at most, and two more where a submission was cut short.
 
     Args:
-        lives: those of the runs, where they have been read already.
-        aged: what was said to this user a moment ago will do, and this is told how many seconds ago that was.
-            None: ask anew.
-        spent: is told how many commands each scheduler was asked by.
+        lives: the histories of the runs, if they have been read already.
+        aged: allows an answer that this user got a moment ago; called with its age in seconds. None: ask anew.
+        spent: called with the number of commands that each scheduler was asked by.
     """
     known = dict(zip((run.path for run in runs), lives or map(history_of, runs), strict=True))
     cut_short: dict[str, list[tuple[RunDir, RunHistory]]] = {}
@@ -478,36 +489,12 @@ def job_states(
 
 
 def job_state(run: RunDir) -> JobState:
-    """What one run does."""
+    """The state of one run."""
     return job_states([run])[0]
 
 
-def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
-    """Those of the jobs that only the record in the run's folder names: who has written that, may have named any.
-
-    Known are those that this user's own list has, and those that the scheduler itself knows to be the run's.
-    """
-    unknown: dict[str, list[tuple[RunDir, JobState]]] = {}
-    for run, job in jobs:
-        if not _has_started(run, job.executor, job.job_id):
-            unknown.setdefault(job.executor, []).append((run, job))
-    # Code of a run whose job is not in this user's list is never loaded.
-    own = [item for name, group in unknown.items() if ":" not in name for item in named(name).own(group)]
-    return [item for group in unknown.values() for item in group if item not in own]
-
-
-def process_of(run: RunDir, job_id: str) -> ProcessId | None:
-    """What looks after the ranks of a job that no scheduler knows, by the run's record."""
-    return next((item.process for item in history_of(run).submissions if item.job_id == job_id), None)
-
-
-def _has_started(run: RunDir, executor: str, job_id: str) -> bool:
-    process = process_of(run, job_id)
-    return folder.has_started(run.path, executor, job_id, process.word() if process is not None else "")
-
-
 def _scheduler_of(job: Job) -> Scheduler | str:
-    """Whom to ask for a job, or why nobody: code that a run names is loaded for jobs that this user has started."""
+    """The scheduler to ask about a job, or why none: code that a run names is loaded only for this user's own jobs."""
     name = job.submission.executor
     if ":" in name and not _has_started(job.run, name, job.submission.job_id):
         return f"its scheduler is {name}, code that a command of yours has not used for it"
@@ -515,97 +502,6 @@ def _scheduler_of(job: Job) -> Scheduler | str:
         return named(name)
     except UserError as error:
         return f"its scheduler cannot be asked: {error.what} {error.why}".rstrip(".")
-
-
-def require_no_job(run: RunDir, *, force: bool) -> None:
-    """Refuse to start on a run whose job lives, or, unless ``force``, may live for all that anybody can tell.
-
-    Waits for one that is just being ended.
-    """
-    state = job_state(run)
-    deadline, pause = time.monotonic() + ENDING_SECONDS, 2.0
-    while state.state == "COMPLETING" and time.monotonic() < deadline:  # cancelled a moment ago
-        time.sleep(pause)
-        pause *= 1.7
-        state = job_state(run)
-    living, why = state.living(), "Two jobs on one run would write over each other."
-    which = f"job{'s' * (len(living) > 1)} {', '.join(job.job_id or '?' for job in living)}"
-    if state.alive == "yes":
-        one = next(job for job in living if job.alive == "yes")
-        fix = f"Wait for it, or `{terminal.command('cancel', run.path)}` first."
-        raise UserError(f"{run.name} is {one.state} ({which}).", why=why, fix=fix)
-    if state.alive == "unknown" and not force:
-        lives = f"{which} of {run.name} may run" if living[0].job_id else f"{run.name} has a job"
-        raise UserError(
-            f"Nobody can tell whether {lives}.",
-            why=f"{living[0].reason}. {why}",
-            fix="Ask again later or elsewhere; if you know that it has ended, add --force.",
-        )
-
-
-def _state(life: RunHistory, jobs: Sequence[JobState], lost: JobState | None) -> JobState:
-    """The state of a run whose jobs, oldest first, have these; ``lost``: of a submission that was cut short."""
-    state, *earlier = jobs[::-1] or [_without_job(life)]
-    if lost is not None and lost.alive == "no":  # the command that was to submit it came to nothing
-        state = replace(state, reason="; ".join(word for word in (state.reason, lost.reason) if word))
-    elif lost is not None:
-        state, earlier = lost, [state, *earlier]
-    return replace(state, also=tuple(job for job in earlier if job.alive != "no"))
-
-
-def _without_job(life: RunHistory) -> JobState:
-    """A run that nobody submitted: of torchrun, of `jobs.train`. Only its own record speaks of it."""
-    if life.finished or life.outcome is not None:
-        return JobState("COMPLETED" if life.finished else str(life.outcome), reason="by its own record")
-    if life.started:
-        return JobState("UNKNOWN", reason="started without jobs.submit, so nobody can be asked")
-    return JobState("NOT SUBMITTED")
-
-
-def _by_record(job: Submission, scheduler: Scheduler, answer: Answer) -> JobState:
-    """What the run's record says of a job that its scheduler does not report: it has forgotten the job, or does not
-    answer."""
-    is_gone, title = answer.has_answered, scheduler.title
-    state, why = "UNKNOWN", answer.complaint or f"{title} does not know the job"
-    if job.finished or job.ended is not None:
-        state = "COMPLETED" if job.finished else str(job.ended)
-        why = "by its own record; " + (f"{title} has forgotten the job" if is_gone else answer.complaint)
-    return JobState(state, job.job_id, scheduler.name, why, is_gone=is_gone)
-
-
-class Poller:
-    """What a run does, for one who waits for its end; a run on this machine is asked every time.
-
-    Args:
-        clock: seconds that only go forward.
-    """
-
-    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock, self._soon = run, clock, SOON_SECONDS
-        self._calls: list[float] = []
-        self._ask()
-
-    def state(self, *, soon: bool = False) -> JobState:
-        """The newest that is known.
-
-        Args:
-            soon: something has happened that makes it worth asking again early.
-        """
-        pause = min(self._soon, EVERY_SECONDS) if soon else EVERY_SECONDS
-        now = self._clock()
-        self._calls = [call for call in self._calls if now - call < 60]
-        is_local = ":" not in self._state.executor and not named(self._state.executor).batch
-        if is_local or (now - self._asked >= pause and len(self._calls) + _CALLS_FOR_ONE <= CALLS_A_MINUTE):
-            self._soon = 2 * self._soon if soon else SOON_SECONDS
-            self._ask()
-        return self._state
-
-    def _ask(self) -> None:
-        self._asked = self._clock()
-        (self._state,) = job_states([self._run], spent=self._count)
-
-    def _count(self, commands: int) -> None:
-        self._calls += [self._asked] * commands
 
 
 def _mark(life: RunHistory) -> str:
@@ -654,3 +550,118 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
             folder.make_state_folder(file.parent)
             fileio.write(file, kept.dump_json(known).decode(), file.parent)
     return answer
+
+
+def _by_record(job: Submission, scheduler: Scheduler, answer: Answer) -> JobState:
+    """What the run's record says of a job that its scheduler does not report: it has forgotten the job, or does not
+    answer."""
+    is_gone, title = answer.has_answered, scheduler.title
+    state, why = "UNKNOWN", answer.complaint or f"{title} does not know the job"
+    if job.finished or job.ended is not None:
+        state = "COMPLETED" if job.finished else str(job.ended)
+        why = "by its own record; " + (f"{title} has forgotten the job" if is_gone else answer.complaint)
+    return JobState(state, job.job_id, scheduler.name, why, is_gone=is_gone)
+
+
+def _state(life: RunHistory, jobs: Sequence[JobState], lost: JobState | None) -> JobState:
+    """The state of a run whose jobs, oldest first, have these; ``lost``: of a submission that was cut short."""
+    state, *earlier = jobs[::-1] or [_without_job(life)]
+    if lost is not None and lost.alive == "no":  # the command that was to submit it came to nothing
+        state = replace(state, reason="; ".join(word for word in (state.reason, lost.reason) if word))
+    elif lost is not None:
+        state, earlier = lost, [state, *earlier]
+    return replace(state, also=tuple(job for job in earlier if job.alive != "no"))
+
+
+def _without_job(life: RunHistory) -> JobState:
+    """A run that nobody submitted: of torchrun, of `jobs.train`. Only its own record speaks of it."""
+    if life.finished or life.outcome is not None:
+        return JobState("COMPLETED" if life.finished else str(life.outcome), reason="by its own record")
+    if life.started:
+        return JobState("UNKNOWN", reason="started without jobs.submit, so nobody can be asked")
+    return JobState("NOT SUBMITTED")
+
+
+def process_of(run: RunDir, job_id: str) -> ProcessId | None:
+    """What looks after the ranks of a job that no scheduler knows, by the run's record."""
+    return next((item.process for item in history_of(run).submissions if item.job_id == job_id), None)
+
+
+def _has_started(run: RunDir, executor: str, job_id: str) -> bool:
+    process = process_of(run, job_id)
+    return folder.has_started(run.path, executor, job_id, process.word() if process is not None else "")
+
+
+def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
+    """The jobs that only the record in the run's folder names: whoever wrote it may have named any job.
+
+    A job is known as the run's own by this user's list of started jobs, or by the scheduler.
+    """
+    unknown: dict[str, list[tuple[RunDir, JobState]]] = {}
+    for run, job in jobs:
+        if not _has_started(run, job.executor, job.job_id):
+            unknown.setdefault(job.executor, []).append((run, job))
+    # Code of a run whose job is not in this user's list is never loaded.
+    own = [item for name, group in unknown.items() if ":" not in name for item in named(name).own(group)]
+    return [item for group in unknown.values() for item in group if item not in own]
+
+
+def require_no_job(run: RunDir, *, force: bool) -> None:
+    """Refuse to start on a run whose job lives, or, unless ``force``, may live for all that anybody can tell.
+
+    Waits for one that is just being ended.
+    """
+    state = job_state(run)
+    deadline, pause = time.monotonic() + ENDING_SECONDS, 2.0
+    while state.state == "COMPLETING" and time.monotonic() < deadline:  # cancelled a moment ago
+        time.sleep(pause)
+        pause *= 1.7
+        state = job_state(run)
+    living, why = state.living(), "Two jobs on one run would write over each other."
+    which = f"job{'s' * (len(living) > 1)} {', '.join(job.job_id or '?' for job in living)}"
+    if state.alive == "yes":
+        one = next(job for job in living if job.alive == "yes")
+        fix = f"Wait for it, or `{terminal.command('cancel', run.path)}` first."
+        raise UserError(f"{run.name} is {one.state} ({which}).", why=why, fix=fix)
+    if state.alive == "unknown" and not force:
+        lives = f"{which} of {run.name} may run" if living[0].job_id else f"{run.name} has a job"
+        raise UserError(
+            f"Nobody can tell whether {lives}.",
+            why=f"{living[0].reason}. {why}",
+            fix="Ask again later or elsewhere; if you know that it has ended, add --force.",
+        )
+
+
+class Poller:
+    """What a run does, for one who waits for its end; a run on this machine is asked every time.
+
+    Args:
+        clock: seconds that only go forward.
+    """
+
+    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock, self._soon = run, clock, SOON_SECONDS
+        self._calls: list[float] = []
+        self._ask()
+
+    def state(self, *, soon: bool = False) -> JobState:
+        """The newest that is known.
+
+        Args:
+            soon: something has happened that makes it worth asking again early.
+        """
+        pause = min(self._soon, EVERY_SECONDS) if soon else EVERY_SECONDS
+        now = self._clock()
+        self._calls = [call for call in self._calls if now - call < 60]
+        is_local = ":" not in self._state.executor and not named(self._state.executor).batch
+        if is_local or (now - self._asked >= pause and len(self._calls) + _CALLS_FOR_ONE <= CALLS_A_MINUTE):
+            self._soon = 2 * self._soon if soon else SOON_SECONDS
+            self._ask()
+        return self._state
+
+    def _ask(self) -> None:
+        self._asked = self._clock()
+        (self._state,) = job_states([self._run], spent=self._count)
+
+    def _count(self, commands: int) -> None:
+        self._calls += [self._asked] * commands
