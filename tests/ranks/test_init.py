@@ -291,7 +291,7 @@ def test_a_port_in_use_is_not_free() -> None:
 
 
 def test_no_free_port_at_all_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_env, "_is_free", lambda port: False)
+    monkeypatch.setattr(ranks_env, "is_free", lambda port: False)
     with pytest.raises(UserError, match="No free port"):
         free_port()
 

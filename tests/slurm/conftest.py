@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import pytest
 from jobs import cli
 from tests import light_experiment
 from tests.debian import cannot_run
+from trainkit.ranks import is_free
 
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
@@ -238,14 +238,7 @@ def _place(owner: int, turn: int) -> dict[str, str]:
 
 def _ports_are_free(third: int) -> bool:
     """The two ports that a cluster with this third number in its network has on the machine."""
-    for port in (24000 + 2 * third, 24001 + 2 * third):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                return False
-    return True
+    return is_free(24000 + 2 * third) and is_free(24001 + 2 * third)
 
 
 def _clean_environment() -> dict[str, str]:

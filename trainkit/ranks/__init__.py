@@ -161,7 +161,7 @@ def free_port(start: int | None = None) -> int:
     except OSError:  # not Linux: the range that IANA suggests, which macOS uses
         ephemeral = range(49152, 65536)
     for port in candidates(random.choice(PORTS) if start is None else start, ephemeral):
-        if _is_free(port):
+        if is_free(port):
             return port
     raise UserError(
         "No free port for the ranks to meet on.",
@@ -214,7 +214,8 @@ def address_towards(addr: str) -> str | None:
         return str(probe.getsockname()[0]).split("%")[0]
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server may listen on this port of this machine."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:
         if family == socket.AF_INET6:
