@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.schema import SECTIONS, PluginSection, field_of
-from trainkit.errors import RefusedError, RunFailedError, SchedulerError, TrainkitError, UserError, did_you_mean
+from trainkit.config.schema import SECTIONS, ImpossibleError, PluginSection, field_of
+from trainkit.errors import (
+    RefusedError,
+    RunFailedError,
+    SchedulerError,
+    TrainkitError,
+    UserError,
+    did_you_mean,
+    error_from_json,
+)
+from trainkit.process import NoAnswer
 
 
 def test_an_error_is_three_lines_what_why_and_fix_as_far_as_they_are_known() -> None:
@@ -26,6 +35,14 @@ def test_every_kind_has_its_exit_code_and_is_whole_in_another_process(kind: type
     there = pickle.loads(pickle.dumps(kind("what", why="why", fix="fix", key="optim.lr")))
     assert (type(there), there.exit_code) == (kind, code)
     assert (there.what, there.why, there.fix, there.key) == ("what", "why", "fix", "optim.lr")
+
+
+@pytest.mark.parametrize(("kind", "told"), [(ImpossibleError, UserError), (NoAnswer, SchedulerError)])
+def test_a_finer_kind_has_the_same_exit_code_on_another_rank(
+    kind: type[TrainkitError], told: type[TrainkitError]
+) -> None:
+    there = error_from_json(kind("what", why="why", fix="fix", key="optim.lr").to_json())
+    assert (type(there), str(there)) == (told, "what\n  why: why\n  fix: fix")
 
 
 @pytest.mark.parametrize(

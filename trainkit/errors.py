@@ -38,8 +38,9 @@ class TrainkitError(Exception):
         return (_rebuild, (type(self), self.what, self.why, self.fix, self.key))
 
     def to_json(self) -> dict[str, str]:
-        """Plain text, for another rank."""
-        return {"kind": type(self).__name__, "what": self.what, "why": self.why, "fix": self.fix}
+        """Plain text, for another rank, which knows the kinds of this module."""
+        kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return {"kind": kind, "what": self.what, "why": self.why, "fix": self.fix}
 
 
 def _rebuild(cls: type[TrainkitError], what: str, why: str, fix: str, key: str | None) -> TrainkitError:
