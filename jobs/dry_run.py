@@ -13,7 +13,7 @@ from trainkit import fileio, terminal
 from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
-from trainkit.config.schema import ON_CPUS, ON_GPUS, Config, auto_precision
+from trainkit.config.schema import Config
 from trainkit.data import train_size
 from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, TrainkitError
@@ -22,7 +22,7 @@ from trainkit.launch.plan import Plan, Row, config_rows, make_plan, plan_rows, v
 from trainkit.run import folder as run_folder
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import Start, named
-from trainkit.site.profile import Site
+from trainkit.site.profile import ON_CPUS, ON_GPUS, Site, auto_precision
 from trainkit.start import by_names
 
 DERIVED = "derived"

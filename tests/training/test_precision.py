@@ -47,7 +47,7 @@ def test_auto_on_cpu_is_bf16_where_torch_finds_instructions_for_it() -> None:
 
 @pytest.mark.parametrize(("flag", "name"), [("avx512f", "fp32"), ("avx512_bf16", "bf16"), ("amx_bf16", "bf16")])
 def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch, flag: str, name: str) -> None:
-    monkeypatch.setattr("trainkit.config.schema.cpu_flags", lambda: {"avx2", flag})
+    monkeypatch.setattr("trainkit.site.profile.cpu_flags", lambda: {"avx2", flag})
     assert choose_precision("auto", CPU) == name
     config, where = load("single").config, Where((Place(0, 0, 0, "n1", "cpu"),))
     assert bool(amp_notes(config, where)) == (name == "fp32"), "a bench says that such a CPU emulates bf16"

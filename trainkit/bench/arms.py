@@ -13,8 +13,9 @@ from trainkit import terminal
 from trainkit.bench import base
 from trainkit.bench.base import ARM, Arm, Bench, LeftOut, Results, Row, Where, percent, ranks, rate
 from trainkit.config.checks import strategy_traits
-from trainkit.config.schema import Config, cpu_has_bf16
+from trainkit.config.schema import Config
 from trainkit.errors import UserError, did_you_mean
+from trainkit.site.profile import cpu_has_bf16
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "o2")
 STRATEGIES: dict[str, tuple[str, ...]] = {

@@ -12,16 +12,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainkit.checkpoint.state import follow_masters, master_of
-from trainkit.config.schema import auto_precision
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import RefusedError
+from trainkit.site.profile import auto_precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """What ``auto`` means on this device: `trainkit.config.schema.auto_precision`.
+    """What ``auto`` means on this device: `trainkit.site.profile.auto_precision`.
 
     Raises RefusedError when tf32 is asked for on a device without it.
     """
