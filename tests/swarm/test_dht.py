@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_a_helper_that_lives_gets_more_time_on_a_loaded_machine(monkeypatch: pyt
         with nullcontext() if load else pytest.raises(RunFailedError, match=f"Its process {os.getpid()} lives"):
             assert processes.answer_of(asked, "averager", os.getpid()) == "late"
         timer.join()
+
+
+def test_an_answer_that_comes_as_the_wait_for_it_ends_counts() -> None:
+    class Late(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            if not self.done():
+                self.set_result("late")
+                raise FutureTimeoutError
+            return super().result(timeout)
+
+    assert processes.answer_of(Late(), "averager", os.getpid()) == "late"
 
 
 def test_a_helper_that_cannot_reach_its_own_daemon_is_said_to_have_died() -> None:

@@ -129,7 +129,10 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
     while True:
         with suppress(OSError, FutureTimeoutError):
             return asked.result(0.5)
-        if asked.done():  # it answers that what it has started itself, libp2p's daemon, is out of reach
+        if asked.done():
+            if asked.exception() is None:  # it has come since
+                continue
+            # What the helper has started itself, libp2p's daemon, is out of its reach.
             raise helper_has_died(helper)
         cores, load = os.cpu_count() or 1, os.getloadavg()[0]
         silent, known = time.monotonic() - began, family(pid)
