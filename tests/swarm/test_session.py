@@ -275,6 +275,15 @@ def test_all_ranks_agree_bit_for_bit_and_all_their_samples_count() -> None:
     torch.testing.assert_close(torch.tensor(first["theta"]), torch.tensor(alone["theta"]), rtol=1e-3, atol=1e-4)
 
 
+def test_weights_go_to_the_other_ranks_in_one_message_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.dtype] = []
+    monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, src: sent.append(tensor.dtype))
+    state: Any = SimpleNamespace(dist=SimpleNamespace(world_size=2), model=nn.Sequential(net(), nn.BatchNorm1d(10)))
+    common: Any = SimpleNamespace(version=0)
+    session.Team(state, state, common).before_update(1e-3, 0)
+    assert sent == [torch.uint8, torch.float32, torch.int64, torch.uint8]  # between two orders
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -52,7 +52,7 @@ from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
-from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState
+from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.recorder import Progress, Recorder
@@ -205,10 +205,13 @@ def _as_ddp(config: Config) -> Config:
 @torch.no_grad()
 def _share_weights(model: nn.Module) -> None:
     """Rank 0's weights and buffers, bit for bit, in the model of every rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+    tensors = [*model.parameters(), *model.buffers()]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        sent = torch.cat([tensor.reshape(-1) for tensor in same])
         c10d.broadcast(sent, src=0)
-        tensor.copy_(sent)
+        for tensor, part in unflattened(sent, same):
+            tensor.copy_(part)
 
 
 # What every peer of a run must have alike, beyond the settings: without it their averages mean nothing. The creator
