@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from trainkit.config.loading import load
+from trainkit.errors import RunFailedError
+from trainkit.swarm import processes
 from trainkit.swarm.link import Outcome
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync import PROBE_SIZE, Given
@@ -54,6 +57,31 @@ def settled(
     result = averaging.settle(1.0, trained_on=False, leads=False)
     assert result is not None
     return result, stepped
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no tensors"), "no tensors"),
+        (BrokenPipeError(), "A helper process of this peer has died: its averager"),
+    ],
+)
+def test_an_error_of_the_averager_ends_the_search_at_once(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the thread that asks it, the error would be told to nobody."""
+    from trainkit.swarm.average import Averaging
+
+    def step(**options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.2)
+    averager: Any = SimpleNamespace(client_mode=True, is_alive=lambda: True, pid=os.getpid(), step=step)
+    dht: Any = SimpleNamespace(alive=True)
+    common: Any = SimpleNamespace(probe=lambda: WEIGHTS)
+    unused: Any = None
+    with pytest.raises((ValueError, RunFailedError), match=says):
+        Averaging(averager, dht, common, load("hivemind").config.collaborative, unused).begin(time.time(), 0.0)
 
 
 def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:

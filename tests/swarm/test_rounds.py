@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from trainkit.swarm.robust import Round
 from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, GatheringState, Given, GradientState, OuterState
 from trainkit.training.build import alone, build
+from trainkit.training.update import DivergedError
 
 pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
 
@@ -334,6 +335,28 @@ def test_any_other_round_counts(rounds: list[tuple[float, float | None]]) -> Non
     assert [one.used for one in ended[2:-1]] == ["nothing"] * len(ended[2:-1])
     if len(rounds) == 3:
         assert places[-1] == pytest.approx(0.021 + rounds[-1][0], abs=1e-3)
+
+
+@pytest.mark.parametrize(("on_nonfinite", "done"), [("stop", ["settled"]), ("rollback", ["settled", "forgotten"])])
+def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str, done: list[str]) -> None:
+    """It was of the round before, and others may still be fetching it."""
+    from trainkit.swarm.rounds import TimedLoop
+
+    def diverge(*_: object) -> None:
+        raise DivergedError("Training has diverged.", why="", fix="")
+
+    found: list[str] = []
+    loop: Any = TimedLoop.__new__(TimedLoop)
+    loop.config = SimpleNamespace(train=SimpleNamespace(on_nonfinite=on_nonfinite))
+    loop.nonfinite = SimpleNamespace(add=diverge)
+    loop.settle = lambda seconds: found.append("settled" if seconds == math.inf else "asked")
+    common = SimpleNamespace(forget=lambda: found.append("forgotten"))
+    clock, pace = SimpleNamespace(seconds=SECONDS), SimpleNamespace(step_seconds=0.0)
+    progress = SimpleNamespace(position=1, rollbacks=0)
+    loop.peer = SimpleNamespace(clock=clock, pace=pace, progress=progress, common=common)
+    with nullcontext() if on_nonfinite == "rollback" else pytest.raises(DivergedError):
+        loop.note_update(None, 1, 0.0, first=True, what="update", fix="")
+    assert found == done
 
 
 @pytest.mark.parametrize(
