@@ -20,6 +20,7 @@ from trainkit.data.loader import Batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
+from trainkit.swarm.admission import Member
 from trainkit.swarm.link import PART
 from trainkit.swarm.robust import has_drifted
 from trainkit.swarm.session import data_seed
@@ -187,6 +188,7 @@ def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str)
 
 def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None:
     """Weights that differ anywhere have another one in every round."""
+    owner = Member("owner", "owner", "owner", 0, "", b"")
     (_, ours), (_, theirs) = outer_state(), outer_state()
     assert torch.equal(ours.probe(), theirs.probe())
     by = 0.1 * float(ours.theta.norm())
@@ -194,7 +196,8 @@ def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None
         theirs.theta[place] += by
         for ours.round in (0, 5):
             theirs.round = ours.round
-            assert has_drifted(theirs.probe().numpy().tobytes(), ours.probe())
+            own, given = (one.probe().numpy().tobytes() for one in (ours, theirs))
+            assert has_drifted(own, {"owner": given}, lambda peer: owner, role="volunteer", own_id="me")
         theirs.theta[place] -= by
 
 

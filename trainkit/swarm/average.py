@@ -33,7 +33,6 @@ from trainkit.swarm.robust import (
     Verdict,
     has_drifted,
     objection,
-    reference_among,
     slower_than,
     untrue,
     whole,
@@ -289,10 +288,9 @@ class Averaging:
 
     def _has_drifted(self, members: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether this peer has other weights than the owner's side, of those who say that they give theirs away."""
-        sharing = [peer for peer, member in members.items() if member.get("shares") is True]
-        trusted = [found for peer in sharing if (found := self._dht.member(peer)) and found.trusted]
-        reference = reference_among(trusted, self._dht.own.grant.role, str(self.averager.peer_id))
-        return reference is not None and has_drifted(members[reference].get("probe"), self._common.probe())
+        given = {peer: member.get("probe") for peer, member in members.items() if member.get("shares") is True}
+        own, role, own_id = self._common.probe().numpy().tobytes(), self._dht.own.grant.role, str(self.averager.peer_id)
+        return has_drifted(own, given, self._dht.member, role=role, own_id=own_id)
 
     def _hand_over(self, control: Any, vector: Tensor, sent: Sequence[float]) -> str:
         """Begin the exchange; why that is not possible, or nothing."""

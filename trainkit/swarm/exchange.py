@@ -40,7 +40,7 @@ from trainkit.swarm.admission import Admission, Guard, Member, remember
 from trainkit.swarm.invitations import Pass, UntrustedError, parsed
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, plain_msgpack, read_gathered
-from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, has_drifted, reference_among, voices_of
+from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, has_drifted, voices_of
 from trainkit.swarm.sync import CommonState
 
 _LONGEST_METADATA = 16_384
@@ -589,16 +589,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             with suppress(Exception):  # nobody waits for it any more
                 future.set_result(found)
 
-    async def has_strayed(self, group: Mapping[PeerID, Gathered]) -> bool:
+    def has_strayed(self, group: Mapping[PeerID, Gathered], known: Mapping[str, Member]) -> bool:
         """Whether this peer's weights are others than those of the owner's side in the group."""
-        probes = {str(peer): told.about.probe for peer, told in group.items()}
-        own = probes[str(self.peer_id)]
-        known = [await self.guard.member(str(peer)) for peer, told in group.items() if told.about.shares]
-        trusted = [member for member in known if member is not None and member.trusted]
-        reference = reference_among(trusted, self.own.grant.role, str(self.peer_id))
-        if reference is None or not own:
-            return False
-        return has_drifted(probes[reference], torch.frombuffer(bytearray(own), dtype=torch.float32))
+        own = group[self.peer_id].about.probe
+        given = {str(peer): told.about.probe for peer, told in group.items() if told.about.shares}
+        return has_drifted(own, given, known.get, role=self.own.grant.role, own_id=str(self.peer_id))
 
     async def _aggregate_with_group(
         self, group_info: GroupInfo, min_vector_size: int, **options: Any
@@ -609,12 +604,12 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         group = {peer: read_gathered(data) or NOTHING for peer, data in told}
         modes = tuple(AveragingMode(member.mode) for member in group.values())
         codec, *weights = self.plan.tolist()
-        if self.common.same_weights and await self.has_strayed(group):
-            weights = [0.0] * len(weights)
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             members = {str(peer): await self.guard.member(str(peer)) for peer in group}
             known = {peer: member for peer, member in members.items() if member is not None}
+            if self.common.same_weights and self.has_strayed(group, known):
+                weights = [0.0] * len(weights)
             trusted = {peer for peer, member in known.items() if member.trusted} | {str(self.peer_id)}
             async with enter_asynchronously(self.get_tensors()) as tensors:
                 runner = Exchange(

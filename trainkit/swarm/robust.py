@@ -451,21 +451,26 @@ def untrue(
 _DRIFT = 1e-3
 
 
-def reference_among(trusted: Iterable[Member], role: Role, own_id: str) -> str | None:
-    """With whose weights a peer compares its own: the owner's; without the owner, of the first of its side by id.
+def has_drifted(
+    own: bytes, given: Mapping[str, Any], look_up: Callable[[str], Member | None], *, role: Role, own_id: str
+) -> bool:
+    """Whether this peer has other weights than the owner's side: than the owner, or without the owner than the first of
+    its side by id. That peer itself has not drifted: what it has trained counts, whatever anybody says.
 
-    None if it is itself the one that others compare with; what it has trained counts, whatever anybody says.
+    Args:
+        own: this peer's probe.
+        given: id -> probe, of those who say that they give their weights away.
+        role: this peer's.
     """
+    trusted = [member for peer in given if (member := look_up(peer)) is not None and member.trusted]
     first = min(trusted, key=lambda member: (member.role != "owner", member.peer_id), default=None)
-    return None if first is None or role == "owner" or first.peer_id == own_id else first.peer_id
-
-
-def has_drifted(probe: object, own: Tensor) -> bool:
-    """Whether this peer's ``own`` probe is no longer that of the peer which has sent ``probe``."""
-    if not isinstance(probe, bytes) or len(probe) != 4 * PROBE_SIZE:
+    if first is None or role == "owner" or first.peer_id == own_id:
         return False
-    theirs = torch.frombuffer(bytearray(probe), dtype=torch.float32)
-    return not float((theirs - own).norm()) <= _DRIFT * float(own.norm())  # also for not-a-number
+    probes = own, given[first.peer_id]
+    if not all(isinstance(probe, bytes) and len(probe) == 4 * PROBE_SIZE for probe in probes):
+        return False
+    ours, theirs = (torch.frombuffer(bytearray(probe), dtype=torch.float32) for probe in probes)
+    return not float((theirs - ours).norm()) <= _DRIFT * float(ours.norm())  # also for not-a-number
 
 
 def slower_than(others: Mapping[str, float], own: float) -> float:
