@@ -14,6 +14,7 @@ import torch
 from trainkit.config.loading import load
 from trainkit.errors import RunFailedError
 from trainkit.swarm import processes
+from trainkit.swarm.average import Averaging, _Exchange
 from trainkit.swarm.link import Outcome
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync import PROBE_SIZE, Given
@@ -27,8 +28,6 @@ def settled(
     theirs: torch.Tensor, *, same_weights: bool, role: str = "reducer", average: float = 1.0
 ) -> tuple[Round, list[tuple[bool, ...]]]:
     """A round of a volunteer with `WEIGHTS`, whose group's reducer had others; and which parts it has stepped by."""
-    from trainkit.swarm.average import Averaging, _Exchange
-
     nobody = SimpleNamespace(role="volunteer")
     member = SimpleNamespace(peer_id="reducer", role=role, trusted=True)
     stepped: list[tuple[bool, ...]] = []
@@ -70,7 +69,6 @@ def test_an_error_of_the_averager_ends_the_search_at_once(
     error: Exception, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the thread that asks it, the error would be told to nobody."""
-    from trainkit.swarm.average import Averaging
 
     def step(**options: Any) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""What a reducer makes of contributions, what peers make of averages, and how far an update is; in this process."""
+"""What a reducer makes of contributions, and what peers make of averages; in this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.swarm.link import PART
-from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.robust import FRESH_SECONDS, Limits, Screen, Tally, newest_round, slower_than, tally, untrue
+from trainkit.swarm.robust import Limits, Screen, slower_than, untrue
 
 SIZE = 4000
 POSSIBLE = {f"peer-{index}": 100.0 for index in range(8)}
@@ -310,55 +309,3 @@ def test_how_much_slower_a_peer_is_follows_from_what_all_say(
     others: dict[str, float], own: float, times: float
 ) -> None:
     assert slower_than(others, own) == times
-
-
-# How far all are with an update.
-
-NOW = 1_000_000.0
-
-
-def told(samples: int, rate: float = 0.0, *, round_index: int = 3, age: float = 0.0) -> PeerProgress:
-    return PeerProgress(
-        name="x", round=round_index, samples=samples, samples_per_sec=rate, loss=0.0, group=1, time=NOW - age
-    )
-
-
-def counted(own: Tally, *, trusted: tuple[str, ...] = (), is_trusted: bool = False, **others: PeerProgress) -> Tally:
-    return tally(own, others, round_index=3, trusted=trusted, is_trusted=is_trusted, now=NOW)
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "trusted", "gathered"),
-    [
-        (Tally(100, 10), {"a": told(150, 20), "b": told(50, 5), "behind": told(999, 50, round_index=2)}, (), (300, 35)),
-        (Tally(100, 50), {"a": told(60, 40, age=1.0)}, (), (200, 90)),  # it has gathered since it has spoken
-        (Tally(100, 50), {"dead": told(90, 40, age=FRESH_SECONDS + 1)}, (), (100, 50)),
-        (Tally(100, 10), {"liar": told(1 << 50, 1e9), "a": told(100, 10), "b": told(100, 10)}, (), (600, 60)),
-        (Tally(100, 10), {"fast": told(5000, 500)}, ("fast",), (5100, 510)),
-        (Tally(100, 10), {"fast": told(5000, 500)}, (), (400, 40)),
-    ],
-    ids=["all who are at it", "since then", "not heard any more", "a volunteer's claim", "the owner's side", "anybody"],
-)
-def test_an_update_is_gathered_by_all_who_are_at_it(
-    own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
-) -> None:
-    assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW) == Tally(*gathered)
-
-
-def test_the_time_that_is_left_follows_from_samples_and_speed() -> None:
-    found = Tally(300, 35)
-    assert (found.seconds_left(1000), found.seconds_left(300), Tally(0, 0).seconds_left(1)) == (20.0, 0.0, math.inf)
-
-
-def test_both_ends_of_a_bound_come_to_the_same_sum() -> None:
-    """Else the fast one would wait while the slow one gathers what it thinks is missing."""
-    slow, fast = Tally(100, 10), Tally(5000, 500)
-    owners = counted(slow, is_trusted=True, other=told(5000, 500))
-    assert counted(fast, trusted=("owner",), owner=told(100, 10)) == owners == Tally(400, 40)
-
-
-def test_only_the_owners_side_says_that_there_is_a_newer_state() -> None:
-    others = {"liar": told(0, round_index=10**6), "owner": told(0, round_index=4), "reducer": told(0, round_index=5)}
-    assert newest_round(others, {"owner", "reducer"}, NOW) == 5
-    assert newest_round(others, set(), NOW) == -1
-    assert newest_round({"owner": told(0, age=60.0)}, {"owner"}, NOW) == -1

@@ -24,9 +24,12 @@ from trainkit.errors import RunFailedError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm.address import Memory
+from trainkit.swarm.average import Averaging
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
+from trainkit.swarm.rounds import FRESH_SECONDS, SampleLoop, Tally, TimedLoop, newest_round, take_part, tally
+from trainkit.swarm.session import Session, Team
 from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, GatheringState, Given, GradientState, OuterState
 from trainkit.training.build import alone, build
@@ -110,8 +113,6 @@ class Swarm:
 @contextmanager
 def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts: Any) -> Iterator[Any]:
     """A peer and its swarm; after so many rounds it is told to leave."""
-    from trainkit.swarm.session import Session, Team
-
     common = GradientState(build_model(CONFIG.model, splits.info, CONFIG.seed), CONFIG)
     judge = build(alone(CONFIG), CPU, splits, model=common.model)
     swarm = Swarm(common, **facts)
@@ -142,15 +143,9 @@ def told(*, round_index: int = 0, samples: int = 0) -> PeerProgress:
     return PeerProgress("x", round_index, samples, 0.0, 0.0, 1, time.time() + 5.0)
 
 
-def train(p: Any) -> str:
-    from trainkit.swarm.rounds import take_part
-
-    return take_part(p)
-
-
 def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> None:
     with peer(splits) as (p, swarm):
-        assert train(p) == "finished"
+        assert take_part(p) == "finished"
     assert [(done.index, done.samples, done.result.used) for done in swarm.rounds] == [(i, 64, "own") for i in range(3)]
     assert [set(given.weights) for given in swarm.given] == [{64.0}] * 3
     assert swarm.searches == 0  # nobody is there
@@ -163,7 +158,7 @@ def test_the_owners_side_stays_as_long_as_somebody_lacks_the_last_update(
 ) -> None:
     monkeypatch.setattr("trainkit.swarm.rounds._PUBLISH_SECONDS", 0.1)
     with peer(splits, others={GUEST: told(round_index=others_at)}) as (p, swarm):
-        assert train(p) == "finished"
+        assert take_part(p) == "finished"
     news = [one for one in swarm.told if one.round == 3]
     assert (len(news) > 2) == stays  # one of them with the last round, one at the end
     assert time.time() - news[0].time < 4 * SECONDS  # and not for ever
@@ -176,7 +171,7 @@ def guest(splits: Splits, *, until: int = 1, **facts: Any) -> Any:
 
 def test_what_the_others_have_gathered_need_not_be_gathered_here(splits: Splits) -> None:
     with guest(splits, others={OWNER: told(samples=40)}) as (p, swarm):
-        assert train(p) == "stopped"
+        assert take_part(p) == "stopped"
     assert [(done.samples, done.result.used, done.peers) for done in swarm.rounds] == [(32, "average", 2)]
     assert swarm.searches == 1
     assert swarm.told[0].samples == 0
@@ -186,7 +181,7 @@ def test_what_the_others_have_gathered_need_not_be_gathered_here(splits: Splits)
 def test_a_volunteer_alone_makes_no_update_and_leaves(splits: Splits) -> None:
     with guest(splits) as (p, swarm):
         began = time.time()
-        assert train(p) == "lost"
+        assert take_part(p) == "lost"
     assert (swarm.rounds, swarm.given, swarm.common.round) == ([], [], 0)
     assert 3 * SECONDS <= time.time() - began < 20.0
     assert swarm.common.samples == 64  # it has gathered one update's worth, and no more
@@ -195,14 +190,14 @@ def test_a_volunteer_alone_makes_no_update_and_leaves(splits: Splits) -> None:
 @pytest.mark.timeout(60)
 def test_a_group_of_which_nobody_is_left_keeps_no_peer(splits: Splits) -> None:
     with guest(splits, others={OWNER: told()}, dies=True) as (p, swarm):
-        assert train(p) == "lost"
+        assert take_part(p) == "lost"
         assert not swarm.begun
     assert (swarm.searches, swarm.rounds) == (1, [])
 
 
 def test_a_round_that_fails_is_tried_again_with_the_same_gradients(splits: Splits) -> None:
     with peer(splits, others={GUEST: told()}, fails=2, until=1) as (p, swarm):
-        assert train(p) == "stopped"
+        assert take_part(p) == "stopped"
     first, *again = swarm.given
     assert len(again) == 2
     assert all(torch.equal(given.vector, first.vector) for given in again)
@@ -212,7 +207,7 @@ def test_a_round_that_fails_is_tried_again_with_the_same_gradients(splits: Split
 
 def test_the_creator_goes_on_alone_when_the_others_cannot_be_averaged_with(splits: Splits) -> None:
     with peer(splits, others={GUEST: told()}, fails=99, until=1) as (p, swarm):
-        assert train(p) == "stopped"
+        assert take_part(p) == "stopped"
     assert swarm.leads == [False, False, False, True]
     assert [done.result.used for done in swarm.rounds] == ["own"]
 
@@ -221,7 +216,7 @@ def test_a_peer_whose_training_diverges_fails(splits: Splits) -> None:
     with peer(splits) as (p, _):
         nn.init.constant_(p.common.params[0], math.nan)
         with pytest.raises(RunFailedError, match="Training has diverged: 3 updates in a row were not finite"):
-            train(p)
+            take_part(p)
 
 
 def state_of(splits: Splits, round_index: int) -> tuple[int, Tensor, Tensor]:
@@ -250,7 +245,7 @@ def test_a_peer_takes_over_the_state_of_the_owners_side_alone(
     progress = {name: told(round_index=index, samples=samples) for name, (index, samples) in others.items()}
     newer = state_of(splits, max(progress[name].round for name in progress))
     with (guest if is_guest else peer)(splits, others=progress, newer=newer, **facts) as (p, swarm):
-        assert train(p) == ends
+        assert take_part(p) == ends
     assert (swarm.adopted, [done.index for done in swarm.rounds]) == (adopted, rounds)
 
 
@@ -258,8 +253,6 @@ def test_a_peer_takes_over_the_state_of_the_owners_side_alone(
 def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(
     splits: Splits, role: str, goes_back: bool
 ) -> None:
-    from trainkit.swarm.rounds import SampleLoop
-
     with peer(splits, role=role) as (p, swarm):
         swarm.common.round = 2
         loop = SampleLoop(p, iter(()))
@@ -274,7 +267,7 @@ def test_a_round_lasts_no_longer_than_its_limit(splits: Splits) -> None:
         train_config = judge.config.train.model_copy(update={"global_batch_size": 1 << 20})
         p.team.judge = replace(judge, config=judge.config.model_copy(update={"train": train_config}))
         began = time.time()
-        assert train(p) == "stopped"
+        assert take_part(p) == "stopped"
     assert SECONDS <= time.time() - began < 10.0
     assert 0 < swarm.rounds[0].samples < 1 << 20
 
@@ -289,8 +282,6 @@ COLLAPSED = (1.4, 0.6)
 
 def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], list[float], nn.Module]:
     """How the rounds of an owner ended whom nobody has joined, where the common weights then were, and the model."""
-    from trainkit.swarm.average import Averaging
-
     model = nn.Linear(64, 8, bias=False)
     nn.init.zeros_(model.weight)
     common = OuterState(model, lr=1.0, momentum=0.0)
@@ -340,7 +331,6 @@ def test_any_other_round_counts(rounds: list[tuple[float, float | None]]) -> Non
 @pytest.mark.parametrize(("on_nonfinite", "done"), [("stop", ["settled"]), ("rollback", ["settled", "forgotten"])])
 def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str, done: list[str]) -> None:
     """It was of the round before, and others may still be fetching it."""
-    from trainkit.swarm.rounds import TimedLoop
 
     def diverge(*_: object) -> None:
         raise DivergedError("Training has diverged.", why="", fix="")
@@ -370,18 +360,68 @@ def test_right_weights_are_asked_for_again_until_they_are_given(
     gives: list[int], seconds: float, tries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In round 7; the state that is given away is of these rounds, one after the other."""
-    from trainkit.swarm import rounds
-
-    monkeypatch.setattr(rounds, "_ASK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("trainkit.swarm.rounds._ASK_AGAIN_SECONDS", 0.05)
     found: list[bool] = []
 
     def adopt(left: float, *, newer_than: int) -> bool:
         found.append(gives[len(found)] > newer_than)
         return found[-1]
 
-    loop: Any = rounds.TimedLoop.__new__(rounds.TimedLoop)
+    loop: Any = TimedLoop.__new__(TimedLoop)
     averaging, clock = SimpleNamespace(adopt=adopt), SimpleNamespace(seconds=seconds)
     loop.peer = SimpleNamespace(clock=clock, averaging=averaging, common=SimpleNamespace(round=7))
     loop.catch_up()
     assert found[-1] is (tries is not None)
     assert len(found) == tries if tries is not None else 2 <= len(found) <= 7
+
+
+# How far all are with an update.
+
+NOW = 1_000_000.0
+
+
+def says(samples: int, rate: float = 0.0, *, round_index: int = 3, age: float = 0.0) -> PeerProgress:
+    return PeerProgress(
+        name="x", round=round_index, samples=samples, samples_per_sec=rate, loss=0.0, group=1, time=NOW - age
+    )
+
+
+def counted(own: Tally, *, trusted: tuple[str, ...] = (), is_trusted: bool = False, **others: PeerProgress) -> Tally:
+    return tally(own, others, round_index=3, trusted=trusted, is_trusted=is_trusted, now=NOW)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "trusted", "gathered"),
+    [
+        (Tally(100, 10), {"a": says(150, 20), "b": says(50, 5), "behind": says(999, 50, round_index=2)}, (), (300, 35)),
+        (Tally(100, 50), {"a": says(60, 40, age=1.0)}, (), (200, 90)),  # it has gathered since it has spoken
+        (Tally(100, 50), {"dead": says(90, 40, age=FRESH_SECONDS + 1)}, (), (100, 50)),
+        (Tally(100, 10), {"liar": says(1 << 50, 1e9), "a": says(100, 10), "b": says(100, 10)}, (), (600, 60)),
+        (Tally(100, 10), {"fast": says(5000, 500)}, ("fast",), (5100, 510)),
+        (Tally(100, 10), {"fast": says(5000, 500)}, (), (400, 40)),
+    ],
+    ids=["all who are at it", "since then", "not heard any more", "a volunteer's claim", "the owner's side", "anybody"],
+)
+def test_an_update_is_gathered_by_all_who_are_at_it(
+    own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
+) -> None:
+    assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW) == Tally(*gathered)
+
+
+def test_the_time_that_is_left_follows_from_samples_and_speed() -> None:
+    found = Tally(300, 35)
+    assert (found.seconds_left(1000), found.seconds_left(300), Tally(0, 0).seconds_left(1)) == (20.0, 0.0, math.inf)
+
+
+def test_both_ends_of_a_bound_come_to_the_same_sum() -> None:
+    """Else the fast one would wait while the slow one gathers what it thinks is missing."""
+    slow, fast = Tally(100, 10), Tally(5000, 500)
+    owners = counted(slow, is_trusted=True, other=says(5000, 500))
+    assert counted(fast, trusted=("owner",), owner=says(100, 10)) == owners == Tally(400, 40)
+
+
+def test_only_the_owners_side_says_that_there_is_a_newer_state() -> None:
+    others = {"liar": says(0, round_index=10**6), "owner": says(0, round_index=4), "reducer": says(0, round_index=5)}
+    assert newest_round(others, {"owner", "reducer"}, NOW) == 5
+    assert newest_round(others, set(), NOW) == -1
+    assert newest_round({"owner": says(0, age=60.0)}, {"owner"}, NOW) == -1

@@ -33,7 +33,7 @@ replaced for what it does in version 1.1.12:
   calls out. Here all peers make one update from the very same bits, a state comes from the owner's side with a signed
   digest, the rate is a function of the round, and nothing depends on who can be reached.
 - Its `ProgressTracker` lets any record end everybody's round, or send them all for a newer state. Here a volunteer's
-  word counts in bounds, and only the owner's side says that there is a newer state: see `robust.Tally`.
+  word counts in bounds, and only the owner's side says that there is a newer state: see `rounds.Tally`.
 
 Steps and averaging are never delayed against each other, which hivemind allows and where its peers fall out of step.
 """
