@@ -338,11 +338,6 @@ class Averaging:
         return _Found({}, Outcome(), why=why)
 
 
-def finite(value: float | None) -> float | None:
-    """``value``, or None if it is none that can be told."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def number(value: Any) -> float:
     """A finite number, or 0."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0

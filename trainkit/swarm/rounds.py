@@ -17,9 +17,10 @@ from typing import Literal
 
 import torch
 
+from trainkit import fileio
 from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
-from trainkit.swarm.average import finite, number
+from trainkit.swarm.average import number
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.robust import LARGEST_SHARE
@@ -118,8 +119,8 @@ class _Loop:
             expected=result.expected,
             sent=result.bytes_up,
             received=result.bytes_down,
-            val_loss=finite(val.get("loss")),
-            val_headline=finite(val.get(peer.team.judge.metrics.headline)),
+            val_loss=fileio.finite(val.get("loss")),
+            val_headline=fileio.finite(val.get(peer.team.judge.metrics.headline)),
             addresses=self.addresses,
         )
         peer.dht.publish_progress(progress, LOST_AFTER * peer.clock.seconds + 5.0)
@@ -140,10 +141,10 @@ class _Loop:
             )
         try:
             self.nonfinite.add(peer.progress.position - 1, step, made)
-        except DivergedError as error:
+        except DivergedError:
             self.finish_exchange()
             if self.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
-                raise error
+                raise
             # The checkpoint of a peer is what the peers have in common.
             peer.progress.rollbacks += 1
             self.nonfinite.in_a_row = 0
@@ -237,7 +238,7 @@ class TimedLoop(_Loop):
         return lr, taken
 
     def finish_exchange(self) -> None:
-        """As `_Loop`."""
+        """As `_Loop`: of the average of the last round."""
         self.settle(math.inf)
 
     def settle(self, seconds: float) -> None:
