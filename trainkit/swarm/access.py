@@ -456,6 +456,8 @@ _BANS = TypeAdapter(list[Ban])
 
 
 def _ban_in(record: Mapping[str, Any]) -> Ban:
+    """A line of the file, as far as it can be read: to refuse it, as a damaged list of another peer's is refused, would
+    let somebody in again."""
     name, why = (text if isinstance(text := record.get(key), str) else "" for key in ("name", "why"))
     said = record.get("time")
     return Ban(record["id"], name, why, float(said) if fileio.is_time(said) else 0.0, record.get("lifted") is True)

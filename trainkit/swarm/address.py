@@ -326,9 +326,10 @@ async def listens(item: str) -> bool:
     return False
 
 
-# What of a swarm lies in the run folder of a peer that others can reach, so that it comes back as the same one. The
-# addresses of a running swarm are beside config.yaml, one a line.
+# What a peer that others can reach keeps in its run folder, so that it comes back as the same one.
+
 ADDRESS_FILE = SWARM_ADDRESS.name
+"""Addresses of a running swarm, one a line."""
 _FILE, _IDENTITY = SWARM.name, SWARM_IDENTITY.name
 MOST_OTHERS = 16
 """Of those that can be reached, so many are remembered."""

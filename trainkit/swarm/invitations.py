@@ -6,6 +6,10 @@ A chain of three signatures, each checked with the owner's public key alone:
     invitation's key  signs  what its holder says: "this libp2p key is mine", "this is the state of round 7"
     the peer's libp2p key  is what a connection proves, so that nobody can use another's word
 
+Signatures are Ed25519 (RFC 8032) over exact bytes. A message carries the bytes that were signed, so nobody has to write
+a text anew in the very same form to check it. The purpose is part of what is signed: an invitation's signature is none
+of a state's digest.
+
 A *token* is the invitation as one line of text: the grant, its secret key, and where the swarm is. Whoever has it is
 in, as with a house key, so it is treated like a password. Several machines may use one; they go by one name and are
 revoked together.
@@ -32,11 +36,6 @@ from trainkit.swarm import address
 from trainkit.terminal import LONGEST_NAME
 
 T = TypeVar("T")
-
-# What is signed in a swarm, and how: Ed25519 (RFC 8032) over exact bytes, each signature for one purpose.
-#
-# A message carries the bytes that were signed, so nobody has to write a text anew in the very same form to check it.
-# The purpose is part of what is signed: an invitation's signature is none of a state's digest.
 
 KEY_SIZE = 32
 

@@ -198,8 +198,7 @@ def no_run_at(peer: str) -> UserError:
     )
 
 
-# What a peer tells its group before they average. hivemind takes it as it comes: one peer that sends garbage would end
-# every round for all.
+# What a peer tells its group before they average.
 
 _LONGEST = 4096  # bytes; 1,200 are known today
 NODE, CLIENT, AUX = 0, 1, 2
@@ -233,7 +232,10 @@ NOTHING = Gathered()
 
 
 def read_gathered(data: bytes) -> Gathered | None:
-    """What ``data`` says; None if it is not what a peer of ours sends."""
+    """What ``data`` says; None if it is not what a peer of ours sends.
+
+    hivemind takes it as it comes: one peer that sends garbage would end every round for all.
+    """
     if len(data) <= _LONGEST:
         with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
             bandwidth, mode, about = plain_msgpack(data)

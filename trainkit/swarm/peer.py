@@ -148,15 +148,15 @@ def join_swarm(
     )
 
 
-# What the ranks of one job hand each other that nobody else may read: sealed with the run's secret. A meeting of ranks
-# keeps strangers from writing, not from reading: its store speaks in the clear.
+# What the ranks of one job hand each other that nobody else may read.
 
 _NONCE = 12  # bytes; ChaCha20-Poly1305, RFC 8439
 _TOKEN = "token of the ranks"
 
 
 def hide(secret: Secret, purpose: str, text: str) -> bytes:
-    """``text`` for those who know ``secret``."""
+    """``text`` for those who know ``secret``: the store by which ranks meet keeps strangers from writing, not from
+    reading."""
     nonce = os.urandom(_NONCE)
     return nonce + _cipher(secret, purpose).encrypt(nonce, text.encode(), None)
 

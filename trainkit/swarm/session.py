@@ -4,6 +4,9 @@ A *session* is built step by step, and taken down in reverse. Its ranks, if it h
 swarm: rank 0 speaks for it, and alone knows the swarm, watches the clock, hears the signals and keeps the records.
 Before every update it tells the others that there is one, and with which learning rate; they train with it by DDP, and
 know nothing of rounds. Where the swarm has changed rank 0's weights, they get the very same bits before they go on.
+
+What peers must have alike beyond the settings, or their averages would mean nothing, the creator publishes with the
+run; a peer that joins compares it with its own before it averages with anybody.
 """
 
 from __future__ import annotations
@@ -214,8 +217,7 @@ def _share_weights(model: nn.Module) -> None:
             tensor.copy_(part)
 
 
-# What every peer of a run must have alike, beyond the settings: without it their averages mean nothing. The creator
-# publishes it with the run, and a peer that joins compares it with its own before it averages with anybody.
+# What every peer of a run must have alike, beyond the settings.
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Samples, evenly spaced, that tell one data set from another.
