@@ -362,7 +362,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Name in the plain model -> the model's own tensor, a sharded one as it is; where it has one, its master."""
-    inner = _inner(model)
+    inner = unwrapped(model)
     state = inner.state_dict()
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "master") and name in state:
@@ -511,13 +511,13 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    return model.module if isinstance(model, wrappers) else model
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of `DataParallel` or DDP, or the model itself."""
+    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
 
 
 def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): master_of(parameter) for name, parameter in _inner(model).named_parameters()}
+    return {plain_name(name): master_of(parameter) for name, parameter in unwrapped(model).named_parameters()}
 
 
 def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, Facts]) -> UserError | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import plugins
-from trainkit.checkpoint.state import Held, follow_masters, load_moments, master_of, moments_of, plain_name
+from trainkit.checkpoint.state import Held, follow_masters, load_moments, master_of, moments_of, plain_name, unwrapped
 from trainkit.config.components import find_optimizer, given_to_own
 from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
@@ -140,7 +140,7 @@ def _by_layer(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """
     from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 
-    inner, decay = _unwrapped(model), config.layer_decay
+    inner, decay = unwrapped(model), config.layer_decay
     if not hasattr(inner, "group_matcher"):
         raise UserError(
             f"optim.layer_decay={decay:g} needs to know the model's layers.",
@@ -312,11 +312,7 @@ class Ema:
         return [(local_part(own), local_part(average)) for own, average in self._pairs]
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
-
-
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Plain name -> the model's own parameter or buffer, sharded ones as they are."""
-    state = _unwrapped(model).state_dict(keep_vars=True)
+    state = unwrapped(model).state_dict(keep_vars=True)
     return {plain_name(name): master_of(value) for name, value in state.items() if isinstance(value, Tensor)}
