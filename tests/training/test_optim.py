@@ -392,6 +392,16 @@ def test_a_function_of_the_users_own_says_the_rate_of_each_update(own_schedule: 
         assert refused.value.key == "schedule.name"
 
 
+def test_a_schedule_of_the_users_own_is_looked_up_once(own_schedule: str, tmp_path: Path) -> None:
+    """Its file may change or go while a run goes on."""
+    inside = tmp_path / f"package_{tmp_path.name}"
+    inside.mkdir()
+    file = (tmp_path / f"{own_schedule}.py").rename(inside / "schedules.py")
+    rates = lrs(name=f"{inside.name}.schedules:falling")
+    file.unlink()
+    assert lrs(name=f"{inside.name}.schedules:falling") == rates
+
+
 FINITE, NONFINITE = torch.zeros(()), torch.ones(())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -274,7 +274,8 @@ def objection(listed: Listed, given: Mapping[str, Any], *, sharded: bool) -> tup
 def check_schedule(schedule: ScheduleConfig) -> None:
     """Refuse a schedule that does not exist, and options that it does not have. Raises UserError."""
     if schedule.is_own:
-        plugins.check_options("trainkit.schedule", schedule.name, given_to_own(schedule, 1), where="schedule")
+        asked = plugins.signature("trainkit.schedule", schedule.name).options
+        plugins.check_options("trainkit.schedule", schedule.name, given_to_own(schedule, asked, 1), where="schedule")
     elif schedule.name not in ScheduleConfig.OURS:
         raise UserError(
             f"Unknown schedule '{schedule.name}'.",
@@ -284,11 +285,10 @@ def check_schedule(schedule: ScheduleConfig) -> None:
         )
 
 
-def given_to_own(schedule: ScheduleConfig, steps_per_epoch: int) -> dict[str, Any]:
+def given_to_own(schedule: ScheduleConfig, asked: Sequence[str], steps_per_epoch: int) -> dict[str, Any]:
     """What a schedule of the user's own is given: its options, and what else it asks for by name."""
     known = {name: getattr(schedule, name) for name in ScheduleConfig.model_fields if name != "name"}
     known["steps_per_epoch"] = steps_per_epoch
-    asked = plugins.signature("trainkit.schedule", schedule.name).options
     return {**{name: value for name, value in known.items() if name in asked}, **schedule.options}
 
 

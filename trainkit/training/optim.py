@@ -175,8 +175,9 @@ _ONECYCLE_DIV, _ONECYCLE_FINAL_DIV = 25.0, 1e4
 
 
 @cache
-def _own_schedule(name: str) -> Callable[..., Any]:
-    return plugins.load("trainkit.schedule", name)  # once: its file may change or go while the run goes on
+def _own_schedule(name: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The function and its options, looked up once: its file may change or go while the run goes on."""
+    return plugins.load("trainkit.schedule", name), plugins.signature("trainkit.schedule", name).options
 
 
 def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int) -> float:
@@ -193,8 +194,8 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     """
     peak = optim.lr
     if schedule.is_own:
-        given = given_to_own(schedule, steps_per_epoch)
-        rate = _own_schedule(schedule.name)(step, total_steps, peak, **given)
+        function, asked = _own_schedule(schedule.name)
+        rate = function(step, total_steps, peak, **given_to_own(schedule, asked, steps_per_epoch))
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
                 f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}.",
