@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -117,6 +118,18 @@ def test_steps_walk_through_one_permutation_after_the_other(reference: list[Batc
     assert torch.equal(labels, torch.cat(epochs)[:160] % 2)
     expected = torch.cat([base.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
     assert torch.equal(keys, expected[:160])
+
+
+def test_the_first_order_is_drawn_before_workers_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, there = multiprocessing.active_children(), []
+
+    def drawn(*of: int) -> Tensor:
+        there.append(multiprocessing.active_children())
+        return epoch_order(*of)
+
+    monkeypatch.setattr(base, "epoch_order", drawn)
+    with batches(workers=1):
+        assert there[0] == before
 
 
 @pytest.mark.parametrize("start", [1, 3, 7])

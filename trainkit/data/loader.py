@@ -1,4 +1,4 @@
-"""Batches for the loop, in the order of `order.py`: decoded and augmented by worker processes, or cut out of memory.
+"""Batches for the loop, in the order of `epoch_order`: decoded and augmented by worker processes, or cut out of memory.
 
 One loader serves a whole run. Its sampler hands epochs and indices to the workers, so that an epoch's end needs no
 ``set_epoch``, no restart of the workers and no pause; and a run resumed at step ``n`` starts there, without reading
@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -360,7 +361,9 @@ def train_batches(
     if isinstance(train, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
         return Batches(_train_from_memory(train, transform, seed, shares()), device)
 
-    keys = ((epoch, indices.tolist()) for epoch, share in shares() for indices in share.unbind())
+    later = shares()
+    first = [*islice(later, 1)]  # before the workers are forked: in memory that they share, it takes twice as long
+    keys = ((epoch, indices.tolist()) for epoch, share in chain(first, later) for indices in share.unbind())
     fetch = _Fetch(train, transform, broken.most, seed)
     return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
 
