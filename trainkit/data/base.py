@@ -1,4 +1,14 @@
-"""The types that data, models and training share: samples, splits, batches; and the options that data sets have."""
+"""The types that data, models and training share: samples, splits, batches; the options that data sets have; and the
+order of the data, with the random numbers of each sample.
+
+The order is a pure function of (seed, epoch, position). It depends neither on the number of ranks nor on loader
+processes nor on where a run was resumed: global step ``s`` sees the same samples however many GPUs share them.
+
+Random numbers are a function of (seed, epoch, index), for whole batches at once, and without any state. SplitMix64
+(Steele, Lea and Flood, OOPSLA 2014; constants of Vigna's splitmix64.c) needs one 64-bit number to start from, and gives
+the n-th number of its stream without those before it. Each sample has such a stream in each epoch. So neither ranks nor
+loader processes nor micro batches nor a restart change what is drawn for it.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +187,7 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 [N], or as the data's labels are, on the device that trains."""
     keys: Tensor
-    """int64 [N], on the host: each sample's random numbers are drawn by its key (`order.keys`)."""
+    """int64 [N], on the host: each sample's random numbers are drawn by its key (`keys`)."""
 
 
 class EvalBatch(NamedTuple):
@@ -231,10 +241,7 @@ def _hash(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=8).digest()
 
 
-# The order of the data is a pure function of (seed, epoch, position).
-#
-# It depends neither on the number of ranks nor on loader processes nor on where a run was resumed: global step ``s``
-# sees the same samples however many GPUs share them.
+# The order of the data.
 
 
 def derive_seed(*parts: int) -> int:
@@ -291,13 +298,7 @@ def global_batch(num_samples: int, seed: int, position: int, global_batch_size: 
     return indices
 
 
-# Random numbers that are a function of (seed, epoch, index): for whole batches at once, and without any state.
-#
-# SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants of Vigna's splitmix64.c) needs one 64-bit number to start
-# from, and gives the n-th number of its stream without those before it. Each sample has such a stream in each epoch.
-# So neither ranks nor loader processes nor micro batches nor a restart change what is drawn for it.
-#
-# int64 tensors overflow as unsigned numbers do; only shifting to the right needs a mask.
+# Random numbers of samples. int64 tensors overflow as unsigned numbers do; only shifting to the right needs a mask.
 
 
 def _signed(value: int) -> int:
