@@ -27,6 +27,9 @@ from trainkit.strategies.replicated import (
 
 __all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
+_SMALL = 1 << 14
+"""A parameter of fewer numbers travels with others of its rank: copying it costs less than a broadcast of its own."""
+
 
 @dataclass(frozen=True)
 class Zero:
@@ -57,11 +60,20 @@ class Zero:
             for parameter in others:
                 parameter.grad = None
 
+        small = [[item for item in part if item.numel() < _SMALL] for part in parts]
+        large = [(rank, item) for rank, part in enumerate(parts) for item in part if item.numel() >= _SMALL]
+
+        @torch.no_grad()
         def give(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            of_ranks = [(item.detach(), rank) for rank, part in enumerate(parts) for item in part]
-            for work in [c10d.broadcast(item, src=rank, async_op=True) for item, rank in of_ranks]:
+            flat = {rank: torch.cat([item.flatten() for item in items]) for rank, items in enumerate(small) if items}
+            sent = [(rank, item.detach()) for rank, item in [*large, *flat.items()]]
+            for work in [c10d.broadcast(item, src=rank, async_op=True) for rank, item in sent]:
                 assert work is not None
                 work.wait()
+            for rank, whole in flat.items():
+                items = small[rank]
+                for item, new in zip(items, whole.split([item.numel() for item in items]), strict=True):
+                    item.copy_(new.view_as(item))
 
         if dist.world_size > 1:
             for parameter in others:  # some have a state from the beginning
