@@ -45,95 +45,6 @@ from trainkit.ranks.signals import STARTING_SECONDS, hang
 from trainkit.run.events import Attempt
 from trainkit.run.folder import HANG
 
-# libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
-# cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
-# thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
-# images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
-# run that was interrupted ends with those of one that was not.
-#
-# libgomp looks on for a moment only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100
-# looks instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
-
-_LOOK_SECONDS = 1.0
-_CROWDED, _FREE = 0.5, 0.1
-"""Time waited for a core, in parts of the time on one, from which on others want them; and below which nobody does."""
-_MOST = 64
-"""Threads that begin teams; each team has as many threads as torch computes with."""
-_PARALLEL = 1 << 18
-"""Numbers that torch adds to with all its threads."""
-
-
-@contextmanager
-def sharing_cores() -> Iterator[None]:
-    """While the body runs in this thread, others get the cores that only wait.
-
-    Does nothing where torch has one thread, where a user's variable says how threads wait, and where the kernel does
-    not tell how long a thread was ready and had no core (Linux does).
-    """
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    if torch.get_num_threads() == 1 or user_says_how_threads_wait() or _times(path) is None:
-        yield
-        return
-    end, teams = threading.Event(), _Teams()
-
-    def watch() -> None:
-        before = _times(path)
-        while not end.wait(_LOOK_SECONDS) and before is not None and (now := _times(path)) is not None:
-            ran, waited = now[0] - before[0], now[1] - before[1]
-            before = now
-            if waited > _CROWDED * ran:
-                teams.begin()
-            elif waited < _FREE * ran:
-                teams.end()
-        teams.end()
-
-    thread = threading.Thread(target=watch, name="cores", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def _times(path: Path) -> tuple[int, int] | None:
-    """Nanoseconds in which a thread ran, and in which it was ready to; None where nobody knows."""
-    try:
-        ran, waited, *_ = fileio.read_start(path, 100).split()
-        return int(ran), int(waited)
-    except (OSError, ValueError):
-        return None
-
-
-class _Teams:
-    """Threads that sleep, each at the head of a team of torch's: so many that there are more threads than CPUs."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    def begin(self) -> None:
-        """If they have not begun, and torch still computes with several threads: user code may have changed that."""
-        size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        if self._threads or size == 1:
-            return
-        self._over.clear()
-        for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
-            self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
-            self._threads[-1].start()
-
-    def end(self) -> None:
-        """Their teams end with them."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _sleep(self) -> None:
-        torch.zeros(_PARALLEL).add_(1)
-        self._over.wait()
-
-
 T = TypeVar("T")
 
 # Names of a model's tensors are the longest of what ranks tell each other: 100 bytes each.
@@ -265,6 +176,23 @@ def _stranger(what: str, why: str) -> RunFailedError:
     return RunFailedError(what, why=why, fix=fix)
 
 
+def is_sharded(value: Tensor) -> bool:
+    """Whether each rank holds a part of it only: torch's DTensor, as FSDP makes them."""
+    return hasattr(value, "_local_tensor")
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor, where it lies; all of one that is not sharded.
+
+    ``to_local`` would make a view through autograd, for each tensor of each update.
+    """
+    part: Tensor = getattr(value, "_local_tensor", value)
+    return part
+
+
+# Joining and leaving the group.
+
+
 @contextmanager
 def distributed(
     env: RankEnv,
@@ -328,6 +256,8 @@ def distributed(
             gc.collect()
             c10d.destroy_process_group()
 
+
+# Stopping together.
 
 PAUSE_SECONDS = 0.25
 """Seconds between votes."""
@@ -401,19 +331,98 @@ class StopVote:
         return self._agreed
 
 
-def is_sharded(value: Tensor) -> bool:
-    """Whether each rank holds a part of it only: torch's DTensor, as FSDP makes them."""
-    return hasattr(value, "_local_tensor")
+# Giving cores away.
+#
+# libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
+# cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
+# thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
+# images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
+# run that was interrupted ends with those of one that was not.
+#
+# libgomp looks on for a moment only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100
+# looks instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
+
+_LOOK_SECONDS = 1.0
+_CROWDED, _FREE = 0.5, 0.1
+"""Time waited for a core, in parts of the time on one, from which on others want them; and below which nobody does."""
+_MOST = 64
+"""Threads that begin teams; each team has as many threads as torch computes with."""
+_PARALLEL = 1 << 18
+"""Numbers that torch adds to with all its threads."""
 
 
-def local_part(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor, where it lies; all of one that is not sharded.
+@contextmanager
+def sharing_cores() -> Iterator[None]:
+    """While the body runs in this thread, others get the cores that only wait.
 
-    ``to_local`` would make a view through autograd, for each tensor of each update.
+    Does nothing where torch has one thread, where a user's variable says how threads wait, and where the kernel does
+    not tell how long a thread was ready and had no core (Linux does).
     """
-    part: Tensor = getattr(value, "_local_tensor", value)
-    return part
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    if torch.get_num_threads() == 1 or user_says_how_threads_wait() or _times(path) is None:
+        yield
+        return
+    end, teams = threading.Event(), _Teams()
 
+    def watch() -> None:
+        before = _times(path)
+        while not end.wait(_LOOK_SECONDS) and before is not None and (now := _times(path)) is not None:
+            ran, waited = now[0] - before[0], now[1] - before[1]
+            before = now
+            if waited > _CROWDED * ran:
+                teams.begin()
+            elif waited < _FREE * ran:
+                teams.end()
+        teams.end()
+
+    thread = threading.Thread(target=watch, name="cores", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _times(path: Path) -> tuple[int, int] | None:
+    """Nanoseconds in which a thread ran, and in which it was ready to; None where nobody knows."""
+    try:
+        ran, waited, *_ = fileio.read_start(path, 100).split()
+        return int(ran), int(waited)
+    except (OSError, ValueError):
+        return None
+
+
+class _Teams:
+    """Threads that sleep, each at the head of a team of torch's: so many that there are more threads than CPUs."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self) -> None:
+        """If they have not begun, and torch still computes with several threads: user code may have changed that."""
+        size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        if self._threads or size == 1:
+            return
+        self._over.clear()
+        for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
+            self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """Their teams end with them."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _sleep(self) -> None:
+        torch.zeros(_PARALLEL).add_(1)
+        self._over.wait()
+
+
+# Noticing a hang.
 
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""
