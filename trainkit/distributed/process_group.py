@@ -332,15 +332,6 @@ class StopVote:
 
 
 # Giving cores away.
-#
-# libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
-# cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
-# thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
-# images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
-# run that was interrupted ends with those of one that was not.
-#
-# libgomp looks on for a moment only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100
-# looks instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
 
 _LOOK_SECONDS = 1.0
 _CROWDED, _FREE = 0.5, 0.1
@@ -354,6 +345,15 @@ _PARALLEL = 1 << 18
 @contextmanager
 def sharing_cores() -> Iterator[None]:
     """While the body runs in this thread, others get the cores that only wait.
+
+    libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
+    cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
+    thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
+    images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
+    run that was interrupted ends with those of one that was not.
+
+    libgomp looks on for a moment only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100
+    looks instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
 
     Does nothing where torch has one thread, where a user's variable says how threads wait, and where the kernel does
     not tell how long a thread was ready and had no core (Linux does).
