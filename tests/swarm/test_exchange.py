@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import NoCompression
 from hivemind.p2p import PeerID
 from hivemind.utils.asyncio import as_aiter
@@ -19,7 +23,7 @@ from torch import Tensor
 from trainkit.swarm import exchange
 from trainkit.swarm.exchange import Exchange, _Averager
 from trainkit.swarm.link import PART, Codec, Outcome, Sending
-from trainkit.swarm.messages import CLIENT, About, Gathered
+from trainkit.swarm.messages import CLIENT, NODE
 from trainkit.swarm.robust import Limits, Screen
 from trainkit.swarm.sync import PROBE_SIZE
 
@@ -247,15 +251,33 @@ WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
     ],
 )
 def test_a_gradient_of_other_weights_than_the_owners_is_not_sent(
-    factor: float, role: str, trusted: bool, strays: bool
+    factor: float, role: str, trusted: bool, strays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def about(weights: Tensor, *, shares: bool) -> Gathered:
-        return Gathered(mode=CLIENT, about=About(shares=shares, probe=weights.numpy().tobytes()))
+    async def member(peer: str) -> Any:
+        known = SimpleNamespace(peer_id=peer, name=peer, role="reducer", invitation="its own", trusted=trusted)
+        return known if peer == "reducer" else None
 
-    averager: Any = SimpleNamespace(peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role=role)))
-    known: Any = {"reducer": SimpleNamespace(peer_id="reducer", role="reducer", trusted=trusted)}
-    group: Any = {"me": about(factor * WEIGHTS, shares=False), "reducer": about(WEIGHTS, shares=True)}
-    assert _Averager.has_strayed(averager, group, known) == strays
+    def said(mode: int, weights: Tensor) -> bytes:
+        about = {"shares": mode == NODE, "probe": weights.numpy().tobytes()}
+        return bytes(msgpack.packb([None, mode, msgpack.packb(about)]))
+
+    def begin(*, sending: Sending, **_: Any) -> None:
+        sent.append(list(sending.weights))
+        raise RuntimeError("as far as this test goes")
+
+    sent: list[list[float]] = []
+    monkeypatch.setattr(exchange, "Exchange", begin)
+    averager: Any = SimpleNamespace(
+        peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role=role)), guard=SimpleNamespace(member=member),
+        common=SimpleNamespace(same_weights=True, num_parameters=2), plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16",
+        get_tensors=nullcontext, _p2p=None, prefix="", _possible={},
+    )  # fmt: skip
+    averager.has_strayed = partial(_Averager.has_strayed, averager)
+    gathered = [said(CLIENT, factor * WEIGHTS), said(NODE, WEIGHTS)]
+    group: Any = SimpleNamespace(peer_ids=["me", "reducer"], gathered=gathered, group_id=b"")
+    with pytest.raises(MatchmakingException, match="as far as this test goes"):
+        asyncio.run(_Averager._aggregate_with_group(averager, group, 0))
+    assert sent == [[0.0, 0.0] if strays else [8.0, 8.0]]
 
 
 # Who is let into a group.
