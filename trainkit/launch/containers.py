@@ -1,8 +1,8 @@
-"""Ranks in a container: what stands before their command, for pyxis, apptainer and docker.
+"""Run ranks in a container: the command prefix and srun's options, for pyxis, apptainer and docker.
 
-The image brings Python with torch and the packages that trainkit stands on; the run's code is its snapshot, as ever. So
-a container must see the run folder, the folder of the submission and the data, each under its own name, and the
-variables that tell a rank its place. Requeueing is left to the batch script, which runs outside.
+The image provides Python with torch and trainkit's dependencies; the run's own code comes from its snapshot. A
+container therefore mounts the run folder, the folder of the submission and the data, each at its own path, and passes
+on the variables that tell a rank its place. The batch script, which requeues the job, runs outside.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainkit.process import leaked
 Runtime = Literal["pyxis", "apptainer", "docker"]
 
 CLIENT = "TRAINKIT_CLIENT"
-"""Variable that names docker's client to the ranks' supervisor inside. Were it killed, docker would let them go on."""
+"""Variable that names docker's client to the supervisor of the ranks inside: docker lets ranks outlive their client."""
 
-# What enroot's hook for PyTorch images sets by itself: a rank would take itself for one of torchrun's.
+# enroot's hook for PyTorch images sets these, and a rank would believe that torchrun had started it.
 _NOT_OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# A new container of docker's knows nothing of the environment around it. What names a place on this machine stays out.
+# docker passes no variable on by itself. Those that hold a path of this machine are left out.
 _PASSED = re.compile(
     r"(?!.*_(HOME|CACHE|DIR|FILE|PATH|BUNDLE)$)"
     r"(CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|(NCCL|GLOO|TORCH|OMP|WANDB|HF|AWS|TRAINKIT)_.*)"
@@ -34,21 +34,21 @@ _PASSED = re.compile(
 
 @dataclass(frozen=True)
 class Container:
-    """An image, who runs it, and which folders of the user's it sees beside those of the run."""
+    """An image, its runtime, and the folders that it mounts besides those of the run."""
 
     runtime: Runtime
     image: str
-    """With its whole path, if it is a file."""
+    """With its absolute path, if it is a file."""
     mounts: tuple[str, ...]
-    """``SOURCE:TARGET``, with ``:ro`` to read only, or a path that has the same name inside."""
+    """``SOURCE:TARGET``, with ``:ro`` for read-only, or a path that is the same inside."""
     python: str
     """The interpreter inside."""
 
 
 def container_of(launch: LaunchConfig, data_root: str, *, on_slurm: bool) -> Container | None:
-    """The container of a launch, if it asks for one. It sees the data where that lies in a folder of this machine.
+    """The container of a launch, if it asks for one. It mounts the data folder if this machine has it.
 
-    Raises UserError where the image's kind and who is to run it do not fit.
+    Raises UserError if the runtime cannot run there.
     """
     image = launch.container_image
     if image is None:
@@ -57,15 +57,15 @@ def container_of(launch: LaunchConfig, data_root: str, *, on_slurm: bool) -> Con
     if runtime == "auto":
         by_apptainer = image.endswith(".sif") or "://" in image
         runtime = "apptainer" if by_apptainer else "pyxis" if on_slurm else "docker"
-    if (runtime == "docker") == on_slurm and runtime != "apptainer":
+    if runtime == ("docker" if on_slurm else "pyxis"):
         others = "pyxis or apptainer" if on_slurm else "docker or apptainer"
         raise UserError(
             f"launch.container_runtime={runtime} does not run {'SLURM jobs' if on_slurm else 'without SLURM'}.",
-            why="pyxis is a part of srun; docker's containers are its daemon's and not the job's.",
+            why="pyxis is a plugin of srun; docker's daemon, and not the job, would own the containers.",
             fix=f"Use launch.container_runtime={others}.",
             key="launch.container_runtime",
         )
-    if is_file(image):  # pyxis takes a name without a slash for one of a registry
+    if is_file(image):  # pyxis looks for a name without a slash in a registry
         image = str(Path(image).expanduser().absolute())
     data = Path(data_root).expanduser().absolute()
     mounts = (*launch.container_mounts, *([str(data)] if data.is_dir() else []))
@@ -73,26 +73,26 @@ def container_of(launch: LaunchConfig, data_root: str, *, on_slurm: bool) -> Con
 
 
 def is_file(image: str) -> bool:
-    """Whether an image is a file or a folder, and not a name in a registry."""
+    """Whether an image is a file or a folder rather than a name in a registry."""
     named = image.startswith(("/", "./", "../", "~")) or image.endswith((".sif", ".sqsh", ".squashfs"))
     return named and "://" not in image and "#" not in image
 
 
 def srun_options(container: Container, folders: Sequence[Path], cwd: Path) -> list[tuple[str, str]]:
-    """Options of srun, which pyxis adds to it. None for apptainer, which srun starts like any other program."""
+    """The options that pyxis adds to srun. None for apptainer, which srun starts like any other program."""
     if container.runtime != "pyxis":
         return []
     return [
         ("container-image", container.image),
         ("container-mounts", ",".join(_both_sides(mount) for mount in _mounts(container, folders))),
         ("container-workdir", str(cwd)),
-        # The image's own values would go first, and enroot's hook gives some.
+        # Otherwise the values of the image, or of enroot's hook, win.
         ("container-env", "MASTER_ADDR,MASTER_PORT"),
     ]
 
 
 def command(container: Container, folders: Sequence[Path], cwd: Path, *, gpus: bool) -> list[str]:
-    """The words before those of a rank or a node: of apptainer, nothing for pyxis."""
+    """The command prefix of a rank or a node: for apptainer alone."""
     if container.runtime != "apptainer":
         return []
     binds = ",".join(_mounts(container, folders))
@@ -100,20 +100,20 @@ def command(container: Container, folders: Sequence[Path], cwd: Path, *, gpus: b
 
 
 def inside() -> list[str]:
-    """The first words inside, after which the caller sets PYTHONPATH: what is set outside may not get here."""
-    # A home folder that is mounted brings packages of its own (~/.local), made for another Python.
+    """The command prefix inside the container. The caller adds PYTHONPATH, which would not pass from outside."""
+    # A mounted home folder has packages of its own (~/.local), made for another Python.
     return ["env", *[word for name in _NOT_OURS for word in ("-u", name)], "PYTHONNOUSERSITE=1"]
 
 
 def node_command(
     container: Container, folders: Sequence[Path], cwd: Path, code: Path, env: Mapping[str, str], *, gpus: bool
 ) -> list[str]:
-    """All words before Python's arguments for one node's ranks where there is no scheduler.
+    """The command of one node's ranks without a scheduler, up to Python's arguments.
 
-    docker: on the machine's own network (the ranks of other machines must reach it), shared memory (data loaders' and
-    NCCL's) and process ids (by which the run's record names who looks after it, and the container sees its client), as
-    the user, so that the files are theirs. Variables are given by name: their values, the run's secret among them,
-    would stand in ``ps`` for everybody.
+    docker shares the machine's network (ranks of other machines connect to it), its shared memory (data loaders and
+    NCCL use it) and its process ids (the run's record holds the supervisor's, and the supervisor watches the client).
+    It runs as the user, who then owns the files. Variables are passed by name, because `ps` shows their values, the
+    run's secret among them, to everybody.
     """
     path = f"PYTHONPATH={code}"
     if container.runtime != "docker":
@@ -127,19 +127,19 @@ def node_command(
     words += ["--user", user, "--workdir", str(cwd)]
     words += [word for mount in _mounts(container, folders) for word in ("--volume", _both_sides(mount))]
     words += [word for name in names for word in ("--env", name)]
-    # A user whom the image does not know has neither of these, and torch asks for both.
+    # A user whom the image does not know has neither of these, and torch needs both.
     words += [word for pair in ("HOME=/tmp", f"USER={os.getuid()}") for word in ("--env", pair)]
     return [*words, container.image, *inside(), path, container.python]
 
 
 def _mounts(container: Container, folders: Sequence[Path]) -> list[str]:
-    """The run's folders, none inside another, and then the user's own mounts."""
+    """The run's folders, those inside another one left out, and then the user's own mounts."""
     for folder in folders:
         if "," in str(folder) or ":" in str(folder):
             raise UserError(
                 f"The folder {str(folder)!r} cannot be mounted into a container.",
-                why="Commas and colons part the mounts from one another.",
-                fix="Use a folder with a plainer name.",
+                why="Commas and colons separate mounts and their parts.",
+                fix="Use a folder without them in its name.",
             )
     paths = sorted({*folders, *(Path(mount) for mount in container.mounts if ":" not in mount)})
     outermost = [path for path in paths if not any(other in path.parents for other in paths)]

@@ -1,4 +1,4 @@
-"""From a plan to a job: the run folder written, the job handed over, and who did it recorded; or a check of nodes."""
+"""Write the folders of runs and sweeps, and start what needs no scheduler's job: a debug run, a check of the nodes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from trainkit.run import folder as run_folder
 from trainkit.run.events import Attempt, ProcessId, history_of, submitted
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.ownership import vouch
+from trainkit.run.snapshot import write_code, write_manifest
 from trainkit.schedulers.base import Function, named
 from trainkit.site.node_health import FOLDER
 from trainkit.site.profile import Site
@@ -33,10 +34,16 @@ from trainkit.site.profile import Site
 STORE = ".code"
 """In a folder of runs: the code that they share."""
 PART = "array-"
+LIMIT_MINUTES = 3
+"""Time limit of a check of the nodes."""
+_END_SECONDS = 5.0
+"""How long a rank of a check may take to end after the report; one that hangs must not hold up the answer."""
+_MOST_SAID = 1_000_000
+"""Characters that are shown of what srun or a rank of a check prints."""
 
 
 def stored_config(loaded: Loaded, cwd: Path) -> Config:
-    """The configuration as the run keeps it: paths are absolute, so that it can be repeated anywhere."""
+    """The configuration for the run folder, with absolute paths: the run can be repeated from any folder."""
     data, model = loaded.config.data, loaded.config.model
     data = data.model_copy(update={"root": _absolute(data.root, cwd)})
     if model.checkpoint is not None:
@@ -58,16 +65,14 @@ def write_run(
     *,
     store: Path | None = None,
 ) -> RunDir:
-    """Make a new run folder with everything that the job needs. What could not be made whole is taken away again.
+    """Make a run folder with everything that the job needs. If that fails, the folder is removed.
 
     Args:
-        store: where it shares its code with runs of equal code; None: beside it.
+        store: the folder in which runs share equal code; None: `STORE` beside the run.
     """
     run_dir = RunDir.create(path, to_yaml(config))
     with undone_on_error(path):
-        from trainkit.run.snapshot import write_code, write_manifest
-
-        # A container has the folder of the submission, and not what a link in it leads to.
+        # A container mounts the folder of the submission, but not the target of a link in it.
         in_sight = plan.container is None or Path(os.path.realpath(path)).is_relative_to(Path.cwd())
         place = (store or path.parent / STORE) if in_sight else None
         withheld = write_code(run_dir, config.plugin_names(), store=place)
@@ -90,7 +95,7 @@ def write_sweep(
 ) -> list[RunDir]:
     """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
     try:
-        make_private(folder)  # which claims the name: of two sweeps at once only one gets it
+        make_private(folder)  # fails if another sweep has just taken the name
     except OSError as error:
         fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
         raise UserError(f"Cannot make the folder {folder}.", why=f"{error.strerror}.", fix=fix) from None
@@ -117,17 +122,17 @@ def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
 
 @contextlib.contextmanager
 def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
-    """Remove a folder that this very command made, if what follows fails: nothing half-written stays behind.
+    """Remove a folder that this command made, if the body fails.
 
-    A folder stays if a job may have been queued for it (Ctrl-C while sbatch is at work): `status` finds that job.
+    The folder stays if a job may be queued for it (Ctrl-C while sbatch runs): `status` finds that job.
 
-    ``unless``: what follows is the run itself, whose failure leaves a record.
+    ``unless``: keep it anyway, for a body that is the run itself, whose failure is recorded there.
     """
     try:
         yield
     except BaseException as error:
         runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
-        # Queued for sure, where what failed came after that: a closed terminal.
+        # A submission: the job is queued, and what failed came later, as a closed terminal does.
         if unless or any(life.cut_short or life.submission for life in map(history_of, runs)):
             raise
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,7 +146,7 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
 
 
 def require_executor(plan: Plan, site: Site) -> None:
-    """Refuse to submit to a scheduler that is not here, and what only SLURM or `jobs.launch` can run."""
+    """Refuse a scheduler that this machine does not have, and a container where nothing can run it."""
     scheduler = named(plan.executor)
     if not scheduler.batch and plan.container is not None:
         raise RefusedError(
@@ -155,11 +160,11 @@ def require_executor(plan: Plan, site: Site) -> None:
 
 
 def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]) -> None:
-    """Run rank 0 of 1 in this very process, with its terminal, so that ``breakpoint()`` works."""
+    """Run rank 0 of 1 in this process, with its terminal, so that ``breakpoint()`` works."""
     me = ProcessId.of(os.getpid())
     submitted(run, "debug", str(me.pid), me)
     attempt = Attempt.begin(run)
-    # This process becomes the rank, so its own environment is what the rank will read.
+    # This process becomes the rank, which reads its environment.
     set_variables(dict.fromkeys(leaked(env)) | attempt.environment())
     if not plan.gpus_per_node:
         set_variables({"CUDA_VISIBLE_DEVICES": ""})
@@ -174,13 +179,16 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
         attempt.ended(state, job_id=str(me.pid))
 
 
-# The job arrays of a sweep: one, or as many as the scheduler's largest array asks for; and another for what has failed.
-# The runs of a sweep are its folders 0, 1, 2, ... The first array's indices are these numbers. Every further one has a
-# folder of its own in the sweep's `.submitit`, with links to its runs that count from 0 again.
+# The job arrays of a sweep
 
 
 def part_folder(sweep: Path) -> Path:
-    """The folder of the next further array of a sweep; it is not made yet."""
+    """The folder of a sweep's next further array, which is not made yet.
+
+    The runs of a sweep are its folders 0, 1, 2, ..., and the indices of its first array are these numbers. If the sweep
+    is larger than the scheduler's largest array, or failed runs are resumed, there are further arrays. Each has a
+    folder in the sweep's `.submitit`, with links to its runs that count from 0 again.
+    """
     number = 1
     while (folder := sweep / ".submitit" / f"{PART}{number}").exists():
         number += 1
@@ -188,7 +196,7 @@ def part_folder(sweep: Path) -> Path:
 
 
 def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
-    """Make a part's folder, in which the runs are called 0, 1, 2, ..."""
+    """Make the folder of a further array, with links 0, 1, 2, ... to its runs."""
     try:
         fileio.make_folder(part, whole(part))
         for index, run in enumerate(runs):
@@ -200,12 +208,12 @@ def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
 
 
 def whole(folder: Path) -> Path:
-    """The sweep that a part's folder belongs to; any other folder itself."""
+    """The sweep of a further array's folder; any other folder itself."""
     return folder.parents[1] if is_part(folder) else folder
 
 
 def is_part(folder: Path) -> bool:
-    """Whether it is that of a further array."""
+    """Whether it is the folder of a further array."""
     return folder.name.startswith(PART) and folder.parent.name == ".submitit"
 
 
@@ -214,24 +222,18 @@ def split(runs: Sequence[RunDir], largest: int) -> list[list[RunDir]]:
     return [list(runs[first : first + largest]) for first in range(0, len(runs), largest)]
 
 
-# A check of nodes is started the way a training would be: by the scheduler, or as ranks of this machine.
-
-LIMIT_MINUTES = 3
-_END_SECONDS = 5.0
-"""After the report the ranks have nothing left to do; one that hangs does not hold the answer."""
-_MOST_SAID = 1_000_000
-"""Characters of what srun or a rank says beside the report; nobody reads more."""
+# A check of the nodes
 
 
 def check_plan(
     flags: Mapping[str, tuple[Any, str]], site: Site, folder: Path, env: Mapping[str, str]
 ) -> tuple[Plan, LaunchConfig]:
-    """Where a check runs: as a training with these flags would, with two ranks on a node without GPUs."""
+    """The plan of a check: that of a training with these flags, but with two ranks on a node without GPUs."""
     given: dict[str, tuple[Any, str]] = {
         "launch.job_name": ("check", "check"), "launch.time": (str(LIMIT_MINUTES), "check"), **flags
     }  # fmt: skip
     nodes = load("ddp", flags=given, env=env).config.launch.nodes
-    # Nothing is trained: a number that divides over the ranks, however many a node has.
+    # Nothing is trained; this number divides by any number of ranks that a node may have.
     given["train.global_batch_size"] = (nodes * math.lcm(*range(1, 17)), "check")
     loaded = load("ddp", flags=given, env=env)
     plan = make_plan(loaded, site, folder)
@@ -244,15 +246,15 @@ def check_plan(
 def check_nodes(
     plan: Plan, folder: Path, env: Mapping[str, str], *, interface: str | None = None
 ) -> tuple[dict[str, Any], float]:
-    """What the ranks of ``plan`` found, and by how much this machine's clock is ahead of theirs, in seconds.
+    """Start the ranks of ``plan``; their report, and by how many seconds this machine's clock is ahead of theirs.
 
     Args:
         folder: where a job would write.
-        interface: the site's own network interface, if it has named one.
+        interface: the network interface that the site's profile names, if it does.
 
     Raises:
-        SchedulerError: the scheduler gave no such nodes.
-        RefusedError: the ranks started and gave no answer.
+        SchedulerError: the scheduler did not give the nodes.
+        RefusedError: the ranks started, but made no report.
     """
     processes = _start(plan, folder, env, interface)
     listeners = [threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True) for process in processes]
@@ -285,7 +287,7 @@ def check_nodes(
 
 
 def _pass_on(words: IO[str]) -> None:
-    """Show what is said as it comes, up to where nobody reads it; it is heard to its end, so that nobody waits."""
+    """Print what a process writes, up to a limit, and read the rest: a full pipe would block the process."""
     left = _MOST_SAID
     with words:
         while part := words.readline(_MOST_SAID):
@@ -294,12 +296,12 @@ def _pass_on(words: IO[str]) -> None:
 
 
 def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | None) -> list[subprocess.Popen[str]]:
-    """The processes to be read and ended; rank 0's output comes from the first."""
-    # In an allocation of one's own (salloc) its nodes are meant, and srun finds them in the environment.
+    """Start the processes of a check; rank 0 writes to the first one's output."""
+    # Inside the user's own allocation (salloc) srun takes its nodes, by these variables.
     own = dict(env) if "SLURM_JOB_ID" in env else scrubbed(env)
     own["PYTHONPATH"] = python_path(Path(__file__).parents[2], env)
     own |= {"TRAINKIT_SECRET": Secret.generate().text, FOLDER: str(folder.absolute()), "SLURM_EXPORT_ENV": "ALL"}
-    own["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # pages of a library's own calls, where one line says who is missing
+    own["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # else a missing rank prints pages of stack traces
     if interface:
         own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} | own
     if not plan.gpus_per_node:
@@ -320,7 +322,7 @@ def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | No
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that may hang. srun that is told to end ends its ranks and gives the nodes back."""
+    """End a process that may hang. srun, on SIGTERM, ends its ranks and releases the nodes."""
     for stop in (process.terminate, process.kill):
         try:
             process.wait(timeout=_END_SECONDS)
