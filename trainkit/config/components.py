@@ -1,4 +1,8 @@
-"""The task, the optimizer and the schedule that a configuration names: what they state and whether they fit."""
+"""The task, the optimizer and the schedule that a configuration names: what they state, and whether they fit.
+
+All is read from source, a task's own file as well as timm's and torch's: importing these costs seconds of CPU time, and
+`submit` has half a second.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,6 @@ from trainkit import plugins
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config, OptimConfig, ScheduleConfig
 from trainkit.errors import UserError, did_you_mean
-
-# Read the metrics that the file of a task states, and check that a configuration fits the task; without torch.
 
 _PACKAGE = "trainkit.tasks"
 _OF_TRAIN = {"label_smoothing": 0.0, "class_weights": None}
@@ -154,9 +156,7 @@ def check_task(config: Config) -> None:
         )
 
 
-# Find optimizers and schedules beyond ours, and check what each takes.
-#
-# What timm and torch have is read from their source: importing them costs seconds of CPU, `submit` has half of one.
+# Optimizers and schedules
 
 # Class -> why it is not for us, whatever its options.
 _REFUSED = {

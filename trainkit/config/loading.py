@@ -408,7 +408,6 @@ def to_yaml(config: Config) -> str:
 
 
 def _validate(layer: Layer) -> Config:
-
     tree: dict[str, Any] = {}
     for key, (value, source) in layer.items():
         *parents, last = key.split(".")

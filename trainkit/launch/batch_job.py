@@ -38,6 +38,11 @@ from trainkit.run.folder import NODES, PREFLIGHT, REQUEUE, RunDir, umask_of
 from trainkit.schedulers.base import NodeState, OwnJob, Place, Scheduler, around
 from trainkit.site.node_health import Finding, findings, table
 
+CONTINUE = "TRAINKIT_CONTINUE"
+"""Environment variable of the templates: the run folder that a job goes on with, instead of making its own."""
+How = Literal["requeue", "chain", "no"]
+END_SECONDS = 300
+"""How long a scheduler may take to end a script whose job it has requeued."""
 MOST_FAILURES = 3
 """Attempts of one submission that may fail; the last of them ends the run."""
 MOST_IN_VAIN = 2
@@ -56,6 +61,9 @@ _UNANSWERED = re.compile(
     r"|Connection timed out|Socket timed out on send/recv|Zero Bytes were transmitted).*)",
     re.MULTILINE,
 )
+
+
+# Whether another start is worth it, and without which nodes
 
 
 def budget_spent(run: RunDir) -> str:
@@ -188,12 +196,7 @@ def _preflight(attempt: Attempt) -> tuple[Sequence[Finding], list[str]]:
     return found, [] if report is None else table(report, found)
 
 
-END_SECONDS = 300
-"""How long a scheduler may take to end a script whose job it has requeued."""
-CONTINUE = "TRAINKIT_CONTINUE"
-"""Environment variable of the templates: the run folder that a job goes on with, instead of making its own."""
-
-How = Literal["requeue", "chain", "no"]
+# Around the ranks
 
 
 def begin(env: Mapping[str, str]) -> str:

@@ -3,7 +3,8 @@
 ``python -m trainkit.launch.controller FOLDER CWD`` does for a local job what SLURM does. FOLDER is a run, or a sweep
 whose runs are its folders 0, 1, 2, ... The controller supervises an attempt of each run, and starts the next one when
 the ranks have saved and handed back, or failed of something that another start may mend: within the same budgets as on
-SLURM, and as `launch.requeue` says.
+SLURM, and as `launch.requeue` says. A node of `jobs.launch` has the same supervisor: it passes signals on, keeps the
+time limit, watches progress, and reports how the ranks ended. It signals only processes that it started.
 
 Signals: USR2 is a preemption, ranks save and the run goes on with the next attempt. INT cancels the run, its ranks may
 save before they end; TERM cancels the runs that come after it in a sweep as well.
@@ -41,15 +42,12 @@ from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import TASK
 
-# Ranks that this machine starts itself: they start together, are supervised, and end together.
-#
-# A local job and a node of `jobs.launch` use the same supervisor. It passes signals on, keeps the time limit, watches
-# progress, and says how the ranks ended. It signals processes that it started, never one that reuses their id.
-
 TICK_SECONDS = 0.2
 """Seconds between two looks at requests, time limits and output; the end of a rank wakes the supervisor at once."""
 NOTICE_SECONDS = 2.0
 """After a rank has failed, the others have so long to notice by themselves: their own words help to find the cause."""
+CANCEL_SECONDS = 10.0
+"""After a cancel, how long the ranks have to save before they are killed."""
 GRACE_SECONDS = 3.0
 """Between SIGTERM and SIGKILL."""
 OWN_WATCHDOG_SECONDS = 15.0
@@ -347,10 +345,6 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
     if recorded.get(first_rank + index) != whys[index]:
         attempt.failed(whys[index], rank=first_rank + index)
     return index, whys[index]
-
-
-CANCEL_SECONDS = 10.0
-"""After a cancel, how long the ranks have to save before they are killed."""
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:

@@ -206,7 +206,6 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
 
 def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, lead: int) -> tuple[Decision, ...]:
     launch = loaded.config.launch
-
     task = "/%a" if points > 1 else ""
     output = f"{str(run_path).replace('%', '%%')}{task}/logs/batch.out"
     listed = [found.given("job_name", launch.job_name or loaded.name, "the preset's name" * (not launch.job_name))]
