@@ -139,6 +139,7 @@ def test_of_jobs_with_the_same_script_that_of_the_submission_is_found(
     scripts = f"42|{run.script}\\n42|{run.path}/.submitit/0000.sbatch\\n43|{run.path}/.submitit/1f2e.sbatch\\n"
     fake_command("squeue", squeue(scripts))
     assert job_state(run).job_id == "43"
+    assert [event["job_id"] for event in read_events(run, "submitted")] == ["43"]
 
 
 def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
