@@ -111,6 +111,7 @@ def _slow_between(report: Report, *ranks: int, **speeds: Any) -> None:
         (4, [((1,), {"gb_s": 0.5}), ((2,), {"gb_s": 0.5})], ["n2", "n3"]),
         (2, [((0, 1), {"gb_s": 0.5, "back": 0.3})], ["n2"]),  # who sends slowly
         (2, [((0, 1), {"gb_s": 0.002, "there": 0.002, "back": 0.002})], ["n1", "n2"]),  # nobody can tell
+        (2, [((0, 1), {"gb_s": 0.002, "there": 0.002, "back": 1.0})], ["n1"]),
     ],
 )
 def test_the_node_that_slow_links_have_in_common_is_named(
