@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests import readme
 from trainkit.config.loading import load, presets_named
+from trainkit.errors import TrainkitError
 
 PROJECT = readme.README.parent
 OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo", "[", "ruff", "mypy", "pytest"}
@@ -26,7 +27,17 @@ def inline(page: Path) -> Iterator[str]:
             yield " ".join(found.split())
 
 
-def understood(line: str) -> argparse.Namespace | None:
+def mistake_in(line: str) -> str:
+    """What is wrong with a command: its verb, a flag, a setting, a file that it names; empty if nothing is."""
+    try:
+        if (arguments := _understood(line)) is not None:
+            _load_settings(arguments)
+    except (TrainkitError, ImportError, AssertionError) as error:
+        return str(error) or repr(error)
+    return ""
+
+
+def _understood(line: str) -> argparse.Namespace | None:
     """What a command understands of a line; None for a program of others. Raises UserError as the command would."""
     words = shlex.split(line.replace(".venv/bin/", ""))
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -57,7 +68,7 @@ def understood(line: str) -> argparse.Namespace | None:
     return found
 
 
-def load_settings(arguments: argparse.Namespace) -> None:
+def _load_settings(arguments: argparse.Namespace) -> None:
     """Load the preset with the settings of a command. Raises UserError for one that does not exist."""
     given = vars(arguments)
     words = [*map(str, given.get("words") or ()), *(given.get("overrides") or ())]

@@ -74,10 +74,16 @@ def test_every_block_is_typed_by_a_test() -> None:
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
 def test_flags_and_settings_of_every_command_exist(page: Path) -> None:
     lines = [line for _, lines in readme.marked(page, typed=True) for line in lines]
-    for line in [*lines, *commands.inline(page)]:
-        understood = commands.understood(line)
-        if understood is not None:
-            commands.load_settings(understood)
+    wrong = {line: commands.mistake_in(line) for line in [*lines, *commands.inline(page)]}
+    assert [f"{page.name}: {line}\n{mistake}" for line, mistake in wrong.items() if mistake] == []
+
+
+def test_a_flag_a_setting_and_a_verb_that_do_not_exist_are_mistakes() -> None:
+    """Else the test of the pages would prove nothing."""
+    assert commands.mistake_in("trainkit submit ddp --nodes 2 optim.lr=1e-3") == ""
+    assert "Unrecognized arguments: --nods" in commands.mistake_in("trainkit submit ddp --nods 2")
+    assert "Unknown key 'optim.lrr'" in commands.mistake_in("trainkit submit ddp optim.lrr=1")
+    assert "jobs.submitt" in commands.mistake_in("trainkit submitt ddp")
 
 
 def test_every_setting_that_a_page_names_exists() -> None:
