@@ -14,7 +14,7 @@ from trainkit.config.loading import load
 from trainkit.ranks import RankEnv
 
 RECIPES = sorted(file.stem for file in (fileio.folder("configs") / "recipes").glob("*.yaml"))
-SWARMS = {"cifar10_vit_hivemind"}  # tests/recipes/test_swarm.py
+SWARMS = {"cifar10_vit_hivemind"}  # tests/swarm/test_recipe.py
 
 
 def test_no_recipe_is_left_out() -> None:
