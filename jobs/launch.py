@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,15 +16,19 @@ from trainkit import fileio
 from trainkit.bench.base import refuse_bench
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
+from trainkit.finish import refusal
 from trainkit.launch import containers
 from trainkit.launch.controller import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.launch.submission import stored_config, write_run
 from trainkit.process import scrubbed
 from trainkit.ranks import VARIABLE, RankEnv, Secret, check_head
 from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import restore_code
+from trainkit.schedulers.base import JobState
+from trainkit.site.profile import discover
 from trainkit.start import check, launch_settings, preset_or_run
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
@@ -65,8 +70,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         run = existing
         restore_code(run, found.content if node.node_rank == 0 else None)  # the other nodes start beside it
     else:
-        from trainkit.launch.submission import stored_config, write_run
-
         run = write_run(new, stored_config(loaded, Path.cwd()), plan, None, ["python", "-m", "jobs.launch", *argv])
     if plan.container is not None:
         return _in_container(run, node, env)
@@ -90,9 +93,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _failure(run: RunDir, rank: int, words: str) -> TrainkitError:
     """Why a rank has failed: in its own words, if it has refused its settings."""
-    from trainkit.diagnosis.causes import cause_of
-    from trainkit.finish import refusal
-    from trainkit.schedulers.base import JobState
+    from trainkit.diagnosis.causes import cause_of  # only a failure needs it
 
     cause = cause_of(run, JobState("FAILED", executor="launch"))
     if cause is not None and cause.why and cause.failure is not None and cause.failure.rank == rank:
@@ -167,10 +168,6 @@ def parser() -> cli.Parser:
 
 def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     """The plan of all nodes, checked against the GPUs of this one."""
-    from dataclasses import replace
-
-    from trainkit.site.profile import discover
-
     if not 0 <= args.node_rank < args.nodes:
         what, fix = f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.", f"Use 0 to {args.nodes - 1}."
         raise UserError(what, why="They count from 0.", fix=fix)

@@ -124,7 +124,6 @@ def _print_settings(section: str | None) -> int:
 def _submit_there(
     argv: Sequence[str], args: argparse.Namespace, variants: Sequence[Sequence[str]], env: Mapping[str, str]
 ) -> int:  # fmt: skip
-    from jobs import login_node
     from trainkit.config import loading
 
     flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}

@@ -17,6 +17,7 @@ from trainkit.ranks.signals import stop_on_signal
 from trainkit.run.events import Attempt, Writer, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
+from trainkit.run.snapshot import write_manifest
 from trainkit.schedulers.base import require_no_job
 from trainkit.start import check, preset_or_run
 from trainkit.worker import own_attempt, train
@@ -110,8 +111,6 @@ def _rates(config: Config) -> list[str]:
 def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
     """Open the run folder, or make it."""
     if not (path / "config.yaml").exists() and (not path.exists() or attempt is not None):
-        from trainkit.run.snapshot import write_manifest
-
         # A template makes the log folder of its attempt before Python makes the run's.
         run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=attempt is not None)
         write_manifest(run_dir, command)
