@@ -87,10 +87,8 @@ def _ranks(text: str | None) -> tuple[int, ...] | None:
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
         ranks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not ranks:
-            why, fix = (
-                "It takes numbers from 0, ranges of them, or all.",
-                "For example --rank 3, --rank 0,4-7 or --rank all.",
-            )
+            why = "It takes numbers from 0, ranges of them, or all."
+            fix = "For example --rank 3, --rank 0,4-7 or --rank all."
             raise UserError(f"--rank {text} names no ranks.", why=why, fix=fix)
         found += ranks
     return tuple(dict.fromkeys(found))
@@ -120,15 +118,18 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     cause = cause_of(run, state, attempt)
     failure = cause.failure if cause is not None else None
     words = last_words(run) if failure is None else failure.traceback or [text for _, text in failure.log(run).tail]
-    print(f"--- {full_name(run)}: {f'{state.state}. {one_line(cause.what, _LONG)}' if cause else _words(state)}")
-    if cause is not None and cause.why:
-        print(f"--- why: {cause.shown}")
-    elif words or cause is None:
+    if cause is None:
+        print(f"--- {full_name(run)}: {_words(state)}")
         print(terminal.lines("\n".join(words)))
-    if cause is not None:
-        print(f"--- fix: {one_line(cause.advice, _LONG)}")
-        rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
-        print(f"--- {rest} of rank 0:")
+        return
+    print(f"--- {full_name(run)}: {state.state}. {one_line(cause.what, _LONG)}")
+    if cause.why:
+        print(f"--- why: {cause.shown}")
+    elif words:
+        print(terminal.lines("\n".join(words)))
+    print(f"--- fix: {one_line(cause.advice, _LONG)}")
+    rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
+    print(f"--- {rest} of rank 0:")
 
 
 def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | None, first: str) -> None:
