@@ -59,10 +59,10 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
     """Setting, value, source, reason of what follows from the settings; of the rest, who will know it."""
     micro = config.train.given_micro_batch_size or config.train.global_batch_size // plan.world_size
     known = None if config.train.micro_batch_size == "auto" else micro
-    rows = [_precision(plan, config), _memory(plan, config, known)]
+    precision, memory = _precision(plan, config), _memory(plan, config, known)
     if strategy_traits(config.strategy.name).loop == "collaborative":
-        return rows
-    return [_steps(config), rows[0], *_batches(plan, config, known), rows[1]]
+        return [precision, memory]
+    return [_steps(config), precision, *_batches(plan, config, known), memory]
 
 
 def _steps(config: Config) -> Row:
