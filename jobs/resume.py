@@ -35,7 +35,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return resume_by_hand(runs[0], args, argv)
     preview = print_plan if args.dry_run else None
     started = resume(runs, Asked(cli.launch_flags(args), args.force, args.allow_code, preview), env)
-    return cli.follow(started.going_on, started.executor, args) if started.going_on else 0
+    return cli.follow(started.going_on, started.executor, args)
 
 
 if __name__ == "__main__":
