@@ -285,11 +285,11 @@ def not_with_join(flag: str) -> UserError:
     return UserError(f"{flag} and --join do not go together.", why=why, fix=f"Leave {flag} out.")
 
 
-# Whether what a configuration names is there: data, model, task, strategy, loggers, their options. Without torch.
+# Before anything is written
 
 
 def check(loaded: Loaded) -> None:
-    """Refuse names, options and values that would fail only once the run starts.
+    """Refuse names, options and values that would fail only once the run starts; does without torch.
 
     Raises UserError that names the setting and where it was written.
     """
