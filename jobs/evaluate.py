@@ -77,7 +77,7 @@ def _record(run: RunDir, of: dict[str, Any], done: Evaluation) -> None:
         append_jsonl(run.evaluations, record)
     except (OSError, UserError) as error:  # another user's run, or an archive: the result is still printed
         why = error.what if isinstance(error, UserError) else f"{error.strerror}."
-        print(terminal.one_line(f"Not recorded in {run.evaluations}: {why}", 5000), file=sys.stderr)
+        print(terminal.one_line(f"Not recorded in {run.evaluations}: {why}", terminal.LONG_LINE), file=sys.stderr)
 
 
 def _worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], whose: str) -> list[str]:

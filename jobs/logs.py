@@ -17,10 +17,9 @@ from trainkit.finish import full_name, watch
 from trainkit.monitor.follow import LogTail, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
-from trainkit.terminal import one_line
+from trainkit.terminal import LONG_LINE, one_line
 
 POLL_SECONDS = 0.5
-_LONG = 5000
 
 
 def parser() -> cli.Parser:
@@ -114,7 +113,7 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
     if disk := fileio.full(run.path):
-        print(f"--- {one_line(disk, _LONG)}: what came after that is not written down.")
+        print(f"--- {one_line(disk, LONG_LINE)}: what came after that is not written down.")
     cause = cause_of(run, state, attempt)
     failure = cause.failure if cause is not None else None
     words = last_words(run) if failure is None else failure.traceback or [text for _, text in failure.log(run).tail]
@@ -122,12 +121,12 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
         print(f"--- {full_name(run)}: {_words(state)}")
         print(terminal.lines("\n".join(words)))
         return
-    print(f"--- {full_name(run)}: {state.state}. {one_line(cause.what, _LONG)}")
+    print(f"--- {full_name(run)}: {state.state}. {one_line(cause.what, LONG_LINE)}")
     if cause.why:
         print(f"--- why: {cause.shown}")
     elif words:
         print(terminal.lines("\n".join(words)))
-    print(f"--- fix: {one_line(cause.advice, _LONG)}")
+    print(f"--- fix: {one_line(cause.advice, LONG_LINE)}")
     rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
     print(f"--- {rest} of rank 0:")
 

@@ -33,7 +33,7 @@ from trainkit.run.metrics import (
     typed_record,
 )
 from trainkit.schedulers.base import KEPT_SECONDS, JobState, job_states
-from trainkit.terminal import age, one_line
+from trainkit.terminal import LONG_LINE, age, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,7 +48,6 @@ LOOK_SECONDS = 2.0
 """Seconds between looks at the runs' own records while watching."""
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 MOST_BARS = 6
-_LONG = 5000
 _TAIL_BYTES = 16384
 _RECORDS = 24
 _HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -261,10 +260,10 @@ def _as_object(row: StatusRow, asked: float) -> dict[str, Any]:
 
 
 def _print_detail(row: StatusRow) -> None:
-    facts = {"folder": one_line(row.run.path, _LONG), "nodes": one_line(row.state.nodes)}
+    facts = {"folder": one_line(row.run.path, LONG_LINE), "nodes": one_line(row.state.nodes)}
     if cause := row.cause:
-        facts |= {"cause": one_line(cause.what, _LONG), "why": cause.shown if cause.why else ""}
-        facts["fix"] = one_line(cause.advice, _LONG)
+        facts |= {"cause": one_line(cause.what, LONG_LINE), "why": cause.shown if cause.why else ""}
+        facts["fix"] = one_line(cause.advice, LONG_LINE)
     if row.forecast is not None:
         facts["ends"] = f"about {_clock(time.time() + row.forecast.seconds)[:16]}, {words(row.forecast)}"
     if isinstance(hint := fileio.read_object(row.run.summary).get("advice"), str):

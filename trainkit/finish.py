@@ -181,7 +181,7 @@ def cancel(runs: Sequence[RunDir]) -> None:
     for run, state in states.items():
         if state.alive == "no":
             why = f" ({state.reason})" if state.reason else ""
-            print(f"{terminal.one_line(run.path, 5000)}: nothing to cancel, it is {state.state}{why}.")
+            print(f"{terminal.one_line(run.path, terminal.LONG_LINE)}: nothing to cancel, it is {state.state}{why}.")
     jobs = [(run, job) for run, state in states.items() for job in state.living()]
     strange = not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
     groups: dict[Scheduler, list[tuple[RunDir, JobState]]] = {}
@@ -193,7 +193,7 @@ def cancel(runs: Sequence[RunDir]) -> None:
     for run, job in jobs:
         if not job.job_id:
             cancelled(run, "")
-            place = terminal.one_line(run.path, 5000)
+            place = terminal.one_line(run.path, terminal.LONG_LINE)
             print(f"{place}: no job is known, and one that comes is cancelled ({job.reason}).", flush=True)
     if strange:
         run, job = strange[0]
@@ -221,6 +221,6 @@ def _require_own(run: RunDir) -> None:
 
 def _say_cancelled(run: RunDir, job: JobState) -> None:
     """Print the run's whole path, as its name alone may be ambiguous."""
-    batch, place = named(job.executor).batch, terminal.one_line(run.path, 5000)
+    batch, place = named(job.executor).batch, terminal.one_line(run.path, terminal.LONG_LINE)
     doubt = f"; whether it still ran, nobody could tell ({job.reason})" if batch and job.alive == "unknown" else ""
     print(f"{place}: cancelled {'' if batch else 'local '}job {job.job_id}{doubt}.", flush=True)

@@ -33,6 +33,10 @@ _ESCAPED = {"'": "\\'", "\\": "\\\\"}
 _COLOUR = re.compile(r"[\d;:]*m")
 
 
+LONG_LINE = 5000
+"""Longest line of what must not be cut where it is shown alone: a path, a cause with its fix."""
+
+
 def one_line(value: object, longest: int = 500) -> str:
     """A name or a remark from a record, as one line of plain text."""
     text = str(value)[: 4 * longest]
