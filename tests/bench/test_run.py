@@ -92,6 +92,24 @@ def test_inference_is_measured_by_batch_on_one_device(tmp_path: Path) -> None:
     assert lines(results)[-1].endswith("DataParallel takes two GPUs, so there is nothing to compare it with.")
 
 
+def test_the_configuration_of_an_arm_is_that_of_its_first_turn(tmp_path: Path) -> None:
+    run = folder(tmp_path, "batch-size", "16")
+
+    class Watched(StopFlag):
+        @property
+        def requested(self) -> bool:
+            if run.samples.exists() and '"trial"' in run.samples.read_text():
+                run.config.write_text("not: [valid")
+            return False
+
+        @requested.setter
+        def requested(self, value: bool) -> None: ...
+
+    results, samples = measured(run, Watched())
+    assert [row.failed for row in results.rows] == [""]
+    assert len(samples) == 2 * 3
+
+
 @pytest.mark.long
 def test_the_largest_batch_is_found_where_it_is_to_be(tmp_path: Path) -> None:
     run = folder(tmp_path, "amp", "fp32", "bf16", train__micro_batch_size="auto", model__most=40)

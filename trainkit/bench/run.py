@@ -67,6 +67,7 @@ class Worker:
     run: Path
     env: RankEnv
     beat: Callable[[], None]
+    _configs: dict[tuple[str, ...], Config] = field(default_factory=dict)
     _splits: dict[str, Splits] = field(default_factory=dict)
 
     def do_data(self, dist: Distributed, order: Order) -> dict[str, Any]:
@@ -140,7 +141,11 @@ class Worker:
         return {"size": found.micro_batch_size, "peak_mb": found.peak_mb, "room_mb": found.room_mb}
 
     def _config(self, order: Order) -> Config:
-        return load(str(self.run), order["overrides"]).config
+        """Read once for each arm: its turns must not differ, nor wait for a shared file system."""
+        overrides = tuple(order["overrides"])
+        if overrides not in self._configs:
+            self._configs[overrides] = load(str(self.run), overrides).config
+        return self._configs[overrides]
 
     def _timed(self, dist: Distributed, times: int, step: Callable[[], object]) -> float:
         """Seconds for so many steps, after some that warm up."""
