@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit import fileio, terminal
+from trainkit.ranks.signals import STARTING_SECONDS
 from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import longest_pause, progress_of
@@ -46,10 +47,66 @@ _OTHERS = re.compile(
     r"|\[[^]]*\] error: "  # of slurmstepd in SLURM 25.11
 )
 _CRASH = re.compile(r"^(?:Fatal Python error: | *what\(\): +|FATAL: +)(.+)")  # of faulthandler, of C++, of apptainer
-
 _AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<", "/lib/python", "/usr/lib/", ".pyx")
 """Parts of the names of files that no user can mend."""
+# srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
+_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)[^:\n]*: (?!Terminated)(.+)", re.MULTILINE)
+STEPD = r"(?:slurmstepd\S*|\[[^]\n]*\]) error: "
+"""How slurmstepd's lines begin in a job's output: ``slurmstepd-n1: error:``; in 25.11 it says when, and no name."""
+# From here on SLURM ends the ranks that were left, and srun reports that in the same words.
+_STEP_ENDED = re.compile(
+    rf"^(?:{STEPD}\*\*\* (?:STEP|JOB) .* CANCELLED AT|srun: .*Terminating (?:StepId|job step))", re.M
+)
+# What ended a task from outside. The others have words of their own in their logs.
+_HARD = re.compile(r"Killed|Out Of Memory")
+# What compiled code did to a task: a traceback that its log holds is of something that it survived.
+_CRASHED = re.compile(r"Segmentation fault|Bus error|Illegal instruction|Floating point exception")
+# What a rank says when another has gone: of gloo, NCCL, TCPStore and the kernel.
+_LOST_CONNECTION = re.compile(
+    r"connection (closed|reset|refused|lost|was likely closed)|ConnectionResetError"
+    r"|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
+    r"|socket (timeout|closed)|failed to (recv|send)|recvValue failed|sendBytes failed|DistNetworkError"
+    r"|DistBackendError|RendezvousClosedError|went away while rank|timed out waiting \d+ms for (recv|send)",
+    re.IGNORECASE,
+)
+# Errors of the same classes that no other rank's end explains.
+_OWN_FAULT = re.compile(r"EADDRINUSE|already in use|Duplicate GPU|version mismatch|socket interface", re.IGNORECASE)
+# Of ranks whose collective has timed out.
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+)")
+_WAITED = re.compile(
+    r"collective operation timeout|Timed out waiting \d+ms|wait timeout after|NCCL operations have failed"
+)
+_LOUD = re.compile(
+    r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
+    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom|\bnan\b",
+    re.IGNORECASE,
+)
+"""Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
+# Errors that only say that something else has gone wrong.
+_POINTS_ELSEWHERE = re.compile(
+    r"^KeyboardInterrupt|^SystemExit|CalledProcessError|BackendCompilerFailed|InductorError|returned non-zero exit"
+    r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
+)
+# Errors by which Python, or who wrote the code, tells of the code.
+_OF_CODE = re.compile(r"(Key|Name|UnboundLocal|Assertion|Type|Attribute|Index|Value|NotImplemented)Error\b")
+# What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
+_OF_TOOLS = re.compile(
+    r"\.(c|h|cc|cpp|cu)\w*:\d+:\d+: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l"
+)
+# Of a job whose code was removed as it began.
+_GONE = re.compile(
+    r"^(ModuleNotFoundError: No module named '(trainkit|jobs)\b.*|FileNotFoundError: \[Errno 2\] No such file or \w+$)",
+    re.MULTILINE,
+)
+QUIET_SECONDS = 60.0
+"""A shorter silence of the records is not reported."""
+SILENT_SECONDS = 180.0
+"""A node samples its hardware every few seconds; clocks differ, and shared folders show new lines late."""
+IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
+"""Of a GPU that does nothing: less use than that, in as many samples one after the other."""
+_TAIL_BYTES = 32768
+"""Of a file of samples."""
 
 
 @dataclass(frozen=True)
@@ -220,30 +277,6 @@ def raised_in_own_code(lines: Sequence[str]) -> bool:
     return bool(own) and own[-1] == places[-1]
 
 
-# srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
-_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)[^:\n]*: (?!Terminated)(.+)", re.MULTILINE)
-STEPD = r"(?:slurmstepd\S*|\[[^]\n]*\]) error: "
-"""How slurmstepd's lines begin in a job's output: ``slurmstepd-n1: error:``; in 25.11 it says when, and no name."""
-# From here on SLURM ends the ranks that were left, and srun reports that in the same words.
-_STEP_ENDED = re.compile(
-    rf"^(?:{STEPD}\*\*\* (?:STEP|JOB) .* CANCELLED AT|srun: .*Terminating (?:StepId|job step))", re.M
-)
-# What ended a task from outside. The others have words of their own in their logs.
-_HARD = re.compile(r"Killed|Out Of Memory")
-# What compiled code did to a task: a traceback that its log holds is of something that it survived.
-_CRASHED = re.compile(r"Segmentation fault|Bus error|Illegal instruction|Floating point exception")
-# What a rank says when another has gone: of gloo, NCCL, TCPStore and the kernel.
-_LOST_CONNECTION = re.compile(
-    r"connection (closed|reset|refused|lost|was likely closed)|ConnectionResetError"
-    r"|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
-    r"|socket (timeout|closed)|failed to (recv|send)|recvValue failed|sendBytes failed|DistNetworkError"
-    r"|DistBackendError|RendezvousClosedError|went away while rank|timed out waiting \d+ms for (recv|send)",
-    re.IGNORECASE,
-)
-# Errors of the same classes that no other rank's end explains.
-_OWN_FAULT = re.compile(r"EADDRINUSE|already in use|Duplicate GPU|version mismatch|socket interface", re.IGNORECASE)
-
-
 def is_lost_connection(error: str) -> bool:
     """Whether a rank failed because another went away: a consequence, not a cause."""
     return _LOST_CONNECTION.search(error) is not None and _OWN_FAULT.search(error) is None
@@ -354,12 +387,6 @@ def last_words(run: RunDir) -> list[str]:
     return _batch_log(run).splitlines()[-20:]
 
 
-_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+)")
-_WAITED = re.compile(
-    r"collective operation timeout|Timed out waiting \d+ms|wait timeout after|NCCL operations have failed"
-)
-
-
 def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
     """The ranks for which the others waited until a collective timed out, by what the ranks themselves say.
 
@@ -379,25 +406,6 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
     if silent or len(set(enqueued.values())) < 2:
         return silent
     return tuple(rank for rank, count in enqueued.items() if count == min(enqueued.values()))
-
-
-_LOUD = re.compile(
-    r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
-    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom|\bnan\b",
-    re.IGNORECASE,
-)
-"""Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
-# Errors that only say that something else has gone wrong.
-_POINTS_ELSEWHERE = re.compile(
-    r"^KeyboardInterrupt|^SystemExit|CalledProcessError|BackendCompilerFailed|InductorError|returned non-zero exit"
-    r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
-)
-# Errors by which Python, or who wrote the code, tells of the code.
-_OF_CODE = re.compile(r"(Key|Name|UnboundLocal|Assertion|Type|Attribute|Index|Value|NotImplemented)Error\b")
-# What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
-_OF_TOOLS = re.compile(
-    r"\.(c|h|cc|cpp|cu)\w*:\d+:\d+: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l"
-)
 
 
 @dataclass(frozen=True)
@@ -490,12 +498,6 @@ def _of_the_folder(run: RunDir) -> list[Source]:
     return []
 
 
-_GONE = re.compile(
-    r"^(ModuleNotFoundError: No module named '(trainkit|jobs)\b.*|FileNotFoundError: \[Errno 2\] No such file or \w+$)",
-    re.MULTILINE,
-)
-
-
 def _of_the_code(run: RunDir, attempt: int, failure: Failure | None) -> list[Source]:
     """The code of the run was removed as it began: ``code`` leads nowhere, and a module of the kit was not found."""
     leads_nowhere = run.code.is_symlink() and not run.code.exists()
@@ -558,16 +560,6 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
         after = {text for (_, before), (_, text) in pairwise(tail) if before.rstrip().endswith("error:")}
         found.append(of_tail(lambda text: text in after or _LOUD.search(text)))
     return found if found[-1].text.strip() else found[:-1]
-
-
-QUIET_SECONDS = 60.0
-"""A shorter silence of the records is not reported."""
-STARTING_SECONDS = 600.0
-"""Seconds that code and data may take to load before the first step."""
-SILENT_SECONDS = 180.0
-"""A node samples its hardware every few seconds; clocks differ, and shared folders show new lines late."""
-IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
-_TAIL_BYTES = 32768
 
 
 @dataclass(frozen=True)
