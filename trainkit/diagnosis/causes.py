@@ -230,6 +230,8 @@ def _cause(
     failure: Failure | None, sources: list[Source],
 ) -> Cause:  # fmt: skip
     found = fields(run, state, attempt, failure)
+    if "{lagging}" in row.command:
+        found.update(_behind(run, attempt))
     groups = {name: value for name, value in match.groupdict().items() if value}
     found.update({name: value.strip().rstrip(".") for name, value in groups.items()})
     if failure is not None and failure.error.endswith(f"(on {failure.host})") and source.place in ("rank", "batch"):
@@ -381,8 +383,6 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
     lr = config.get("lr") or 11.0  # the default in place of one that no optimizer trains with
     memory = _more_memory(plan) if built_in(state.executor).batch else ""
-    behind = lagging_ranks(run, attempt)
-    lagging = f"{', '.join(map(str, behind[:8]))}" + (f" and {len(behind) - 8} more" if len(behind) > 8 else "")
     hours, minutes = divmod(max(2 * seconds // 60, 1), 60) if fileio.is_whole(seconds) else (2, 0)
     places, own = places_of(failure.traceback if failure is not None else ())
     at, own_at = [f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else "" for found in (own or places, own)]
@@ -416,8 +416,6 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "crashed_at": f", at {at}" if at else "",
             "there": built_in(state.executor).at_node(host),
             "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
-            "behind": f"rank{'s' * (len(behind) > 1)} {lagging}" if behind else "another rank",
-            "lagging": str(behind[0]) if behind else "0",
             "more_memory": memory,
             "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
             "unless_memory": _unless_memory(state),
@@ -426,6 +424,16 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "half_the_lr": f"{lr / 2 if lr <= 10 else SECTIONS['optim'].model_fields['lr'].default:g}",
         }
     )
+
+
+def _behind(run: RunDir, attempt: int) -> dict[str, str]:
+    """The fields that name the ranks for which others waited; every rank's log is read for them."""
+    ranks = lagging_ranks(run, attempt)
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return {
+        "behind": f"rank{'s' * (len(ranks) > 1)} {named}" if ranks else "another rank",
+        "lagging": str(ranks[0]) if ranks else "0",
+    }
 
 
 def _directive(plan: Mapping[str, Any], name: str) -> str | None:
