@@ -2,7 +2,7 @@
 
     pip install -e '.[dev,mutation]'
     python -m tests.mutation                  # every core module
-    python -m tests.mutation schedule optim   # these
+    python -m tests.mutation optim meter      # these
 
 What is changed is decided by mutmut's operators. Its own runner is not used: see README.md in this folder.
 """
