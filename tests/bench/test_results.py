@@ -144,6 +144,7 @@ def test_an_arm_that_failed_stands_in_the_table_with_its_reason() -> None:
     told.append({"kind": "failed", "arm": "bf16", "why": "\x1b]0;gotcha\x07out of memory: tried to allocate 2 GiB"})
     (line,) = [line for line in lines(results(told)) if line.startswith("bf16")]
     assert line.endswith("out of memory: tried to allocate 2 GiB")
+    assert "\x1b" not in line, "nothing that a terminal would obey reaches it"
     assert "only fp32 could run here" in lines(results(told))[-1]
 
 
@@ -154,6 +155,8 @@ def test_a_loss_that_is_worse_is_said() -> None:
             one["loss"] = 1.5
     said = results(told)
     assert said.meaning.endswith("; but its loss after 10 updates is 1.5, against 1.")
+    next(one for one in told if one.get("arm") == "fp16")["loss"] = None  # in one round of five
+    assert results(told).meaning.endswith("; but its loss is not finite after 10 updates.")
 
 
 @pytest.mark.parametrize("text", ["", "{}\n[1]\nnull\n", '{"kind": "sample"}\n', '{"kind": "began"'])

@@ -1,4 +1,4 @@
-"""What ranks leave in their stderr is seldom as tidy as in a book."""
+"""What ranks leave in their stderr, seldom as tidy as in a book; and what the records of a running job show."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def test_without_events_the_oldest_traceback_is_the_one(failed_run: RunDir) -> N
     err(failed_run, 1, 2, "no traceback here\n", 10)
     failure = first_failure(failed_run)
     assert (failure.rank, failure.error) == (1, "ValueError: the cause")
+
+
+def test_a_rank_ended_with_the_step_is_the_one_where_others_only_miss_one(failed_run: RunDir) -> None:
+    err(failed_run, 1, 1, TRACEBACK.format("Connection reset by peer"), 10)
+    (failed_run.logs / "batch.out").write_text("srun: Terminating StepId=7.0\nsrun: error: n1: task 0: Killed\n")
+    assert first_failure(failed_run).rank == 0
+    err(failed_run, 1, 1, TRACEBACK.format("the cause"), 10)
+    assert first_failure(failed_run).rank == 1
 
 
 def test_a_run_that_says_nothing_of_a_failure_has_none(failed_run: RunDir) -> None:
@@ -174,8 +182,6 @@ def test_of_an_endless_log_only_the_end_is_read(stderr: Path) -> None:
     assert RankLog(stderr).error == "KeyError: 'x'"
     assert RankLog(stderr).tail[-1] == (0, "KeyError: 'x'")
 
-
-# What jobs.why says of a job that runs, from its records.
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
 

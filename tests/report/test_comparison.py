@@ -187,6 +187,7 @@ def test_a_run_whose_own_processes_fill_the_cpus_has_its_speed_up(make_run: Make
     first = make_run("a-1", preset="single", ranks=1, speed=1000.0)
     _, second = compared(first, make_run("b-2", speed=1900.0, taken=9.0))
     assert second["speed-up"] == "1.89×"  # noqa: RUF001
+    assert second["memory saved"] == "–", "a rank took other images in one pass"  # noqa: RUF001
 
 
 @pytest.mark.parametrize(("step", "restarts", "compares"), [(200, (), False), (200, (195,), True), (10, (), True)])

@@ -9,7 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainkit.report.document import Axes, Bar, Picture, Scale, Series, bar_chart, drawing, line_chart, time_unit
+from trainkit.report.document import (
+    HEIGHT,
+    Axes,
+    Bar,
+    Picture,
+    Scale,
+    Series,
+    bar_chart,
+    drawing,
+    line_chart,
+    time_unit,
+)
 
 LOSS = Axes("Loss", "", "epoch", may_be_log=True, lost="not finite")
 
@@ -71,11 +82,12 @@ def test_no_line_is_drawn_over_a_place_without_a_value() -> None:
     assert paths(body(line_chart(LOSS, [replace(whole, lost=broken)])), "line")[0].count("M") == 2
 
 
-def test_labels_at_the_end_of_equal_curves_are_apart() -> None:
-    equal = [Series(f"run {n}", [(0.0, 1.0), (1.0, 2.0)], n, label=f"run {n}") for n in range(3)]
+@pytest.mark.parametrize("end", [0.5, 2.0])
+def test_labels_at_the_end_of_equal_curves_are_apart(end: float) -> None:
+    equal = [Series(f"run {n}", [(0.0, 1.0), (1.0, end)], n, label=f"run {n}") for n in range(3)]
     places = [float(y) for y in re.findall(r'y="([-\d.]+)" dy="0.35em" class="label"', body(line_chart(LOSS, equal)))]
     assert min(b - a for a, b in pairwise(places)) > 13.9
-    assert min(places) > 0, "though the curves end at the top"
+    assert 0 < min(places) < max(places) <= HEIGHT - 30, "though the curves end at the top, or at the bottom"
 
 
 def test_bars_are_as_long_as_their_values_and_say_them() -> None:

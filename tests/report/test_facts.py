@@ -49,7 +49,9 @@ def test_without_a_summary_the_best_evaluation_has_the_highest_accuracy(make_run
 
 
 def test_dataparallel_counts_the_gpus_that_it_drives(make_run: MakeRun) -> None:
-    assert facts_of(make_run(preset="dp", ranks=1, gpus=4)).processors == 4
+    facts = facts_of(make_run(preset="dp", ranks=1, gpus=4))
+    assert facts.processors == 4
+    assert facts.processor_hours == pytest.approx(4 * facts.spans[0].seconds / 3600)
     assert facts_of(make_run("ddp-0002", ranks=2, gpus=4)).processors == 2
 
 

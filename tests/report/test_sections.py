@@ -115,6 +115,8 @@ def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: M
     assert costs["energy"] == "GPUs 1.23 kWh"
     assert costs["model FLOPs utilisation"] == "41.2 %"
     assert costs["would be faster"] == "62% data wait: data.workers=4"
+    many = summarized(make_run("ddp-0003"), max_memory_mb_of_ranks=[*range(1, 66)])
+    assert ("peak memory of every rank", "1 MB to 65 MB") in rows_of(sections.cost(many))
     silent = summarized(make_run("ddp-0002"), energy=None, mfu=None, advice=None, max_memory_mb_of_ranks=[812.4])
     names = {"energy", "model FLOPs utilisation", "would be faster", "peak memory of every rank"}
     assert not names & {row[0] for row in rows_of(sections.cost(silent))}, "what a run does not tell has no row"

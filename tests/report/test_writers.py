@@ -1,4 +1,4 @@
-"""What `report.html` holds, and that nothing of a run gets out of its place. Whether it works: `test_browser.py`."""
+"""What log book and page hold, and that nothing of a run gets out of its place. How the page works: `test_browser`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_pipe_in_the_place_of_the_record_is_not_waited_for(make_run: MakeRun, 
 
 
 def test_the_log_book_of_one_run_lies_beside_its_charts(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run("ddp-0001", "optim.lr=0.01", "seed=3", gpus=1)
+    run = make_run("ddp-0001", "optim.lr=0.01", "seed=3", gpus=2)
     command = "python -m jobs.submit ddp --nodes 2 optim.lr=1e-2 seed=3 train.epochs=20"
     about = {"command": command.split(), "host": "login1", "python": "3.11.7", "packages": {"torch": "2.6.0"}}
     run.manifest.write_text(json.dumps(about))
@@ -80,6 +80,7 @@ def test_the_log_book_of_one_run_lies_beside_its_charts(make_run: MakeRun, tmp_p
         "| throughput, median | 2,010 images/s |",
         "| peak memory of rank 0 | 812 MB (of its process, on the CPU) |",
         "| GPU 0 of node1 | 90 % | 90 % | 8.8 GB of 16.0 GB | 65 W | – |",  # noqa: RUF001
+        "| GPU 1 of node1 | 91 % | 91 % | 9.3 GB of 16.0 GB | 65 W | – |",  # noqa: RUF001
         "| CPUs of node1 | 85 % | 90 % |",
         "| attempts | 1 (0 requeued) |",
         "- in the bucket: `s3://mine/vit/ddp-0001`, with the best weights\n",
@@ -226,10 +227,12 @@ def test_the_runs_of_a_sweep_are_named_by_what_was_swept(make_run: MakeRun, tmp_
 
 def test_a_comparison_says_what_does_not_compare(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run("ddp-0001"), make_run("ddp-0002", "model.name=resnet18"), make_run("ddp-0003", steps=200)]
+    runs.append(make_run("ddp-0004", finished=False))
     table, paths = write_comparison(collect(runs), tmp_path / "out")
     text = paths[0].read_text()
     assert "- ddp-0002 is not compared in speed, time and memory: model.name resnet18 and not fashion_cnn." in text
     assert "- ddp-0003 has no time ratio: it saw 12,800 images and not 25,600." in text
+    assert "- ddp-0004 has no time ratio: ddp-0004 did not come to the end." in text
     assert table.splitlines()[2] in text
     assert "## Settings that differ" in text
     assert "Cost" not in text, "the comparison alone"
@@ -375,6 +378,22 @@ def test_attempts_and_interruptions_are_on_the_time_line(make_run: MakeRun) -> N
     assert len(restarts) == 2 * 5
 
 
+def test_of_many_events_the_first_and_the_last_are_told_and_the_end_once(make_run: MakeRun) -> None:
+    run = make_run(steps=20)
+    for second in range(150):
+        fileio.append_jsonl(run.events, {"time": 1.8e9 + second, "event": "save_failed", "step": second})
+    for second in (200, 201):  # by the ranks, and by who looks after them
+        fileio.append_jsonl(run.events, {"time": 1.8e9 + second, "event": "ended", "state": "FAILED"})
+    rows = rows_of(figures.timeline(collect([run])).parts)
+    assert [row[1] for row in (rows[0], rows[50], *rows[-2:])] == [
+        "training begins",
+        "53 more",
+        "a save failed",
+        "ended",
+    ]
+    assert len(rows) == 101
+
+
 def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: MakeRun) -> None:
     run = make_run(steps=200, finished=False)
     for step in range(210, 300, 10):
@@ -388,9 +407,12 @@ def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: Make
 
 def test_the_time_of_rank_0_is_shown_by_what_it_went_on(make_run: MakeRun) -> None:
     run = make_run()
-    run.summary.write_text(json.dumps({"outcome": "finished", "seconds": {"data": 1.0, "forward": 3.0}}))
+    run.summary.write_text(
+        json.dumps({"outcome": "finished", "seconds": {"data": 1.0, "exposed": 0.0, "forward": 3.0}})
+    )
     page = page_of(run)
     assert re.search(r"data: waiting for data\s+1\.0\s+25\.0 %", page.text)
+    assert re.search(r"all\s+4\.0\s+100 %", page.text)
     widths = [attributes["width"] for attributes in page.named("rect") if "part c" in str(attributes.get("class"))]
     assert widths == ["25.000%", "75.000%"]
 
