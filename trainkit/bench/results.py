@@ -17,7 +17,7 @@ from trainkit import fileio, terminal
 from trainkit.bench import base
 from trainkit.bench.arms import MODEL, bench_of
 from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
-from trainkit.report.document import GREY, Axes, Bar, Picture, Point, Series, bar_chart, drawing, line_chart
+from trainkit.report.document import GREY, Axes, Bar, Picture, Point, Series, bar_chart, drawing, line_chart, plural
 from trainkit.report.facts import cpus_taken
 
 TOLERANCE = 0.05
@@ -236,9 +236,8 @@ def lines(results: Results) -> list[str]:
     said = []
     if results.control:
         spread = f"{min(results.control):.2f} to {max(results.control):.2f}"
-        rounds = f"{results.rounds} round{'s' * (results.rounds != 1)}"
         control = f"{results.ran[0].name} to itself {statistics.median(results.control):.2f} x ({spread})"
-        said.append(f"{rounds}. Control: {control}.")
+        said.append(f"{plural(results.rounds, 'round')}. Control: {control}.")
     said += [f"Note: {note}" for note in results.notes]
     no_ratio = "No ratio" if base.SPEED[1] in shown.values() else "Roughly"
     whys = dict.fromkeys(row.why_none for row in results.rows if row.why_none)

@@ -53,6 +53,19 @@ WARM_UP = 4
 _LAST = 10
 """Updates at the end over which the loss is averaged."""
 _MB = 2**20
+_MEET = timedelta(minutes=10)
+_PULSE = timedelta(seconds=20)
+"""How often a rank that waits for an order says that it is alive."""
+_COLLECTIVE = timedelta(minutes=5)
+"""Longest wait in a collective: for a rank that fails alone."""
+_TRIAL = 2
+"""Updates of the trial, by which the number of updates in a turn is found."""
+_FEWEST, _MOST = 5, 1000
+"""Updates in a turn."""
+_SLOWEST = 10
+"""Where all arms make as many updates, a turn of the slowest takes at most this many times as long as asked for."""
+_LARGEST = 1 << 16
+"""Micro batch that is looked for."""
 Order = dict[str, Any]
 """``work``, ``ranks``, ``overrides`` and the arguments of that work; JSON's own types."""
 
@@ -250,21 +263,6 @@ def _wait(dist: Distributed) -> None:
     """Wait until the device is idle."""
     if dist.device.type == "cuda":
         torch.cuda.synchronize(dist.device)
-
-
-_MEET = timedelta(minutes=10)
-_PULSE = timedelta(seconds=20)
-"""How often a rank that waits for an order says that it is alive."""
-_COLLECTIVE = timedelta(minutes=5)
-"""Longest wait in a collective: for a rank that fails alone."""
-_TRIAL = 2
-"""Updates of the trial, by which the number of updates in a turn is found."""
-_FEWEST, _MOST = 5, 1000
-"""Updates in a turn."""
-_SLOWEST = 10
-"""Where all arms make as many updates, a turn of the slowest takes at most this many times as long as asked for."""
-_LARGEST = 1 << 16
-"""Micro batch that is looked for."""
 
 
 def run(

@@ -47,6 +47,11 @@ def numbers(values: Iterable[Any]) -> list[float]:
     return [float(value) for value in values if fileio.is_number(value)]
 
 
+def list_of(value: Any) -> list[Any]:
+    """The value itself, or an empty list where whoever wrote the folder has put something else."""
+    return value if isinstance(value, list) else []
+
+
 class Usage(NamedTuple):
     """Mean and highest value of one hardware reading over a run."""
 
@@ -65,8 +70,7 @@ class HostSamples:
     def _curves(self) -> dict[tuple[int | None, str], list[tuple[float, float]]]:
         found = defaultdict(list)
         for sample in self.samples:
-            gpus = sample.get("gpus")
-            each = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+            each = [gpu for gpu in list_of(sample.get("gpus")) if isinstance(gpu, dict)]
             for index, holder in [(None, sample), *((gpu.get("index"), gpu) for gpu in each)]:
                 for key, value in holder.items():
                     if fileio.is_number(value) and (holder is sample or fileio.is_whole(index)):
@@ -254,8 +258,7 @@ class Facts:
     @property
     def memory_of_ranks(self) -> list[float]:
         """Peak memory of every rank in MB; of a run that has not ended that of rank 0, if it is known."""
-        told = self.summary.get("max_memory_mb_of_ranks")
-        return (numbers(told) if isinstance(told, list) else []) or numbers([self.max_memory_mb])
+        return numbers(list_of(self.summary.get("max_memory_mb_of_ranks"))) or numbers([self.max_memory_mb])
 
     @property
     def steps(self) -> int:

@@ -34,7 +34,7 @@ from trainkit.report.document import (
     tag,
     text,
 )  # fmt: skip
-from trainkit.report.facts import Facts, HostSamples
+from trainkit.report.facts import Facts, HostSamples, list_of
 
 _FEW_EPOCHS = 2.0
 """An axis of so few epochs would have two numbers: steps are drawn."""
@@ -391,12 +391,12 @@ class _Counts:
 
     def __init__(self, facts: Facts) -> None:
         read = fileio.read_object(facts.run_dir.confusion)
-        self.names = [terminal.one_line(name, 60) for name in _list(read.get("classes"))[:4000]]
+        self.names = [terminal.one_line(name, 60) for name in list_of(read.get("classes"))[:4000]]
         self.where = terminal.one_line(read.get("split", "?"), 20) + _at_step(read)
         self.pairs: dict[tuple[int, int], int] = {}
         """(class, what it was taken for) -> how often."""
         self.totals, self.right = [0] * len(self.names), [0] * len(self.names)
-        for item in _list(read.get("raw")) or _list(read.get("ema")):
+        for item in list_of(read.get("raw")) or list_of(read.get("ema")):
             if not (isinstance(item, list) and len(item) == 3 and all(map(fileio.is_whole, item))):
                 continue
             label, told, count = item
@@ -440,10 +440,6 @@ def _at_step(read: Mapping[str, Any]) -> str:
     return f", step {read['step']}" if fileio.is_whole(read.get("step")) else ""
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 def _matrix(counts: _Counts) -> Picture | None:
     many = len(counts.names)
     if many > _MOST_DRAWN:
@@ -480,7 +476,7 @@ def mistakes(runs: Sequence[Facts]) -> doc.Section:
         for split in ("val", "test"):
             read = fileio.read_object(facts.run_dir.mistakes(split))
             most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
-            photos = [photo for item in _list(read.get("images"))[:most] if (photo := _photo(item))]
+            photos = [photo for item in list_of(read.get("images"))[:most] if (photo := _photo(item))]
             if photos or read.get("images") == []:
                 parts.append(doc.Heading(f"{facts.label}, " * (len(runs) > 1) + split + _at_step(read)))
                 parts.append(doc.Gallery(photos) if photos else doc.Text(["None was told wrong."]))

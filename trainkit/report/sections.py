@@ -20,7 +20,7 @@ from trainkit.ranks import fold
 from trainkit.report import document as doc
 from trainkit.report.comparison import comparison, is_about_speed, scaling, swept
 from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
-from trainkit.report.facts import Facts, numbers
+from trainkit.report.facts import Facts, list_of, numbers
 from trainkit.report.figures import attempts, classes, curves, hardware, mistakes, spent, timeline
 from trainkit.run.folder import REMOTE
 
@@ -75,7 +75,7 @@ def _known(header: doc.Row, rows: Sequence[doc.Row]) -> list[doc.Part]:
 
 def asked(facts: Facts) -> list[doc.Part]:
     """The command that made the run, and what it changed of the preset."""
-    command = [word for word in _list(facts.manifest.get("command")) if isinstance(word, str)]
+    command = [word for word in list_of(facts.manifest.get("command")) if isinstance(word, str)]
     names = [word for word in command[3:] if not word.startswith("-") and "=" not in word]
     preset = next((name for name in names if _preset(name) is not None), "")
     theirs, own = _preset(preset) if preset else None, dict(flatten(facts.config))
@@ -173,7 +173,7 @@ def cost(facts: Facts) -> list[doc.Part]:
     """Time, speed, memory, energy, restarts."""
     estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, ranks, speed = facts.train_seconds, facts.memory_of_ranks, facts.images_per_sec
-    kept = numbers(_list(facts.summary.get("max_memory_reserved_mb_of_ranks")))
+    kept = numbers(list_of(facts.summary.get("max_memory_reserved_mb_of_ranks")))
     on_cpu, hours = facts.started("device") == "cpu", facts.processor_hours
     of_process = " (of its process, on the CPU)" if facts.max_memory_mb and on_cpu else ""
     gpu_hours = number(hours, ".3g")
@@ -323,7 +323,7 @@ def _batch(facts: Facts) -> str:
     if not isinstance(micro, int) or not isinstance(passes, int):
         return text(size)
     ranks = facts.started("world_size")
-    whole = f"{size} = {ranks} rank{'s' * (ranks != 1)} {TIMES} {micro}"
+    whole = f"{size} = {plural(ranks, 'rank')} {TIMES} {micro}"
     return whole + (f" {TIMES} {passes} accumulated passes" if passes > 1 else "")
 
 
@@ -398,10 +398,6 @@ def _energy(energy: Any) -> str:
     told = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"} if isinstance(energy, dict) else {}
     kwh = [f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in told.items() if key in energy]
     return ", ".join(kwh) or NONE
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _line(value: Any) -> str:
