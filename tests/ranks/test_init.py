@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from trainkit import ranks as ranks_env
+from trainkit import ranks
 from trainkit.errors import UserError
-from trainkit.ranks import (
-    NO_SECRET,
-    PORTS,
-    VARIABLE,
-    ForgedError,
-    RankEnv,
-    Secret,
-    candidates,
-    check_head,
-    derived_port,
-    device_index,
-    ephemeral_range,
-    expand,
-    expand_counts,
-    fold,
-    free_port,
-    start_for,
-)
+from trainkit.ranks import NO_SECRET, VARIABLE, RankEnv, Secret, check_head, derived_port, expand, fold, free_port
 
 Env = dict[str, str]
 
@@ -78,16 +62,12 @@ AGENT: Env = {**SRUN_TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NOD
         ({**SRUN_TASK, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, "slurm", (3, 4, 0, 1, 1, 2)),
         ({**SRUN_TASK, "RANK": "0", "WORLD_SIZE": "4"}, "slurm", (3, 4, 1, 2, 1, 2)),  # of the batch script
         ({**SRUN_TASK, "PMI_RANK": "3", "PMI_SIZE": "4"}, "slurm", (3, 4, 1, 2, 1, 2)),  # srun's own
-        (TORCHRUN, "torchrun", (5, 8, 1, 4, 1, 2)),
         ({**AGENT, **TORCHRUN}, "torchrun", (5, 8, 1, 4, 1, 2)),
         ({**SRUN_TASK, **without(TORCHRUN, "TORCHELASTIC_RUN_ID")}, "manual", (5, 8, 1, 4, 1, 2)),
-        (OPEN_MPI, "mpi", (3, 4, 1, 2, 1, 2)),
         # --map-by node: ranks 0 and 2 on node 0, as local ranks 0 and 1
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "mpi", (2, 4, 1, 2, 0, 2)),
         ({**AGENT, **OPEN_MPI}, "mpi", (3, 4, 1, 2, 1, 2)),
-        (INTEL_MPI, "mpi", (2, 4, 0, 2, 1, 2)),
         ({**AGENT, **INTEL_MPI}, "mpi", (2, 4, 0, 2, 1, 2)),
-        (SUBMITIT_LOCAL, "submitit-local", (2, 4, 0, 2, 1, 2)),
         ({**SUBMITIT_LOCAL, "SUBMITIT_LOCAL_GLOBALID": "1"}, "submitit-local", (1, 4, 1, 2, 0, 2)),
         (without(SUBMITIT_LOCAL, "TRAINKIT_SIMULATED_NODES"), "submitit-local", (2, 4, 2, 4, 0, 1)),
         ({**BATCH_SHELL, "SLURM_STEP_ID": "0", **SUBMITIT_LOCAL}, "submitit-local", (2, 4, 0, 2, 1, 2)),
@@ -100,8 +80,8 @@ AGENT: Env = {**SRUN_TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NOD
 )  # fmt: skip
 def test_each_launcher_gives_every_rank_its_place(env: Env, launcher: str, expected: tuple[int, ...]) -> None:
     found = RankEnv.from_mapping(env)
-    ranks = (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, found.num_nodes)
-    assert (found.launcher, ranks) == (launcher, expected)
+    place = (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, found.num_nodes)
+    assert (found.launcher, place) == (launcher, expected)
 
 
 NO_MASTER = without(OPEN_MPI, "MASTER_ADDR")
@@ -136,12 +116,10 @@ def test_without_a_port_all_ranks_derive_one_anew_for_each_restart() -> None:
     assert port(MASTER_PORT="21234") == 21234
 
 
-@pytest.mark.parametrize(
-    "env", [SALLOC_SHELL, BATCH_SHELL, NEWER_SALLOC_SHELL], ids=["salloc", "batch", "newer salloc"]
-)
-@pytest.mark.parametrize("exported", [{}, {"MASTER_ADDR": "n1", "MASTER_PORT": "21234"}], ids=["plain", "with master"])
-def test_a_shell_inside_an_allocation_is_not_a_rank(env: Env, exported: Env) -> None:
-    assert RankEnv.from_mapping({**env, **exported}) == RankEnv.single()
+def test_a_shell_inside_an_allocation_is_not_a_rank() -> None:
+    for env in (SALLOC_SHELL, BATCH_SHELL, NEWER_SALLOC_SHELL):
+        for exported in ({}, {"MASTER_ADDR": "n1", "MASTER_PORT": "21234"}):
+            assert RankEnv.from_mapping({**env, **exported}) == RankEnv.single()
 
 
 BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -180,14 +158,11 @@ def test_a_wrong_value_is_refused_by_name(env: Env, words: str) -> None:
         RankEnv.from_mapping(env)
 
 
-# ---------------------------------------------------------------- devices
-
-
 def test_local_rank_indexes_what_is_visible() -> None:
-    assert [device_index(*case) for case in ((0, 4), (3, 4), (3, 1), (0, 1))] == [0, 3, 0, 0]
+    assert [ranks.device_index(*case) for case in ((0, 4), (3, 4), (3, 1), (0, 1))] == [0, 3, 0, 0]
     for local_rank, visible in ((2, 2), (0, 0)):
         with pytest.raises(UserError, match="has no device"):
-            device_index(local_rank, visible)
+            ranks.device_index(local_rank, visible)
 
 
 # SLURM's compact lists, as SLURM writes them.
@@ -196,18 +171,13 @@ def test_local_rank_indexes_what_is_visible() -> None:
 @pytest.mark.parametrize(
     ("nodelist", "hosts"),
     [
-        ("n1", ["n1"]),
         ("a1,b2", ["a1", "b2"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[3,1]", ["n3", "n1"]),
         ("gpu[03-05,9],cpu1", ["gpu03", "gpu04", "gpu05", "gpu9", "cpu1"]),
-        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("rack[1-2]-n[03-04]", ["rack1-n03", "rack1-n04", "rack2-n03", "rack2-n04"]),
         ("rack[1-2]-n[3-4],login", ["rack1-n3", "rack1-n4", "rack2-n3", "rack2-n4", "login"]),
         ("[1-2]a", ["1a", "2a"]),
         ("n[1-2].cluster.example.org", ["n1.cluster.example.org", "n2.cluster.example.org"]),
-        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
         ("node-7", ["node-7"]),
     ],
 )
@@ -232,25 +202,20 @@ def test_a_malformed_or_endless_host_list_is_refused(nodelist: str) -> None:
 
 
 def test_task_counts_give_one_number_per_node() -> None:
-    assert [expand_counts(counts) for counts in ("4", "2(x3)", "2(x3),1", "1,3(x2)")] == [
-        [4], [2, 2, 2], [2, 2, 2, 1], [1, 3, 3]
-    ]  # fmt: skip
-    for malformed in ("", "x", "2(x)", "2(3)", "2,"):
+    assert (ranks.expand_counts("4"), ranks.expand_counts("2(x3),1")) == ([4], [2, 2, 2, 1])
+    for malformed in ("", "2(x)", "2(3)", "2,"):
         with pytest.raises(UserError, match="tasks per node"):
-            expand_counts(malformed)
+            ranks.expand_counts(malformed)
 
 
 @pytest.mark.parametrize(
     ("hosts", "folded"),
     [
         ([], ""),
-        (["login"], "login"),
         (["n1", "n2"], "n1, n2"),
         ([f"n{number:02}" for number in range(1, 33)], "n[01-32]"),
-        (["n8", "n9", "n10"], "n[8-10]"),
         (["n098", "n099", "n100", "n7"], "n[098-100], n7"),
         (["n1", "n02", "n3"], "n1, n02, n3"),
-        (["n3", "n2", "n1"], "n3, n2, n1"),
         (["rack1-n03.hpc", "rack1-n04.hpc", "rack1-n05.hpc", "rack2-n05.hpc"], "rack1-n[03-05].hpc, rack2-n05.hpc"),
     ],
 )
@@ -264,49 +229,43 @@ def test_many_hosts_are_folded_for_people(hosts: list[str], folded: str) -> None
 LINUX = range(32768, 61000)
 
 
-def test_derived_ports_are_outside_the_default_ephemeral_range() -> None:
+def test_every_job_and_attempt_derives_another_port_outside_the_ephemeral_range() -> None:
     assert not {derived_port(str(job), attempt) for job in range(200) for attempt in range(5)} & set(LINUX)
-
-
-def test_every_job_and_every_attempt_of_it_derives_a_port_of_its_own() -> None:
     assert derived_port("4711", 3) == derived_port("4711", 3)
     assert len({derived_port("4711", attempt) for attempt in range(1000)}) == 1000
     assert len({derived_port(str(job), 0) for job in range(100, 110)}) == 10
+    begin = ranks.start_for
+    assert begin({"SLURM_JOB_ID": "7"}) != begin({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
+    assert begin({}) is None
 
 
-def test_the_search_begins_at_the_given_port_outside_the_kernels_range() -> None:
-    assert ephemeral_range("32768\t60999\n") == LINUX
-    ports = list(candidates(29998, LINUX))
-    assert (ports[:3], len(ports)) == ([29998, 29999, 20000], len(PORTS))
-    assert set(candidates(20000, range(15000, 65000))) <= {*range(1024, 15000), *range(65000, 65536)}
-    assert next(iter(candidates(20005, range(1024, 65536)))) == 20005, "where every port is ephemeral"
+def test_the_search_begins_at_the_given_port_outside_the_kernels_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = tmp_path / "ip_local_port_range"
+    kernel.write_text("15000\t65535\n")
+    monkeypatch.setattr(ranks, "_EPHEMERAL", kernel)
+    assert free_port(20000) < 15000
+    ports = list(ranks.candidates(29998, LINUX))
+    assert (ports[:3], len(ports)) == ([29998, 29999, 20000], len(ranks.PORTS))
+    assert set(ranks.candidates(20000, range(15000, 65000))) <= {*range(1024, 15000), *range(65000, 65536)}
+    assert next(iter(ranks.candidates(20005, range(1024, 65536)))) == 20005, "where every port is ephemeral"
 
 
-def test_a_port_in_use_is_not_free() -> None:
+def test_a_port_in_use_is_not_free_and_without_any_users_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         port = free_port()
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert free_port(port) != port
-
-
-def test_no_free_port_at_all_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_env, "is_free", lambda port: False)
+    monkeypatch.setattr(ranks, "is_free", lambda port: False)
     with pytest.raises(UserError, match="No free port"):
         free_port()
 
 
-def test_a_restart_begins_its_search_elsewhere_and_others_anywhere() -> None:
-    assert start_for({"SLURM_JOB_ID": "7"}) != start_for({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
-    assert start_for({}) is None
-
-
-def test_a_head_node_whose_name_does_not_resolve_is_refused() -> None:
+def test_a_head_node_that_no_other_node_can_reach_is_refused() -> None:
     with pytest.raises(UserError, match=r"no-such-host\.invalid.*cannot be found"):
         check_head("no-such-host.invalid", 2)
-
-
-def test_a_loopback_head_node_is_refused_on_several_nodes_alone() -> None:
     for addr in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
         check_head(addr, 1)
         with pytest.raises(UserError, match="is loopback"):
@@ -317,30 +276,26 @@ def test_a_loopback_head_node_is_refused_on_several_nodes_alone() -> None:
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
 
 
-def test_what_was_not_sealed_for_its_place_with_the_secret_is_a_forgery() -> None:
+def test_without_the_secret_nobody_can_seal_a_value_or_tell_a_name() -> None:
     ours = OURS.seal("joined/1", b"n1")
     assert OURS.unseal("joined/1", ours) == b"n1"
     others = (THEIRS.seal("joined/1", b"n1"), NO_SECRET.seal("joined/1", b"n1"), OURS.seal("joined/0", b"n1"))
     for sealed in (b"", b"n1", *others, ours[:-1], ours + b"2"):
-        with pytest.raises(ForgedError):
+        with pytest.raises(ranks.ForgedError):
             OURS.unseal("joined/1", sealed)
 
-
-def test_names_say_nothing_to_who_does_not_know_the_secret() -> None:
     assert OURS.name("joined/1") == Secret(OURS.text).name("joined/1")
     assert len({OURS.name("joined/1"), OURS.name("joined/0"), THEIRS.name("joined/1"), NO_SECRET.name("joined/1")}) == 4
     assert "joined" not in OURS.name("joined/1")
 
 
-def test_a_secret_is_read_from_the_environment_or_absent_and_never_short() -> None:
+def test_a_secret_is_long_enough_read_from_the_environment_and_not_shown() -> None:
     assert Secret.from_mapping({VARIABLE: f" {OURS.text}\n"}) == OURS
     assert not Secret.from_mapping({})
     assert not Secret.from_mapping({VARIABLE: ""})
     with pytest.raises(UserError, match="too short"):
         Secret.from_mapping({VARIABLE: "swordfish"})
 
-
-def test_each_that_is_made_is_another_and_long_enough_and_none_shows_itself() -> None:
     first, second = Secret.generate(), Secret.generate()
     assert first != second
     assert len(first.text) >= 32

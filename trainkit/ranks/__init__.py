@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
@@ -34,17 +34,15 @@ SHORTEST = 16
 """Characters of a secret. Strangers can see what is sealed with it, and try all short ones in peace."""
 HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MPI_PARTS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_OTHER_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 # Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 SETS = {
     "torchrun": ("TORCHELASTIC_RUN_ID", *HAND_SET, "LOCAL_WORLD_SIZE"),
     "manual": (*HAND_SET, "LOCAL_WORLD_SIZE"),
     "submitit-local": ("SUBMITIT_EXECUTOR", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
-    "mpi": (
-        *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS),
-        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ),
+    "mpi": (*_OPEN_MPI, *_OTHER_MPI),
     "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"),
 }
 """Variables that each launcher sets."""
@@ -79,11 +77,9 @@ def expand(nodelist: str) -> list[str]:
                 raise ValueError
             hosts += map("".join, itertools.product(*choices))
     except ValueError:
-        raise UserError(
-            f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'.",
-            why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
-            fix="Give host names, or a list that 'scontrol show hostnames' can read.",
-        ) from None
+        what = f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'."
+        fix = "Give host names, or a list that 'scontrol show hostnames' can read."
+        raise UserError(what, why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.", fix=fix) from None
     return hosts
 
 
@@ -101,34 +97,35 @@ def _numbers(ranges: str) -> list[str]:
 def fold(hosts: Sequence[str]) -> str:
     """``hosts`` for people, in their order: three and more in a row are ``n[01-32]``."""
     rows: list[list[str]] = []
-    following = None
     for host in hosts:
-        if rows and host == following:
+        if rows and host == _successor(rows[-1][-1]):
             rows[-1].append(host)
         else:
             rows.append([host])
-        match = _NUMBER.fullmatch(host)
-        following = f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
     words: list[str] = []
     for row in rows:
-        if len(row) > 2 and (match := _NUMBER.fullmatch(row[0])) is not None:
-            last = row[-1][len(match[1]) :].removesuffix(match[3])
-            words.append(f"{match[1]}[{match[2]}-{last}]{match[3]}")
-        else:
-            words += row
+        if len(row) > 2 and (first := _NUMBER.fullmatch(row[0])) is not None:
+            last = row[-1][len(first[1]) :].removesuffix(first[3])
+            row = [f"{first[1]}[{first[2]}-{last}]{first[3]}"]
+        words += row
     return ", ".join(words)
+
+
+def _successor(host: str) -> str | None:
+    match = _NUMBER.fullmatch(host)
+    return match and f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}"
 
 
 def expand_counts(counts: str) -> list[int]:
     """SLURM_TASKS_PER_NODE, one number per node: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
-    found = [_COUNT.fullmatch(item) for item in counts.split(",")]
-    if None in found:
-        raise UserError(
-            f"Cannot read the tasks per node '{counts}'.",
-            why="SLURM writes them like '4' or '2(x3),1'.",
-            fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
-        )
-    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
+    found: list[int] = []
+    for item in counts.split(","):
+        if (match := _COUNT.fullmatch(item)) is None:
+            fix = "Leave SLURM_TASKS_PER_NODE as SLURM sets it."
+            why = "SLURM writes them like '4' or '2(x3),1'."
+            raise UserError(f"Cannot read the tasks per node '{counts}'.", why=why, fix=fix)
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 # Where the ranks meet
@@ -141,12 +138,6 @@ def derived_port(job: str, attempt: int) -> int:
     return PORTS[(int.from_bytes(digest[:4], "big") + 7919 * attempt) % len(PORTS)]
 
 
-def ephemeral_range(text: str) -> range:
-    """The ports that the kernel gives to outgoing connections, from the text of ip_local_port_range."""
-    first, last = text.split()
-    return range(int(first), int(last) + 1)
-
-
 def candidates(start: int, ephemeral: range) -> Iterable[int]:
     """Ports to try, from ``start`` on; none of them ephemeral, unless the site has made all of them so."""
     ring = [*range(start, PORTS.stop), *range(PORTS.start, start)]
@@ -155,19 +146,17 @@ def candidates(start: int, ephemeral: range) -> Iterable[int]:
 
 
 def free_port(start: int | None = None) -> int:
-    """A port that nothing listens on here now, outside the ephemeral range; near ``start``, else anywhere."""
+    """A port that nothing listens on here now, outside the kernel's range for outgoing connections; near ``start``,
+    else anywhere."""
     try:
-        ephemeral = ephemeral_range(fileio.read_text(_EPHEMERAL))
+        first, last = map(int, fileio.read_text(_EPHEMERAL).split())
     except OSError:  # not Linux: the range that IANA suggests, which macOS uses
-        ephemeral = range(49152, 65536)
-    for port in candidates(random.choice(PORTS) if start is None else start, ephemeral):
+        first, last = 49152, 65535
+    for port in candidates(random.choice(PORTS) if start is None else start, range(first, last + 1)):
         if is_free(port):
             return port
-    raise UserError(
-        "No free port for the ranks to meet on.",
-        why=f"Everything outside the ephemeral range, from {PORTS.start} on, is taken on {socket.gethostname()}.",
-        fix="Set MASTER_PORT to a free one.",
-    )
+    why = f"Everything outside the ephemeral range, from {PORTS.start} on, is taken on {socket.gethostname()}."
+    raise UserError("No free port for the ranks to meet on.", why=why, fix="Set MASTER_PORT to a free one.")
 
 
 def check_head(addr: str, num_nodes: int) -> None:
@@ -175,11 +164,9 @@ def check_head(addr: str, num_nodes: int) -> None:
     try:
         addresses = _addresses(addr)
     except OSError as error:
-        raise UserError(
-            f"The head node '{addr}' cannot be found.",
-            why=f"Its name does not resolve on {socket.gethostname()}: {error}.",
-            fix="Give a name or an IP address that every node can resolve, as MASTER_ADDR or --master-addr.",
-        ) from error
+        why = f"Its name does not resolve on {socket.gethostname()}: {error}."
+        fix = "Give a name or an IP address that every node can resolve, as MASTER_ADDR or --master-addr."
+        raise UserError(f"The head node '{addr}' cannot be found.", why=why, fix=fix) from error
     if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise UserError(
             f"The head node '{addr}' is loopback ({', '.join(sorted(addresses))}), but there are {num_nodes} nodes.",
@@ -244,32 +231,23 @@ def is_srun_task(env: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in env and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def is_job_shell(env: Mapping[str, str]) -> bool:
-    """A batch script, or a shell in an allocation: MASTER_ADDR exported there is for the tasks it will start."""
-    return "SLURM_JOB_ID" in env and "RANK" not in env
-
-
 def slurm_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     """Hosts of the step, else of the job; empty outside SLURM."""
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if env.get(name):
-            return tuple(expand(env[name]))
-    return ()
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return next((tuple(expand(env[name])) for name in names if env.get(name)), ())
 
 
 def job_port(env: Mapping[str, str]) -> int:
     """The port where the ranks of a job meet, when nobody has set one."""
     # All ranks must agree without a message, so from what all of them see: the job, its step, how often it restarted.
-    for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "AZ_BATCH_JOB_ID"):
-        if env.get(name):
-            restarts = env.get("SLURM_RESTART_COUNT") or "0"
-            return derived_port(f"{env[name]}.{env.get('SLURM_STEP_ID', '')}", int(restarts))
-    return derived_port("", 0)
+    names = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "AZ_BATCH_JOB_ID")
+    job = next((f"{env[name]}.{env.get('SLURM_STEP_ID', '')}" for name in names if env.get(name)), "")
+    return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0))
 
 
 def is_loopback(addr: str) -> bool:
     """Whether the address is this machine's own."""
-    return addr == "localhost" or addr == "::1" or addr.startswith("127.")
+    return addr in ("localhost", "::1") or addr.startswith("127.")
 
 
 @dataclass(frozen=True)
@@ -288,11 +266,9 @@ class Reader:
         """A whole number of at least 0; otherwise UserError."""
         value = self.text(name, None if default is None else str(default))
         if not value.isdecimal():
-            raise UserError(
-                f"{name}='{value}' is not a number.",
-                why=f"This process was started as a rank ({self.launcher}), and {name} says which.",
-                fix=f"Set {name} to a number, or unset it.",
-            )
+            why = f"This process was started as a rank ({self.launcher}), and {name} says which."
+            fix = f"Set {name} to a number, or unset it."
+            raise UserError(f"{name}='{value}' is not a number.", why=why, fix=fix)
         return int(value)
 
     def missing(self, name: str) -> NoReturn:
@@ -303,6 +279,16 @@ class Reader:
             why=f"Only part of a set is there ({self.launcher}): {', '.join(there)}.",
             fix=f"Set {name} too, or unset the others to run as a single process.",
         )
+
+    def rank(self, rank: int, world_size: int, local_world_size: int, addr: str, port: int, **known: Any) -> RankEnv:
+        """A rank; local_rank, node_rank and num_nodes are ``known``, or those of nodes whose ranks follow one
+        another."""
+        size = max(local_world_size, 1)
+        blocks = {"local_rank": rank % size, "node_rank": rank // size, "num_nodes": -(-world_size // size)}
+        return RankEnv(
+            rank=rank, world_size=world_size, local_world_size=local_world_size, master_addr=addr, master_port=port,
+            launcher=self.launcher, **(blocks | known),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,23 +310,18 @@ class RankEnv:
     """Host names by node_rank, where the launcher says them; else empty."""
 
     def __post_init__(self) -> None:
-        for name, value, size_name, size in (
-            ("rank", self.rank, "world_size", self.world_size),
-            ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
-            ("node_rank", self.node_rank, "num_nodes", self.num_nodes),
-        ):
-            if not 0 <= value < size:
+        sizes = {"rank": "world_size", "local_rank": "local_world_size", "node_rank": "num_nodes"}
+        for name, size in sizes.items():
+            if not 0 <= getattr(self, name) < getattr(self, size):
                 raise UserError(
-                    f"{name} {value} does not fit {size_name} {size}.",
+                    f"{name} {getattr(self, name)} does not fit {size} {getattr(self, size)}.",
                     why=f"The environment that '{self.launcher}' gives to this process contradicts itself.",
                     fix="Unset variables left over from another launcher, or set all of them anew.",
                 )
         if not 0 <= self.master_port < 65536:
-            raise UserError(
-                f"Port {self.master_port} does not exist.",
-                why=f"Ports go from 1 to 65535; it is where the ranks of '{self.launcher}' meet.",
-                fix="Set MASTER_PORT to a free port, for example 29500, or unset it.",
-            )
+            why = f"Ports go from 1 to 65535; it is where the ranks of '{self.launcher}' meet."
+            fix = "Set MASTER_PORT to a free port, for example 29500, or unset it."
+            raise UserError(f"Port {self.master_port} does not exist.", why=why, fix=fix)
 
     @property
     def is_main(self) -> bool:
@@ -355,48 +336,30 @@ class RankEnv:
     @classmethod
     def from_mapping(cls, env: Mapping[str, str]) -> RankEnv:
         """Read ``env``, as a rule os.environ. Raises UserError that names what is missing in a partial set."""
+        if "TORCHELASTIC_RUN_ID" in env:
+            return _from_variables(Reader(env, "torchrun"))
         # LOCAL_RANK tells torchrun's ranks from RANK and WORLD_SIZE that a batch script exported for the whole job.
-        if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in _TORCH_VARIABLES):
-            return _from_torch_variables(Reader(env, "torchrun" if "TORCHELASTIC_RUN_ID" in env else "manual"))
+        if all(name in env for name in _TORCH_VARIABLES):
+            return _from_variables(Reader(env, "manual"))
         if env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env:
             return _from_submitit_local(Reader(env, "submitit-local"))
-        if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-            return _from_mpi(Reader(env, "mpi"), *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS))
+        if any(name in env for name in _OPEN_MPI[:2]):
+            return _from_mpi(Reader(env, "mpi"), *_OPEN_MPI)
         # `srun --mpi=pmi2` sets PMI_RANK too, but not the local ones, which come from Intel MPI's and MPICH's mpirun.
-        if "MPI_LOCALRANKID" in env or (not is_srun_task(env) and ("PMI_RANK" in env or "PMI_SIZE" in env)):
-            return _from_mpi(Reader(env, "mpi"), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        if "MPI_LOCALRANKID" in env or (not is_srun_task(env) and any(name in env for name in _OTHER_MPI[:2])):
+            return _from_mpi(Reader(env, "mpi"), *_OTHER_MPI)
         if is_srun_task(env):
             return _from_slurm(Reader(env, "slurm"))
-        if any(name in env for name in HAND_SET) and not is_job_shell(env):
-            return _from_hand_set(Reader(env, "manual"))
+        # In a batch script, and in a shell of an allocation, MASTER_ADDR is for the tasks that it will start.
+        is_job_shell = "SLURM_JOB_ID" in env and "RANK" not in env
+        if any(name in env for name in HAND_SET) and not is_job_shell:
+            return _from_variables(Reader(env, "manual"))
         return cls.single()
 
     @classmethod
     def single(cls) -> RankEnv:
         """The only process there is."""
-        return cls(
-            rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, master_addr="127.0.0.1",
-            master_port=0, launcher="single",
-        )  # fmt: skip
-
-
-def _place(
-    read: Reader,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    addr: str,
-    port: int,
-    hosts: tuple[str, ...] = (),
-    **known: int,
-) -> RankEnv:
-    """A rank; local_rank, node_rank and num_nodes are ``known``, or those of nodes whose ranks follow one another."""
-    size = max(local_world_size, 1)
-    blocks = {"local_rank": rank % size, "node_rank": rank // size, "num_nodes": -(-world_size // size)}
-    return RankEnv(
-        rank=rank, world_size=world_size, local_world_size=local_world_size, master_addr=addr, master_port=port,
-        launcher=read.launcher, hosts=hosts, **(blocks | known),
-    )  # fmt: skip
+        return Reader({}, "single").rank(0, 1, 1, "127.0.0.1", 0)
 
 
 def device_index(local_rank: int, visible_device_count: int) -> int:
@@ -409,29 +372,34 @@ def device_index(local_rank: int, visible_device_count: int) -> int:
         return 0
     if local_rank < visible_device_count:
         return local_rank
-    raise UserError(
-        f"Local rank {local_rank} has no device: {visible_device_count} visible.",
-        why="Every rank of a node takes the visible device of its local rank's number.",
-        fix="Start as many ranks per node as it has devices (--ntasks-per-node), or widen CUDA_VISIBLE_DEVICES.",
-    )
+    what = f"Local rank {local_rank} has no device: {visible_device_count} visible."
+    fix = "Start as many ranks per node as it has devices (--ntasks-per-node), or widen CUDA_VISIBLE_DEVICES."
+    raise UserError(what, why="Every rank of a node takes the visible device of its local rank's number.", fix=fix)
 
 
-def _from_torch_variables(read: Reader) -> RankEnv:
-    rank, world_size, local_rank = (read.number(name) for name in _TORCH_VARIABLES)
-    addr, default = read.text("MASTER_ADDR"), None
+def _from_variables(read: Reader) -> RankEnv:
+    """torch's variables, set by torchrun or by hand; by hand LOCAL_RANK may be missing: then there is one rank per
+    machine, or all are on this one."""
+    with_local_rank = read.launcher == "torchrun" or all(name in read.env for name in _TORCH_VARIABLES)
+    for name in ("RANK", "WORLD_SIZE", *(["LOCAL_RANK"] if with_local_rank else []), "MASTER_ADDR", "MASTER_PORT"):
+        read.text(name)
+    rank, world_size, port = read.number("RANK"), read.number("WORLD_SIZE"), read.number("MASTER_PORT")
+    addr, default = read.text("MASTER_ADDR"), None if with_local_rank else 1
     # Azure ML tells the number of nodes, each with as many ranks; else all are on one machine.
-    if (nodes := read.number("AZUREML_NODE_COUNT", 0)) and world_size % nodes == 0:
+    if with_local_rank and (nodes := read.number("AZUREML_NODE_COUNT", 0)) and world_size % nodes == 0:
         default = world_size // nodes
     elif world_size == 1 or is_loopback(addr):
         default = world_size
     local_world_size = read.number("LOCAL_WORLD_SIZE", default)
-    node_name = "GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK"
-    node_rank = read.number(node_name, rank // max(local_world_size, 1))
-    num_nodes = read.number("GROUP_WORLD_SIZE", -(-world_size // max(local_world_size, 1)))
+    size = max(local_world_size, 1)
+    if not with_local_rank:
+        return read.rank(rank, world_size, size, addr, port)
+    node_rank = read.number("GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK", rank // size)
+    num_nodes = read.number("GROUP_WORLD_SIZE", -(-world_size // size))
     hosts = slurm_hosts(read.env) if read.launcher == "torchrun" else ()
-    return _place(
-        read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"),
-        hosts if len(hosts) == num_nodes else (), local_rank=local_rank, node_rank=node_rank, num_nodes=num_nodes,
+    return read.rank(
+        rank, world_size, local_world_size, addr, port, hosts=hosts if len(hosts) == num_nodes else (),
+        local_rank=read.number("LOCAL_RANK"), node_rank=node_rank, num_nodes=num_nodes,
     )  # fmt: skip
 
 
@@ -440,13 +408,11 @@ def _from_submitit_local(read: Reader) -> RankEnv:
     rank, world_size = read.number("SUBMITIT_LOCAL_GLOBALID"), read.number("SUBMITIT_LOCAL_NTASKS")
     num_nodes = read.number("TRAINKIT_SIMULATED_NODES", 1)
     if num_nodes < 1 or world_size % num_nodes:
-        raise UserError(
-            f"{world_size} local tasks cannot be split over {num_nodes} simulated nodes.",
-            why="TRAINKIT_SIMULATED_NODES must divide SUBMITIT_LOCAL_NTASKS.",
-            fix="Unset TRAINKIT_SIMULATED_NODES; `python -m jobs.submit` sets it for its own jobs.",
-        )
+        what = f"{world_size} local tasks cannot be split over {num_nodes} simulated nodes."
+        fix = "Unset TRAINKIT_SIMULATED_NODES; `python -m jobs.submit` sets it for its own jobs."
+        raise UserError(what, why="TRAINKIT_SIMULATED_NODES must divide SUBMITIT_LOCAL_NTASKS.", fix=fix)
     port = read.number("MASTER_PORT", derived_port(f"local-{read.text('SUBMITIT_LOCAL_JOB_ID', '')}", 0))
-    return _place(read, rank, world_size, world_size // num_nodes, read.text("MASTER_ADDR", "127.0.0.1"), port)
+    return read.rank(rank, world_size, world_size // num_nodes, read.text("MASTER_ADDR", "127.0.0.1"), port)
 
 
 def _from_mpi(read: Reader, rank: str, size: str, local_rank: str, local_size: str) -> RankEnv:
@@ -458,7 +424,7 @@ def _from_mpi(read: Reader, rank: str, size: str, local_rank: str, local_size: s
     # mpirun fills a node before the next one unless told otherwise (`--map-by node`); it sets no node number.
     node_rank = mine // local_world_size if mine % local_world_size == local else mine % num_nodes
     addr, port = _mpi_head(read, num_nodes), read.number("MASTER_PORT", job_port(read.env))
-    return _place(read, mine, world_size, local_world_size, addr, port, local_rank=local, node_rank=node_rank)
+    return read.rank(mine, world_size, local_world_size, addr, port, local_rank=local, node_rank=node_rank)
 
 
 def _mpi_head(read: Reader, num_nodes: int) -> str:
@@ -482,27 +448,15 @@ def _from_slurm(read: Reader) -> RankEnv:
     step = "SLURM_STEP_TASKS_PER_NODE" in read.env
     tasks = expand_counts(read.text("SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"))
     if node_rank >= len(tasks):
-        raise UserError(
-            f"SLURM_NODEID is {node_rank}, but the tasks per node are given for {len(tasks)} nodes.",
-            why="Variables of two jobs are mixed in this environment.",
-            fix="Submit from a shell without SLURM_* of another job.",
-        )
+        what = f"SLURM_NODEID is {node_rank}, but the tasks per node are given for {len(tasks)} nodes."
+        fix = "Submit from a shell without SLURM_* of another job."
+        raise UserError(what, why="Variables of two jobs are mixed in this environment.", fix=fix)
     addr = read.text("MASTER_ADDR") if "MASTER_ADDR" in read.env else hosts[0] if hosts else None
-    return _place(
-        read, rank, world_size, tasks[node_rank], addr or read.missing("SLURM_STEP_NODELIST"),
-        read.number("MASTER_PORT", job_port(read.env)), hosts,
+    return read.rank(
+        rank, world_size, tasks[node_rank], addr or read.missing("SLURM_STEP_NODELIST"),
+        read.number("MASTER_PORT", job_port(read.env)), hosts=hosts,
         local_rank=local_rank, node_rank=node_rank, num_nodes=len(hosts) or read.number("SLURM_NNODES"),
     )  # fmt: skip
-
-
-def _from_hand_set(read: Reader) -> RankEnv:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT without LOCAL_RANK: one rank per machine, or all on this one."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        read.text(name)
-    rank, world_size = read.number("RANK"), read.number("WORLD_SIZE")
-    addr = read.text("MASTER_ADDR")
-    local_world_size = max(read.number("LOCAL_WORLD_SIZE", world_size if is_loopback(addr) else 1), 1)
-    return _place(read, rank, world_size, local_world_size, addr, read.number("MASTER_PORT"))
 
 
 # What the ranks of one run know
@@ -524,11 +478,9 @@ class Secret:
 
     def __post_init__(self) -> None:
         if self.text and len(self.text) < SHORTEST:
-            raise UserError(
-                f"The run's secret is too short: {len(self.text)} characters.",
-                why=f"A stranger could guess it; {SHORTEST} characters are the least.",
-                fix='Make one with `python -c "import secrets; print(secrets.token_urlsafe())"`.',
-            )
+            why = f"A stranger could guess it; {SHORTEST} characters are the least."
+            fix = 'Make one with `python -c "import secrets; print(secrets.token_urlsafe())"`.'
+            raise UserError(f"The run's secret is too short: {len(self.text)} characters.", why=why, fix=fix)
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -556,8 +508,8 @@ class Secret:
 
         Raises ForgedError when it was sealed with another secret, for another purpose, or not at all.
         """
-        mark, value = sealed[:32], sealed[32:]
-        if not hmac.compare_digest(mark, self._mac(b"value", purpose.encode(), value)):
+        value = sealed[32:]
+        if not hmac.compare_digest(sealed, self.seal(purpose, value)):
             raise ForgedError(purpose)
         return value
 

@@ -50,20 +50,20 @@ def is_hang(error: str) -> bool:
     return error.startswith(_HANG)
 
 
+@dataclass(frozen=True)
 class Heartbeats:
     """The counts of all ranks of this machine, for their supervisor."""
 
-    def __init__(self, file: Path, memory: mmap.mmap, count: int) -> None:
-        self._file, self._memory, self._count = file, memory, count
+    file: Path
+    counts: memoryview
 
     def variable(self, index: int) -> dict[str, str]:
         """What tells a rank where to count."""
-        return {VARIABLE: f"{self._file}:{index}"}
+        return {VARIABLE: f"{self.file}:{index}"}
 
     def read(self) -> list[int]:
         """How often each rank has beaten; 0 for one that is still starting."""
-        parts = (self._memory[index * _SIZE : (index + 1) * _SIZE] for index in range(self._count))
-        return [int.from_bytes(part, "little") for part in parts]
+        return self.counts.tolist()
 
 
 @contextmanager
@@ -71,15 +71,14 @@ def pulses(count: int) -> Iterator[Heartbeats]:
     """Shared memory for the counts of ``count`` ranks; it is removed afterwards."""
     _clear()
     descriptor, name = tempfile.mkstemp(prefix=_PREFIX)
-    file = Path(name)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, count * _SIZE)
-        with mmap.mmap(descriptor, count * _SIZE) as memory:
-            yield Heartbeats(file, memory, count)
+        with mmap.mmap(descriptor, count * _SIZE) as memory, memoryview(memory).cast("Q") as counts:
+            yield Heartbeats(Path(name), counts)
     finally:
         os.close(descriptor)
-        file.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
 def _clear() -> None:
@@ -97,21 +96,18 @@ def _clear() -> None:
 
 def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
     """The function that a rank calls whenever it has made progress; it does nothing where there is no supervisor."""
-    name, _, index = env.get(VARIABLE, "").rpartition(":")
+    name, _, text = env.get(VARIABLE, "").rpartition(":")
     try:
-        start = int(index) * _SIZE
+        index = int(text)
         with open(name, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-    except (OSError, ValueError):
+            counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+    except (OSError, ValueError, TypeError):  # TypeError: its size is no multiple of a count's
         return lambda: None
-    if not 0 <= start <= len(memory) - _SIZE:
+    if not 0 <= index < len(counts):
         return lambda: None
-    end, beats = start + _SIZE, 0
 
     def beat() -> None:
-        nonlocal beats
-        beats += 1
-        memory[start:end] = beats.to_bytes(_SIZE, "little")
+        counts[index] += 1
 
     return beat
 
