@@ -48,8 +48,6 @@ _JOULES_PER_KWH = 3.6e6
 _TAIL_BYTES = 32768
 _ENERGY_KEYS = ("gpu_kwh", "cpu_kwh")
 RAPL = Path("/sys/class/powercap")
-_PRESSURE = Path("/proc/pressure/cpu")
-_STAT = Path("/proc/stat")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
 
@@ -66,12 +64,8 @@ def sample_host(run_dir: RunDir, every_seconds: float, device: str, rank: RankEn
 
 @contextmanager
 def sample_hardware(
-    run_dir: RunDir,
-    host: str,
-    every_seconds: float,
-    device: str,
-    ranks: int = 1,
-) -> Iterator[None]:
+    run_dir: RunDir, host: str, every_seconds: float, device: str, ranks: int = 1
+) -> Iterator[None]:  # fmt: skip
     """Sample in a thread while the block runs; the last sample is taken at its end, so that a short run has one too.
 
     A sampler that fails says so once on stderr and stops: training does not depend on it.
@@ -81,10 +75,9 @@ def sample_hardware(
         ranks: number of ranks of the run.
     """
     over = threading.Event()
-    gpus = Gpus(gpu_mask()) if device.startswith("cuda") else None
+    gpus = Gpus(gpu_mask() if device.startswith("cuda") else "")
     file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
-    energy = Energy(gpus, last_sample(file))
-    processes: dict[int, psutil.Process] = {}
+    energy, processes = Energy(gpus, last_sample(file)), dict[int, psutil.Process]()
     _process_tree(processes)  # psutil measures between two calls: this is the first
 
     def sample_all_along() -> None:
@@ -104,8 +97,7 @@ def sample_hardware(
                 "load": round(os.getloadavg()[0], 2),
                 **waits.since(),
             }
-            used = gpus.samples() if gpus is not None else []
-            if gpus is not None and used:
+            if used := gpus.samples():
                 sample["gpus"] = used
                 memory = sum(item.get("memory_used_mb", 0.0) for item in used)
                 if memory > most * _NOTEWORTHY or not most:
@@ -153,11 +145,11 @@ class CpuWaits:
 
     def since(self) -> dict[str, float]:
         """``cpu_pressure`` and ``cpu_taken``; without what the kernel does not report."""
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         (then, before), self._pressure = self._pressure, (time.monotonic(), _waited())
         now, waited = self._pressure
         if before is not None and waited is not None and now > then:
-            found["cpu_pressure"] = round(min(100 * (waited - before) / (now - then), 100.0), 1)
+            shares["cpu_pressure"] = round(min(100 * (waited - before) / (now - then), 100.0), 1)
         earlier, self._cpus = self._cpus, self._counted()
         if earlier is not None and self._cpus is not None:
             known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
@@ -166,23 +158,21 @@ class CpuWaits:
             # Of the others' CPU time the run would have used the share waits / (own + waits). Its waits alone do not
             # say how long it was held up: a rank that sleeps until another one is done does not wait for a CPU.
             lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
-            found["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
-        return found
+            shares["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
+        return shares
 
     def _counted(self) -> _Seconds | None:
         """Totals so far; None where the kernel does not report them."""
-        busy = {}
         try:
             # Not psutil's list: it has no CPU numbers, and leaves out CPUs that are offline.
-            for name, *ticks in (line.split() for line in fileio.read_start(_STAT, 1 << 20).splitlines()):
-                if name.startswith("cpu") and name != "cpu":
-                    # user, nice, system, idle, iowait, irq, softirq, steal
-                    spent = [int(word) for word in ticks[:3] + ticks[5:8]]
-                    busy[int(name[3:])] = sum(spent) / os.sysconf("SC_CLK_TCK")
+            rows = [line.split() for line in fileio.read_start(Path("/proc/stat"), 1 << 20).splitlines()]
+            # user, nice, system, and after idle and iowait: irq, softirq, steal
+            ticks = {row[0][3:]: sum(map(int, row[1:4] + row[6:9])) for row in rows if row[0].startswith("cpu")}
+            busy = {int(cpu): count / os.sysconf("SC_CLK_TCK") for cpu, count in ticks.items() if cpu}
             me = psutil.Process()
             run = [*self._root.children(recursive=True), *([me] if self._root == me else [])]
             ran = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # by children that have ended
-        except (psutil.Error, OSError, ValueError):  # no Linux, or a container that hides this
+        except (psutil.Error, OSError, ValueError, IndexError):  # no Linux, or a container that hides this
             return None
         for process in run:
             with suppress(psutil.Error, OSError):  # it may end at any moment; its time is then added to its parent's
@@ -197,7 +187,8 @@ class CpuWaits:
 def _waited() -> float | None:
     """Seconds since boot during which at least one process waited for a CPU."""
     try:
-        return int(fileio.read_start(_PRESSURE, 200).splitlines()[0].rpartition("total=")[2]) / 1e6
+        some = fileio.read_start(Path("/proc/pressure/cpu"), 200).splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
         return None
 
@@ -208,12 +199,11 @@ def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
     ``known`` keeps the process objects between calls, because psutil counts CPU time from the last call on the object.
     """
     me = psutil.Process()
-    tree = {process.pid: process for process in [me, *me.children(recursive=True)]}
-    for pid in known.keys() - tree.keys():
-        del known[pid]
+    tree = {process.pid: known.get(process.pid, process) for process in [me, *me.children(recursive=True)]}
+    known.clear()
+    known.update(tree)
     cpu, memory = 0.0, 0
-    for pid, process in tree.items():
-        process = known.setdefault(pid, process)
+    for process in tree.values():
         with suppress(psutil.Error):  # it may end at any moment
             cpu += process.cpu_percent()
             memory += process.memory_info().rss
@@ -227,10 +217,13 @@ class Gpus:
     """
 
     def __init__(self, mask: str | None) -> None:
+        self._handles: dict[int, Any] = {}
+        self._nvml: Any = None
+        if mask == "":
+            return
         import pynvml
 
-        self._nvml: Any = pynvml
-        self._handles: dict[int, Any] = {}
+        self._nvml = pynvml
         with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -251,24 +244,21 @@ class Gpus:
 
     def joules(self) -> dict[int, float]:
         """Energy since the driver was loaded, by index, of the GPUs that measure it."""
-        found = {}
+        counted = {}
         for index, handle in self._handles.items():
             with suppress(self._nvml.NVMLError):
-                found[index] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-        return found
+                counted[index] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+        return counted
 
     def described(self) -> str:
-        """What `nvidia-smi` shows: driver, names, use, and the processes on each GPU. Empty without GPUs."""
-        if not self._handles:
-            return ""
-        nvml = self._nvml
+        """What `nvidia-smi` shows: driver, names, use, and the processes on each GPU."""
+        nvml, lines = self._nvml, list[str]()
         about: dict[str, Callable[[Any], Any]] = {
             "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
             "name": nvml.nvmlDeviceGetName,
             "limit": lambda handle: nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
             "processes": nvml.nvmlDeviceGetComputeRunningProcesses,
         }
-        lines: list[str] = []
         for sample, handle in zip(self.samples(), self._handles.values(), strict=True):
             known = defaultdict(lambda: "?", {"processes": (), **sample, **self._reported(handle, about)})
             lines = lines or [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  driver {known['driver']}"]
@@ -282,11 +272,11 @@ class Gpus:
                 lines.append(f"    process {process.pid}  {'?' if used is None else round(used / MB)} MB")
         return "\n".join(lines) + "\n"
 
-    def _reported(self, handle: Any, readings: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    def _reported(self, handle: Any, readings: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
         reported = {}
-        for key, ask in readings.items():
+        for key, read in readings.items():
             with suppress(self._nvml.NVMLError):
-                reported[key] = ask(handle)
+                reported[key] = read(handle)
         return reported
 
 
@@ -300,7 +290,7 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
     """
     if mask is None:
         return list(range(len(uuids)))
-    found: list[int] = []
+    indices: list[int] = []
     for entry in (part.strip() for part in mask.split(",")):
         if entry.isdigit():
             matches = [int(entry)] if int(entry) < len(uuids) else []
@@ -308,18 +298,17 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
             matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
         if len(matches) != 1:
             break
-        found += matches
-    return found
+        indices += matches
+    return indices
 
 
 class Energy:
     """Energy of the run on this host, added to that in ``before``, the last sample of earlier attempts."""
 
-    def __init__(self, gpus: Gpus | None, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
+    def __init__(self, gpus: Gpus, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
         self._gpus, self._rapl = gpus, rapl
         self._total = {key: float(before[key]) for key in _ENERGY_KEYS if fileio.is_number(before.get(key))}
-        self._gpu_joules = gpus.joules() if gpus is not None else {}
-        self._cpu_joules = self._packages()
+        self._gpu_joules, self._cpu_joules = gpus.joules(), self._packages()
         self._powers: dict[int, float] = {}
         self._since = time.monotonic()
 
@@ -329,39 +318,30 @@ class Energy:
         Args:
             samples: of the GPUs, just taken.
         """
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        counted = self._gpus.joules() if self._gpus is not None else {}
-        for index, joules in counted.items():
-            if index in self._gpu_joules:
-                self._add("gpu_kwh", max(0.0, joules - self._gpu_joules[index]))
-        self._gpu_joules = counted
-        for sample in samples:
-            if sample["index"] not in counted and "power_w" in sample:
-                before = self._powers.get(sample["index"], sample["power_w"])
-                self._add("gpu_kwh", (before + sample["power_w"]) / 2 * seconds)
-                self._powers[sample["index"]] = sample["power_w"]
-        packages = self._packages()
-        for name, (joules, whole) in packages.items():
-            if name in self._cpu_joules:
-                self._add("cpu_kwh", (joules - self._cpu_joules[name][0]) % whole)  # the counter wraps
-        self._cpu_joules = packages
+        counted, packages, now = self._gpus.joules(), self._packages(), time.monotonic()
+        gpu = [max(0.0, counted[index] - before) for index, before in self._gpu_joules.items() if index in counted]
+        for index, power in ((sample["index"], sample.get("power_w")) for sample in samples):
+            if index not in counted and power is not None:
+                gpu.append((self._powers.get(index, power) + power) / 2 * (now - self._since))
+                self._powers[index] = power
+        # The counter wraps.
+        cpu = [(joules - self._cpu_joules[name][0]) % whole for name, (joules, whole) in packages.items()
+               if name in self._cpu_joules]  # fmt: skip
+        for key, joules in zip(_ENERGY_KEYS, (gpu, cpu), strict=True):
+            if joules:
+                self._total[key] = self._total.get(key, 0.0) + sum(joules) / _JOULES_PER_KWH
+        self._gpu_joules, self._cpu_joules, self._since = counted, packages, now
         return {key: round(value, 7) for key, value in self._total.items()}
-
-    def _add(self, key: str, joules: float) -> None:
-        self._total[key] = self._total.get(key, 0.0) + joules / _JOULES_PER_KWH
 
     def _packages(self) -> dict[str, tuple[float, float]]:
         """By name of each package: joules, and the value at which the counter wraps."""
-        found = {}
+        packages = {}
         for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # the name for AMD's processors, too
-            try:
+            with suppress(OSError, ValueError):
                 if fileio.read_text(folder / "name").startswith("package"):
-                    whole = int(fileio.read_text(folder / "max_energy_range_uj")) / 1e6
-                    found[folder.name] = (int(fileio.read_text(folder / "energy_uj")) / 1e6, whole)
-            except (OSError, ValueError):
-                continue
-        return found
+                    now, whole = (int(fileio.read_text(folder / name)) for name in ("energy_uj", "max_energy_range_uj"))
+                    packages[folder.name] = now / 1e6, whole / 1e6
+        return packages
 
 
 def last_sample(file: Path) -> dict[str, Any]:
@@ -371,7 +351,7 @@ def last_sample(file: Path) -> dict[str, Any]:
     except OSError:
         return {}
     parsed = (fileio.parse_object(line) for line in reversed(text.splitlines()))
-    return next((found for found in parsed if found is not None), {})
+    return next((sample for sample in parsed if sample is not None), {})
 
 
 def energy_of(run: RunDir) -> dict[str, float] | None:

@@ -60,7 +60,7 @@ class Profiler:
                 self._end(step)
         except Exception as error:
             self._running, self.next = None, _NEVER
-            print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            _no_profile(error)
 
     def close(self, step: int) -> None:
         """End the profile that runs, and wait until it is written."""
@@ -72,12 +72,11 @@ class Profiler:
     def _begin(self, step: int) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        planned = self._steps is not None and step == self._steps[0]
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._gpu
-        running = profile(activities=activities)
+        running = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._gpu)
         running.start()
         self._running = (step, running)
-        self.next = self._steps[1] if planned and self._steps is not None else step + ON_REQUEST
+        is_planned = self._steps is not None and step == self._steps[0]
+        self.next = self._steps[1] if self._steps is not None and is_planned else step + ON_REQUEST
 
     def _end(self, step: int) -> None:
         assert self._running is not None
@@ -89,33 +88,30 @@ class Profiler:
         self._writing.start()
 
     def _write(self, running: profile, name: str) -> None:
-        folder = self._run_dir.profile
+        folder, run = self._run_dir.profile, self._run_dir.path
         try:
-            fileio.make_folder(folder, self._run_dir.path)
-            trace, table = folder / f"{name}.json.gz", folder / f"{name}.txt"
-            with fileio.replacing(trace, self._run_dir.path) as out:
+            fileio.make_folder(folder, run)
+            with fileio.replacing(folder / f"{name}.json.gz", run) as out:
                 running.export_chrome_trace(out.name)
             sort_by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
-            costs = running.key_averages().table(sort_by=sort_by, row_limit=_ROWS)
-            fileio.write(table, costs, self._run_dir.path)
-            print(f"Profile: {trace}", flush=True)
+            fileio.write(folder / f"{name}.txt", running.key_averages().table(sort_by=sort_by, row_limit=_ROWS), run)
+            print(f"Profile: {folder / name}.json.gz", flush=True)
         except Exception as error:
-            print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        try:
+            _no_profile(error)
+        with suppress(OSError):  # else it is still there: asking again and again would fill the disk
             self._run_dir.profile_request.unlink(missing_ok=True)
-        except OSError:
-            return  # it is still there: asking again and again would fill the disk
-        self.requested.clear()
-        self._writing = None
+            self.requested.clear()
+            self._writing = None
+
+
+def _no_profile(error: Exception) -> None:
+    print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def profiling(run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_main: bool = True) -> Iterator[Profiler]:
     """A profiler for a loop, with a thread that looks for requests; it does nothing on other ranks than the first."""
-    if not is_main:
-        yield Profiler(run_dir, None, gpu=gpu)
-        return
-    profiler, over = Profiler(run_dir, steps, gpu=gpu), threading.Event()
+    profiler, over = Profiler(run_dir, steps if is_main else None, gpu=gpu), threading.Event()
 
     def watch() -> None:
         while not over.wait(LOOK_SECONDS):
@@ -123,7 +119,8 @@ def profiling(run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_m
                 if run_dir.profile_request.exists():
                     profiler.requested.set()
 
-    threading.Thread(target=watch, name="profile-request", daemon=True).start()
+    if is_main:
+        threading.Thread(target=watch, name="profile-request", daemon=True).start()
     try:
         yield profiler
     finally:
@@ -164,10 +161,8 @@ def out_of_gpu_memory(error: BaseException | None) -> bool:
     """Whether an error, or one of its causes, is torch's that the GPU's memory is too small."""
     import torch
 
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        seen.add(id(error))
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(item, torch.OutOfMemoryError) for item in seen)

@@ -40,17 +40,14 @@ class _TensorBoard:
             # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve
             # would go back and forth. The resumed step itself was complete.
             self._file.add_event(Event(session_log=SessionLog(status=SessionLog.START)), start.resumed_step + 1)
-        average = ["ema_{}/val"] * (config.train.ema_decay is not None)
-        charts = {
-            metric: ["Multiline", [tag.format(metric) for tag in ("{}/train", "{}/val", *average)]]
-            for metric in (*start.metrics.metrics, "lr")
-        }
-        self._file.add_summary(summary.custom_scalars({"train and val": charts}))
+        tags = ["{}/train", "{}/val", *["ema_{}/val"] * (config.train.ema_decay is not None)]
+        plots = {name: ["Multiline", [tag.format(name) for tag in tags]] for name in (*start.metrics.metrics, "lr")}
+        self._file.add_summary(summary.custom_scalars({"train and val": plots}))
         judged = dict.fromkeys((start.metrics.headline, "loss"))
         columns = {f"{metric}/{split}": None for split in ("val", "test") for metric in judged}
-        experiment, started, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
-        self._file.add_summary(experiment)
-        self._file.add_summary(started)
+        *begin, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
+        for part in begin:
+            self._file.add_summary(part)
         self._file.flush()
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -66,8 +63,8 @@ class _TensorBoard:
         self._file.add_summary(Summary(value=values), step, record.get("time"))
         if split == "test":
             self._is_over = True
-            if (found := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
-                self._show_confusion(*found, step)
+            if (confusion := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
+                self._show_confusion(*confusion, step)
 
     def _show_confusion(self, classes: Sequence[str], counts: Sequence[Sequence[int]], step: int) -> None:
         import numpy as np
@@ -85,7 +82,7 @@ class _TensorBoard:
     def close(self) -> None:
         if sys.exc_info()[0] is not None:  # closed while an exception passes
             self._file.add_summary(_failed())
-        elif self._is_over:  # else a later attempt goes on
+        elif self._is_over:  # otherwise a later attempt goes on
             self._file.add_summary(self._succeeded)
         self._file.close()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import netrc
 import os
@@ -92,9 +93,8 @@ class _Client:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None
-        self._pipe = self._process.stdin.fileno()
-        os.set_blocking(self._pipe, False)
-        self._held = bytearray()
+        self._pipe, self._held = self._process.stdin, bytearray()
+        os.set_blocking(self._pipe.fileno(), False)
 
     def send(self, **message: Any) -> None:
         """Send a message. Raises RuntimeError if the process died without a report, or has stopped reading."""
@@ -107,39 +107,34 @@ class _Client:
 
     def close(self) -> None:
         """Wait for its end. Raises RuntimeError if it does not come."""
-        process = self._process
         room = select.poll()
-        room.register(self._pipe, select.POLLOUT)
+        if self._held:
+            room.register(self._pipe, select.POLLOUT)
         while self._held and room.poll(1000 * _ENDING_SECONDS):
             self._write()
-        self._hang_up()
-        try:
-            process.wait(_ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise RuntimeError(f"it did not end within {_ENDING_SECONDS:.0f} s") from None
-        self._check()
+        self._end(_ENDING_SECONDS)
 
     def _write(self) -> None:
         try:
             while self._held:
-                del self._held[: os.write(self._pipe, self._held[: 1 << 16])]
+                del self._held[: os.write(self._pipe.fileno(), self._held[: 1 << 16])]
         except BlockingIOError:
             return
         except BrokenPipeError:
             self._held.clear()
-            self._hang_up()
-            self._process.wait()
-            self._check()
+            self._end(None)
 
-    def _hang_up(self) -> None:
+    def _end(self, patience: float | None) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # type: ignore[union-attr]  # it has one
-
-    def _check(self) -> None:
-        if self._process.returncode not in (0, _REPORTED):
-            raise RuntimeError(f"its process has ended with exit code {self._process.returncode}")
+            self._pipe.close()
+        try:
+            code = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise RuntimeError(f"it did not end within {patience:.0f} s") from None
+        if code not in (0, _REPORTED):
+            raise RuntimeError(f"its process has ended with exit code {code}")
 
 
 class _Wandb:
@@ -153,13 +148,10 @@ class _Wandb:
         split = record["split"]
         values = {f"{key}/{split}": value for key, value in record.items() if key not in NOT_CURVES}
         self._client.send(log={key: record[key] for key in ("step", "epoch") if key in record} | values)
-        if split == "test" and (found := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
-            classes, counts = found
-            rows = [
-                [actual, predicted, count]
-                for actual, row in zip(classes, counts, strict=True)
-                for predicted, count in zip(classes, row, strict=True)
-            ]
+        if split == "test" and (confusion := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
+            classes, counts = confusion
+            pairs = itertools.product(classes, classes)
+            rows = [[*pair, count] for pair, count in zip(pairs, itertools.chain(*counts), strict=True)]
             self._client.send(confusion=rows, step=record["step"])
 
     def close(self) -> None:
@@ -170,23 +162,13 @@ class _Wandb:
 
 def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
     """Arguments of `wandb.init`."""
-    how = {
-        "console": "off",
-        "disable_code": True,
-        "disable_git": True,
-        "disable_job_creation": True,
-        "save_code": False,
-        "x_disable_meta": True,
-        "x_save_requirements": False,
-        # The use of this host, and of the process that trains. x_disable_machine_info would leave out that, too.
-        "x_stats_pid": os.getpid(),
-        "x_stats_sampling_interval": max(config.monitor.hardware_every_seconds, 1.0),
-        "silent": True,
-        "symlink": False,
-        "init_timeout": CLIENT_SECONDS,
-        "finish_timeout": CLIENT_SECONDS,
-        "finish_timeout_raises": False,
-    }
+    off = dict.fromkeys(("save_code", "symlink", "finish_timeout_raises", "x_save_requirements"), False)
+    on = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "x_disable_meta", "silent"), True)
+    seconds = dict.fromkeys(("init_timeout", "finish_timeout"), CLIENT_SECONDS)
+    # The use of this host, and of the process that trains. x_disable_machine_info would leave out that, too.
+    sampling = max(config.monitor.hardware_every_seconds, 1.0)
+    samples = {"x_stats_pid": os.getpid(), "x_stats_sampling_interval": sampling}
+    known = {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
     return {
         "project": os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project,
         "id": run_id(run_dir),
@@ -194,13 +176,8 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
         "dir": str(run_dir.path),  # wandb adds its own folder `wandb`, which is `run_dir.wandb`
         "resume": "allow",
         "mode": mode(os.environ, Path.home()),
-        "config": {
-            **training_settings(config, start),
-            "world_size": start.world_size,
-            "params": start.params,
-            "total_steps": start.total_steps,
-        },
-        "settings": how,
+        "config": training_settings(config, start) | known,
+        "settings": {"console": "off", **off, **on, **seconds, **samples},
     }
 
 
@@ -238,21 +215,18 @@ def _serve(messages: Iterator[dict[str, Any]]) -> None:
     # Our own step is the x axis: wandb's counts calls, and a restart would draw points twice at other places.
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
-    exit_code = 1
-    for message in messages:
-        if "finish" in message:
-            exit_code = message["finish"]
-            break
-        if "confusion" in message:
+    last: dict[str, Any] = {}
+    for last in messages:
+        if "confusion" in last:
             columns: list[str | int] = ["Actual", "Predicted", "nPredictions"]
-            table = wandb.Table(columns=columns, data=message["confusion"])
+            table = wandb.Table(columns=columns, data=last["confusion"])
             title = {"title": "Confusion matrix of the test"}
             # `wandb.plot.confusion_matrix` makes the same of every single sample; here are their counts.
             chart = wandb.plot_table("wandb/confusion_matrix/v1", table, {str(name): name for name in columns}, title)
-            run.log({"step": message["step"], "confusion/test": chart})
-        else:
-            run.log(message["log"])
-    run.finish(exit_code=exit_code)
+            run.log({"step": last["step"], "confusion/test": chart})
+        elif "log" in last:
+            run.log(last["log"])
+    run.finish(exit_code=last.get("finish", 1))
     wandb.teardown()  # its service has written all of the file once it is gone
 
 

@@ -15,18 +15,18 @@ import json
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from trainkit import fileio, plugins, terminal
+from trainkit import fileio, plugins, process, terminal
 from trainkit.errors import RefusedError, UserError
-from trainkit.process import Answer as Said
-from trainkit.process import NoAnswer, ask
+from trainkit.process import NoAnswer
 from trainkit.run import folder
 from trainkit.run.events import ProcessId, RunHistory, Submission, history_of
 from trainkit.run.folder import RunDir, as_open_as
@@ -40,20 +40,10 @@ Function = Callable[[str], str]
 """What each rank of a run calls, with the run's folder."""
 Alive = Literal["yes", "no", "unknown"]
 """Whether a job may still write, now or after waiting in the queue. Unknown is never taken for no."""
-ENDED = frozenset(
-    [
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    ]
-)
+ENDED = frozenset((
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+))  # fmt: skip
 _ALIVE: Sequence[Alive] = ("no", "unknown", "yes")
 ENDING_SECONDS = 60.0
 """How long to wait for a job that is being ended; SLURM gives its tasks 30 s by default."""
@@ -103,17 +93,16 @@ class JobState:
     is_gone: bool = False
     """The queue answered and does not list the job: it has ended, somehow."""
     also: tuple[JobState, ...] = ()
-    """Earlier jobs of the run that are alive, or may be."""
+    """Earlier jobs of the run that are alive, or may be; each without others."""
 
     @property
     def alive(self) -> Alive:
         """Whether this or an earlier job of the run may still write."""
-        return max((self._alone, *(other.alive for other in self.also)), key=_ALIVE.index)
+        return max((job._alone for job in (self, *self.also)), key=_ALIVE.index)
 
     def living(self) -> list[JobState]:
         """Every job of the run that is alive, or may be, newest first; each without the others."""
-        own = [] if self._alone == "no" else [replace(self, also=())]
-        return own + [job for other in self.also for job in other.living()]
+        return [replace(job, also=()) for job in (self, *self.also) if job._alone != "no"]
 
     @property
     def _alone(self) -> Alive:
@@ -235,9 +224,9 @@ class Scheduler(ABC):
         """Topic -> the command that shows it."""
         return {}
 
-    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> Said:
+    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> process.Answer:
         """The answer to a command of `questions`. Raises NoAnswer."""
-        return ask(command, env=env).shown()
+        return process.ask(command, env=env).shown()
 
     def has_pyxis(self, env: Mapping[str, str] | None = None) -> bool | None:
         """Whether it can start ranks in containers by pyxis; None if unknown."""
@@ -453,39 +442,31 @@ def job_states(
         spent: called with the number of commands that each scheduler was asked by.
     """
     known = dict(zip((run.path for run in runs), lives or map(history_of, runs), strict=True))
-    cut_short: dict[str, list[tuple[RunDir, RunHistory]]] = {}
+    cut_short: dict[str, list[tuple[RunDir, RunHistory]]] = defaultdict(list)
     for run in runs:
         if (cut := known[run.path].cut_short) and ":" not in cut.executor:
-            cut_short.setdefault(cut.executor, []).append((run, known[run.path]))
+            cut_short[cut.executor].append((run, known[run.path]))
     lost: dict[Path, JobState] = {}
     for name, group in cut_short.items():
         lost |= named(name).adopt(group)
         spent(_CALLS_FOR_ONE)
         known |= {run.path: history_of(run) for run, _ in group}
-    jobs: dict[Scheduler | str, list[Job]] = {}
-    for run in runs:
-        life = known[run.path]
-        mark = _mark(life)
-        for item in life.submissions:
-            job = Job(run, item, item is life.submissions[-1], mark)
-            jobs.setdefault(_scheduler_of(job), []).append(job)
-    states: dict[tuple[Path, Submission], JobState] = {}
-    for scheduler, asked in jobs.items():
-        items = [job.submission for job in asked]
+    jobs = {run.path: list(_jobs_of(run, known[run.path])) for run in runs}
+    asked: dict[Scheduler | str, list[Job]] = defaultdict(list)
+    for job in (job for of_run in jobs.values() for job in of_run):
+        asked[_scheduler_of(job)].append(job)
+    states: dict[Job, JobState] = {}
+    for scheduler, of_it in asked.items():
         if isinstance(scheduler, str):
-            told = [JobState("UNKNOWN", item.job_id, item.executor, scheduler) for item in items]
+            states |= {
+                job: JobState("UNKNOWN", job.submission.job_id, job.submission.executor, scheduler) for job in of_it
+            }
         else:
-            answer = _ask(scheduler, asked, aged)
+            answer = _ask(scheduler, of_it, aged)
             spent(answer.commands)
-            told = [
-                state or _by_record(item, scheduler, answer) for item, state in zip(items, answer.states, strict=True)
-            ]
-        states |= {(job.run.path, job.submission): state for job, state in zip(asked, told, strict=True)}
-    found = []
-    for run in runs:
-        life = known[run.path]
-        found.append(_state(life, [states[run.path, item] for item in life.submissions], lost.get(run.path)))
-    return found
+            told = zip(of_it, answer.states, strict=True)
+            states |= {job: state or _by_record(job.submission, scheduler, answer) for job, state in told}
+    return [_state(known[run.path], [states[job] for job in jobs[run.path]], lost.get(run.path)) for run in runs]
 
 
 def job_state(run: RunDir) -> JobState:
@@ -504,10 +485,11 @@ def _scheduler_of(job: Job) -> Scheduler | str:
         return f"its scheduler cannot be asked: {error.what} {error.why}".rstrip(".")
 
 
-def _mark(life: RunHistory) -> str:
+def _jobs_of(run: RunDir, life: RunHistory) -> Iterator[Job]:
     jobs = [(job.job_id, job.time, job.cancelled, job.ended, job.finished) for job in life.submissions]
     attempts = (life.started.get("time"), life.outcome, len(life.failures), len(life.handed_back), len(life.requeued))
-    return json.dumps([jobs, attempts])
+    for item in life.submissions:
+        yield Job(run, item, item is life.submissions[-1], json.dumps([jobs, attempts]))
 
 
 @dataclass(frozen=True)
@@ -517,8 +499,7 @@ class _Kept:
     asked: float
     mark: str
     complaint: str
-    state: tuple[str, str, str, str, str, str] | None
-    """The first fields of its `JobState`."""
+    state: JobState | None
 
 
 def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None] | None) -> Answer:
@@ -538,14 +519,12 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
     if all(key in known and known[key].mark == job.mark for key, job in zip(keys, jobs, strict=True)):
         mine = [known[key] for key in keys]
         aged(max(now - item.asked for item in mine))
-        states = [JobState(*item.state) if item.state else None for item in mine]
         complaint = next((item.complaint for item in mine if item.complaint), "")
-        return Answer(states, complaint=complaint, commands=0)
+        return Answer([item.state for item in mine], complaint=complaint, commands=0)
     answer = scheduler.states(jobs)
     if answer.has_answered:
         for key, job, state in zip(keys, jobs, answer.states, strict=True):
-            fields = None if state is None else astuple(state)[:6]
-            known[key] = _Kept(now, job.mark, answer.complaint, fields)
+            known[key] = _Kept(now, job.mark, answer.complaint, state)
         with suppress(OSError):  # a home that cannot be written costs only a question more
             folder.make_state_folder(file.parent)
             fileio.write(file, kept.dump_json(known).decode(), file.parent)
@@ -588,8 +567,8 @@ def process_of(run: RunDir, job_id: str) -> ProcessId | None:
 
 
 def _has_started(run: RunDir, executor: str, job_id: str) -> bool:
-    process = process_of(run, job_id)
-    return folder.has_started(run.path, executor, job_id, process.word() if process is not None else "")
+    own = process_of(run, job_id)
+    return folder.has_started(run.path, executor, job_id, own.word() if own is not None else "")
 
 
 def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
@@ -597,13 +576,11 @@ def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[
 
     A job is known as the run's own by this user's list of started jobs, or by the scheduler.
     """
-    unknown: dict[str, list[tuple[RunDir, JobState]]] = {}
-    for run, job in jobs:
-        if not _has_started(run, job.executor, job.job_id):
-            unknown.setdefault(job.executor, []).append((run, job))
+    unknown = [(run, job) for run, job in jobs if not _has_started(run, job.executor, job.job_id)]
     # Code of a run whose job is not in this user's list is never loaded.
-    own = [item for name, group in unknown.items() if ":" not in name for item in named(name).own(group)]
-    return [item for group in unknown.values() for item in group if item not in own]
+    names = {job.executor for _, job in unknown if ":" not in job.executor}
+    own = [item for name in names for item in named(name).own([item for item in unknown if item[1].executor == name])]
+    return [item for item in unknown if item not in own]
 
 
 def require_no_job(run: RunDir, *, force: bool) -> None:
@@ -660,8 +637,6 @@ class Poller:
         return self._state
 
     def _ask(self) -> None:
-        self._asked = self._clock()
-        (self._state,) = job_states([self._run], spent=self._count)
-
-    def _count(self, commands: int) -> None:
-        self._calls += [self._asked] * commands
+        self._asked, spent = self._clock(), list[int]()
+        (self._state,) = job_states([self._run], spent=spent.append)
+        self._calls += [self._asked] * sum(spent)

@@ -82,18 +82,15 @@ class Local(base.Scheduler):
             process = process_of(run, state.job_id)
             if process is None or not process.is_here():
                 where = process.host if process else "another machine"
-                raise RefusedError(
-                    f"{run.name} runs on {where}.",
-                    why="A local run can only be ended there.",
-                    fix=f"Log in to {where}.",
-                )
+                why = "A local run can only be ended there."
+                raise RefusedError(f"{run.name} runs on {where}.", why=why, fix=f"Log in to {where}.")
             cancelled(run, state.job_id)
             in_sweep, deadline = _is_in_sweep(run), time.monotonic() + PATIENCE_SECONDS
             if not in_sweep or job_state(run).state == "RUNNING":
                 # INT ends one run of a sweep, TERM all that its process has to do.
                 process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
-                while time.monotonic() < deadline:
-                    if not (job_state(run).alive != "no" if in_sweep else process.is_alive()):
+                while job_state(run).alive != "no" if in_sweep else process.is_alive():
+                    if time.monotonic() >= deadline:
                         break
                     time.sleep(0.05)
             if not in_sweep:
@@ -123,23 +120,21 @@ def _is_of_run(process: ProcessId | None, run: RunDir) -> bool:
 
 
 def _state(run: RunDir, submission: Submission) -> JobState:
-    process, reason, nodes = submission.process, "", ""
+    def state(name: str, reason: str = "", nodes: str = "") -> JobState:
+        return JobState(name, submission.job_id, submission.executor or "local", reason, nodes)
+
+    process = submission.process
     if submission.ended is not None:
-        state = submission.ended
-    elif process is None or not process.is_here():
-        state = "UNKNOWN"
-        reason = f"it runs on {process.host}; ask there" if process else "its process is not recorded"
-    elif not process.is_alive():
-        again = history_of(run).submission  # it may have ended between the two looks
-        if again is not None and again.job_id == submission.job_id and again.ended is not None:
-            state = again.ended
-        else:
-            state, reason = "FAILED", "the process that ran it is gone without a word"
-    elif len(run.attempts()) > submission.attempts_before:
-        state, nodes = "RUNNING", process.host
-    else:
-        state, reason = "PENDING", "waits for its turn"
-    return JobState(state, submission.job_id, submission.executor or "local", reason, nodes)
+        return state(submission.ended)
+    if process is None or not process.is_here():
+        return state("UNKNOWN", f"it runs on {process.host}; ask there" if process else "its process is not recorded")
+    if process.is_alive():
+        is_running = len(run.attempts()) > submission.attempts_before
+        return state("RUNNING", nodes=process.host) if is_running else state("PENDING", "waits for its turn")
+    again = history_of(run).submission  # it may have ended between the two looks
+    if again is not None and again.job_id == submission.job_id and again.ended is not None:
+        return state(again.ended)
+    return state("FAILED", "the process that ran it is gone without a word")
 
 
 def build() -> base.Scheduler:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,24 +20,9 @@ from trainkit.launch.submission import PART
 from trainkit.process import NoAnswer, NoProgram, scrubbed
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import RunDir
-from trainkit.schedulers import base, slurm_script
+from trainkit.schedulers import base, slurm_script, slurm_submission
 from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
-from trainkit.schedulers.slurm_submission import (
-    NAME,
-    is_job_of,
-    job_id_in,
-    names,
-    persist,
-    queue,
-    queued_scripts,
-    read_sacct,
-    read_squeue,
-    read_start,
-    run,
-    search,
-    told,
-    write_down,
-)
+from trainkit.schedulers.slurm_submission import NAME, job_id_in, names, persist, run, told
 from trainkit.site.profile import Partition, Site, read_nodes, read_partitions
 
 ARGUMENTS = "TRAINKIT_ARGUMENTS"
@@ -84,11 +69,11 @@ class Slurm(base.Scheduler):
 
     def largest_array(self) -> int:
         """Its indices count from 0, and MaxArraySize is one more than the highest; SLURM's default if it says none."""
-        config = ""
-        with contextlib.suppress(NoAnswer):
+        with suppress(NoAnswer):
             config = run("scontrol", "show", "config").shown().require()
-        size = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", config, flags=re.MULTILINE)
-        return max(int(size[1]), 1) if size else _DEFAULT_ARRAY
+            if size := re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", config, flags=re.MULTILINE):
+                return max(int(size[1]), 1)
+        return _DEFAULT_ARRAY
 
     def questions(self, user: str, account_fields: str, summary_format: str) -> dict[str, tuple[str, ...]]:
         return {
@@ -112,18 +97,15 @@ class Slurm(base.Scheduler):
             return None
         return None if said.code else "--container-image" in said.out + said.err
 
-    def script(self, plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:
-        return slurm_script.batch_script(plan, folder, cwd=cwd, points=points)
+    script = staticmethod(slurm_script.batch_script)
+    with_job_ids = staticmethod(slurm_script.with_job_ids)
 
     def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> Start:
         try:
             answer = run("sbatch", "--test-only", f"--partition={partition}", text=script, env=scrubbed(env))
         except NoAnswer as error:
             return Start(refusal=error.words)
-        return read_start(answer.err + answer.out)
-
-    def with_job_ids(self, plan: Plan, find: Callable[[str], Sequence[RunDir]]) -> Plan:
-        return slurm_script.with_job_ids(plan, find)
+        return slurm_submission.read_start(answer.err + answer.out)
 
     def on_its_nodes(self, plan: Plan, command: Sequence[str], minutes: int) -> list[str]:
         options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in slurm_script.RESOURCES]
@@ -135,16 +117,18 @@ class Slurm(base.Scheduler):
     def submit(
         self, folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
     ) -> list[str]:
-        return queue(folder, runs, plan, function, env)
+        return slurm_submission.queue(folder, runs, plan, function, env)
 
     def adopt(self, cut_short: Sequence[tuple[RunDir, RunHistory]]) -> Mapping[Path, JobState]:
-        return search(cut_short)[0]
+        return slurm_submission.search(cut_short)[0]
 
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
         """Those whose script, as SLURM has it, is the run's."""
-        scripts: Mapping[str, str] = {}
-        with contextlib.suppress(NoAnswer):
-            scripts = queued_scripts()
+        try:
+            scripts = slurm_submission.queued_scripts()
+        except NoAnswer:
+            return []
+        is_job_of = slurm_submission.is_job_of
         return [(run, job) for run, job in jobs if is_job_of(run, job.job_id, scripts.get(job.job_id, ""))]
 
     def states(self, jobs: Sequence[Job]) -> Answer:
@@ -152,22 +136,23 @@ class Slurm(base.Scheduler):
         if not jobs:
             return Answer()
         ids = {job.submission.job_id for job in jobs}
-        wanted = {job.submission.job_id for job in jobs if job.newest}
         complaint, has_answered, commands = "", True, 1
         found: dict[str, JobState] = {}
         try:  # `-t all` also shows jobs that have just ended, with or without accounting
-            found = read_squeue(told("squeue", "-h", "-r", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _SQUEUE))
+            queue = told("squeue", "-h", "-r", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _SQUEUE)
+            found = slurm_submission.read_squeue(queue)
         except NoAnswer as error:
             if "invalid job id" not in error.words.lower():  # which only means that the queue has forgotten it
                 complaint, has_answered = error.words, False
         # An ended job's own word is in the accounts: squeue shows COMPLETING and forgets.
-        if missing := (wanted if has_answered else ids) - found.keys():
+        wanted = {job.submission.job_id for job in jobs if job.newest or not has_answered}
+        if missing := wanted - found.keys():
             commands = 2
-            command = ("sacct", "-X", "-n", "-P", "-D", "-j", ",".join(sorted(missing)), "-o", _SACCT)
             try:
-                accounts = read_sacct(told(*command))
-                known = {job: state for job, state in accounts.items() if job in missing}
-                found |= known if has_answered else {job: _doubted(state) for job, state in known.items()}
+                accounts = told("sacct", "-X", "-n", "-P", "-D", "-j", ",".join(sorted(missing)), "-o", _SACCT)
+                for job_id, state in slurm_submission.read_sacct(accounts).items():
+                    if job_id in missing:
+                        found[job_id] = state if has_answered else _doubted(state)
             except NoAnswer as error:
                 forgotten = f"the queue has forgotten it, and there is no accounting here ({error.words})"
                 complaint = complaint or forgotten
@@ -179,26 +164,24 @@ class Slurm(base.Scheduler):
         try:
             answer = run("scancel", *ids)
         except NoProgram:
-            raise SchedulerError(
-                "Nothing was cancelled: there is no scancel on this machine.",
-                why=f"The jobs are SLURM's: {', '.join(ids)}.",
-                fix="Give the same command on a login node.",
-            ) from None
+            what = "Nothing was cancelled: there is no scancel on this machine."
+            why = f"The jobs are SLURM's: {', '.join(ids)}."
+            raise SchedulerError(what, why=why, fix="Give the same command on a login node.") from None
         except NoAnswer as error:
             raise _not_cancelled(ids, error.words) from None
         # One line for each job that it could not end; one that has ended already needs none.
         lines = [line for line in answer.err.splitlines() if line.strip() and not _OVER.search(line)]
-        refused = {found[0] for line in lines for found in re.finditer(r"\w+(\+\d+)?", line) if found[0] in ids}
+        refused = {word[0] for line in lines for word in re.finditer(r"\w+(\+\d+)?", line) if word[0] in ids}
         if answer.code and lines and not refused:
             refused = set(ids)
         for folder, state in jobs:
             if state.job_id not in refused:
                 cancelled(folder, state.job_id)
                 ended(folder, state)
+        text = terminal.one_line(" ".join(lines), 2000)
+        if refused and _DENIED.search(text):
+            raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
         if refused:
-            text = terminal.one_line(" ".join(lines), 2000)
-            if _DENIED.search(text):
-                raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
             raise _not_cancelled(sorted(refused), text)
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
@@ -221,15 +204,15 @@ class Slurm(base.Scheduler):
         it was cancelled before anybody knew it."""
         cut = history_of(run).cut_short
         if cut is not None and cut.cancelled:
-            with contextlib.suppress(NoAnswer):
-                write_down(run, cut, [job_of(env)])
+            with suppress(NoAnswer):
+                slurm_submission.write_down(run, cut, [job_of(env)])
             return
         index = env.get("SLURM_ARRAY_TASK_ID")
         for folder in _folders(run, index):
             mine = folder / ".submitit" / f"{job_of(env)}_submitted.pkl"
             found = mine.with_name(base.unclaimed(int(index or 0)))
             if not mine.exists() and found.is_file():
-                with contextlib.suppress(FileNotFoundError):  # it is just being renamed
+                with suppress(FileNotFoundError):  # it is just being renamed
                     fileio.copy(found, mine, folder)
 
     def own_job(self, job_id: str) -> OwnJob:
@@ -248,7 +231,7 @@ class Slurm(base.Scheduler):
         for line in _lines("scontrol", "show", "node", "-o", ",".join(nodes)) if nodes else []:
             fields = dict(word.partition("=")[::2] for word in line.split())
             for key, what in (("SlurmdStartTime", "its slurmd was started"), ("BootTime", "it was booted")):
-                with contextlib.suppress(ValueError):  # "None", of a node that has not answered yet
+                with suppress(ValueError):  # "None", of a node that has not answered yet
                     if datetime.fromisoformat(fields.get(key, "")).timestamp() > since:
                         found[fields.get("NodeName", "")] = f"{what} at {fields[key]}"
         return found
@@ -346,7 +329,7 @@ def _queue_behind(old: str, name: str, words: Sequence[str], *, env: Mapping[str
     """Queue a job of that name that waits for the end of an old one; its id."""
 
     def link() -> str:  # sbatch may have queued it and had no answer
-        with contextlib.suppress(NoAnswer):
+        with suppress(NoAnswer):
             waiting = told("squeue", "-h", "-u", str(os.geteuid()), "-n", name, "-t", "PENDING", "-o", "%i|%E")
             jobs = [job for job in waiting.splitlines() if re.search(rf"afterany:{old}\b", job)]
             return jobs[0].split("|")[0].split("_")[0] if jobs else ""

@@ -33,7 +33,7 @@ CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', r
 _END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue', "chain": 'job end "$rc" --chain'}
 
 
-def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str = sys.executable, points: int = 1) -> str:
+def batch_script(plan: Plan, run_path: Path, cwd: Path, points: int = 1, *, python: str = sys.executable) -> str:
     """The whole script.
 
     Args:
@@ -146,11 +146,9 @@ def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
 def _check_path(path: Path) -> None:
     # sbatch's header has no escape that all versions read alike.
     if any(char in str(path) for char in "'\"\\\n"):
-        raise UserError(
-            f"The folder {str(path)!r} cannot be written into a batch script.",
-            why="Its name holds a quote, a backslash or a line break.",
-            fix="Use a folder with a plainer name.",
-        )
+        what = f"The folder {str(path)!r} cannot be written into a batch script."
+        why = "Its name holds a quote, a backslash or a line break."
+        raise UserError(what, why=why, fix="Use a folder with a plainer name.")
 
 
 # A batch shell is no login shell, so `module` may be missing although the site has it.
@@ -177,9 +175,8 @@ def activation(environment: str | None, cwd: Path, python: str) -> tuple[list[st
     folder = str(cwd / Path(name).expanduser())
     if kind == "venv":
         quoted = shlex.quote(folder)
-        return [f"export VIRTUAL_ENV={quoted}", 'export PATH="$VIRTUAL_ENV/bin:$PATH"'], shlex.quote(
-            f"{folder}/bin/python"
-        )
+        lines = [f"export VIRTUAL_ENV={quoted}", 'export PATH="$VIRTUAL_ENV/bin:$PATH"']
+        return lines, shlex.quote(f"{folder}/bin/python")
     if kind == "conda":
         where = shlex.quote(folder if "/" in name else name)
         lines = ['eval "$("${CONDA_EXE:-conda}" shell.bash hook)"', f"conda activate {where}"]
@@ -190,6 +187,7 @@ def activation(environment: str | None, cwd: Path, python: str) -> tuple[list[st
     return [f"python=$({find})"], '"$python"'
 
 
+_KEY = "launch.dependency"
 _JOB_ID = re.compile(r"\d+(_(\d+|\*))?(\+\d+)?")  # 4711, 4711_3, and sbatch's +MINUTES
 
 
@@ -209,11 +207,10 @@ def with_job_ids(plan: Plan, find: Find) -> Plan:
     for item in plan.directives:
         if item.name == "dependency" and item.value is not None:
             text = translated(str(item.value), find)
-            if text == item.value:
-                directives.append(item)
-            elif text:
-                directives.append(replace(item, value=text, reason=f"the jobs of {item.value}"))
-            continue
+            if not text:
+                continue
+            if text != item.value:
+                item = replace(item, value=text, reason=f"the jobs of {item.value}")
         directives.append(item)
     return replace(plan, directives=tuple(directives))
 
@@ -239,8 +236,7 @@ def _ids(kind: str, word: str, find: Find) -> list[str]:
         _require_no_run(word, find)
         return [word]
     runs = find(word)
-    waited = [run for run in runs if not _is_met(kind, run)]
-    ids = [_job_id(run) for run in waited]
+    ids = [_job_id(run) for run in runs if not _is_met(kind, run)]
     arrays = {job_id.partition("_")[0] for job_id in ids}
     return list(arrays) if len(arrays) == 1 and len(ids) == len(runs) else ids
 
@@ -251,12 +247,9 @@ def _require_no_run(job_id: str, find: Find) -> None:
         (run, *_) = find(job_id)
     except UserError:
         return
-    raise UserError(
-        f"--dependency {job_id} is a job and a run.",
-        why=f"sbatch takes the number for a job's, and there is {run.path}.",
-        fix=f"Give the job of the run by its path, ./{os.path.relpath(run.path)}, or rename the run.",
-        key="launch.dependency",
-    )
+    why = f"sbatch takes the number for a job's, and there is {run.path}."
+    fix = f"Give the job of the run by its path, ./{os.path.relpath(run.path)}, or rename the run."
+    raise UserError(f"--dependency {job_id} is a job and a run.", why=why, fix=fix, key=_KEY)
 
 
 def _is_met(kind: str, run: RunDir) -> bool:
@@ -264,27 +257,17 @@ def _is_met(kind: str, run: RunDir) -> bool:
     ended = "COMPLETED" if life.finished else life.submission.ended if life.submission is not None else None
     if ended is None:
         return False
-    wanted = {"afterok": ended == "COMPLETED", "afternotok": ended != "COMPLETED"}.get(kind, True)
-    if not wanted:
-        raise RefusedError(
-            f"{kind}:{run.name} will never come true.",
-            why=f"{run.name} is {ended}.",
-            fix=f"`{terminal.command('resume', run.path)}` first, or use afterany:{run.name}."
-            if kind == "afterok"
-            else "Leave the dependency out.",
-            key="launch.dependency",
-        )
-    return True
+    if {"afterok": ended == "COMPLETED", "afternotok": ended != "COMPLETED"}.get(kind, True):
+        return True
+    fix = f"`{terminal.command('resume', run.path)}` first, or use afterany:{run.name}."
+    fix = fix if kind == "afterok" else "Leave the dependency out."
+    raise RefusedError(f"{kind}:{run.name} will never come true.", why=f"{run.name} is {ended}.", fix=fix, key=_KEY)
 
 
 def _job_id(run: RunDir) -> str:
     submission = history_of(run).submission
-    if submission is None or not built_in(submission.executor).batch or not submission.job_id:
-        where = "It was never submitted." if submission is None else f"It runs by the executor {submission.executor}."
-        raise UserError(
-            f"No job can wait for {run.name}: it has no job in SLURM.",
-            why=where,
-            fix="Name a run that was submitted to SLURM, or leave the dependency out.",
-            key="launch.dependency",
-        )
-    return submission.job_id
+    if submission is not None and built_in(submission.executor).batch and submission.job_id:
+        return submission.job_id
+    why = "It was never submitted." if submission is None else f"It runs by the executor {submission.executor}."
+    fix = "Name a run that was submitted to SLURM, or leave the dependency out."
+    raise UserError(f"No job can wait for {run.name}: it has no job in SLURM.", why=why, fix=fix, key=_KEY)

@@ -25,16 +25,8 @@ from trainkit.errors import SchedulerError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.process import Answer, NoAnswer, NoProgram, ask, scrubbed
 from trainkit.ranks import expand
-from trainkit.run.events import (
-    RunHistory,
-    Submission,
-    cancelled,
-    history_of,
-    refused,
-    submitted,
-    submitting,
-    unanswered,
-)
+from trainkit.run import events
+from trainkit.run.events import RunHistory, Submission, history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import Function, JobState, Start, pickled, unclaimed
 
@@ -89,10 +81,8 @@ def persist(
         if number >= len(PAUSES) and not _GONE.search(failure.words):
             break
         time.sleep(pause)
-        if number and (answer := done_already()):
-            return answer
         try:
-            return run(*command, env=env, cwd=cwd).require().strip()
+            return (done_already() if number else "") or run(*command, env=env, cwd=cwd).require().strip()
         except NoProgram:
             raise
         except NoAnswer as error:
@@ -181,9 +171,7 @@ class SbatchError(SchedulerError):
     """The scheduler, or sbatch before it has asked, has said no."""
 
 
-def queue(
-    folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, env: Mapping[str, str]
-) -> list[str]:  # fmt: skip
+def queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, env: Mapping[str, str]) -> list[str]:
     """Queue the runs in ``folder`` as one job, or one array; the job id of each.
 
     Raises:
@@ -194,7 +182,7 @@ def queue(
     fileio.make_folder(script.parent, folder)
     fileio.link(script, "../submit.sbatch", folder)
     for item in runs:
-        submitting(item, NAME, token)
+        events.submitting(item, NAME, token)
     try:
         job_ids = pickled(folder, runs, function, lambda: sbatch(script, env))
     except SbatchError as error:
@@ -212,23 +200,20 @@ def sbatch(script: Path, env: Mapping[str, str]) -> str:
     Raises:
         SbatchError: it failed; with its own words.
     """
+    refusal, fix = "sbatch refused the job.", "`--dry-run` shows what is submitted."
     try:
         answer = run("sbatch", "--parsable", str(script), env=scrubbed(env), seconds=SBATCH_SECONDS)
     except NoAnswer as error:
-        raise _failed(error.words) from None
+        raise SbatchError(refusal, why=error.words, fix=fix) from None
     if answer.code:
         killed = answer.code < 0 or 128 < answer.code <= 192  # 255 is its own, for an option that it does not know
-        refusal = _failed(answer.words.replace("sbatch: ", ""))
-        refusal.is_answer = not killed and bool(answer.err.strip()) and not _NO_ANSWER.search(answer.words)
-        raise refusal
+        failure = SbatchError(refusal, why=answer.words.replace("sbatch: ", ""), fix=fix)
+        failure.is_answer = not killed and bool(answer.err.strip()) and not _NO_ANSWER.search(answer.words)
+        raise failure
     if not (job_id := job_id_in(answer.out)):
         words = repr(terminal.one_line(answer.out, 200))
         raise SbatchError("sbatch gave no job id.", why=words, fix="`python -m jobs.status` looks for it.")
     return job_id
-
-
-def _failed(words: str) -> SbatchError:
-    return SbatchError("sbatch refused the job.", why=words, fix="`--dry-run` shows what is submitted.")
 
 
 def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Plan) -> list[str]:
@@ -250,11 +235,11 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
             break
     if error.is_answer and (not complaint or "Batch job submission failed" in error.why):
         for index, item in enumerate(runs):
-            refused(item, error.why)
+            events.refused(item, error.why)
             (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
         raise SchedulerError(error.what, why=error.why, fix=way_out(error.why, plan))
     for item in runs:
-        unanswered(item, error.why)
+        events.unanswered(item, error.why)
     asked = f"SLURM cannot be asked: {complaint}" if complaint else "SLURM has no job of it yet"
     raise SchedulerError(
         f"Nobody can tell whether SLURM has taken the job of {folder}.",
@@ -332,15 +317,22 @@ def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, J
         job_ids = found[run.path]
         if not job_ids:
             lost[run.path] = _without(life.cut_short, complaint)
-        elif not _is_mine(run):
-            lost[run.path] = JobState("UNKNOWN", job_ids[-1], NAME, "its record is not yours to mend")
-        else:
-            try:
-                write_down(run, life.cut_short, job_ids, adopted=True)
-            except NoAnswer as error:
-                reason = f"it is to be cancelled, and scancel does not do it: {error.words}"
-                lost[run.path] = JobState("UNKNOWN", job_ids[-1], NAME, reason)
+        elif reason := _not_adopted(run, life.cut_short, job_ids):
+            lost[run.path] = JobState("UNKNOWN", job_ids[-1], NAME, reason)
     return lost, complaint
+
+
+def _not_adopted(run: RunDir, cut: Submission, job_ids: Sequence[str]) -> str:
+    """Write down the jobs of a submission; why not, if that is impossible."""
+    try:
+        if run.events.stat().st_uid != os.geteuid():
+            raise PermissionError
+        write_down(run, cut, job_ids, adopted=True)
+    except OSError:
+        return "its record is not yours to mend"
+    except NoAnswer as error:
+        return f"it is to be cancelled, and scancel does not do it: {error.words}"
+    return ""
 
 
 def write_down(folder: RunDir, cut: Submission, job_ids: Sequence[str], *, adopted: bool = False) -> None:
@@ -352,9 +344,9 @@ def write_down(folder: RunDir, cut: Submission, job_ids: Sequence[str], *, adopt
     if cut.cancelled:
         told("scancel", *job_ids)
     for job_id in job_ids:
-        submitted(folder, NAME, job_id, attempts_before=cut.attempts_before, adopted=adopted)
+        events.submitted(folder, NAME, job_id, attempts_before=cut.attempts_before, adopted=adopted)
         if cut.cancelled:
-            cancelled(folder, job_id)
+            events.cancelled(folder, job_id)
 
 
 def queued_scripts() -> dict[str, str]:
@@ -374,12 +366,9 @@ def _jobs_of(folder: RunDir, life: RunHistory, scripts: Mapping[str, str]) -> li
     known = {item.job_id for item in life.submissions}
     token = life.cut_short.token if life.cut_short is not None else ""
     script = f"/.submitit/{token}.sbatch" if token else "/submit.sbatch"
-    found = [
-        job_id
-        for job_id, line in scripts.items()
-        if job_id not in known and line.endswith(script) and is_job_of(folder, job_id, line)
-    ]
-    return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
+    new = [job_id for job_id, line in scripts.items() if job_id not in known and line.endswith(script)]
+    own = [job_id for job_id in new if is_job_of(folder, job_id, scripts[job_id])]
+    return sorted(own, key=lambda job_id: int(job_id.partition("_")[0]))
 
 
 def is_job_of(folder: RunDir, job_id: str, line: str) -> bool:
@@ -397,30 +386,21 @@ def is_job_of(folder: RunDir, job_id: str, line: str) -> bool:
     return any(os.path.realpath(os.path.join(place, task) if task else place) == here for place in places)
 
 
-def _is_mine(folder: RunDir) -> bool:
-    try:
-        return folder.events.stat().st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
 def _without(cut: Submission, complaint: str) -> JobState:
-    """No job was found."""
-    process, is_dead = cut.process, False
-    if process is not None and process.is_here():
-        is_dead = not process.is_alive()
-        if not is_dead and not cut.unanswered:
-            return JobState("UNKNOWN", "", NAME, f"process {process.pid} is just submitting it")
+    """The state of a submission whose job was not found."""
+    process, age = cut.process, time.time() - cut.time
+    is_here = process is not None and process.is_here()
+    is_dead = process is not None and is_here and not process.is_alive()
+    if process is not None and is_here and not is_dead and not cut.unanswered:
+        return JobState("UNKNOWN", "", NAME, f"process {process.pid} is just submitting it")
     what = f"sbatch had no answer ({cut.unanswered})" if cut.unanswered else "its submission was cut short"
-    left = cut.time + LATE_SECONDS - time.time()
-    is_recent = time.time() - cut.time < SBATCH_SECONDS
     if complaint:
         what += f", and SLURM cannot be asked: {complaint}"
-    elif not (cut.unanswered or is_dead) and (process is None or is_recent):
+    elif not (cut.unanswered or is_dead) and (process is None or age < SBATCH_SECONDS):
         where = process.host if process is not None else "an unknown machine"
         what = f"it is being submitted on {where}, or that was cut short"
-    elif left > 0:
-        what += f"; SLURM has no job of it, but may still have one within {left:.0f} s"
+    elif age < LATE_SECONDS:
+        what += f"; SLURM has no job of it, but may still have one within {LATE_SECONDS - age:.0f} s"
         what += ", which would be cancelled" * cut.cancelled
     else:
         return JobState("NOT SUBMITTED", reason=f"{what}, and SLURM has no job of it")
