@@ -294,13 +294,13 @@ def test_of_others_it_is_their_power_times_the_time_between_two_samples(clock: S
     assert meter.used([{"index": 3, "power_w": 400.0}, {"index": 4}]) == {"gpu_kwh": 0.5}
     package(tmp_path, "intel-rapl:0", 1.0)
     (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as unreadable as it is to all but root
-    assert measure(None, rapl=tmp_path).used([]) == {}
+    assert measure(Counted(), rapl=tmp_path).used([]) == {}
 
 
 def test_processors_count_each_package_once_though_its_counter_wraps(tmp_path: Path) -> None:
     for name, of in (("intel-rapl:0", "package-0"), ("intel-rapl:1", "package-1"), ("intel-rapl:0:0", "core")):
         package(tmp_path, name, 900.0, of=of)
-    meter = measure(None, rapl=tmp_path)
+    meter = measure(Counted(), rapl=tmp_path)
     package(tmp_path, "intel-rapl:0", 950.0)
     package(tmp_path, "intel-rapl:1", 50.0, of="package-1")
     package(tmp_path, "intel-rapl:0:0", 999.0, of="core")

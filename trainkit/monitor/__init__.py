@@ -26,6 +26,8 @@ from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
     from trainkit.config.schema import Config
 
 _SECTIONS = {"seed", "model", "data", "task", "train", "optim", "schedule", "strategy"}
@@ -65,12 +67,8 @@ class Start:
     """The result of the logger's own ``prepare``; None if it was not called."""
 
 
-class NullLogger:
+class NullLogger(Logger):
     """Ignores all records: the logger of every rank but the first."""
-
-    def log(self, record: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _FanOut:
@@ -187,7 +185,7 @@ def confusion_of_test(run_dir: RunDir, most_classes: int) -> tuple[list[str], li
     try:
         for label, predicted, samples in triples:
             if min(label, predicted) < 0:
-                return None
+                raise ValueError
             counts[label][predicted] = int(samples)
     except (TypeError, ValueError, IndexError):
         return None
@@ -216,17 +214,21 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     """The measured values of a record, each with its name and unit; what is absent is left out."""
     head = metrics.headline
     others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
-    words = []
-    for key in ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}"):
-        if key not in record:
-            continue
-        if key == "lr":
-            words.append(f"lr {number(record[key], '.2e')}")
-        elif key == "images_per_sec":
-            words.append(number(record[key], ",.0f", " images/s"))
-        else:
-            words.append(metrics.words(key, record[key]))
-    return words
+    shown = {
+        "lr": lambda value: f"lr {number(value, '.2e')}",
+        "images_per_sec": lambda value: number(value, ",.0f", " images/s"),
+    }
+    keys = ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}")
+    known = [key for key in keys if key in record]
+    return [shown[key](record[key]) if key in shown else metrics.words(key, record[key]) for key in known]
+
+
+def progress_bar(*first: ProgressColumn | str, **how: Any) -> Progress:
+    """A bar after these columns, then the task's ``text`` and the time to go."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    rest = (BarColumn(bar_width=24), TextColumn("{task.fields[text]}"), TimeRemainingColumn(compact=True))
+    return Progress(*first, *rest, speed_estimate_period=120.0, **how)
 
 
 def record_line(
@@ -239,10 +241,8 @@ def record_line(
         head += f"  epoch {number(record['epoch'], '6.2f')}"
     # A swarm's peers make as many updates as time allows: there is no total.
     of_total = f"/{total_steps}" if total_steps else ""
-    words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics)]
-    if eta_seconds is not None:
-        words.append(f"ETA {duration(eta_seconds)}")
-    return "  ".join(words)
+    eta = [f"ETA {duration(eta_seconds)}"] if eta_seconds is not None else []
+    return "  ".join([f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics), *eta])
 
 
 def setback_line(event: Mapping[str, Any]) -> str | None:

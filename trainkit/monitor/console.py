@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config.schema import Config
-from trainkit.monitor import Logger, Start, metric_words, record_line
+from trainkit.monitor import Logger, Start, metric_words, progress_bar, record_line
 from trainkit.run.folder import RunDir
 
 PEERS = "none"  # a swarm has lines of its own, one a round
@@ -18,8 +18,7 @@ class _Plain:
     """One line a record, flushed, so that `logs -f` shows it at once."""
 
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._metrics = start.total_steps, start.metrics
-        self._clock = clock
+        self._total, self._metrics, self._clock = start.total_steps, start.metrics, clock
         self._first: tuple[int, float] | None = None  # step and time of this attempt's first record
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -44,19 +43,9 @@ class _Bar:
     """
 
     def __init__(self, start: Start) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
         self._total, self._metrics = start.total_steps, start.metrics
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(compact=True),
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            speed_estimate_period=120.0,
-        )
+        how = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+        self._progress = progress_bar("step {task.completed}/{task.total}", **how)
         self._task = self._progress.add_task("", total=start.total_steps, completed=start.resumed_step, text="")
         self._progress.start()
 

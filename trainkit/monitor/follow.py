@@ -16,18 +16,11 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.fileio import FileWatcher
-from trainkit.monitor import duration, number, record_line, setback_line
+from trainkit.monitor import duration, number, progress_bar, record_line, setback_line
+from trainkit.run import metrics as run_metrics
 from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import (
-    SETBACK_EVENTS,
-    TaskMetrics,
-    best_of,
-    described,
-    read_thinned,
-    setbacks_of,
-    typed_record,
-)
+from trainkit.run.metrics import TaskMetrics, described, typed_record
 
 _GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
 """Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""
@@ -96,29 +89,29 @@ def summary_lines(run_dir: RunDir) -> list[str]:
          any(run_dir.wandb.glob("offline-run-*"))),
         ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
     ]  # fmt: skip
-    sent = read_events(run_dir, ("uploaded", "upload_recovered", "upload_failed", "not_uploaded"))[-1:]
-    if sent and sent[0]["event"] in ("upload_failed", "not_uploaded"):
-        places.append(
-            ("not sent yet", f"{terminal.command('resume', run_dir.path)} sends it to {sent[0]['url']}", True)
-        )
+    for sent in read_events(run_dir, ("uploaded", "upload_recovered", "upload_failed", "not_uploaded"))[-1:]:
+        words = f"{terminal.command('resume', run_dir.path)} sends it to {sent.get('url', '?')}"
+        places.append(("not sent yet", words, sent["event"] in ("upload_failed", "not_uploaded")))
     return found + [f"{name:16} {place}" for name, place, exists in places if exists]
 
 
 def _results(run_dir: RunDir) -> list[str]:
     summary = fileio.read_object(run_dir.summary)
-    records, metrics = read_thinned(run_dir).records, described(run_dir)
+    records, metrics = run_metrics.read_thinned(run_dir).records, described(run_dir)
     head = metrics.headline
     train = [record for record in records if record["split"] == "train"]
+    val, tested = (
+        [record for record in records if record["split"] == split and record.get(head) is not None]
+        for split in ("val", "test")
+    )
     steps = summary.get("steps")
     done = steps if fileio.is_whole(steps) else max((record["step"] for record in train), default=0)
-    setbacks = setbacks_of(read_events(run_dir, SETBACK_EVENTS), train, done)
+    setbacks = run_metrics.setbacks_of(read_events(run_dir, run_metrics.SETBACK_EVENTS), train, done)
     words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
-    scored = [record for record in records if record["split"] == "val" and record.get(head) is not None]
-    if best := best_of(scored, summary.get("best_step"), metrics):
+    if best := run_metrics.best_of(val, summary.get("best_step"), metrics):
         words.append(f"val {metrics.words(head, best[head])} (best, step {best['step']})")
-    elif scored:
-        words.append(f"val loss is not finite (step {scored[-1]['step']}): no model is the best")
-    tested = [record for record in records if record["split"] == "test" and record.get(head) is not None]
+    elif val:
+        words.append(f"val loss is not finite (step {val[-1]['step']}): no model is the best")
     if tested:
         words.append(f"test {metrics.words(head, tested[-1][head])}")
     if fileio.is_number(seconds := summary.get("train_seconds")):
@@ -195,11 +188,8 @@ def _started_line(event: Mapping[str, Any]) -> str:
     who = f"Attempt {event.get('attempt', '?')}: {ranks} rank{'' if ranks == 1 else 's'}"
     if hosts := list(dict.fromkeys(event.get("hosts") or ())):
         who += f" on {', '.join(hosts[:4])}" + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    words = [who]
-    words += [f"{key} {event[key]}" for key in ("device", "precision") if key in event]
-    if "total_steps" in event:
-        words.append(f"{event['total_steps']} steps")
-    return ", ".join(words)
+    words = [who, *(f"{key} {event[key]}" for key in ("device", "precision") if key in event)]
+    return ", ".join(words + [f"{event['total_steps']} steps"] * ("total_steps" in event))
 
 
 class _LineView:
@@ -227,17 +217,9 @@ class _BarView(_LineView):
     """One bar: where training is, its loss and speed, and the headline of the newest validation."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import SpinnerColumn
 
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.fields[where]}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(compact=True),
-            refresh_per_second=8,
-            speed_estimate_period=120.0,
-        )
+        self._progress = progress_bar(SpinnerColumn(), "{task.fields[where]}", refresh_per_second=8)
         self._task = self._progress.add_task("", total=None, where="waiting for the first step", text="")
         super().__init__()
         self._loss = self._speed = self._headline = ""
@@ -265,8 +247,8 @@ class _BarView(_LineView):
                 self.say(record_line(record, metrics, total_steps=record.get("step", 0)))
         if batch:
             step = batch[-1].get("step", 0)
-            where = f"step {step}/{self._total}" if self._total else f"step {step}"
-            text = "  ".join(word for word in (self._loss, self._headline, self._speed) if word)
+            where = f"step {step}" + (f"/{self._total}" if self._total else "")
+            text = "  ".join(filter(None, (self._loss, self._headline, self._speed)))
             self._progress.update(self._task, completed=step, where=where, text=text)
 
     def say(self, line: str) -> None:

@@ -33,18 +33,18 @@ CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', r
 _END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue', "chain": 'job end "$rc" --chain'}
 
 
-def batch_script(plan: Plan, run_path: Path, cwd: Path, points: int = 1, *, python: str = sys.executable) -> str:
+def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python: str = sys.executable) -> str:
     """The whole script.
 
     Args:
-        run_path: folder of the run; of the sweep, whose runs are its folders 0, 1, 2, ..., if ``points`` is above one.
+        folder: folder of the run; of the sweep, whose runs are its folders 0, 1, 2, ..., if ``points`` is above one.
         cwd: where the job runs: the folder of the submission.
         python: the interpreter.
     """
-    _check_path(run_path)
+    _check_path(folder)
     _check_path(cwd)
-    run = shlex.quote(str(run_path)) + ('/"$SLURM_ARRAY_TASK_ID"' if points > 1 else "")
-    if is_part(run_path):  # which has links to the runs
+    run = shlex.quote(str(folder)) + ('/"$SLURM_ARRAY_TASK_ID"' if points > 1 else "")
+    if is_part(folder):  # which has links to the runs
         run = f'"$(readlink -f {run})"'
     lines = ["#!/bin/bash"]
     for item in plan.directives:
@@ -80,7 +80,7 @@ def batch_script(plan: Plan, run_path: Path, cwd: Path, points: int = 1, *, pyth
     if not plan.gpus_per_node:
         lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
     lines += ["export SUBMITIT_EXECUTOR=slurm"]
-    lines += _srun(plan, run_path, cwd, interpreter)
+    lines += _srun(plan, folder, cwd, interpreter)
     lines += [
         "",
         "# What was handed back, or may do better, is queued again; the exit code is the job's.",
@@ -99,10 +99,10 @@ def batch_script(plan: Plan, run_path: Path, cwd: Path, points: int = 1, *, pyth
     return "\n".join(lines) + "\n"
 
 
-def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
+def _srun(plan: Plan, folder: Path, cwd: Path, interpreter: str) -> list[str]:
     options, before, shell = list(plan.srun), [], "bash"
     if plan.container is not None:
-        folders, shell = (whole(run_path), cwd), "sh"  # an image may have no other
+        folders, shell = (whole(folder), cwd), "sh"  # an image may have no other
         options += containers.srun_options(plan.container, folders, cwd)
         outside = containers.command(plan.container, folders, cwd, gpus=plan.gpus_per_node > 0)
         before = [shlex.join(outside)] if outside else []
@@ -119,7 +119,7 @@ def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
         *extra,
         '    --output="${logs//%/%%}/rank-%t.out" --error="${logs//%/%%}/rank-%t.err" \\',
         *protected,
-        f"    {interpreter} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
+        f"    {interpreter} -u -c {shlex.quote(TASK)} {shlex.quote(str(folder / '.submitit'))} || rc=$?",
     ]
     if plan.preflight:
         ranks = [

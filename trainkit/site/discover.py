@@ -10,28 +10,15 @@ import pwd
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit import fileio, process, terminal
 from trainkit.errors import UserError
 from trainkit.ranks import expand
 from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
-from trainkit.site.profile import (
-    Account,
-    Dialect,
-    Node,
-    Partition,
-    Qos,
-    SiteFacts,
-    count_gpus,
-    facts_of,
-    gpu_types,
-    limit_minutes,
-    names_in,
-    read_nodes,
-    read_partitions,
-)
+from trainkit.site import profile
+from trainkit.site.profile import Account, Dialect, Node, Partition, Qos, SiteFacts, names_in
 
 ACCOUNT_FIELDS = ("User", "DefaultAccount", "Cluster", "Account", "Partition", "QOS")
 SINFO_FORMAT = "%P|%a|%l|%s|%c|%m|%f|%G|%T|%N"
@@ -86,32 +73,24 @@ def read_qos(text: str) -> tuple[Qos, ...]:
 def read_sinfo(text: str) -> tuple[Partition, ...]:
     """Partitions from ``sinfo -h -e -o`` `SINFO_FORMAT`: one line for nodes of a kind and a state."""
     found: dict[str, Partition] = {}
-    members: dict[str, list[Node]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != SINFO_FORMAT.count("|") + 1:
             continue
         name, up, limit, size, cpus, memory, features, gres, state, names = fields
-        up_node = not re.match(r"(down|drain|drng|fail|inval|maint|unk|future|planned_down)", state)
-        node = Node(
-            "",
-            int(cpus.rstrip("+") or 1),
-            count_gpus(gres),
-            up=up_node,
-            mem_mb=number if (number := leading_number(memory)) and number > 1 else None,
-            gpu_types=gpu_types(gres),
-            features=names_in(features),
-        )
-        members.setdefault(name.rstrip("*"), []).extend(replace(node, name=host) for host in names and expand(names))
-        largest = size.rpartition("-")[2]
+        is_up = not re.match(r"(down|drain|drng|fail|inval|maint|unk|future|planned_down)", state)
+        mem_mb = number if (number := leading_number(memory)) and number > 1 else None
+        kind = (int(cpus.rstrip("+") or 1), profile.count_gpus(gres), is_up, mem_mb, profile.gpu_types(gres))
+        known = found.get(name.rstrip("*"), Partition(name.rstrip("*"))).nodes
         found[name.rstrip("*")] = Partition(
             name.rstrip("*"),
+            (*known, *(Node(host, *kind, features=names_in(features)) for host in names and expand(names))),
             default=name.endswith("*"),
-            max_time_min=limit_minutes(limit),
-            max_nodes=int(largest) if largest.isdigit() else None,
+            max_time_min=profile.limit_minutes(limit),
+            max_nodes=int(largest) if (largest := size.rpartition("-")[2]).isdigit() else None,
             up=up == "up",
         )
-    return tuple(replace(partition, nodes=tuple(members[name])) for name, partition in found.items())
+    return tuple(found.values())
 
 
 def read_shared_folders(mounts: str) -> tuple[str, ...]:
@@ -150,7 +129,7 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
         cluster=config.get("ClusterName", ""),
         version=config.get("SLURM_VERSION", "") or _version(ask),
         gpu_dialect=dialect,
-        partitions=tuple(facts_of(partition) for partition in partitions),
+        partitions=tuple(map(profile.facts_of, partitions)),
         accounts=read_accounts(associations, config.get("ClusterName", "")),
         qos=read_qos(ask("qos") if associations else ""),
         accounts_enforced=None if enforced is None else enforced.lower() not in ("none", "(null)", ""),
@@ -209,8 +188,8 @@ def _partitions(ask: _Ask) -> tuple[Partition, ...]:
 
     def from_scontrol() -> tuple[Partition, ...]:
         told = ask("partitions")
-        nodes = read_nodes(ask("nodes")) if told else {}
-        return read_partitions(told, nodes) if nodes else ()
+        nodes = profile.read_nodes(ask("nodes")) if told else {}
+        return profile.read_partitions(told, nodes) if nodes else ()
 
     for read, program in ((from_scontrol, "scontrol show"), (lambda: read_sinfo(ask("summary")), "sinfo")):
         try:

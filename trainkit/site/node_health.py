@@ -70,36 +70,31 @@ def findings(report: Mapping[str, Any], here: float | None = None) -> list[Findi
     """
     nodes = {facts["node"]: facts for facts in report["ranks"].values() if "host" in facts}
     found = [Finding(node, "answer", "did not answer") for node in dict.fromkeys(report["missing"].values())]
-    for node, facts in nodes.items():
-        found += [Finding(node, *item) for item in _of_one(facts)]
+    found += [Finding(node, *item) for node, facts in nodes.items() for item in _of_one(facts)]
     found += _odd_ones("versions", {node: _words(facts["versions"]) for node, facts in nodes.items()})
-    gpus = {node: _gpus(facts) for node, facts in nodes.items()}
-    found += _odd_ones("GPUs", gpus)
-    found += _clocks(report, here)
-    found += _products(report)
-    found += _links(report)
-    order = {node: index for index, node in enumerate(dict.fromkeys([*_names(report).values(), *gpus]))}
-    return sorted(found, key=lambda item: (order.get(item.node, len(order)), not item.bad))
+    found += _odd_ones("GPUs", {node: _gpus(facts) for node, facts in nodes.items()})
+    found += [*_clocks(report, here), *_products(report), *_links(report)]
+    order = list(dict.fromkeys([*_names(report).values(), *nodes]))
+    return sorted(found, key=lambda item: (order.index(item.node) if item.node in order else len(order), not item.bad))
 
 
 def _of_one(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
     """What a node says of itself and no comparison is needed for: check, words, whether it is bad."""
     for disk in facts["disks"]:
-        shm = disk["path"] == "/dev/shm"
-        if "error" in disk:
-            yield "disk", f"{disk['path']}: {disk['error']}", True
-        elif disk["free_mb"] < (FREE_SHM_MB if shm else FREE_MB):
-            yield "disk", f"{disk['path']}: {disk['free_mb']} MB free", True
-        elif disk.get("free_inodes", FREE_INODES) < FREE_INODES:
-            yield "disk", f"{disk['path']}: {disk['free_inodes']} inodes free", True
+        words = disk.get("error", "")
+        if not words and disk["free_mb"] < (FREE_SHM_MB if disk["path"] == "/dev/shm" else FREE_MB):
+            words = f"{disk['free_mb']} MB free"
+        elif not words and disk.get("free_inodes", FREE_INODES) < FREE_INODES:
+            words = f"{disk['free_inodes']} inodes free"
+        if words:
+            yield "disk", f"{disk['path']}: {words}", True
     if facts["memory_free_mb"] < FREE_MEMORY_MB:
         yield "memory", f"{facts['memory_free_mb']} MB of {facts['memory_total_mb']} free", True
     for process in facts["busy"]:
         who = f"{process['user']}'s {process['name']} (pid {process['pid']})"
         yield "processes", f"{who} uses {process['cpu_percent']} % of a core", False
     for gpu in facts["gpus"]:
-        for check, words, bad in _of_gpu(gpu):
-            yield check, f"GPU {gpu['index']}: {words}", bad
+        yield from ((check, f"GPU {gpu['index']}: {words}", bad) for check, words, bad in _of_gpu(gpu))
 
 
 def _of_gpu(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
@@ -127,11 +122,8 @@ def _odd_ones(check: str, values: Mapping[str, str]) -> list[Finding]:
 
 
 def _clocks(report: Mapping[str, Any], here: float | None) -> list[Finding]:
-    clocks = report.get("clocks", {})
-    if not clocks:
-        return []
-    right = statistics.median_low([*clocks.values(), *([] if here is None else [here])])
-    names = _names(report)
+    clocks, names = report.get("clocks", {}), _names(report)
+    right = statistics.median_low([*clocks.values(), *([] if here is None else [here])]) if clocks else 0.0
     off = {rank: offset - right for rank, offset in clocks.items() if abs(offset - right) > CLOCK_SECONDS}
     return [Finding(names[rank], "clock", f"{offset:+.1f} s from the others'") for rank, offset in off.items()]
 
@@ -298,35 +290,35 @@ def gpu_facts() -> list[dict[str, Any]]:
         pynvml.nvmlInit()
     except Exception:  # not installed, or no driver: either way there is nothing to ask
         return []
+    nvml: Any = pynvml
     readings: dict[str, Callable[[Any], Any]] = {
-        "name": lambda gpu: str(pynvml.nvmlDeviceGetName(gpu)),
-        "driver": lambda _: str(pynvml.nvmlSystemGetDriverVersion()),
-        "memory_used_mb": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) // MB,
-        "memory_total_mb": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) // MB,
-        "temperature_c": lambda gpu: int(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
+        "name": lambda gpu: str(nvml.nvmlDeviceGetName(gpu)),
+        "driver": lambda _: str(nvml.nvmlSystemGetDriverVersion()),
+        "memory_used_mb": lambda gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used) // MB,
+        "memory_total_mb": lambda gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total) // MB,
+        "temperature_c": lambda gpu: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
         # Since the driver was loaded. Corrected ones are harmless.
         "ecc_errors": lambda gpu: int(
-            pynvml.nvmlDeviceGetTotalEccErrors(gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+            nvml.nvmlDeviceGetTotalEccErrors(gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
         ),
-        "remap_failed": lambda gpu: bool(pynvml.nvmlDeviceGetRemappedRows(gpu)[3]),
-        "remap_pending": lambda gpu: bool(pynvml.nvmlDeviceGetRemappedRows(gpu)[2]),
-        "pcie_width": lambda gpu: int(pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
-        "pcie_width_max": lambda gpu: int(pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
-        "processes": lambda gpu: [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)],
+        "remap_failed": lambda gpu: bool(nvml.nvmlDeviceGetRemappedRows(gpu)[3]),
+        "remap_pending": lambda gpu: bool(nvml.nvmlDeviceGetRemappedRows(gpu)[2]),
+        "pcie_width": lambda gpu: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
+        "pcie_width_max": lambda gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
+        "processes": lambda gpu: [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)],
     }
-    found = []
+    found: list[dict[str, Any]] = []
     try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            facts: dict[str, Any] = {"index": index}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            found.append({"index": index})
             for key, reading in readings.items():
-                with suppress(pynvml.NVMLError):  # vGPUs and MIG slices do not tell everything
-                    facts[key] = reading(pynvml.nvmlDeviceGetHandleByIndex(index))
-            found.append(facts)
-    except pynvml.NVMLError as error:
+                with suppress(nvml.NVMLError):  # vGPUs and MIG slices do not tell everything
+                    found[-1][key] = reading(nvml.nvmlDeviceGetHandleByIndex(index))
+    except nvml.NVMLError as error:
         found.append({"index": len(found), "error": str(error)})  # fell off the bus
     finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
     return found
 
 

@@ -14,7 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -103,18 +103,15 @@ class Site:
 
 def discover(env: Mapping[str, str]) -> Site:
     """Ask this machine, and its scheduler if it has one."""
-    gpus, cpus = local_gpus(env.get("CUDA_VISIBLE_DEVICES")), visible_cpus()
-    scheduler = batch_here(env)
-    if scheduler is None:
-        return Site("", gpus=gpus, cpus=cpus)
+    scheduler, unknown = batch_here(env), ""
+    partitions: tuple[Partition, ...] = ()
     try:
-        partitions = scheduler.partitions(env)
-    except NoCluster as error:
-        return Site("", gpus=gpus, cpus=cpus, unknown=error.words)
+        partitions = scheduler.partitions(env) if scheduler is not None else ()
     except NoAnswer as error:
-        return Site(scheduler.name, gpus=gpus, cpus=cpus, unknown=error.words)
-    groups = () if os.geteuid() == 0 or not any(partition.groups for partition in partitions) else _own_groups()
-    return Site(scheduler.name, gpus=gpus, cpus=cpus, partitions=partitions, user_groups=groups)
+        scheduler, unknown = None if isinstance(error, NoCluster) else scheduler, error.words
+    groups = _own_groups() if os.geteuid() != 0 and any(partition.groups for partition in partitions) else ()
+    name, gpus = scheduler.name if scheduler is not None else "", local_gpus(env.get("CUDA_VISIBLE_DEVICES"))
+    return Site(name, gpus, visible_cpus(), partitions, unknown, groups)
 
 
 def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
@@ -191,12 +188,9 @@ def cpu_has_bf16() -> bool:
 
 def cpu_flags() -> set[str]:
     """What this machine's processor can do, in Linux's words; empty elsewhere."""
-    try:
-        for line in fileio.read_text(Path("/proc/cpuinfo")).splitlines():
-            if line.startswith("flags"):
-                return set(line.split())
-    except OSError:
-        pass
+    with suppress(OSError):
+        lines = fileio.read_text(Path("/proc/cpuinfo")).splitlines()
+        return next((set(line.split()) for line in lines if line.startswith("flags")), set())
     return set()
 
 
@@ -214,11 +208,11 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partition:
-    names = fields.get("Nodes", "(null)")
-    members = [] if names in ("(null)", "") else expand(names)
+    names = fields.get("Nodes", "")
+    members = expand(names) if names not in ("(null)", "") else []
     return Partition(
-        name=fields["PartitionName"],
-        nodes=tuple(nodes[name] for name in members if name in nodes),
+        fields["PartitionName"],
+        tuple(nodes[name] for name in members if name in nodes),
         default=fields.get("Default") == "YES",
         max_time_min=limit_minutes(fields.get("MaxTime", "")),
         max_nodes=_number(fields.get("MaxNodes", "")),
@@ -260,17 +254,10 @@ def _node(fields: Mapping[str, str]) -> Node:
     state = fields.get("State", "").upper()
     # "IDLE+DRAIN", "DOWN*"; "IDLE~" is one that is powered down.
     words = {word.rstrip("*~#!%$@^-") for word in state.split("+")}
-    memory = _number(fields.get("RealMemory", "")) or 0
-    memory -= _number(fields.get("MemSpecLimit", "")) or 0
-    return Node(
-        fields["NodeName"],
-        int(cpus),
-        gpus,
-        up=not words & _DOWN,
-        mem_mb=memory if memory > 1 else None,  # 1 MB is SLURM's word for a memory that nobody has configured
-        gpu_types=gpu_types(fields.get("Gres", "")),
-        features=names_in(fields.get("AvailableFeatures", "")),
-    )
+    memory = (_number(fields.get("RealMemory", "")) or 0) - (_number(fields.get("MemSpecLimit", "")) or 0)
+    mem_mb = memory if memory > 1 else None  # 1 MB is SLURM's word for a memory that nobody has configured
+    types, features = gpu_types(fields.get("Gres", "")), names_in(fields.get("AvailableFeatures", ""))
+    return Node(fields["NodeName"], int(cpus), gpus, not words & _DOWN, mem_mb, types, features)
 
 
 # What a profile keeps of a site
@@ -345,36 +332,27 @@ class SiteFacts:
 def facts_of(partition: Partition) -> PartitionFacts:
     """A partition as a profile keeps it."""
     limit = partition.max_time_min
-    kinds = Counter(
-        NodeKind(0, node.cpus, node.mem_mb, node.gpus, node.gpu_types, node.features) for node in partition.nodes
-    )
+    kinds = Counter((node.cpus, node.mem_mb, node.gpus, node.gpu_types, node.features) for node in partition.nodes)
+    same = {key: getattr(partition, key) for key in ("name", "default", "up", "max_nodes", "accounts", "qos")}
     return PartitionFacts(
-        partition.name,
-        partition.default,
-        partition.up,
-        slurm_time(limit) if limit is not None else None,
-        partition.max_nodes,
-        partition.accounts,
-        partition.qos,
-        "" if partition.preempt_mode == "OFF" else partition.preempt_mode,
-        tuple(replace(kind, count=count) for kind, count in kinds.items()),
+        **same,
+        max_time=slurm_time(limit) if limit is not None else None,
+        preempt_mode="" if partition.preempt_mode == "OFF" else partition.preempt_mode,
+        nodes=tuple(NodeKind(count, *kind) for kind, count in kinds.items()),
     )
 
 
 def to_profile(facts: SiteFacts) -> str:
     """Text of a new profile: what to ask for at this site, and below ``site:`` what was found."""
-    chosen = next((item for item in facts.partitions if item.default), None)
-    chosen = chosen or next((item for item in facts.partitions if item.up), None)
-    launch: dict[str, object] = {"partition": chosen.name} if chosen else {}
+    usable = [item for item in facts.partitions if item.default] or [item for item in facts.partitions if item.up]
+    launch: dict[str, object] = {"partition": usable[0].name} if usable else {}
     if facts.gpu_dialect != "gpus-per-node":
         launch["gpu_dialect"] = facts.gpu_dialect
-    lines = [
-        f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it.",
-        "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet.",
-        yaml.dump({"launch": launch}),
-        _known(facts),
-    ]
-    return "\n".join(lines)
+    head = f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it.\n"
+    head += (
+        "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet."
+    )
+    return "\n".join([head, yaml.dump({"launch": launch}), _known(facts)])
 
 
 def renewed(text: str, facts: SiteFacts) -> str:
@@ -401,11 +379,10 @@ def read_facts(cluster: str) -> SiteFacts | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path} cannot be read below '{SITE}' ({path}:{lines.get(f'{SITE}.{where}', lines[SITE])}).",
-            why=f"{where}: {first['msg']}." if where else f"{first['msg']}.",
-            fix="Correct it, or find it out anew: python -m jobs.cluster discover NAME --force.",
-        ) from None
+        what = f"{path} cannot be read below '{SITE}' ({path}:{lines.get(f'{SITE}.{where}', lines[SITE])})."
+        why = f"{where}: {first['msg']}." if where else f"{first['msg']}."
+        fix = "Correct it, or find it out anew: python -m jobs.cluster discover NAME --force."
+        raise UserError(what, why=why, fix=fix) from None
 
 
 def lines(facts: SiteFacts) -> list[str]:
@@ -413,11 +390,10 @@ def lines(facts: SiteFacts) -> list[str]:
     found = [f"{facts.cluster or 'This site'}: SLURM {facts.version or 'of unknown version'}"]
     rows = [_row(partition) for partition in facts.partitions]
     found += [f"  {line}" for line in (terminal.table(rows[0], rows[1:]) if rows else [])]
-    accounts = [
-        f"{item.name}{'*' * item.default}{f' in {item.partition}' if item.partition else ''}"
-        + (f" (QOS {', '.join(item.qos)})" if item.qos else "")
-        for item in facts.accounts
-    ]
+    accounts = []
+    for item in facts.accounts:
+        qos = f" (QOS {', '.join(item.qos)})" if item.qos else ""
+        accounts.append(f"{item.name}{'*' * item.default}{f' in {item.partition}' if item.partition else ''}{qos}")
     limits = {item.name: ", ".join(filter(None, (item.max_wall, item.max_tres_per_user))) for item in facts.qos}
     enforced = "; not enforced" if facts.accounts_enforced is False else ""
     said = {
@@ -479,29 +455,21 @@ def require_access(loaded: Loaded, request: Request, partition: Partition | None
         UserError: the account is still a profile's placeholder.
         RefusedError: everything else.
     """
-    names = list(dict.fromkeys(item.name for item in facts.accounts))
-    if loaded.config.launch.account == PLACEHOLDER:
-        raise UserError(
-            f"launch.account is still {PLACEHOLDER} ({loaded.source('launch.account')}).",
-            why="Everybody has another one.",
-            fix="Give yours: --account NAME, or export SBATCH_ACCOUNT=NAME."
-            + (f" You have: {', '.join(names)}." if names else ""),
-            key="launch.account",
-        )
-    launch = loaded.config.launch
+    launch, names = loaded.config.launch, list(dict.fromkeys(item.name for item in facts.accounts))
+    if launch.account == PLACEHOLDER:
+        key, why = "launch.account", "Everybody has another one."
+        fix = "Give yours: --account NAME, or export SBATCH_ACCOUNT=NAME."
+        fix += f" You have: {', '.join(names)}." if names else ""
+        raise UserError(f"{key} is still {PLACEHOLDER} ({loaded.source(key)}).", why=why, fix=fix, key=key)
     for key, what, why, fix in _objections(launch.account, launch.qos, names, request, partition, facts):
         where = "launch.qos" if key == "launch.gpus_per_node" else key
         raise RefusedError(f"{what} ({loaded.source(where)}).", why=why, fix=fix, key=key)
 
 
 def _objections(
-    account: str | None,
-    qos: str | None,
-    names: Sequence[str],
-    request: Request,
-    partition: Partition | None,
+    account: str | None, qos: str | None, names: Sequence[str], request: Request, partition: Partition | None,
     facts: SiteFacts,
-) -> Iterator[tuple[str, str, str, str]]:
+) -> Iterator[tuple[str, str, str, str]]:  # fmt: skip
     """What stands against a request: the setting, and the three lines of its error."""
     charged = account or next((item.name for item in facts.accounts if item.default), None)
     lets_in = partition.accounts if partition is not None else ()
@@ -566,17 +534,13 @@ def require_room(folder: Path) -> None:
     otherwise = "choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir."
     free_mb = there.f_bavail * there.f_frsize / 1e6
     if free_mb < LEAST_MB:
-        raise RefusedError(
-            f"There is no room for a run in {place}.",
-            why=f"{free_mb:.0f} MB are free, and {LEAST_MB} are little for a run: its code, its logs, its checkpoints.",
-            fix=f"Free some space, or {otherwise}",
-        )
+        why = f"{free_mb:.0f} MB are free, and {LEAST_MB} are little for a run: its code, its logs, its checkpoints."
+        fix = f"Free some space, or {otherwise}"
+        raise RefusedError(f"There is no room for a run in {place}.", why=why, fix=fix)
     if there.f_files and there.f_favail < LEAST_FILES:  # no number of files at all: it knows no such limit
-        raise RefusedError(
-            f"There is no room for the files of a run in {place}.",
-            why=f"{there.f_favail} more files (inodes) may be made there, and a run needs {LEAST_FILES}.",
-            fix=f"Remove old runs or environments, or {otherwise}",
-        )
+        why = f"{there.f_favail} more files (inodes) may be made there, and a run needs {LEAST_FILES}."
+        fix = f"Remove old runs or environments, or {otherwise}"
+        raise RefusedError(f"There is no room for the files of a run in {place}.", why=why, fix=fix)
 
 
 def require_text(folder: Path) -> None:
@@ -584,11 +548,12 @@ def require_text(folder: Path) -> None:
     try:
         str(folder).encode()
     except UnicodeEncodeError:
-        raise UserError(
+        what, why = (
             f"The name of {terminal.one_line(folder)} is no text in UTF-8.",
-            why="A run's records, scripts and logs name its folder.",
-            fix="Rename that folder, or start from another one: --run-dir FOLDER.",
-        ) from None
+            "Records, scripts and logs name it.",
+        )
+        fix = "Rename that folder, or start from another one: --run-dir FOLDER."
+        raise UserError(what, why=why, fix=fix) from None
 
 
 def require_shared(folder: Path, what: str, site: Site, shared: Sequence[str]) -> None:
@@ -601,18 +566,16 @@ def require_shared(folder: Path, what: str, site: Site, shared: Sequence[str]) -
     if _is_one_machine(site):
         return
     real = Path(os.path.realpath(folder))
-    if _below(real, _OWN):
+    if any(real.is_relative_to(item) for item in _OWN):
         why = "Every machine has memory of its own there"
-    elif shared and not _below(real, [os.path.realpath(item) for item in shared]):
+    elif shared and not any(real.is_relative_to(os.path.realpath(item)) for item in shared):
         why = f"The site's profile knows as shared: {', '.join(shared)}"
     else:
         return
-    raise RefusedError(
-        f"{what} {folder} is on this machine alone.",
-        why=f"{why}; a compute node would not find it, and the job would end without a log.",
-        fix=f"Use a folder below {shared[0] if shared else 'your home'}"
-        + (", or add this one to shared_folders in the profile if nodes do see it." if shared else "."),
-    )
+    why += "; a compute node would not find it, and the job would end without a log."
+    fix = f"Use a folder below {shared[0] if shared else 'your home'}"
+    fix += ", or add this one to shared_folders in the profile if nodes do see it." if shared else "."
+    raise RefusedError(f"{what} {folder} is on this machine alone.", why=why, fix=fix)
 
 
 def doubtful(folder: Path, site: Site, shared: Sequence[str]) -> str:
@@ -628,7 +591,3 @@ def _is_one_machine(site: Site) -> bool:
     """Whether this very machine is the only node."""
     names = {node.name for partition in site.partitions for node in partition.nodes}
     return names == {socket.gethostname().partition(".")[0]}
-
-
-def _below(path: Path, folders: Sequence[str]) -> bool:
-    return any(path.is_relative_to(folder) for folder in folders)

@@ -96,12 +96,9 @@ class Host:
         """Raises UserError for what ssh would take for something else."""
         name, _, folder = text.partition(":")
         if not re.fullmatch(r"[\w][\w.@%+-]*", name) or not folder.isprintable():
-            raise UserError(
-                f"--host {text!r} is not a machine.",
-                why="It is what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
-                f"~/{FOLDER}.",
-                fix="For example --host me@login.example.org, or --host me@login.example.org:work/trainkit.",
-            )
+            why = "It is what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
+            fix = "For example --host me@login.example.org, or --host me@login.example.org:work/trainkit."
+            raise UserError(f"--host {text!r} is not a machine.", why=f"{why}~/{FOLDER}.", fix=fix)
         return cls(name, folder.removeprefix("~/") or FOLDER)
 
     def __str__(self) -> str:
@@ -128,28 +125,28 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
             None: the latest that was sent, or else the code in the host's folder; the module runs in the host's folder.
     """
     name = host.name
-    no_folder = UserError(
+    no_folder = _refusal(UserError(
         f"{name} has no folder {host.folder}.",
         why="It is where trainkit was installed there, and where its runs go.",
         fix=f"Log in, clone and install trainkit there, or give another folder: --host {name}:FOLDER.",
-    )
-    no_python = RefusedError(
+    ))  # fmt: skip
+    no_python = _refusal(RefusedError(
         f"{name} has no Python.",
         why=f"There is neither {host.folder}/.venv/bin/python nor python3 on the PATH.",
         fix="Log in, and install trainkit into .venv in that folder, as its README begins.",
-    )
-    not_whole = SchedulerError(
+    ))  # fmt: skip
+    not_whole = _refusal(TrainkitError(
         f"The code has not arrived on {name}.",
         why=f"It could not be unpacked below {host.folder}; nothing was submitted.",
         fix="Look for space and quota there, and give the command again.",
-    )
+    ))  # fmt: skip
     # "~/": a profile there may change the current folder, or set CDPATH.
     folder = ("" if host.folder.startswith("/") else "~/") + shlex.quote(host.folder)
     lines = [
-        f"cd {folder} 2>/dev/null || {{ {_saying(no_folder)} >&2; exit 2; }}",
+        f"cd {folder} 2>/dev/null || {{ {no_folder}; }}",
         "root=$PWD",
         'python=$root/.venv/bin/python; [ -x "$python" ] || python=python3',
-        f'command -v "$python" >/dev/null || {{ {_saying(no_python)} >&2; exit 3; }}',
+        f'command -v "$python" >/dev/null || {{ {no_python}; }}',
         'export TRAINKIT_RUNS="${TRAINKIT_RUNS:-$root/runs}"',
     ]
     if sent is None:
@@ -159,14 +156,14 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
         lines += [
             f"sent=$root/{SENT}; code=$sent/{hashlib.sha256(sent).hexdigest()[:16]}",
             "umask 077",
-            f'mkdir -p "$sent" || {{ {_saying(not_whole)} >&2; exit 1; }}',
+            f'mkdir -p "$sent" || {{ {not_whole}; }}',
             # Left by connections that were lost while they sent.
             "find \"$sent\" -maxdepth 1 -name 'new.*' -mmin +600 -exec rm -rf {} + 2>/dev/null",
             # Complete or absent: of two submissions at once both unpack it, and the later copy is removed.
             f'if [ -d "$code" ]; then head -c {size} >/dev/null',
             f'elif new=$(mktemp -d "$sent/new.XXXXXX") && head -c {size} | tar xzf - -C "$new"; then',
             'ln -s "$root/.venv" "$new/.venv"; mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"',
-            f'else {_saying(not_whole)} >&2; rm -rf "$new"; exit 1; fi',
+            f'else rm -rf "$new"; {not_whole}; fi',
             'ln -sfn "$code" "$sent/latest"',
             'cd "$code" || exit 1',
         ]
@@ -175,9 +172,10 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
     return "\n".join([f"echo {shlex.quote(BEGIN)}", *lines, start])
 
 
-def _saying(error: TrainkitError) -> str:
-    """The shell command that prints an error, one line for each of its lines."""
-    return shlex.join(["printf", "%s\\n", *str(error).splitlines()])
+def _refusal(error: TrainkitError) -> str:
+    """The shell commands that print an error, line by line, and end with its exit code."""
+    words = shlex.join(["printf", "%s\\n", *str(error).splitlines()])
+    return f"{words} >&2; exit {error.exit_code}"
 
 
 SSH = "TRAINKIT_SSH"
@@ -213,23 +211,17 @@ def run_there(
     ssh = shlex.split(env.get(SSH) or "ssh")
     # Base64 is the same in every login shell: csh allows no line breaks in quotes, fish has other escapes.
     packed = base64.b64encode(os.fsencode(line)).decode()
-    options = ["-t"] if on_terminal else ["-T"]
-    command = [*ssh, *options, *_lasting(ssh, host, env), "--", host.name]
+    command = [*ssh, "-t" if on_terminal else "-T", *_lasting(ssh, host, env), "--", host.name]
     command.append(f"exec bash -lc 'eval \"$(echo {packed} | base64 -d)\"'")
+    stdin = None if on_terminal else subprocess.PIPE
     try:
-        process = subprocess.Popen(
-            command, env=dict(env), stdin=None if on_terminal else subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen(command, env=dict(env), stdin=stdin, stdout=subprocess.PIPE)
     except OSError as error:
         if error.errno == errno.E2BIG:
             fix = "Put the settings into a preset, which is sent as a file."
             raise UserError("The command is too long for ssh.", why=f"{error.strerror}.", fix=fix) from None
-        raise SchedulerError(
-            "There is no ssh here.",
-            why=f"{ssh[0]}: {error.strerror}.",
-            fix=f"Install OpenSSH, or name another command in {SSH}.",
-        ) from None
-    begun = False
+        fix = f"Install OpenSSH, or name another command in {SSH}."
+        raise SchedulerError("There is no ssh here.", why=f"{ssh[0]}: {error.strerror}.", fix=fix) from None
     with process:
         try:
             if process.stdin is not None:
@@ -251,8 +243,7 @@ def run_there(
     if begun:
         why, look = "What had begun there may have come to its end, or not.", terminal.command("status", "--host", host)
         raise SchedulerError(f"The connection to {host.name} was lost.", why=why, fix=f"Look: `{look}`.")
-    by_hand = shlex.join([*ssh, host.name])
-    why = "ssh has said above what is wrong."
+    why, by_hand = "ssh has said above what is wrong.", shlex.join([*ssh, host.name])
     raise SchedulerError(f"No connection to {host.name}.", why=why, fix=f"Try `{by_hand}`.")
 
 
@@ -270,22 +261,20 @@ def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes]
     assert process.stdout is not None
     before, begun = b"", False
     while chunk := os.read(process.stdout.fileno(), 65536):
-        if not begun:
-            before += chunk
-            noise, mark, after = before.partition(BEGIN.encode())
-            if len(before) > _LONGEST_GREETING:
-                raise SchedulerError(
-                    f"{host.name} does not come to the point.",
-                    why=f"Its shell has printed {terminal.size(len(before))}, and has not begun with the command.",
-                    fix=f"Look at what the shell's profile there prints: `ssh {host.name} true`.",
-                )
-            if not mark or b"\n" not in after:
-                continue
-            begun, chunk = True, after.partition(b"\n")[2]
-            before = noise
-            _complain(noise)
-        if chunk:
+        if begun:
             hear(chunk)
+            continue
+        before += chunk
+        noise, mark, after = before.partition(BEGIN.encode())
+        if len(before) > _LONGEST_GREETING:
+            why = f"Its shell has printed {terminal.size(len(before))}, and has not begun with the command."
+            fix = f"Look at what the shell's profile there prints: `ssh {host.name} true`."
+            raise SchedulerError(f"{host.name} does not come to the point.", why=why, fix=fix)
+        if mark and b"\n" in after:
+            before, begun = noise, True
+            _complain(noise)
+            if rest := after.partition(b"\n")[2]:
+                hear(rest)
     if not begun:
         _complain(before)
     return begun
@@ -293,8 +282,7 @@ def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes]
 
 def _complain(noise: bytes) -> None:
     if noise.strip():
-        sys.stderr.write(terminal.lines(noise.decode(errors="replace")).rstrip() + "\n")
-        sys.stderr.flush()
+        print(terminal.lines(noise.decode(errors="replace")).rstrip(), file=sys.stderr, flush=True)
 
 
 def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str]:
@@ -307,13 +295,11 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
     said = dict(line.partition(" ")[::2] for line in settings.splitlines())
     options = []
     if said.get("serveraliveinterval", "0") == "0":
-        options += ["-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
-    if said.get("controlmaster", "false") in ("false", "no") and "controlpath" not in said:
-        folder = next((item for item in _socket_folders(env) if make_own(item)), None)
-        if folder is not None:
-            options += ["-o", "ControlMaster=auto", "-o", f"ControlPath={folder}/%C"]
-            options += ["-o", f"ControlPersist={_PERSIST}"]
-    return options
+        options += [f"ServerAliveInterval={_ALIVE_SECONDS}"]
+    shares = said.get("controlmaster", "false") not in ("false", "no") or "controlpath" in said
+    if not shares and (folder := next((item for item in _socket_folders(env) if make_own(item)), None)):
+        options += ["ControlMaster=auto", f"ControlPath={folder}/%C", f"ControlPersist={_PERSIST}"]
+    return [word for option in options for word in ("-o", option)]
 
 
 def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
