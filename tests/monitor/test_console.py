@@ -11,6 +11,7 @@ from trainkit.monitor import Start, console
 from trainkit.run.folder import RunDir
 
 TRAIN = {"epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
+VAL_LINE = "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %"
 VAL = {"step": 20, "epoch": 1.0, "split": "val", "loss": 1.4, "acc1": 45.0, "acc5": 80.0}
 
 
@@ -31,7 +32,7 @@ def test_without_a_terminal_every_record_is_one_plain_line(run_dir: RunDir, caps
     logger.close()
     train, val = capsys.readouterr().out.splitlines()
     assert train.startswith("train  epoch   0.50  step 10/40  loss 1.5000  acc1 40.00 %")
-    assert val == "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %"
+    assert val == VAL_LINE
 
 
 def test_the_time_to_go_follows_the_pace_of_this_attempt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,13 +59,8 @@ def test_on_a_terminal_there_is_a_bar_and_validation_stands_above_it(
     logger.log(VAL)
     logger.close()
     assert "step 10/40" in terminal.getvalue()
-    assert "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %\n" in terminal.getvalue()
-
-
-def test_the_debug_executor_gets_lines_even_on_a_terminal(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    config = Config.model_validate({"launch": {"executor": "debug"}})
-    logger = console.build(run_dir, config, Start(total_steps=40))
-    logger.log(VAL)
-    assert terminal.getvalue() == "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %\n"
+    assert f"{VAL_LINE}\n" in terminal.getvalue()
+    monkeypatch.setattr(sys, "stdout", lines := Terminal())
+    config = Config.model_validate({"launch": {"executor": "debug"}})  # a bar would be drawn over its prompt
+    console.build(run_dir, config, Start(total_steps=40)).log(VAL)
+    assert lines.getvalue() == f"{VAL_LINE}\n"

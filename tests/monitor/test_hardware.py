@@ -217,10 +217,6 @@ def fake_nvml(*, gpus: int, driver: bool = True) -> ModuleType:
     class NVMLError(Exception):
         pass
 
-    class Reading:
-        def __init__(self, **values: Any) -> None:
-            self.__dict__.update(values)
-
     def fails(*arguments: Any) -> Any:
         raise NVMLError("Not Supported")
 
@@ -230,24 +226,25 @@ def fake_nvml(*, gpus: int, driver: bool = True) -> ModuleType:
     nvml.nvmlDeviceGetCount = lambda: gpus
     nvml.nvmlDeviceGetHandleByIndex = lambda index: index
     nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
-    nvml.nvmlDeviceGetUtilizationRates = lambda handle: Reading(gpu=90 + handle)
-    nvml.nvmlDeviceGetMemoryInfo = lambda handle: Reading(used=handle * 1000 * 2**20, total=16000 * 2**20)
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=90 + handle)
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=handle * 1000 * 2**20, total=16000 * 2**20)
     nvml.nvmlDeviceGetPowerUsage = lambda handle: 60500 + 1000 * handle
     nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetTotalEnergyConsumption = fails
     nvml.nvmlSystemGetDriverVersion = lambda: "550.54"
     nvml.nvmlDeviceGetName = lambda handle: f"NVIDIA T{handle}"
     nvml.nvmlDeviceGetPowerManagementLimit = fails
+    used = {77: 5 * 2**20, 78: None}
     nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: [
-        Reading(pid=77, usedGpuMemory=5 * 2**20),
-        Reading(pid=78, usedGpuMemory=None),
+        SimpleNamespace(pid=pid, usedGpuMemory=memory) for pid, memory in used.items()
     ]
     return nvml  # type: ignore[no-any-return]
 
 
 KWH = 3.6e6
+NONE = Path("/nowhere")
 
 
-class Counted:
+class Counted(Gpus):
     """GPUs of which some count their energy."""
 
     def __init__(self, **joules: float) -> None:
@@ -272,13 +269,9 @@ def package(folder: Path, name: str, joules: float, *, of: str = "package-0", wh
     (found / "max_energy_range_uj").write_text(f"{whole * 1e6:.0f}\n")
 
 
-def measure(gpus: Any, before: dict[str, Any] | None = None, rapl: Path = Path("/nowhere")) -> Energy:
-    return Energy(gpus, before or {}, rapl=rapl)
-
-
 def test_what_gpus_count_themselves_is_taken_from_where_the_run_began() -> None:
     gpus = Counted(g0=5e6, g1=100.0)
-    meter = measure(gpus)
+    meter = Energy(gpus, {}, rapl=NONE)
     gpus.now = {0: 5e6 + 1.8e6, 1: 100.0 + 1.8e6}
     assert meter.used([{"index": 0, "power_w": 1e9}, {"index": 1}]) == {"gpu_kwh": 1.0}
     gpus.now[0] += 3.6e6
@@ -286,7 +279,7 @@ def test_what_gpus_count_themselves_is_taken_from_where_the_run_began() -> None:
 
 
 def test_of_others_it_is_their_power_times_the_time_between_two_samples(clock: SimpleNamespace, tmp_path: Path) -> None:
-    meter = measure(Counted())
+    meter = Energy(Counted(), {}, rapl=NONE)
     assert meter.used([{"index": 0}]) == {}, "where nobody tells nothing is claimed"
     clock.now += 3600
     assert meter.used([{"index": 3, "power_w": 200.0}]) == {"gpu_kwh": 0.2}
@@ -294,13 +287,13 @@ def test_of_others_it_is_their_power_times_the_time_between_two_samples(clock: S
     assert meter.used([{"index": 3, "power_w": 400.0}, {"index": 4}]) == {"gpu_kwh": 0.5}
     package(tmp_path, "intel-rapl:0", 1.0)
     (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as unreadable as it is to all but root
-    assert measure(Counted(), rapl=tmp_path).used([]) == {}
+    assert Energy(Counted(), {}, rapl=tmp_path).used([]) == {}
 
 
 def test_processors_count_each_package_once_though_its_counter_wraps(tmp_path: Path) -> None:
     for name, of in (("intel-rapl:0", "package-0"), ("intel-rapl:1", "package-1"), ("intel-rapl:0:0", "core")):
         package(tmp_path, name, 900.0, of=of)
-    meter = measure(Counted(), rapl=tmp_path)
+    meter = Energy(Counted(), {}, rapl=tmp_path)
     package(tmp_path, "intel-rapl:0", 950.0)
     package(tmp_path, "intel-rapl:1", 50.0, of="package-1")
     package(tmp_path, "intel-rapl:0:0", 999.0, of="core")
@@ -312,7 +305,7 @@ def test_an_attempt_goes_on_where_the_one_before_has_ended_on_this_host(tmp_path
     assert last_sample(file) == {}
     file.write_text('{"time": 1, "gpu_kwh": 2.0}\n{"time": 2, "gpu_kwh": 3.0}\n{"time": 3, "gp')  # it was killed
     gpus = Counted(g0=0.0)
-    meter = measure(gpus, last_sample(file))
+    meter = Energy(gpus, last_sample(file), rapl=NONE)
     gpus.now[0] = 3.6e6
     assert meter.used([]) == {"gpu_kwh": 4.0}
 

@@ -52,14 +52,19 @@ def traced(folder: Path) -> dict[str, int]:
     return found
 
 
-def test_the_updates_that_were_named_are_profiled(tmp_path: Path) -> None:
-    trained(tmp_path / "run", (3, 5))
-    assert traced(tmp_path / "run") == {"steps-00000003-00000005-rank-0": 2}
-
-
-def test_a_run_that_ends_in_between_has_a_profile_of_what_there_was(tmp_path: Path) -> None:
-    trained(tmp_path / "run", (13, 99))
-    assert traced(tmp_path / "run") == {"steps-00000013-00000015-rank-0": 2}
+@pytest.mark.parametrize(
+    ("steps", "profiles"),
+    [
+        ((3, 5), {"steps-00000003-00000005-rank-0": 2}),
+        ((13, 99), {"steps-00000013-00000015-rank-0": 2}),  # a run that ends in between
+        (None, {}),
+    ],
+)
+def test_the_updates_that_were_named_are_profiled_and_no_others(
+    tmp_path: Path, steps: tuple[int, int] | None, profiles: dict[str, int]
+) -> None:
+    trained(tmp_path / "run", steps)
+    assert traced(tmp_path / "run") == profiles
 
 
 def test_on_request_the_updates_after_the_next_record_are_profiled_once(tmp_path: Path) -> None:
@@ -82,11 +87,6 @@ def test_the_file_is_seen_by_a_thread_of_its_own(tmp_path: Path, monkeypatch: py
         assert profiler.requested.wait(20)
 
 
-def test_nothing_is_profiled_unless_somebody_asks(tmp_path: Path) -> None:
-    trained(tmp_path / "run", None)
-    assert not (tmp_path / "run" / "profile").exists()
-
-
 def test_training_outlives_a_profile_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def asks(profiler: Profiler, update: int) -> None:
         (tmp_path / "run" / "profile").touch()  # a file where the folder should be
@@ -95,11 +95,11 @@ def test_training_outlives_a_profile_that_cannot_be_written(tmp_path: Path, capf
     assert "No profile: NotADirectoryError" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("steps", ["[25,20]", "[5,5]", "[-1,5]", "[1]"])
-def test_steps_that_are_no_window_are_refused(steps: str) -> None:
+def test_steps_that_are_no_window_are_refused() -> None:
     assert load("single", ["monitor.profile_steps=[0,5]"]).config.monitor.profile_steps == (0, 5)
-    with pytest.raises(UserError, match="profile_steps"):
-        load("single", [f"monitor.profile_steps={steps}"])
+    for steps in ("[25,20]", "[5,5]", "[-1,5]", "[1]"):
+        with pytest.raises(UserError, match="profile_steps"):
+            load("single", [f"monitor.profile_steps={steps}"])
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("too small"), ValueError("another")])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import netrc
 import os
 import signal
 import struct
@@ -91,11 +90,8 @@ def run_of(records: list[Any]) -> Any:
 def test_offline_values_and_settings_are_in_the_datastore_and_nothing_else(run_dir: RunDir) -> None:
     attempt(run_dir, 0, range(10, 30, 10))
     (records,) = stored(run_dir)
-    assert [(row["step"], row.get("loss/train"), row.get("acc1/val")) for row in history(records)] == [
-        (10, 0.1, None),
-        (20, 0.05, None),
-        (20, None, 75.0),
-    ]
+    rows = [(row["step"], row.get("loss/train"), row.get("acc1/val")) for row in history(records)]
+    assert rows == [(10, 0.1, None), (20, 0.05, None), (20, None, 75.0)]
     settings = {item.key: json.loads(item.value_json) for item in run_of(records).config.update}
     assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)
     assert "launch" not in settings
@@ -122,14 +118,6 @@ def test_a_restarted_run_keeps_its_id_and_no_secret_is_on_the_disk(
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
-def test_a_training_that_raised_is_a_failed_run(run_dir: RunDir) -> None:
-    config = Config.model_validate({"monitor": {"loggers": ["wandb"]}})
-    with pytest.raises(ZeroDivisionError), open_loggers(config, run_dir, total_steps=40):
-        raise ZeroDivisionError
-    (exit_code,) = [r.exit.exit_code for r in stored(run_dir)[0] if r.WhichOneof("record_type") == "exit"]
-    assert exit_code == 1
-
-
 def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,27 +129,25 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
     assert len(history(stored(run_dir)[0])) == 3
 
 
+OWN_SERVER = {"WANDB_BASE_URL": "https://wandb.example.org"}
+
+
 @pytest.mark.parametrize(
     ("env", "netrc_machine", "expected"),
     [
-        ({}, None, "offline"),
-        ({"WANDB_API_KEY": "x" * 40}, None, "online"),
-        ({}, "api.wandb.ai", "online"),
         ({}, "github.com", "offline"),
-        ({"WANDB_MODE": "offline", "WANDB_API_KEY": "x" * 40}, None, "offline"),
-        ({"WANDB_MODE": "disabled"}, "api.wandb.ai", "disabled"),
-        ({"WANDB_MODE": "online"}, None, "online"),
-        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "api.wandb.ai", "offline"),
-        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "wandb.example.org", "online"),
+        ({"WANDB_API_KEY": "x" * 40}, "github.com", "online"),
+        ({}, "api.wandb.ai", "online"),
+        ({"WANDB_MODE": "offline", "WANDB_API_KEY": "x" * 40}, "api.wandb.ai", "offline"),
+        ({"WANDB_MODE": "online"}, "github.com", "online"),
+        (OWN_SERVER, "api.wandb.ai", "offline"),
+        (OWN_SERVER, "wandb.example.org", "online"),
     ],
 )
-def test_online_only_when_logged_in(
-    tmp_path: Path, env: dict[str, str], netrc_machine: str | None, expected: str
-) -> None:
-    if netrc_machine:
-        (tmp_path / ".netrc").write_text(f"machine {netrc_machine} login user password key\n")
-        (tmp_path / ".netrc").chmod(0o600)
-        assert netrc.netrc(tmp_path / ".netrc").hosts
+def test_online_only_when_logged_in(tmp_path: Path, env: dict[str, str], netrc_machine: str, expected: str) -> None:
+    assert logger_module.mode({}, tmp_path) == "offline", "without a file"
+    (tmp_path / ".netrc").write_text(f"machine {netrc_machine} login user password key\n")
+    (tmp_path / ".netrc").chmod(0o600)
     assert logger_module.mode(env, tmp_path) == expected
 
 
@@ -289,12 +275,14 @@ def test_signals_that_are_meant_for_the_training_do_not_end_it(stand_in: RunDir)
     assert [item["exit_code"] for item in noted("finish")] == [0]
 
 
-def test_a_training_that_is_killed_is_a_crashed_run(stand_in: RunDir) -> None:
+def test_a_training_that_raised_or_is_killed_is_a_failed_run(stand_in: RunDir) -> None:
+    with pytest.raises(ZeroDivisionError), open_loggers(CONFIG, stand_in, total_steps=40):
+        raise ZeroDivisionError
     with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
         logger.log(record(1))
         pipe = logger._loggers["wandb"]._client._process.stdin  # type: ignore[attr-defined]
         os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())  # as when the kernel closes it
-    assert [item["exit_code"] for item in noted("finish")] == [1]
+    assert [item["exit_code"] for item in noted("finish")] == [1, 1]
 
 
 def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> None:

@@ -23,7 +23,6 @@ from trainkit.run.events import ProcessId, append_event, history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base
 from trainkit.schedulers.base import CALLS_A_MINUTE, Poller, job_state, job_states
-from trainkit.schedulers.slurm_submission import read_sacct, read_squeue
 
 OWN = "launch.executor=folder_queue:build"
 TINY = ("single", OWN, "--gpus-per-node", "0", "monitor.loggers=[jsonl]", "model.name=light_model:build")
@@ -123,9 +122,7 @@ def test_a_cancelled_job_is_resumed_as_another_one(queue: Path, command: Command
 
 
 def test_code_that_a_strangers_run_names_as_its_scheduler_is_not_loaded(
-    queue: Path,
-    command: Command,
-    tmp_path: Path,
+    queue: Path, command: Command, tmp_path: Path
 ) -> None:
     run = submitted(command, tmp_path)
     copied = tmp_path / "runs" / "copied-0001"
@@ -170,41 +167,19 @@ def make_run(tmp_path: Path) -> Callable[..., RunDir]:
 
 
 def of_process(process: ProcessId) -> dict[str, Any]:
-    return {
-        "executor": "local",
-        "job_id": "1",
-        "host": process.host,
-        "pid": process.pid,
-        "process_started": process.started,
-    }
-
-
-def test_squeue_is_read() -> None:
-    states = read_squeue(SQUEUE)
-    assert (states["11699946"].state, states["11699946"].reason, states["11699946"].alive) == (
-        "PENDING",
-        "BeginTime",
-        "yes",
-    )
-    assert (states["11699944_0"].state, states["11699944_0"].nodes) == ("RUNNING", "n1")
-    assert states["11699947"].alive == "no"
-
-
-def test_sacct_is_read_and_of_a_requeued_job_the_newest_run_counts() -> None:
-    states = read_sacct(SACCT)
-    assert states["11699942"].state == "COMPLETED"
-    assert states["11699943"].state == "CANCELLED"
-    assert states["11699944_0"].reason == "exit code 1:0"
-    assert "11699945_[2-9]" not in states
+    return {"executor": "local", "job_id": "1", **process.fields()}
 
 
 def test_many_runs_cost_one_call_to_each_command(make_run: Callable[..., RunDir], fake_command: FakeCommand) -> None:
+    """And of a job that was requeued its newest run counts."""
     squeue, sacct = fake_command("squeue", f"cat <<'E'\n{SQUEUE}E"), fake_command("sacct", f"cat <<'E'\n{SACCT}E")
-    ids = ("11699941", "11699942", "11699946", "11699947")
+    ids = ("11699941", "11699942", "11699943", "11699944_0", "11699946", "11699947")
     runs = [make_run(f"ddp-{index:04}", executor="slurm", job_id=job_id) for index, job_id in enumerate(ids)]
-    assert [state.state for state in job_states(runs)] == ["COMPLETED", "COMPLETED", "PENDING", "COMPLETED"]
-    assert len(squeue.read_text().splitlines()) == 1
-    assert len(sacct.read_text().splitlines()) == 1
+    states = job_states(runs)
+    ended = ("COMPLETED", "COMPLETED", "CANCELLED")
+    assert [state.state for state in states] == [*ended, "RUNNING", "PENDING", "COMPLETED"]
+    assert (states[3].nodes, states[4].reason) == ("n1", "BeginTime")
+    assert len(squeue.read_text().splitlines()) == len(sacct.read_text().splitlines()) == 1
     assert "11699946" not in sacct.read_text(), "what the queue knows is not asked again"
 
 
@@ -303,20 +278,15 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("squeue", "sacct", "alive"),
-    [
-        ("echo '7|RUNNING|None|0:39|n1'", "exit 1", "yes"),
-        ("exit 1", "exit 1", "unknown"),
-        ("exit 1", "echo '7|RUNNING|0:0|n1'", "yes"),
-    ],
+    [("echo '7|RUNNING|None|0:39|n1'", "exit 1", "yes"), ("exit 1", "exit 1", "unknown"),
+     ("exit 1", "echo '7|RUNNING|0:0|n1'", "yes")],
     ids=["the queue answers", "nobody answers", "only the accounts answer"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("soon", [True, False])
 def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
-    tmp_path: Path, fake_command: FakeCommand, squeue: str, sacct: str, alive: str, soon: bool
+    make_run: Callable[..., RunDir], fake_command: FakeCommand, squeue: str, sacct: str, alive: str, soon: bool
 ) -> None:
-    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="7")
-    clock, when = Clock(), []
+    clock, when, run = Clock(), [], make_run(executor="slurm", job_id="7")
     calls = [fake_command("squeue", squeue), fake_command("sacct", sacct)]
     asker, seen = Poller(run, clock), 0
     while clock.now < 1240:
@@ -328,29 +298,15 @@ def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
     assert len(when) >= 8, "and it goes on asking"
 
 
-def test_a_job_that_takes_its_time_to_end_is_looked_at_every_few_seconds(
-    tmp_path: Path, fake_command: Callable[[str, str], Path]
+def test_once_something_has_happened_it_is_asked_again_within_seconds(
+    make_run: Callable[..., RunDir], fake_command: FakeCommand
 ) -> None:
-    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="7")
     clock, calls = Clock(), fake_command("squeue", "echo '7|COMPLETING|None|0:39|n1'")
-    poller = Poller(run, clock)
-    while clock.now < 1030:
+    poller = Poller(make_run(executor="slurm", job_id="7"), clock)
+    while clock.now < 1030:  # it takes its time to end
         poller.state(soon=True)
         clock.now += 0.5
     assert len(calls.read_text().splitlines()) == 5
-
-
-def test_once_something_has_happened_it_is_asked_again_within_seconds(
-    tmp_path: Path,
-    fake_command: Callable[[str, str], Path],
-) -> None:
-    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="7")
-    clock = Clock()
-    fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'")
-    asker = Poller(run, clock)
-    clock.now += 5
     fake_command("squeue", "echo '7|COMPLETED|None|0:44|n1'")
-    assert asker.state().state == "RUNNING"
-    assert asker.state(soon=True).state == "COMPLETED"
+    assert poller.state().state == "COMPLETING"
+    assert poller.state(soon=True).state == "COMPLETED"

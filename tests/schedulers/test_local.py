@@ -111,11 +111,7 @@ ATTEMPT = "from trainkit.run.events import Attempt\nattempt = Attempt.named_in(o
     ("body", "kind", "why"),
     [  # progress does not count for failures
         ("attempt.saved(attempt.number)\nos.kill(os.getpid(), signal.SIGKILL)", "ended", "3 attempts have failed"),
-        (
-            "attempt.handed_back(node_rank=0, step=0, signals=[])",
-            "failed",
-            "2 restarts have not come to a new checkpoint",
-        ),
+        ("attempt.handed_back(node_rank=0, step=0, signals=[])", "failed", "2 restarts have not come to a new"),
     ],
     ids=["killed each time", "told to stop each time"],
 )
@@ -145,10 +141,9 @@ if attempt == '0':
 """
 
 
-def preempt_when_up(run: RunDir, controller: ProcessId, number: int = signal.SIGUSR2, ranks: int = 1) -> None:
+def wait_until_up(run: RunDir, ranks: int) -> None:
     for rank in range(ranks):
-        wait_for(run.path / f"up-0-{rank}")
-    controller.signal(number)
+        wait_for(run.path / f"up-0-{rank}")  # each has read its code by then
 
 
 def test_a_preempted_run_goes_on_with_its_own_code_though_the_shared_is_gone(
@@ -156,8 +151,7 @@ def test_a_preempted_run_goes_on_with_its_own_code_though_the_shared_is_gone(
 ) -> None:
     run, plan = local_run(nodes=2)
     controller = start(run, plan, rank_function(STOPS_ONCE))
-    for rank in range(2):
-        wait_for(run.path / f"up-0-{rank}")  # each has read its code by then
+    wait_until_up(run, 2)
     shutil.rmtree(run.code.resolve().parent)
     controller.signal(signal.SIGUSR2)
     assert finish(run) == "COMPLETED"
@@ -167,49 +161,35 @@ def test_a_preempted_run_goes_on_with_its_own_code_though_the_shared_is_gone(
     assert (run.code / "jobs" / "train.py").is_file()
 
 
-def test_ranks_are_told_to_save_before_the_time_limit(local_run: MakeRun, rank_function: MakeFunction) -> None:
-    run, plan = local_run(time="0:10", signal_seconds=5)
-    began = time.monotonic()
-    start(run, plan, rank_function(STOPS_ONCE))
-    assert finish(run) == "COMPLETED"
-    assert time.monotonic() - began >= 5
-    assert run.attempts() == [0, 1]
-
-
-def test_a_cancelled_run_may_save_and_is_not_started_again(local_run: MakeRun, rank_function: MakeFunction) -> None:
-    run, plan = local_run(nodes=2)
-    preempt_when_up(run, start(run, plan, rank_function(STOPS_ONCE)), signal.SIGTERM, ranks=2)
-    assert finish(run) == "CANCELLED"
-    assert history_of(run).handed_back == {0}
-    assert run.attempts() == [0]
-
-
-@pytest.mark.parametrize(("number", "state"), [(signal.SIGUSR2, "PREEMPTED"), (signal.SIGKILL, "FAILED")])
-def test_without_requeue_a_run_is_not_started_again(
-    local_run: MakeRun, rank_function: MakeFunction, number: int, state: str
-) -> None:
-    run, plan = local_run(requeue=False)
-    dies = f"if {number} == signal.SIGKILL: os.kill(os.getpid(), signal.SIGKILL)\n"
-    controller = start(run, plan, rank_function(dies + STOPS_ONCE))
-    if number == signal.SIGUSR2:
-        preempt_when_up(run, controller)
-    assert finish(run) == state
-    assert run.attempts() == [0]
-
-
 @pytest.mark.parametrize(
-    ("inherited", "node", "gpus", "mask"),
+    ("flags", "number", "state", "attempts"),
     [
-        (None, 0, 2, "0,1"),
-        (None, 1, 2, "2,3"),
-        ("5,6", 0, 2, "5,6"),
-        ("5,6", 1, 1, "6"),
-        ("GPU-a,GPU-b", 1, 1, "GPU-b"),
-        (None, 0, 0, ""),
-        ("0,1", 1, 0, ""),
+        ({"time": "0:10", "signal_seconds": 5}, None, "COMPLETED", [0, 1]),  # before its time limit
+        ({"nodes": 2}, signal.SIGTERM, "CANCELLED", [0]),
+        ({"requeue": False}, signal.SIGUSR2, "PREEMPTED", [0]),
+        ({"requeue": False}, signal.SIGKILL, "FAILED", [0]),
     ],
 )
-def test_simulated_nodes_divide_the_devices_that_were_visible(
-    inherited: str | None, node: int, gpus: int, mask: str
-) -> None:
-    assert gpu_mask(inherited, node, gpus) == mask
+def test_a_run_that_is_told_to_stop_may_save_and_goes_on_or_not(
+    local_run: MakeRun, rank_function: MakeFunction, flags: dict[str, Any], number: int | None, state: str,
+    attempts: list[int],
+) -> None:  # fmt: skip
+    run, plan = local_run(**flags)
+    dies = f"if {number} == signal.SIGKILL: os.kill(os.getpid(), signal.SIGKILL)\n"
+    began = time.monotonic()
+    controller = start(run, plan, rank_function(dies + STOPS_ONCE))
+    if number in (signal.SIGTERM, signal.SIGUSR2):
+        wait_until_up(run, flags.get("nodes", 1))
+        controller.signal(number)
+    assert finish(run) == state
+    assert run.attempts() == attempts
+    assert history_of(run).handed_back == (set() if number == signal.SIGKILL else {0})
+    assert number is not None or time.monotonic() - began >= 5
+
+
+def test_simulated_nodes_divide_the_devices_that_were_visible() -> None:
+    masks = {
+        (None, 0, 2): "0,1", (None, 1, 2): "2,3", ("5,6", 0, 2): "5,6", ("5,6", 1, 1): "6",
+        ("GPU-a,GPU-b", 1, 1): "GPU-b", (None, 0, 0): "", ("0,1", 1, 0): "",
+    }  # fmt: skip
+    assert {asked: gpu_mask(*asked) for asked in masks} == masks

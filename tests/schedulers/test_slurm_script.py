@@ -50,26 +50,17 @@ def test_bash_and_shellcheck_find_no_fault(script: Callable[..., str], points: i
 @pytest.mark.parametrize(
     ("flags", "lines"),
     [
-        (
-            {"points": 3},  # the pickles of all runs lie together
-            [
-                'export TRAINKIT_RUN_DIR=/home/me/runs/ddp-0001/"$SLURM_ARRAY_TASK_ID"',
-                " /home/me/runs/ddp-0001/.submitit",
-            ],
-        ),
+        # the pickles of all runs lie together
+        ({"points": 3}, ['export TRAINKIT_RUN_DIR=/home/me/runs/ddp-0001/"$SLURM_ARRAY_TASK_ID"',
+                         " /home/me/runs/ddp-0001/.submitit"]),
         ({"gpus_per_node": 0}, ["export CUDA_VISIBLE_DEVICES="]),
         ({"requeue": False}, ["#SBATCH --no-requeue", 'job end "$rc" --no-requeue || code=$?\nexit "$code"']),
         ({"srun": {"mpi": "pmix"}}, ["    --mpi=pmix \\"]),
-        (
-            {"run": "/home/my files/ddp-0001"},
-            [
-                "#SBATCH --output='/home/my files/ddp-0001/logs/batch.out'",
-                "export TRAINKIT_RUN_DIR='/home/my files/ddp-0001'",
-            ],
-        ),
+        ({"run": "/home/my files/ddp-0001"}, ["#SBATCH --output='/home/my files/ddp-0001/logs/batch.out'",
+                                              "export TRAINKIT_RUN_DIR='/home/my files/ddp-0001'"]),
     ],
     ids=["sweep", "cpu", "no requeue", "srun", "spaces"],
-)
+)  # fmt: skip
 def test_what_is_asked_for_is_in_these_lines(
     script: Callable[..., str], flags: dict[str, Any], lines: list[str]
 ) -> None:

@@ -11,16 +11,8 @@ from trainkit.config.loading import Source, load, to_yaml
 from trainkit.errors import UserError
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.resources import Decision
-from trainkit.run.events import (
-    ProcessId,
-    append_event,
-    cancelled,
-    history_of,
-    read_events,
-    refused,
-    submitted,
-    submitting,
-)
+from trainkit.run import events
+from trainkit.run.events import ProcessId, append_event, history_of, read_events, submitting
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import slurm_submission as adoption
 from trainkit.schedulers.base import job_state, job_states, pickled, require_no_job
@@ -36,7 +28,7 @@ def squeue(scripts: str, state: str = "PENDING") -> str:
     """A queue in which job 41 was queued with another script, and each of the others with one of ours."""
     return f"""case "$*" in
 *%o*) printf '%s' '41|/somewhere/else/submit.sbatch\n{scripts}' ;;
-*) for id in 41 42 43 42_0 42_1; do echo "$id|{state}|None|0:00|"; done ;;
+*) for id in 41 42 43 42_0 42_1 43_1; do echo "$id|{state}|None|0:00|"; done ;;
 esac""".replace("printf '%s'", "printf '%b'")
 
 
@@ -64,30 +56,25 @@ def test_one_that_has_ended_is_found_in_the_accounts(cut_short: RunDir, fake_com
     assert (job_state(cut_short).state, history_of(cut_short).submissions[0].job_id) == ("FAILED", "42")
 
 
-def test_runs_of_a_sweep_are_tasks_of_its_array(tmp_path: Path, fake_command: FakeCommand) -> None:
+def test_runs_of_a_sweep_are_tasks_of_its_array_or_linked_into_another(
+    tmp_path: Path, fake_command: FakeCommand
+) -> None:
     sweep = tmp_path / "sweep-0001"
-    runs = [RunDir.create(sweep / str(index), to_yaml(load("ddp").config)) for index in range(2)]
+    runs = [RunDir.create(sweep / str(index), to_yaml(load("ddp").config)) for index in (0, 1, 7)]
     (sweep / "sweep.json").write_text("[]")
     for run in runs:
         append_event(run, "submitting", executor="slurm", attempts_before=0)
-    script = sweep / "submit.sbatch"
-    fake_command("squeue", squeue(f"42_0|{script}\\n42_1|{script}\\n"))
-    assert [state.job_id for state in job_states(runs)] == ["42_0", "42_1"]
-
-
-def test_a_run_may_be_linked_into_another_array_by_another_number(tmp_path: Path, fake_command: FakeCommand) -> None:
-    run = RunDir.create(tmp_path / "sweep-0001" / "7", to_yaml(load("ddp").config))
-    append_event(run, "submitting", executor="slurm", attempts_before=0)
-    part = tmp_path / "sweep-0001" / ".submitit" / "array-1"
+    part = sweep / ".submitit" / "array-1"
     part.mkdir(parents=True)
-    (part / "1").symlink_to(run.path)
-    fake_command("squeue", squeue(f"42_0|{part}/submit.sbatch\\n42_1|{part}/submit.sbatch\\n"))
-    assert job_state(run).job_id == "42_1"
+    (part / "1").symlink_to(runs[2].path)
+    lines = [f"{job}|{folder}/submit.sbatch" for folder in (sweep, part) for job in ("42_0", "42_1")]
+    fake_command("squeue", squeue("\\n".join([*lines[:2], *(line.replace("42", "43") for line in lines[2:]), ""])))
+    assert [state.job_id for state in job_states(runs)] == ["42_0", "42_1", "43_1"]
 
 
 def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_command: FakeCommand) -> None:
     for _ in range(2):  # by two who have found it
-        submitted(cut_short, "slurm", "42")
+        events.submitted(cut_short, "slurm", "42")
     assert len(history_of(cut_short).submissions) == 1
     append_event(cut_short, "submitting", executor="slurm", attempts_before=0)
     fake_command("squeue", squeue(f"42|{cut_short.script}\\n43|{cut_short.script}\\n"))
@@ -95,10 +82,7 @@ def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_com
     assert [event["job_id"] for event in read_events(cut_short, "submitted")] == ["42", "42", "43"]
 
 
-def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(
-    cut_short: RunDir,
-    fake_command: FakeCommand,
-) -> None:
+def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(cut_short: RunDir, fake_command: FakeCommand) -> None:
     fake_command("squeue", "exit 1")
     fake_command("sacct", "exit 1")
     assert job_state(cut_short).alive == "unknown"
@@ -112,8 +96,8 @@ def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fa
     submitting(run, "slurm", "1f")
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
-    assert f"process {os.getpid()} is just submitting it" in job_state(run).reason
-    assert job_state(run).alive == "unknown"
+    state = job_state(run)
+    assert (f"process {os.getpid()} is just submitting it" in state.reason, state.alive) == (True, "unknown")
 
 
 def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
@@ -147,7 +131,7 @@ def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
 ) -> None:
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
-    cancelled(cut_short, "")
+    events.cancelled(cut_short, "")
     assert "would be cancelled" in job_state(cut_short).reason
     fake_command("squeue", squeue(f"42|{cut_short.script}\\n"))
     fake_command("scancel", "echo busy >&2; exit 1")
@@ -160,7 +144,7 @@ def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
 
 def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command: FakeCommand) -> None:
     calls = fake_command("squeue", "exit 0")
-    refused(cut_short, "Invalid account")
+    events.refused(cut_short, "Invalid account")
     assert job_state(cut_short).state == "NOT SUBMITTED"
     assert not calls.exists()
 
@@ -258,12 +242,9 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
         ("CPU count per node can not be satisfied", "--nodes 1 (default), --ntasks-per-node 1 (default)"),
         ("Invalid generic resource (gres) specification", "--gres tape:1 (flag --gres)"),
         ("Requested reservation is invalid", "--reservation mine (flag --reservation)"),
-        ("Access denied to requested reservation", "--reservation mine (flag --reservation)"),
         ("Job dependency problem", "--dependency afterok:7 (flag --dependency)"),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--time 9:00:00"),
         ("Invalid partition name specified", "--partition main (environment P)"),
-        ("User's group not permitted to use this partition", "--partition main (environment P)"),
-        ("Required partition not available (inactive or drain)", "--partition main (environment P)"),
         ("Invalid node name specified", "--exclude n9 (flag --exclude)"),
         ("Invalid license specification", "--licenses x (flag --sbatch)"),
         ("sbatch: error: Invalid --mem specification", "--mem 9G (flag --mem)"),

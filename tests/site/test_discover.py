@@ -16,19 +16,9 @@ from jobs import cluster
 from trainkit import process
 from trainkit.errors import SchedulerError, UserError
 from trainkit.site import discover as read
+from trainkit.site import profile as kept
 from trainkit.site.discover import ask_site
-from trainkit.site.profile import (
-    Account,
-    PartitionFacts,
-    Qos,
-    SiteFacts,
-    facts_of,
-    read_facts,
-    read_nodes,
-    read_partitions,
-    renewed,
-    to_profile,
-)
+from trainkit.site.profile import Account, Qos, SiteFacts, facts_of, read_facts, read_nodes, read_partitions
 
 Fake = Callable[[str, str], Path]
 
@@ -77,19 +67,20 @@ ASSOCIATIONS = (
 )
 
 
-def test_limits_and_who_may_use_a_partition_are_read() -> None:
+def test_limits_of_partitions_and_who_may_use_them_and_their_nodes_are_read() -> None:
     gpu, spare, old = read_partitions(PARTITIONS, read_nodes(NODES))
     assert (gpu.accounts, gpu.qos, gpu.max_nodes, gpu.max_time_min) == (("vision", "nlp"), ("normal", "long"), 20, 4320)
     assert (spare.accounts, spare.denied_accounts, spare.max_mem_mb, spare.min_nodes) == ((), ("guest",), 120000, 2)
     assert (gpu.has_memory_default, spare.has_memory_default, old.has_memory_default) == (True, True, False)
     assert (spare.preempt_mode, old.up, old.max_time_min) == ("REQUEUE", False, 15)
 
-
-def test_nodes_are_read_with_memory_for_jobs_gpu_types_and_features() -> None:
     g1, _, g3, c1 = read_nodes(NODES).values()
     assert (g1.mem_mb, g1.gpu_types, g1.features) == (515000, ("a100",), ("a100", "ib"))
     assert (g3.mem_mb, g3.cpus, g3.gpu_types, g3.up) == (250000, 30, ("v100",), False)
     assert c1.mem_mb is None, "1 MB is what SLURM says where nobody has configured it"
+    found = facts_of(gpu)  # by kind
+    assert [(kind.count, kind.gpus, kind.gpu_types) for kind in found.nodes] == [(2, 4, ("a100",)), (1, 2, ("v100",))]
+    assert (found.max_time, found.preempt_mode) == ("3-0:00:00", "")
 
 
 def test_a_node_that_is_powered_down_takes_jobs_and_a_broken_one_does_not() -> None:
@@ -101,26 +92,16 @@ def test_a_node_that_is_powered_down_takes_jobs_and_a_broken_one_does_not() -> N
     assert [name for name, node in read_nodes("\n".join(lines)).items() if node.up] == [*ups]
 
 
-def test_a_profile_keeps_the_nodes_of_a_partition_by_kind() -> None:
-    gpu = facts_of(read_partitions(PARTITIONS, read_nodes(NODES))[0])
-    assert [(kind.count, kind.gpus, kind.gpu_types) for kind in gpu.nodes] == [(2, 4, ("a100",)), (1, 2, ("v100",))]
-    assert (gpu.max_time, gpu.preempt_mode) == ("3-0:00:00", "")
-
-
-def test_who_is_preempted_and_how_is_read() -> None:
-    texts = (CONFIG_24_05, CONFIG_22_05.replace("partition_prio", "none"))
-    assert [read.read_preemption(read.read_config(text)) for text in texts] == [
-        "partition_prio, REQUEUE, with the job's own signal", ""
-    ]  # fmt: skip
-
-
-def test_accounts_on_this_cluster_and_qos_are_read_with_their_limits() -> None:
+def test_accounts_on_this_cluster_qos_and_who_is_preempted_are_read() -> None:
     assert read.read_accounts(ASSOCIATIONS, "alpha") == (
         Account("vision", "", ("normal", "long"), default=True),
         Account("nlp", "gpu", ("normal",)),
     )
     found = read.read_qos("normal||\nlong|7-00:00:00|gres/gpu=8\n")
     assert found == (Qos("normal"), Qos("long", "7-00:00:00", "gres/gpu=8"))
+    texts = (CONFIG_24_05, CONFIG_22_05.replace("partition_prio", "none"))
+    preempted = [read.read_preemption(read.read_config(text)) for text in texts]
+    assert preempted == ["partition_prio, REQUEUE, with the job's own signal", ""]
 
 
 def test_sinfo_stands_in_for_scontrol_as_far_as_it_knows() -> None:
@@ -282,12 +263,12 @@ def test_what_is_written_into_a_profile_is_read_back(fake_command: Fake, tmp_pat
     slurm(fake_command)
     facts = ask_site(dict(os.environ))
     profile = tmp_path / "mine.yaml"
-    profile.write_text(to_profile(facts))
+    profile.write_text(kept.to_profile(facts))
     assert read_facts(str(profile)) == facts
     profile.write_text("launch: {partition: gpu}\n")
     assert read_facts(str(profile)) is None, "settings alone know nothing of a site"
     old = "# ours\nsite:\n  cluster: old\n\n  accounts:\n  - {name: a}\nlaunch: {account: thesis}  # since March\n"
-    new = renewed(old, SiteFacts(cluster="new"))
+    new = kept.renewed(old, SiteFacts(cluster="new"))
     assert new.startswith("# ours\nlaunch: {account: thesis}  # since March\n\n#")
     assert new.endswith("site: {cluster: new}\n")
     assert "old" not in new
@@ -307,4 +288,4 @@ def test_partition_facts_of_an_older_kit_are_still_read(tmp_path: Path) -> None:
     profile.write_text("site: {cluster: a, partitions: [{name: gpu, from_the_future: 1}]}\n")
     known = read_facts(str(profile))
     assert known is not None
-    assert known.partitions == (PartitionFacts("gpu"),)
+    assert known.partitions == (kept.PartitionFacts("gpu"),)

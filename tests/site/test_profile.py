@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, UserError
@@ -29,43 +30,13 @@ from trainkit.site.profile import (
     count_gpus,
     discover,
     doubtful,
-    read_nodes,
-    read_partitions,
     require_access,
     require_room,
     require_shared,
     visible_gpus,
 )
 
-# As a SLURM 22.05.8 printed them, but for what one cluster does not have at once: a drained node, a reason, limits.
-NODES = """\
-NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=0 CPUEfctv=8 CPUTot=8 CPULoad=6.76 AvailableFeatures=(null) \
-ActiveFeatures=(null) Gres=gpu:4 NodeAddr=10.99.7.1 NodeHostName=n1 Version=22.05.8 OS=Linux 6.18.44 #1 SMP \
-RealMemory=16000 AllocMem=0 FreeMem=17113 Sockets=8 Boards=1 State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1 \
-Partitions=main,low,high  BootTime=2026-11-20T09:43:57 CfgTRES=cpu=8,mem=16000M,billing=8,gres/gpu=4 AllocTRES=
-NodeName=n2 CPUEfctv=6 CPUTot=8 Gres=gpu:a100:2(S:0-1),nvme:1 State=IDLE+DRAIN ThreadsPerCore=1 \
-Reason=disk is bad [root@x]
-NodeName=n3 CPUTot=16 Gres=(null) State=MIXED
-"""
-PARTITIONS = """\
-PartitionName=main AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES QoS=N/A DefaultTime=00:05:00 \
-MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=n[1-3] PriorityTier=10 \
-State=UP TotalCPUs=32 TotalNodes=3 TRES=cpu=32,mem=62.50G,node=4,billing=32,gres/gpu=16
-PartitionName=short Default=NO MaxNodes=2 MaxTime=1-12:00:00 Nodes=n1 State=UP
-PartitionName=closed Default=NO MaxNodes=1 MaxTime=00:30:00 Nodes=(null) State=INACTIVE
-"""
-
-
-def test_nodes_and_partitions_are_read_whatever_stands_around_them() -> None:
-    nodes = read_nodes(NODES)
-    found = [(node.name, node.cpus, node.gpus, node.up) for node in nodes.values()]
-    assert found == [("n1", 8, 4, True), ("n2", 6, 2, False), ("n3", 16, 0, True)]
-    site = Site("slurm", 0, 1, read_partitions(PARTITIONS, nodes))
-    main, short, closed = site.partitions
-    assert site.partition(None) == site.partition("main") == main
-    assert site.partition("nosuch") is None
-    assert (short.max_time_min, short.max_nodes, [node.name for node in short.nodes]) == (36 * 60, 2, ["n1"])
-    assert (closed.up, closed.max_time_min, closed.nodes) == (False, 30, ())
+RECORDED = yaml.safe_load(Path(__file__).with_name("recorded").joinpath("22.05.8.yaml").read_text())
 
 
 def test_gpus_are_counted_in_generic_resources() -> None:
@@ -84,15 +55,11 @@ def test_the_visible_device_mask_is_counted_as_cuda_reads_it() -> None:
     assert {asked: visible_gpus(*asked) for asked in counts} == counts
 
 
-def test_a_machine_without_sbatch_has_no_slurm(tmp_path: Path) -> None:
-    assert not discover({"PATH": str(tmp_path)}).scheduler
-
-
 @pytest.mark.parametrize(
     ("scontrol", "is_slurm", "known", "unknown"),
     [
-        (f"if [ $2 = node ]; then cat <<'E'\n{NODES}\nE\nelse cat <<'E'\n{PARTITIONS}\nE\nfi", True,
-         ["main", "short", "closed"], ""),
+        (f"if [ $2 = node ]; then cat <<'E'\n{RECORDED['nodes']}\nE\nelse cat <<'E'\n{RECORDED['partitions']}\nE\nfi",
+         True, ["main", "low", "high"], ""),
         ("echo 'slurm_load_node: Unable to contact slurm controller' >&2; exit 1", True, [], "Unable to contact"),
         ("echo 'fatal: Could not establish a configuration source' >&2; exit 1", False, [],
          "configured for no cluster"),
@@ -102,11 +69,14 @@ def test_a_machine_without_sbatch_has_no_slurm(tmp_path: Path) -> None:
 def test_a_login_node_tells_its_partitions_or_why_it_does_not(
     fake_command: Callable[[str, str], Path], scontrol: str, is_slurm: bool, known: list[str], unknown: str
 ) -> None:
+    assert not discover({"PATH": "/no/sbatch"}).scheduler
     fake_command("sbatch", "exit 1")
     fake_command("scontrol", scontrol)
     site = discover(dict(os.environ))
     assert bool(site.scheduler) == is_slurm
     assert [partition.name for partition in site.partitions] == known
+    by_name = [site.partition(name) for name in (None, "main", "nosuch")]
+    assert [partition and partition.name for partition in by_name] == ([*["main"] * 2, None] if known else [None] * 3)
     assert unknown in site.unknown
 
 
@@ -135,20 +105,14 @@ GOLDEN = {
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_what_a_job_asks_for_at_each_kind_of_site(profile: Path) -> None:
-    flags: dict[str, tuple[object, str]] = {
-        "launch.cluster": (profile.stem, "--cluster"),
-        "launch.nodes": (2, "--nodes"),
-        "launch.gpus_per_node": (4, "--gpus-per-node"),
-    }
-    if profile.stem == "constraint":
-        flags["launch.account"] = ("thesis", "--account")
-    found = load("ddp", flags=flags)
+    account = {"account": "thesis"} if profile.stem == "constraint" else {}
+    flags = {"cluster": profile.stem, "nodes": 2, "gpus_per_node": 4, **account}
+    found = loaded(**flags)
     assert any(source.kind == "cluster profile" for source in found.sources.values())
     plan = make_plan(found, ELSEWHERE, Path("/runs/x"))
     written = [item.name if item.value is None else f"{item.name}={item.value}" for item in plan.directives]
     assert written == GOLDEN[profile.stem]
-    flags["launch.time"] = ("5", "--time")
-    assert load("ddp", flags=flags).config.launch.time == "5", "a flag outranks it"
+    assert loaded(**flags, time="5").config.launch.time == "5", "a flag outranks it"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +123,7 @@ def test_what_a_job_asks_for_at_each_kind_of_site(profile: Path) -> None:
     ],
 )
 def test_what_a_profile_brings_beyond_directives_is_in_the_script(profile: str, words: list[str]) -> None:
-    flags = {"launch.cluster": (profile, "--cluster"), "launch.gpus_per_node": (4, "--gpus-per-node")}
-    plan = make_plan(load("ddp", flags=flags), ELSEWHERE, Path("/runs/x"))
+    plan = make_plan(loaded(cluster=profile, gpus_per_node=4), ELSEWHERE, Path("/runs/x"))
     script = batch_script(plan, Path("/runs/x"), cwd=Path("/home/me"), python="/usr/bin/python3")
     assert [word for word in words if word not in script] == []
 
@@ -215,8 +178,8 @@ WEEK = HOUR._replace(minutes=8 * 1440)
     [
         (OPEN, FACTS, HOUR, {"account": "visoin"},
          "Account 'visoin' is none of yours (flag --account). You have: vision, nlp, guest."),
-        (PARTITION, SiteFacts(), HOUR, {"account": "guest"}, "may not use partition 'gpu'"),
-        (PARTITION, SiteFacts(), HOUR, {"account": "guest"}, "It lets in: vision, nlp."),
+        (PARTITION, SiteFacts(), HOUR, {"account": "guest"},
+         "may not use partition 'gpu' (flag --account). It lets in: vision, nlp."),
         (SHUT, SiteFacts(), HOUR, {"account": "x"}, "shuts this account out"),
         # The default account is the one that is charged.
         (replace(PARTITION, accounts=("nlp",)), FACTS, HOUR, {}, "Account 'vision' may not use"),
@@ -247,13 +210,9 @@ def test_a_placeholder_is_a_mistake_of_the_user_whatever_is_known() -> None:
 # Folders
 
 
-def test_memory_of_this_machine_is_no_place_for_a_run() -> None:
-    with pytest.raises(RefusedError) as error:
+def test_a_run_lies_where_nodes_see_it_as_far_as_that_is_known(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="The run folder /dev/shm/runs/x is on this machine alone"):
         require_shared(Path("/dev/shm/runs/x"), "The run folder", TWO_NODES, ())
-    assert error.value.what == "The run folder /dev/shm/runs/x is on this machine alone."
-
-
-def test_where_shared_folders_are_known_a_run_lies_in_one(tmp_path: Path) -> None:
     shared = tmp_path / "work"
     shared.mkdir()
     (tmp_path / "link").symlink_to(shared)
@@ -264,14 +223,12 @@ def test_where_shared_folders_are_known_a_run_lies_in_one(tmp_path: Path) -> Non
     assert str(shared) in error.value.fix
 
 
-def test_a_folder_that_few_sites_share_is_only_doubtful() -> None:
+def test_a_folder_that_few_sites_share_is_doubtful_unless_there_is_one_node() -> None:
     require_shared(Path("/tmp/runs/x"), "The run folder", TWO_NODES, ())
     assert "few sites share /tmp" in doubtful(Path("/tmp/runs/x"), TWO_NODES, ())
     assert doubtful(Path("/tmp/runs/x"), TWO_NODES, ("/tmp",)) == ""
     assert doubtful(Path("/home/me/runs/x"), TWO_NODES, ()) == ""
 
-
-def test_on_a_cluster_of_one_machine_every_folder_is_seen() -> None:
     name = socket.gethostname().partition(".")[0]
     alone = Site("slurm", 0, 2, partitions=(Partition("main", (Node(name, 8, 4),)),))
     require_shared(Path("/dev/shm/x"), "The run folder", alone, ["/home"])

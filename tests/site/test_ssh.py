@@ -19,23 +19,13 @@ from trainkit.errors import SchedulerError, UserError
 from trainkit.site.ssh import BEGIN, NEEDED, SSH, Host, Word, run_there, script
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "folder"),
-    [
-        ("login", "login", "trainkit"),
-        ("me@login.example.org", "me@login.example.org", "trainkit"),
-        ("me@login:work/kit", "me@login", "work/kit"),
-        ("login:/scratch/my folder", "login", "/scratch/my folder"),
-    ],
-)
-def test_a_host_is_what_ssh_and_scp_take(text: str, name: str, folder: str) -> None:
-    assert Host.parse(text) == Host(name, folder)
-
-
-@pytest.mark.parametrize("text", ["-oProxyCommand=reboot", "", ":folder", "a b", "login;reboot", "login:a\nb"])
-def test_what_ssh_would_take_for_something_else_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is not a machine"):
-        Host.parse(text)
+def test_a_host_is_what_ssh_and_scp_take_and_nothing_else() -> None:
+    assert Host.parse("me@login.example.org") == Host("me@login.example.org", "trainkit")
+    assert Host.parse("me@login:work/kit") == Host("me@login", "work/kit")
+    assert Host.parse("login:/scratch/my folder") == Host("login", "/scratch/my folder")
+    for text in ("-oProxyCommand=reboot", "", ":folder", "a b", "login;reboot", "login:a\nb"):
+        with pytest.raises(UserError, match="is not a machine"):
+            Host.parse(text)
 
 
 @pytest.fixture
@@ -57,17 +47,13 @@ def _run(line: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     return subprocess.CompletedProcess(done.args, done.returncode, said, done.stderr)
 
 
-@pytest.mark.parametrize("word", ["a b", "it's", 'say "x"', "$HOME", "`reboot`", "*", "a;b", "back\\slash"])
-def test_every_word_arrives_as_it_was_given(there: Host, word: str) -> None:
-    done = _run(script(there, "jobs.status", [word, "last"]))
+def test_every_word_arrives_as_it_was_given_and_a_path_is_made_there(there: Host) -> None:
+    words = ["a b", "it's", 'say "x"', "$HOME", "`reboot`", "*", "a;b", "back\\slash", "last"]
+    done = _run(script(there, "jobs.status", [*words, Word("my data", before="data.root=")]))
     assert done.stdout.decode().splitlines() == [
-        *(f"in {there.folder}", "", str(there), terminal.PROGRAM, "jobs.status", word, "last")
-    ]
-
-
-def test_a_path_below_the_folder_is_made_there(there: Host) -> None:
-    done = _run(script(there, "jobs.report", [Word("my data", before="data.root=")]))
-    assert done.stdout.decode().splitlines()[-1] == f"data.root={there.folder}/my data"
+        f"in {there.folder}", "", str(there), terminal.PROGRAM, "jobs.status", *words,
+        f"data.root={there.folder}/my data",
+    ]  # fmt: skip
 
 
 def test_a_folder_that_is_not_there_is_said_in_three_lines() -> None:
@@ -162,16 +148,12 @@ def _heard(host: Host, line: str, env: Mapping[str, str]) -> tuple[int, str]:
         ("exit 255", "No connection to login"),
         (f"echo '{BEGIN}'; exit 255", "The connection to login was lost"),
         ("exec yes Welcome", "login does not come to the point"),
+        ("", "no ssh here"),
     ],
 )
 def test_a_connection_that_is_none_or_no_more_is_said_as_such(tmp_path: Path, ssh: str, words: str) -> None:
     with pytest.raises(SchedulerError, match=words):
-        _heard(Host("login"), "true", _env(tmp_path, ssh))
-
-
-def test_a_machine_without_ssh_says_so() -> None:
-    with pytest.raises(SchedulerError, match="no ssh here"):
-        _heard(Host("login"), "true", {SSH: "/no/ssh"})
+        _heard(Host("login"), "true", _env(tmp_path, ssh) if ssh else {SSH: "/no/ssh"})
 
 
 def test_what_a_profile_there_prints_is_no_part_of_the_answer(
@@ -205,13 +187,19 @@ def _options(tmp_path: Path, configured: str, **env: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "shared"), [("echo controlmaster false", True), ("echo controlmaster auto; echo controlpath /x", False)]
+    ("said", "option", "ours"),
+    [
+        ("echo controlmaster false", "ControlMaster=auto", True),
+        ("echo controlmaster auto; echo controlpath /x", "ControlMaster=auto", False),
+        ("echo serveraliveinterval 0", "ServerAliveInterval", True),
+        ("echo serveraliveinterval 60", "ServerAliveInterval", False),
+    ],
 )
-def test_a_connection_is_shared_unless_the_users_configuration_says_how(
-    tmp_path: Path, said: str, shared: bool
+def test_a_connection_is_shared_and_watched_unless_the_user_says_how(
+    tmp_path: Path, said: str, option: str, ours: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as short:  # as the path of a socket must be
-        assert ("ControlMaster=auto" in _options(tmp_path, said, XDG_STATE_HOME=short)) == shared
+        assert (option in _options(tmp_path, said, XDG_STATE_HOME=short)) == ours
 
 
 def test_where_the_homes_path_is_too_long_for_a_socket_it_is_elsewhere(tmp_path: Path) -> None:
@@ -220,8 +208,3 @@ def test_where_the_homes_path_is_too_long_for_a_socket_it_is_elsewhere(tmp_path:
         assert f"ControlPath={short}/trainkit/%C" in _options(tmp_path, "echo controlmaster false", **long)
         Path(short, "trainkit").chmod(0o755)  # others could enter, and use the connection
         assert short not in _options(tmp_path, "echo controlmaster false", **long)
-
-
-@pytest.mark.parametrize(("said", "ours"), [("0", True), ("60", False)])
-def test_a_dead_connection_is_noticed_unless_the_user_says_when(tmp_path: Path, said: str, ours: bool) -> None:
-    assert ("ServerAliveInterval" in _options(tmp_path, f"echo serveraliveinterval {said}")) == ours

@@ -45,10 +45,8 @@ def by_name(partitions: tuple[Partition, ...]) -> dict[str, Partition]:
 def test_partitions_are_read_with_their_limits_and_nodes(said: dict[str, Any]) -> None:
     found = by_name(read_partitions(said["partitions"], read_nodes(said["nodes"])))
     main, low, high = found["main"], found["low"], found["high"]
-    assert [(node.name, node.cpus, node.gpus, node.mem_mb, node.up) for node in main.nodes] == [
-        ("n1", 4, 2, 8000, True),
-        ("n2", 4, 2, 8000, False),
-    ]
+    nodes = [(node.name, node.cpus, node.gpus, node.mem_mb, node.up) for node in main.nodes]
+    assert nodes == [("n1", 4, 2, 8000, True), ("n2", 4, 2, 8000, False)]
     assert (main.default, main.up, main.max_time_min, main.max_nodes, main.accounts) == (True, True, None, None, ())
     assert (low.up, low.accounts, low.preempt_mode) == (False, ("root",), "REQUEUE")
     assert (high.max_time_min, high.max_nodes, high.accounts, high.qos) == (60, 1, ("vision", "nlp"), ("normal",))
@@ -56,10 +54,8 @@ def test_partitions_are_read_with_their_limits_and_nodes(said: dict[str, Any]) -
 
 def test_sinfo_knows_the_same_nodes_and_limits(said: dict[str, Any]) -> None:
     found = by_name(read.read_sinfo(said["sinfo"]))
-    assert {node.name: (node.cpus, node.gpus, node.up) for node in found["main"].nodes} == {
-        "n1": (4, 2, True),
-        "n2": (4, 2, False),
-    }
+    nodes = {node.name: (node.cpus, node.gpus, node.up) for node in found["main"].nodes}
+    assert nodes == {"n1": (4, 2, True), "n2": (4, 2, False)}
     assert (found["main"].default, found["low"].up) == (True, False)
     assert (found["high"].max_time_min, found["high"].max_nodes, found["main"].max_time_min) == (60, 1, None)
 
@@ -68,10 +64,8 @@ def test_the_configuration_is_read(said: dict[str, Any], version: str) -> None:
     config = read.read_config(said["config"])
     assert (config["SLURM_VERSION"], said["version"].split()[-1]) == (version, version)
     assert (read.leading_number(config["KillWait"]), read.leading_number(config["MaxArraySize"])) == (5, 1001)
-    assert (config["SelectType"], config["AccountingStorageEnforce"]) == (
-        "select/cons_tres",
-        "associations,limits,qos",
-    )
+    assert config["SelectType"] == "select/cons_tres"
+    assert config["AccountingStorageEnforce"] == "associations,limits,qos"
     assert read.read_preemption(config) == "partition_prio, REQUEUE"
 
 
@@ -120,23 +114,11 @@ def test_the_guess_of_sbatch_and_its_refusals_are_read(said: dict[str, Any]) -> 
 
 
 WAITS = {
-    "2": "association-limit",
-    "4": "association-limit",
-    "5": "policy-limit",
-    "6": "association-limit",
-    "7": "policy-limit",
-    "10": "policy-limit",
-    "11": "policy-limit",
-    "13": "association-limit",
-    "14": "held",
-    "15_1": "waits",
-    "16": "waits-for-job",
-    "17": "partition-limit",
-    "19": "waits",
-    "21": "waits",
-    "25": "partition-limit",
-    "26": "dependency-never",
-}
+    "2": "association-limit", "4": "association-limit", "5": "policy-limit", "6": "association-limit",
+    "7": "policy-limit", "10": "policy-limit", "11": "policy-limit", "13": "association-limit", "14": "held",
+    "15_1": "waits", "16": "waits-for-job", "17": "partition-limit", "19": "waits", "21": "waits",
+    "25": "partition-limit", "26": "dependency-never",
+}  # fmt: skip
 
 
 def test_why_knows_what_every_job_of_the_queue_waits_for(said: dict[str, Any], tmp_path: Path) -> None:

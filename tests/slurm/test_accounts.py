@@ -51,17 +51,15 @@ def test_discover_lists_the_accounts_and_qos_of_this_user(profile: str) -> None:
     facts = read_facts(profile)
     assert facts is not None
     assert facts.accounts_enforced is True
-    assert {Account("vision", "", ("normal", "weekly")), Account("root", "", ("normal",), default=True)} < {
-        *facts.accounts
-    }
+    mine = {Account("vision", "", ("normal", "weekly")), Account("root", "", ("normal",), default=True)}
+    assert mine < {*facts.accounts}
     assert Qos("weekly", "7-00:00:00", "gres/gpu=2") in facts.qos
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("-A nosuch", "Account 'nosuch' is none of yours"),
-        ("-A visoin", "Did you mean 'vision'?"),
+        ("-A visoin", "Account 'visoin' is none of yours"),
         ("-A vision -q one", "QOS 'one' is none of yours with account 'vision'"),
         ("-A vision -q weekly -t 8-00:00:00", "is over the limit of QOS 'weekly'"),
         ("-A vision -q weekly -N 1 --gpus-per-node 4", "4 GPUs are more than QOS 'weekly' gives one user"),

@@ -37,6 +37,11 @@ def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster
     assert devcluster.wait(few_job, timeout=400) == "COMPLETED", devcluster.logs()
     assert nodes(devcluster, enough) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
     assert excluded(devcluster, enough) == [("n2", "its ranks were behind in 2 hangs")]
+    hang = devcluster.events(enough, "failed")[0]
+    assert (hang["attempt"], hang["rank"], hang["host"]) == (0, 1, "n2")
+    assert "own_models.py" in hang["error"]
+    assert "in fall_into_it" in (enough / "logs/0/rank-1.err").read_text(), "the stacks of all ranks are kept"
+    assert "has made no progress" in (enough / "logs/0/rank-0.err").read_text()
     assert nodes(devcluster, few) == [["n1", "n2"]] * 3
     assert excluded(devcluster, few) == []
     said = (few / "logs" / "batch.out").read_text()
@@ -73,32 +78,6 @@ def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cl
     again = devcluster.events(run, "submitted")[-1]["job_id"]
     assert devcluster.wait(again) == "COMPLETED", devcluster.logs()
     assert nodes(devcluster, run)[-1] == ["n1", "n2"]
-
-
-TROUBLED = ("model.name=own_models:troubled", "model.troubles=hang,kill", "launch.hang_seconds=5")
-
-
-@pytest.fixture(scope="module")
-def troubled(devcluster: Cluster) -> Path:
-    """A run that hangs, goes on, is killed, goes on, and has ended."""
-    job, run, _ = devcluster.submit("troubled", *TWO_NODES, *TROUBLED, "-w", "n1,n2")
-    assert devcluster.wait(job, timeout=240) == "COMPLETED", devcluster.logs()
-    return run
-
-
-@pytest.mark.long
-def test_a_run_that_hangs_and_is_killed_is_started_again_each_time(devcluster: Cluster, troubled: Path) -> None:
-    assert [event["attempt"] for event in devcluster.events(troubled, "requeued")] == [0, 1]
-    assert [event["attempt"] for event in devcluster.events(troubled, "started")] == [0, 1, 2]
-
-
-@pytest.mark.long
-def test_a_hang_names_the_rank_that_is_behind_and_keeps_all_stacks(devcluster: Cluster, troubled: Path) -> None:
-    hang = devcluster.events(troubled, "failed")[0]
-    assert (hang["attempt"], hang["rank"], hang["host"]) == (0, 1, "n2")
-    assert "own_models.py" in hang["error"]
-    assert "in fall_into_it" in (troubled / "logs/0/rank-1.err").read_text()
-    assert "has made no progress" in (troubled / "logs/0/rank-0.err").read_text()
 
 
 def test_a_job_goes_on_without_the_node_that_fails_its_preflight(devcluster: Cluster, light: dict[str, str]) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.slurm.conftest import job_in
+from tests.slurm.test_train_sbatch import edited
 from tests.swarm.conftest import TOKEN
 
 if TYPE_CHECKING:
@@ -23,61 +25,36 @@ PROJECT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
-class Creator:
-    """A swarm's creator on the login node, which the nodes reach over the cluster's network."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.out = cluster.home / "creator.txt"
-        with self.out.open("wb") as out:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "jobs.swarm", "create", "hivemind", "--name", "creator"),
-                    *("--host", f"{cluster.env['DEVCLUSTER_NET']}.254", "monitor.loggers=[jsonl]"),
-                    *("collaborative.round_seconds=8", "collaborative.rounds=500", "data.workers=0"),
-                ],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=cluster.home,
-                env={**os.environ, **cluster.env, "PYTHONPATH": str(PROJECT)},
-            )
-
-    @property
-    def said(self) -> str:
-        return self.out.read_text(encoding="utf-8")
-
-    def token(self, cluster: Cluster) -> str:
-        cluster.wait_for("the token", lambda: re.search(TOKEN, self.said, re.MULTILINE) is not None)
-        found = re.search(TOKEN, self.said, re.MULTILINE)
-        assert found is not None
-        return found[1]
-
-
 @pytest.fixture
-def creator(devcluster: Cluster) -> Iterator[Creator]:
-    creator = Creator(devcluster)
-    yield creator
-    creator.process.kill()
-    creator.process.wait()
+def creator(devcluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
+    """A swarm's creator on the login node, which the nodes reach over the cluster's network; see creator.txt."""
+    words = (
+        *(sys.executable, "-m", "jobs.swarm", "create", "hivemind", "--name", "creator"),
+        *("--host", f"{devcluster.env['DEVCLUSTER_NET']}.254", "monitor.loggers=[jsonl]"),
+        *("collaborative.round_seconds=8", "collaborative.rounds=500", "data.workers=0"),
+    )
+    env = {**os.environ, **devcluster.env, "PYTHONPATH": str(PROJECT)}
+    with (devcluster.home / "creator.txt").open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, cwd=devcluster.home, env=env)
+    yield process
+    process.kill()
+    process.wait()
 
 
-def template(cluster: Cluster) -> str:
-    text = (PROJECT / "slurm" / "hivemind_peer.sbatch").read_text(encoding="utf-8")
-    text = text.replace("--account=CHANGE_ME", "--account=thesis").replace("--partition=CHANGE_ME", "--partition=main")
-    file = cluster.home / "peer.sbatch"
-    file.write_text(text, encoding="utf-8")
-    return str(file)
-
-
-def test_an_array_of_peers_joins_comes_back_and_ends_with_the_run(devcluster: Cluster, creator: Creator) -> None:
-    token = creator.token(devcluster)
+def test_an_array_of_peers_joins_comes_back_and_ends_with_the_run(
+    devcluster: Cluster, creator: subprocess.Popen[bytes]
+) -> None:
+    said = (devcluster.home / "creator.txt").read_text
+    devcluster.wait_for("the token", lambda: re.search(TOKEN, said(), re.MULTILINE) is not None)
+    token = re.findall(TOKEN, said(), re.MULTILINE)[0]
     cpu = ("--gpus-per-node", "0", "data.workers=0")
     submitted = devcluster.job("submit", "hivemind", "--join", token, "--array", "2", *cpu).stdout
     assert "(array of 2): 1 node x 1 rank." in submitted
     by_template = devcluster.sbatch(
-        "--array=0", "--gpus-per-node=0", template(devcluster), "launch.gpus_per_node=0", "data.workers=0",
-        env={"TRAINKIT_TOKEN": token},
+        "--array=0", "--gpus-per-node=0", edited(devcluster, "hivemind_peer.sbatch"), "launch.gpus_per_node=0",
+        "data.workers=0", env={"TRAINKIT_TOKEN": token},
     )  # fmt: skip
-    devcluster.wait_for("four peers", lambda: "4 peers averaged" in creator.said, timeout=240)
+    devcluster.wait_for("four peers", lambda: "4 peers averaged" in said(), timeout=240)
 
     run = devcluster.home / "runs" / f"hivemind-peer-job{by_template}" / "0"
     identity = (run / "identity").read_bytes()
@@ -86,10 +63,8 @@ def test_an_array_of_peers_joins_comes_back_and_ends_with_the_run(devcluster: Cl
     devcluster.wait_for("it comes back", lambda: len(devcluster.events(run, "started")) > attempts, timeout=240)
     assert (run / "identity").read_bytes() == identity
 
-    creator.process.send_signal(signal.SIGINT)
+    creator.send_signal(signal.SIGINT)
     assert devcluster.wait(by_template) == "COMPLETED"
-    found = re.search(r"Submitted job (\d+)", submitted)
-    assert found is not None
-    assert devcluster.wait(found[1]) == "COMPLETED"
+    assert devcluster.wait(job_in(submitted)) == "COMPLETED"
     runs = sorted((devcluster.home / "runs").glob("hivemind-peer-0*/*/summary.json"))
     assert len(runs) == 2

@@ -59,8 +59,7 @@ def test_a_peer_of_an_array_is_one_node_with_its_gpus() -> None:
     theirs = theirs.replace("name=trainkit", "name=trainkit-peer").replace("slurm-%j", "slurm-%A_%a")
     assert "\n".join(directives("hivemind_peer.sbatch")) + "\n" == theirs
 
-
-def test_the_token_of_a_peer_is_no_argument_that_others_on_the_node_can_read() -> None:
+    # The token is no argument that others on the node can read.
     assert " --join --run-dir " in commands("hivemind_peer.sbatch")
     assert "$TRAINKIT_TOKEN" not in commands("hivemind_peer.sbatch")
 
@@ -78,20 +77,13 @@ def test_what_every_template_has_in_common(template: str) -> None:
     assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in said
     assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in said
 
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_the_batch_shell_expands_no_rank(template: str) -> None:
-    """It has SLURM_PROCID=0 and SLURM_NODEID=0 too: expanded there, every rank would be the first."""
+    # The batch shell has SLURM_PROCID=0 and SLURM_NODEID=0 too: expanded there, every rank would be the first.
     # torchrun's `node` function is expanded by the node's shell.
-    batch_shell = re.sub(r"^\w+\(\) \{.*?^\}", "", commands(template), flags=re.M | re.S)
+    batch_shell = re.sub(r"^\w+\(\) \{.*?^\}", "", said, flags=re.M | re.S)
     assert not re.findall(r"SLURM_(?:PROCID|NODEID|LOCALID)", batch_shell)
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_begin_and_end_attempts_as_submitted_runs_do(template: str) -> None:
-    """A failure there ends the script: `eval "$(...)"` would go on."""
-    assert '\nbegun=$("$python" -m trainkit.launch.batch_job begin)\neval "$begun"\n' in commands(template)
-    assert not re.findall(r"localhost|MASTER_PORT=|scontrol|squeue", commands(template))
+    # An attempt begins as a submitted run's does. A failure there ends the script: `eval "$(...)"` would go on.
+    assert '\nbegun=$("$python" -m trainkit.launch.batch_job begin)\neval "$begun"\n' in said
+    assert not re.findall(r"localhost|MASTER_PORT=|scontrol|squeue", said)
 
 
 def test_both_templates_of_training_end_in_the_same_way() -> None:

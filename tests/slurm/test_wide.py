@@ -57,10 +57,9 @@ def test_each_of_64_ranks_knows_its_place_and_meets_the_others(wide: Cluster) ->
     assert [(rank["rank"], rank["local_rank"], rank["node_rank"], rank["host"]) for rank in ranks] == [
         (number, number % 2, number // 2, NODES[number // 2]) for number in range(64)
     ]
+    alike = {"world_size": 64, "local_world_size": 2, "num_nodes": 32, "master_addr": "n01", "hosts": NODES}
     for rank in ranks:
-        assert (rank["world_size"], rank["local_world_size"], rank["num_nodes"]) == (64, 2, 32)
-        assert (rank["master_addr"], rank["master_port"]) == ("n01", ranks[0]["master_port"])
-        assert rank["hosts"] == NODES
+        assert rank.items() >= {**alike, "master_port": ranks[0]["master_port"]}.items()
 
 
 def test_ranks_that_are_told_to_save_hand_back_once_a_node_and_go_on(wide: Cluster) -> None:
@@ -72,33 +71,25 @@ def test_ranks_that_are_told_to_save_hand_back_once_a_node_and_go_on(wide: Clust
     assert {event["attempt"] for event in handed} == {0}
     trained = json.loads((_run(wide) / light_experiment.STATE).read_text())[1]
     assert trained == light_experiment.trained(first["total_steps"])
+    # Each rank has its own logs in each attempt, and `logs` tells them apart.
 
-
-def test_each_of_64_ranks_has_its_own_logs_in_each_attempt(wide: Cluster) -> None:
     names = {f"rank-{rank}.{stream}" for rank in range(64) for stream in ("out", "err")}
     for attempt in ("0", "1"):
         assert {file.name for file in (_run(wide) / "logs" / attempt).glob("rank-*")} == names
 
-
-def test_logs_tells_64_ranks_apart(wide: Cluster) -> None:
     said = wide.job("logs", "whole", "--rank", "all", "--grep", "^rank ").stdout.splitlines()
     assert said == [
         f"[rank {rank:2}] rank {rank} of 64: {NODES[rank // 2]}, local rank {rank % 2}" for rank in range(64)
     ]
 
 
-def test_status_is_one_line_with_both_attempts(wide: Cluster) -> None:
+def test_status_why_the_report_and_the_site_speak_of_64_ranks_on_32_nodes(wide: Cluster) -> None:
     said = wide.job("status", "whole").stdout
     assert re.search(r"^whole +COMPLETED +\d+ +2 +8/8 ", said, re.MULTILINE), said
     assert re.search(r"^nodes +n\[01-32\]$", said, re.MULTILINE), said
 
-
-def test_why_names_the_one_rank_of_64_that_failed_and_its_node(wide: Cluster) -> None:
     said = wide.job("why", "failed").stdout
     assert "Rank 37 on n19 raised ValueError: bad labels" in said.splitlines()[0]
-
-
-def test_the_report_and_the_site_speak_of_32_nodes(wide: Cluster) -> None:
     wide.job("report", "runs/whole")
     book = (_run(wide) / "logbook.md").read_text()
     assert re.search(r"^\| ranks +\| 64 \(32 nodes . 2\) on n\[01-32\] +\|$", book, re.MULTILINE), book
