@@ -65,7 +65,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-def test_the_main_rank_alone_writes_and_a_record_gets_the_time_if_it_has_none(run_dir: RunDir) -> None:
+def test_the_main_rank_alone_writes_and_a_record_gets_the_time(run_dir: RunDir) -> None:
     with open_loggers(config("jsonl", "console"), run_dir, total_steps=20, is_main=False) as logger:
         logger.log(TRAIN)
     assert not run_dir.metrics.exists()

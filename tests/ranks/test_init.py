@@ -229,7 +229,7 @@ def test_many_hosts_are_folded_for_people(hosts: list[str], folded: str) -> None
 LINUX = range(32768, 61000)
 
 
-def test_every_job_and_attempt_derives_another_port_outside_the_ephemeral_range() -> None:
+def test_each_job_and_attempt_derives_another_port_none_of_them_ephemeral() -> None:
     assert not {derived_port(str(job), attempt) for job in range(200) for attempt in range(5)} & set(LINUX)
     assert derived_port("4711", 3) == derived_port("4711", 3)
     assert len({derived_port("4711", attempt) for attempt in range(1000)}) == 1000

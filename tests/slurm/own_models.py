@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,34 +55,15 @@ def paced(info: DataInfo) -> nn.Module:
     return Interrupted(info, lambda: time.sleep(float(PACE.read_text())) if PACE.exists() else None)
 
 
-def failing(info: DataInfo) -> nn.Module:
-    """Fails on the last rank, once it trains."""
-
-    def fail() -> None:
-        if torch.is_grad_enabled() and is_last_rank():
-            raise RuntimeError(f"rank {rank()} fails")
-
-    return Interrupted(info, fail)
-
-
 def troubled(info: DataInfo, *, troubles: str = "") -> nn.Module:
-    """Is in trouble on the last rank, once it trains; ``troubles``: of attempt 0, 1, ..., with commas."""
-    trouble = dict(enumerate(troubles.split(","))).get(ATTEMPT, "") if is_last_rank() else ""
+    """Hangs on the last rank, once it trains; ``troubles``: ``hang`` or nothing in attempt 0, 1, ..., with commas."""
+    rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+    is_last = rank + 1 == int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
+    trouble = dict(enumerate(troubles.split(","))).get(ATTEMPT, "") if is_last else ""
     passes = iter(range(1, 1 << 30))
 
     def fall_into_it() -> None:
-        if torch.is_grad_enabled() and next(passes) == FIRST_TROUBLE:
-            if trouble == "hang":
-                time.sleep(600)
-            elif trouble == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+        if torch.is_grad_enabled() and next(passes) == FIRST_TROUBLE and trouble == "hang":
+            time.sleep(600)
 
     return Interrupted(info, fall_into_it)
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-
-
-def is_last_rank() -> bool:
-    return rank() + 1 == int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
