@@ -51,12 +51,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     is_main = RankEnv.from_mapping(env).is_main
     entry, overrides = entry_in(args, env) if is_main else (None, list(filter(is_setting, args.words)))
     place = place_of(args, entry, host=(args.host or "0.0.0.0") if args.public else None)
-    if not args.public and (args.host or args.port or args.announce):
-        raise UserError(
-            f"--{'host' if args.host else 'port' if args.port else 'announce'} needs --public.",
-            why="Without it this peer only calls out and listens to nobody.",
-            fix="Add --public, or leave it out.",
-        )
+    if given := [flag for flag in ("host", "port", "announce") if getattr(args, flag) and not args.public]:
+        why = "Without it this peer only calls out and listens to nobody."
+        raise UserError(f"--{given[0]} needs --public.", why=why, fix="Add --public, or leave it out.")
 
     from trainkit.swarm.peer import follow_rank_0, ranks_of_peer
 
@@ -168,30 +165,22 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     sent = [size for peers, size in told if fileio.is_number(peers) and fileio.is_number(size) and peers > 1]
     if sent:
         print(f"Averaged with others in {len(sent):,} rounds, {terminal.size(int(sum(sent)))} sent.")
-    for line in summary_lines(run_dir):
-        print(line)
+    print(*summary_lines(run_dir), sep="\n")
     if ending == "stopped" and SWARM.at(run_dir.path).exists():
         print(f"Go on with it: {terminal.command('resume', run_dir.path)}")
 
 
 def loaded_rank(
-    preset: str,
-    where: str,
-    overrides: Sequence[str],
-    folder: Path | None,
-    *,
-    env: Mapping[str, str],
-    allow_code: bool,
+    preset: str, where: str, overrides: Sequence[str], folder: Path | None, *, env: Mapping[str, str], allow_code: bool
 ) -> tuple[Loaded, str]:
     """What one rank of ``train PRESET --join TOKEN`` is configured as, and its way in; a run that goes on is as it was.
 
     Raises UserError when the swarm does not answer.
     """
     from trainkit.swarm import view
-    from trainkit.swarm.admission import warned
     from trainkit.swarm.spec import require_collaborative
 
-    entry = warned(entry_of([where] if where else [], env, name="train"))
+    entry = entry_of([where] if where else [], env, name="train")
     if folder is not None and (folder / "config.yaml").is_file():
         return load(str(folder / "config.yaml"), env=env), entry.text
     loaded = load(preset, [*overrides, f"collaborative.initial_peers=[{','.join(entry.addresses)}]"], env=env)

@@ -29,6 +29,7 @@ from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.base import require_no_job
 from trainkit.swarm import admission
+from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import KEY_FILE, run_with
 from trainkit.swarm.invitations import Role
 from trainkit.swarm.spec import PeerSpec
@@ -95,10 +96,9 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Start a swarm on this machine, train in it, and keep its records."""
     if args.resume is not None:
         return _resume(args, env)
-    if args.force:
-        _parser("create").error("--force needs --resume: a new swarm runs nowhere else")
-    if args.preset is None:
-        _parser("create").error("the following arguments are required: PRESET")
+    if args.force or args.preset is None:
+        needs = "--force needs --resume: a new swarm runs nowhere else"
+        _parser("create").error(needs if args.force else "the following arguments are required: PRESET")
     from trainkit.swarm.peer import create_swarm, terminal_peer
 
     loaded = load(args.preset, [*args.overrides, *(["collaborative.open=true"] if args.open else [])], env=env)
@@ -114,11 +114,10 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Print a token, with which somebody may join a swarm that was created here."""
-    seconds = admission.seconds_of(args.expires)
-    role: Role = "reducer" if args.reduce else "volunteer"
-    run = run_with(KEY_FILE, args.run, env)
+    seconds, run = admission.seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
     owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
-    print("\n".join(admission.invite(owner, addresses, args.name, seconds, role)))
+    role: Role = "reducer" if args.reduce else "volunteer"
+    print(*admission.invite(owner, addresses, args.name, seconds, role), sep="\n")
     return 0
 
 
@@ -131,9 +130,8 @@ def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Let a banned peer take part again, in a swarm that was created here."""
     from trainkit.swarm.access import unban
-    from trainkit.swarm.view import run_seen
 
-    run = run_seen(args.run, env)
+    run = run_with(ADDRESS_FILE, args.run, env)
     count, name = len(unban(run.path, args.name)), terminal.name(args.name)
     print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
     return 0
@@ -167,8 +165,8 @@ def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.swarm.address import examine
 
     worst = 0
-    for finding in examine(admission.warned(admission.entry_of(args.words, env, name="doctor")), env):
-        print("\n".join(finding.lines()), flush=True)
+    for finding in examine(admission.entry_of(args.words, env, name="doctor"), env):
+        print(*finding.lines(), sep="\n", flush=True)
         worst = max(worst, finding.exit_code)
     print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
     return worst
@@ -185,11 +183,9 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
         argv: as it was typed.
     """
     if extra := [word for word in argv if word not in {args.run, "--allow-code", "--force"}]:
-        raise UserError(
-            f"{extra[0]} means nothing to {run.name}.",
-            why="It is a swarm that was created by hand, and goes on in this terminal.",
-            fix=f"Leave it out: {terminal.command('resume', run.path)}",
-        )
+        why = "It is a swarm that was created by hand, and goes on in this terminal."
+        fix = f"Leave it out: {terminal.command('resume', run.path)}"
+        raise UserError(f"{extra[0]} means nothing to {run.name}.", why=why, fix=fix)
     return _go_on(run, PeerSpec(peer_name()), args)
 
 
@@ -198,13 +194,11 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     asked = {"--identity": args.identity, "--run-dir": args.run_dir, "--max-upload": args.max_upload}
     given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
     if given:
-        _parser("create").error(
-            f"{given[0]} does not go with --resume: the run has its settings, its key and its folder"
-        )
+        why = "the run has its settings, its key and its folder"
+        _parser("create").error(f"{given[0]} does not go with --resume: {why}")
     run = find_run(args.resume, env)
     if history_of(run).finished:
-        again = terminal.command("swarm", "create", run.path)
-        fix = f"Start a new one with its settings: {again}"
+        fix = f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}"
         raise UserError(f"{run.name} has finished.", why="All of its rounds are done.", fix=fix)
     # Where the swarm was counts as far as the flags do not say otherwise.
     name, trains = args.name or peer_name(), not args.no_train

@@ -260,7 +260,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
     from trainkit.swarm import view
-    from trainkit.swarm.admission import VARIABLE, entry_of, warned
+    from trainkit.swarm.admission import VARIABLE, entry_of
     from trainkit.swarm.spec import require_collaborative
 
     if request.join is None:
@@ -273,7 +273,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
         why = f"It is a number of peers, 1 to {_MOST_PEERS}."
         raise UserError(f"--array {count} is not possible.", why=why, fix="Use --array 8.")
     require_collaborative(load(request.preset).config)
-    entry = warned(entry_of([request.join] if request.join else [], env, name="submit"))
+    entry = entry_of([request.join] if request.join else [], env, name="submit")
     loaded = view.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
     # Jobs get the token from the environment: it must not appear in command lines or files.
     return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env

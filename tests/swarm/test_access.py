@@ -59,7 +59,7 @@ def record(identity: Any, key: str, value: object, until: float = SOON) -> Any:
 
 
 def checks_of(identity: Any) -> Any:
-    return CompositeValidator(identity.validators())
+    return CompositeValidator([access.SignedRecords(identity)])
 
 
 def signed(identity: Any, own: Any, **changes: Any) -> Any:
@@ -103,9 +103,7 @@ def test_a_member_writes_under_its_own_peer_id_and_nobody_else_there(peers: dict
         (MANIFEST, MANIFEST_VALUE, SPEAKERS[2:]),
     ],
 )
-def test_a_volunteer_tells_of_itself_and_of_nothing_else(
-    key: str, value: object, writers: tuple[str, ...], peers: dict[str, Any]
-) -> None:
+def test_a_volunteer_tells_of_itself_and_of_nothing_else(key: str, value: object, writers: Any, peers: Any) -> None:
     checks = checks_of(peers["owner"])
     told = {one: signed(peers[one], record(peers[one], key, value)) for one in SPEAKERS}
     assert tuple(one for one in SPEAKERS if checks.validate(told[one])) == writers
@@ -118,35 +116,26 @@ def test_at_an_open_run_strangers_tell_of_themselves(peers: dict[str, Any]) -> N
         assert list(map(checks_of(owner).validate, mine)) == [True, False]
 
 
-def dicts(*changes: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    return changes
+WRONG_MANIFEST: tuple[dict[str, Any], ...] = (
+    *({size: 1 << 30} for size in ("num_classes", "in_chans", "image_size")),  # it fills a machine
+    *({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"}, {"more": 1}, {"facts": {"a": 1}}, {"stopped": 1}),
+)
+WRONG_PROGRESS: tuple[dict[str, Any], ...] = ({"round": -1}, {"name": "x" * 200}, {"more": "x" * 9000})
 
 
 @pytest.mark.parametrize(
     ("key", "value", "valid"),
     [
         (MANIFEST, MANIFEST_VALUE, True),
-        *[
-            (MANIFEST, {**MANIFEST_VALUE, **change}, False)
-            for change in dicts(
-                *({size: 1 << 30} for size in ("num_classes", "in_chans", "image_size")),  # it fills a machine
-                *({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"}),
-                *({"more": 1}, {"facts": {"a": 1}}, {"stopped": 1}),
-            )
-        ],
+        *((MANIFEST, {**MANIFEST_VALUE, **change}, False) for change in WRONG_MANIFEST),
         (PROGRESS, {**PROGRESS_VALUE, "more": 1}, True),  # of a later version
-        *[
-            (PROGRESS, {**PROGRESS_VALUE, **change}, False)
-            for change in dicts({"round": -1}, {"name": "x" * 200}, {"more": "x" * 9000})
-        ],
+        *((PROGRESS, {**PROGRESS_VALUE, **change}, False) for change in WRONG_PROGRESS),
         (CREDITS, {"rows": [["anna", 1, 2.0, 3.0, 4]]}, True),
         *[(CREDITS, {"rows": rows}, False) for rows in (5, [5], [["anna"]], [["a", 1, 2, 3, 4]] * 201)],
         *((REVOKED, 5, False), (BANNED, "x", False), (CREDITS, [], False), ("own", b"x" * 9000, False)),
     ],
 )  # fmt: skip
-def test_records_of_a_wrong_shape_or_size_are_refused(
-    key: str, value: object, valid: bool, peers: dict[str, Any]
-) -> None:
+def test_records_of_a_wrong_shape_or_size_are_refused(key: str, value: object, valid: bool, peers: Any) -> None:
     owner = peers["owner"]
     key = peer_key(owner.peer_id) if key == "own" else key
     assert checks_of(owner).validate(signed(owner, record(owner, key, value))) == valid
@@ -168,8 +157,8 @@ def validated(sender: Any, receiver: Any, *requests: Any) -> list[bool]:
 
     async def run() -> list[bool]:
         for request in requests:
-            await sender.authorizer().sign_request(request, None)
-        return [bool(await receiver.authorizer().validate_request(request)) for request in requests]
+            await access.Authorizer(sender).sign_request(request, None)
+        return [bool(await access.Authorizer(receiver).validate_request(request)) for request in requests]
 
     return asyncio.run(run())
 
@@ -180,9 +169,8 @@ def test_a_peer_that_is_out_may_ask_who_is_out_and_nothing_else(how: str, peers:
 
     def left() -> tuple[list[bool], int, int, bool]:
         find = dht_pb2.FindRequest(keys=[hashed(REVOKED), hashed(PROGRESS), hashed(BANNED)])
-        store = dht_pb2.StoreRequest(
-            keys=[hashed(PROGRESS)], subkeys=[b"x"], values=[b"x"], expiration_time=[SOON], in_cache=[False]
-        )
+        stored = {"subkeys": [b"x"], "values": [b"x"], "expiration_time": [SOON], "in_cache": [False]}
+        store = dht_pb2.StoreRequest(keys=[hashed(PROGRESS)], **stored)
         ping = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=b"x"))
         assert validated(eve, owner, find, store, ping) == [True] * 3
         return [key in lists for key in find.keys], len(store.keys), len(store.values), ping.HasField("peer")
@@ -194,14 +182,12 @@ def test_a_peer_that_is_out_may_ask_who_is_out_and_nothing_else(how: str, peers:
         else:
             owner.admission.ban([eve.peer_id])
         assert left() == ([True, False, True], 0, 0, False)
-        stranger = asyncio.run(peers["a"].authorizer().get_token())
-        assert not owner.authorizer().is_token_valid(stranger)
+        stranger = asyncio.run(access.Authorizer(peers["a"]).get_token())
+        assert not access.Authorizer(owner).is_token_valid(stranger)
 
 
 @pytest.mark.parametrize(("keys", "answered"), [(16, True), (17, False)])
-def test_a_member_asks_for_so_many_records_at_once_and_no_more(
-    keys: int, answered: bool, peers: dict[str, Any]
-) -> None:
+def test_a_member_asks_for_so_many_records_at_once_and_no_more(keys: int, answered: bool, peers: Any) -> None:
     requests = [kind(keys=[b"x" * 20] * keys) for kind in (dht_pb2.FindRequest, dht_pb2.StoreRequest)]
     assert validated(peers["volunteer"], peers["owner"], *requests) == [answered] * 2
 

@@ -73,7 +73,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         weights = newest / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
         for peer in volunteers:
-            peer.says("Waiting for it for up to 24 hours")
+            peer.says("Waiting for it for up to 1 d")
         run = str(commands.run("hivemind-0001"))
         again = commands.start("resume", run, "--allow-code", on=net.on("pub1"))
         again.says("3 peers averaged", 120)

@@ -21,7 +21,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
 from trainkit.swarm.messages import PeerProgress, RoundClock
-from trainkit.swarm.robust import Sentry, Verdict
+from trainkit.swarm.robust import Findings, Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
 
 if TYPE_CHECKING:
@@ -93,19 +93,9 @@ def test_a_duplicate_is_told_of_once_and_a_peers_own_word_is_none(told: PeerProg
     assert [f"at {THERE}: two swarms come of it" in line for line in said] == [True] * is_double
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What the averager has found in a round."""
-
-    members: tuple[str, ...]
-    counted: Mapping[str, float]
-    received: Mapping[str, int] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    verdicts: tuple[Verdict, ...] = ()
-
-
 def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
-    return Findings((peer,), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})
+    """What the averager has found in a round."""
+    return Findings((peer,), (), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})
 
 
 PEERS = {"QmAnna": PeerProgress("anna", 3, 640, 80.0, 1.0, 3, 0.0)}
@@ -153,19 +143,20 @@ def test_a_newcomers_first_round_is_credited_once_its_name_is_known(run: RunDir)
     assert account.after_round(anna(60.0)) == [Contribution("anna", 2, 700.0, 120.0)]
 
 
-@pytest.mark.parametrize(("said", "invited", "name"), [("best", "anna", "anna"), ("carl", "guest", "guest carl")])
-def test_credit_goes_to_the_name_that_the_owner_has_signed(run: RunDir, said: str, invited: str, name: str) -> None:
-    """Where many use one invitation, what each says of itself tells them apart."""
-    found = anna(received=57_000, invited=invited)
-    peers = {"QmAnna": replace(PEERS["QmAnna"], name=said)}
-    assert Account(run).after_round(found, peers) == [Contribution(name, 1, 640.0, 60.0, 57_000)]
-
-
-def test_who_was_invited_by_name_is_credited_at_once_and_with_a_new_key(run: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("said", "invited", "name"), [("best", "anna", "anna"), ("carl", "guest", "guest carl"), (None, "anna", "anna")]
+)
+def test_credit_goes_to_the_name_that_the_owner_has_signed(
+    run: RunDir, said: str | None, invited: str, name: str
+) -> None:
+    """At once, and with a new key; where many use one invitation, what each says of itself tells them apart."""
     account = Account(run)
-    account.after_round(anna(100.0, peer="QmBefore", invited="anna"), {})
-    (row,) = account.after_round(anna(100.0, peer="QmAfter", invited="anna"), {})
-    assert (row.name, row.rounds, row.samples) == ("anna", 2, 200.0)
+    for number, peer in enumerate(("QmBefore", "QmAfter"), 1):
+        peers = {} if said is None else {peer: replace(PEERS["QmAnna"], name=said)}
+        found = anna(peer=peer, received=57_000, invited=invited)
+        assert account.after_round(found, peers) == [
+            Contribution(name, number, 640.0 * number, 60.0 * number, 57_000 * number)
+        ]
 
 
 def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import base58
 import hivemind
 import psutil
 import pytest
@@ -80,7 +79,7 @@ def test_a_helper_that_lives_gets_more_time_on_a_loaded_machine(monkeypatch: pyt
         timer.join()
 
 
-def test_an_answer_that_comes_as_the_wait_for_it_ends_counts() -> None:
+def test_an_answer_that_comes_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
     class Late(Future[str]):
         def result(self, timeout: float | None = None) -> str:
             if not self.done():
@@ -89,13 +88,10 @@ def test_an_answer_that_comes_as_the_wait_for_it_ends_counts() -> None:
             return super().result(timeout)
 
     assert processes.answer_of(Late(), "averager", os.getpid()) == "late"
-
-
-def test_a_helper_that_cannot_reach_its_own_daemon_is_said_to_have_died() -> None:
-    asked: Future[str] = Future()
-    asked.set_exception(ConnectionRefusedError())
+    unreachable: Future[str] = Future()
+    unreachable.set_exception(ConnectionRefusedError())  # its own daemon
     with pytest.raises(RunFailedError, match="has died: its node of the DHT"):
-        processes.answer_of(asked, "node of the DHT", os.getpid())
+        processes.answer_of(unreachable, "node of the DHT", os.getpid())
 
 
 @pytest.mark.swarm
@@ -135,8 +131,7 @@ class Node:
     def ask(self, keys: Sequence[str]) -> Future[dict[str, Any]]:
         self.asked.append(tuple(keys))
         told = asdict(PeerProgress("peer", 3, 64, 10.0, 0.5, 2, 100.0))
-        records = {base58.b58encode(bytes([place])): told for place in range(self.peers)}
-        value = {base58.b58decode(peer): SimpleNamespace(value=record) for peer, record in records.items()}
+        value = {bytes([place]): SimpleNamespace(value=told) for place in range(self.peers)}
         answer: Future[dict[str, Any]] = Future()
         answer.set_result({key: SimpleNamespace(value=value) if key == PROGRESS else None for key in keys})
         return answer
@@ -150,12 +145,6 @@ class Node:
         return sum(PROGRESS in keys for keys in self.asked)
 
 
-def watch_of(node: Node, oldest: float = 60.0) -> Any:
-    watch = Watch(node, "creator", oldest, now=lambda: node.seconds)  # type: ignore[arg-type]
-    node.progress_read(watch, 200)
-    return watch
-
-
 @pytest.mark.parametrize(
     ("peers", "oldest", "times", "pause"),
     [(3, 60.0, 120, 0.0), (16, 60.0, 120, 0.0), (64, 60.0, 40, 3.0), (176, 60.0, 12, 10.0), (176, 3.0, 40, 3.0)],
@@ -164,7 +153,8 @@ def test_reads_a_second_do_not_grow_with_the_swarm_nor_do_news_get_too_old(
     peers: int, oldest: float, times: int, pause: float
 ) -> None:
     node = Node(peers)
-    watch = watch_of(node, oldest)
+    watch = Watch(node, "creator", oldest, now=lambda: node.seconds)  # type: ignore[arg-type]
+    node.progress_read(watch, 200)
     assert (len(watch.peers), watch.pause) == (peers, pause)
     assert node.progress_read(watch, 120) == times
     assert {tuple(sorted(keys)) for keys in node.asked} == {tuple(sorted((MANIFEST, PROGRESS, REVOKED, BANNED)))}
@@ -232,68 +222,32 @@ def test_nobody_may_send_without_end_to_measure_a_link() -> None:
 OTHER, ME = PEERS[1], PEERS[0]
 
 
-@dataclass
-class Dialling:
-    """Its libp2p daemon comes through to whoever it is asked to dial; some of them are of the swarm."""
+@pytest.mark.parametrize(
+    ("listens", "peer", "members", "dialled", "found"),
+    [(False, OTHER, (OTHER,), 0, 0), (True, OTHER, (OTHER,), 1, 1), (True, OTHER, (), 1, 0), (True, ME, (ME,), 0, 0)],
+    ids=["nobody listens", "a member", "a stranger", "itself"],
+)
+def test_a_peer_is_dialled_where_somebody_listens_and_found_if_it_answers(
+    listens: bool, peer: str, members: tuple[str, ...], dialled: int, found: int
+) -> None:
+    asked, searched = list[str](), list[Any]()
 
-    members: tuple[str, ...] = (OTHER,)
-    dialled: list[str] = field(default_factory=list)
-    searched: int = 0
-    node_id: int = 1
+    async def connect(peer: Any, machines: Any) -> None:
+        asked.extend(map(str, machines))
 
-    @property
-    def peer_id(self) -> Any:
-        return PeerID.from_base58(ME)
+    async def call_ping(peer: Any) -> Any:
+        return 7 if str(peer) in members else None
 
-    @property
-    def p2p(self) -> Any:
-        async def connect(peer: Any, machines: Any) -> None:
-            self.dialled += map(str, machines)
+    async def find_nearest_nodes(ids: Any) -> None:
+        searched.append(ids)
 
-        return SimpleNamespace(_client=SimpleNamespace(connect=connect))
-
-    @property
-    def protocol(self) -> Any:
-        async def call_ping(peer: Any) -> Any:
-            return 7 if str(peer) in self.members else None
-
-        return SimpleNamespace(call_ping=call_ping)
-
-    async def find_nearest_nodes(self, ids: Any) -> None:
-        self.searched += 1
-
-
-def look(node: Dialling, *addresses: str) -> int:
-    return asyncio.run(redial(None, node, addresses=addresses))
-
-
-def at(port: int, peer: str = OTHER) -> str:
-    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
-
-
-@pytest.fixture
-def silent() -> int:
+    node = SimpleNamespace(
+        peer_id=PeerID.from_base58(ME), node_id=1, find_nearest_nodes=find_nearest_nodes,
+        p2p=SimpleNamespace(_client=SimpleNamespace(connect=connect)), protocol=SimpleNamespace(call_ping=call_ping),
+    )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def test_where_nobody_listens_libp2p_is_not_asked(silent: int) -> None:
-    node = Dialling()
-    assert look(node, at(silent)) == 0
-    assert (node.dialled, node.searched) == ([], 0)
-
-
-def test_where_somebody_listens_it_is_asked_and_finds_all(silent: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        node = Dialling()
-        assert look(node, at(silent), at(port)) == 1
-    assert (node.dialled, node.searched) == ([f"/ip4/127.0.0.1/tcp/{port}"], 1)
-
-
-@pytest.mark.parametrize(("members", "peer", "dialled"), [((), OTHER, 1), ((ME,), ME, 0)], ids=["a stranger", "itself"])
-def test_neither_a_stranger_nor_itself_is_a_peer_found_again(members: tuple[str, ...], peer: str, dialled: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        node = Dialling(members=members)
-        assert look(node, at(server.getsockname()[1], peer)) == 0
-    assert (len(node.dialled), node.searched) == (dialled, 0)
+        machine = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
+        if not listens:
+            server.close()
+        assert asyncio.run(redial(None, node, addresses=[f"{machine}/p2p/{peer}"])) == found
+    assert (asked, len(searched)) == ([machine] * dialled, found)

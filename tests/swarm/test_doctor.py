@@ -98,6 +98,7 @@ def test_a_disk_without_room_is_told_before_anything_is_joined(
 def test_a_clock_that_is_off_is_told(ahead: float, exit_code: int) -> None:
     finding = address._clock(ahead)
     assert (finding.exit_code, "timedatectl" in finding.remedy) == (exit_code, bool(exit_code))
+    assert finding.found.endswith(f"{'ahead of' if ahead > 0 else 'behind'} the swarm's")
 
 
 def test_a_finding_is_one_line_and_its_remedy_another() -> None:

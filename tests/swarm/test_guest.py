@@ -54,24 +54,22 @@ def test_it_asks_until_somebody_answers_ever_less_often_and_tells_so() -> None:
     pauses = [later - before for before, later in pairwise(world.asked)]
     assert pauses == sorted(pauses)
     assert [pauses[0], pauses[-1]] == pytest.approx([2.0, 60.0])
-    assert world.said[0].startswith("Nobody of the swarm answers. Waiting for it for up to 24 hours")
+    assert world.said[0].startswith("Nobody of the swarm answers. Waiting for it for up to 1 d")
     assert 4 <= len(world.said[1:]) <= 6
     assert world.said[1].startswith("Still waiting for the swarm, since 1")
 
 
-def test_who_answers_and_is_not_ready_is_asked_again_soon() -> None:
-    world = World(ready_at=3690.0)
-    assert world.wait()
-    assert world.now < 3690.0 + 35.0
+@pytest.mark.parametrize(
+    ("world", "comes_back", "until"),
+    [(World(ready_at=3690.0), True, 3725.0), (World(stop_at=100.0), False, 101.0)],
+    ids=["asked again soon where somebody answers", "leaves at once when told to"],
+)
+def test_it_neither_waits_for_who_is_nearly_ready_nor_stays(world: World, comes_back: bool, until: float) -> None:
+    assert world.wait() is comes_back
+    assert world.now < until
 
 
-def test_it_leaves_at_once_when_told_to() -> None:
-    world = World(stop_at=100.0)
-    assert not world.wait()
-    assert world.now == pytest.approx(100.0, abs=1.0)
-
-
-@pytest.mark.parametrize(("patience", "says"), [(86400.0, "24 hours"), (0.0, "0 s")])
+@pytest.mark.parametrize(("patience", "says"), [(86400.0, "1 d"), (0.0, "0 s")])
 def test_it_gives_up_when_the_stated_time_is_over(patience: float, says: str) -> None:
     world = World(back_at=1e9)
     with pytest.raises(RunFailedError, match=f"has not answered for {says}"):

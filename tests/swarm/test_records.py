@@ -160,7 +160,7 @@ def test_who_has_lost_the_run_folder_to_another_does_not_wait_for_it(record: Pat
         record.attempt(another)
 
 
-def test_what_was_believed_of_a_weight_in_time_is_credited() -> None:
+def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() -> None:
     screen = Screen(["peer-0", "peer-1", "peer-2"], Limits(possible=POSSIBLE), SIZE)
     screen.average(0, dict(enumerate(contributions(3))), {0: 100.0, 1: 100.0, 2: 1000.0}, torch.zeros(SIZE))
     assert screen.counted() == {"peer-0": 100.0, "peer-1": 100.0, "peer-2": 150.0}
@@ -170,9 +170,7 @@ def test_what_was_believed_of_a_weight_in_time_is_credited() -> None:
     screen.average(0, first, {0: 100.0, 1: 100.0}, whole[: SIZE // 2])
     screen.average(SIZE // 2, {0: second[0]}, {0: 100.0}, whole[SIZE // 2 :])
     assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
-
-
-def test_who_was_dropped_or_has_trained_nothing_is_credited_with_nothing() -> None:
+    # Who was dropped, or has trained nothing.
     *honest, last = contributions(5)
     screen = Screen([f"peer-{index}" for index in range(5)], Limits(possible=POSSIBLE), SIZE)
     weights = {0: 0.0, 1: 100.0, 2: 100.0, 3: 100.0, 4: 100.0}

@@ -287,7 +287,8 @@ def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], 
     common = OuterState(model, lr=1.0, momentum=0.0)
     dht: Any = SimpleNamespace(own=SimpleNamespace(grant=SimpleNamespace(role="owner")), member=lambda peer: None)
     averager: Any = SimpleNamespace(client_mode=False, peer_id="owner", bandwidth=None)
-    averaging = Averaging(averager, dht, common, CollaborativeConfig(), Link(512, "fp16", 60.0, 10.0))
+    agreed = CollaborativeConfig()
+    averaging = Averaging(averager, dht, common, agreed, Link(512, agreed))
     ended, places = [], []
     for number, (way, loss) in enumerate(rounds):
         with torch.no_grad():

@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import base58
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey as _RSA
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -34,47 +35,37 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P
 from hivemind.proto import crypto_pb2, dht_pb2
 from hivemind.proto.auth_pb2 import AccessToken
-from hivemind.utils import MSGPackSerializer
-from hivemind.utils.auth import TokenAuthorizerBase
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils import MSGPackSerializer, auth, crypto
 from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
 from trainkit.errors import RefusedError, UserError
 from trainkit.process import end_with_parent
-from trainkit.swarm import invitations
-from trainkit.swarm.admission import (
-    KEY_FILE,
-    Admission,
-    Member,
-    credential,
-    entries,
-    owner_of,
-    peer_id_of,
-    peer_key,
-    remember,
-)
+from trainkit.swarm import admission, invitations, messages
+from trainkit.swarm.admission import Admission, Member
 from trainkit.swarm.invitations import Pass, UntrustedError, pack, unpack
-from trainkit.swarm.messages import (
-    BANNED,
-    CREDITS,
-    MANIFEST,
-    MOST_PEERS,
-    PROGRESS,
-    REVOKED,
-    is_credits,
-    is_manifest,
-    progress_of,
-)
+from trainkit.swarm.messages import BANNED, CREDITS, MANIFEST, MOST_PEERS, PROGRESS, REVOKED
 
-_LONGEST_VALUE = 8192
-_LONGEST = {MANIFEST: 1 << 17, CREDITS: 1 << 16, REVOKED: 1 << 16, BANNED: 1 << 16}
-_SHAPES: dict[str, Callable[[Any], bool]] = {
-    MANIFEST: is_manifest,
-    PROGRESS: lambda value: progress_of(value) is not None,
-    CREDITS: is_credits,
-    REVOKED: lambda value: isinstance(value, bytes),
-    BANNED: lambda value: isinstance(value, bytes),
+_LONGEST_VALUE = 8192  # bytes
+
+
+@lru_cache(maxsize=4096)
+def hashed(name: str) -> bytes:
+    """A record's key as a DHT has it: hivemind keeps only the hash."""
+    return bytes(DHTID.generate(source=name).to_bytes())
+
+
+def _is_bytes(value: object) -> bool:
+    return isinstance(value, bytes)
+
+
+# Of records of ours, by the hashed key: bytes at most, and whether a value has the shape that it must have.
+_KINDS: dict[bytes, tuple[int, Callable[[Any], bool]]] = {
+    hashed(MANIFEST): (1 << 17, messages.is_manifest),
+    hashed(PROGRESS): (_LONGEST_VALUE, lambda value: messages.progress_of(value) is not None),
+    hashed(CREDITS): (1 << 16, messages.is_credits),
+    hashed(REVOKED): (1 << 16, _is_bytes),
+    hashed(BANNED): (1 << 16, _is_bytes),
 }
 
 
@@ -90,18 +81,15 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     agree. Revoked peers cannot store (see `Authorizer`), and what they have stored expires.
     """
 
-    def __init__(self, key: RSAPrivateKey, credential: bytes, admission: Admission) -> None:
-        self._key, self._credential, self._admission = key, credential, admission
-        self._subkey = _subkey(peer_id_of(der_of(key)))
-        # hivemind keeps only the hash of a key.
-        self._longest = {hashed(name): size for name, size in _LONGEST.items()}
-        self._shapes = {hashed(name): has_shape for name, has_shape in _SHAPES.items()}
+    def __init__(self, identity: Identity) -> None:
+        self._identity, self._subkey = identity, _subkey(identity.peer_id)
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """The value as others take it, if it lies where this peer may write."""
         if record.subkey != self._subkey:
             return bytes(record.value)
-        return pack([record.value, self._credential, self._key.sign(_content(record, record.value))])
+        signature = self._identity.key.sign(_content(record, record.value))
+        return pack([record.value, self._identity.credential, signature])
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether its writer has signed it, is admitted, and may write it, and the value has the shape of its key.
@@ -110,15 +98,16 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         """
         try:
             value, credential, signature = unpack(record.value, 3)
-            if len(value) > self._longest.get(record.key, _LONGEST_VALUE):
+            longest, has_shape = _KINDS.get(record.key, (_LONGEST_VALUE, None))
+            if len(value) > longest:
                 return False
-            writer = self._admission.invited(credential, record.expiration_time)
-            if record.subkey != _subkey(writer.peer_id) or not _may_write(record.key, writer):
-                return False
-            if not _public_key(writer.public_key).verify(_content(record, value), signature):
-                return False
-            has_shape = self._shapes.get(record.key)
-            return has_shape is None or has_shape(MSGPackSerializer.loads(value))
+            writer = self._identity.admission.invited(credential, record.expiration_time)
+            return (
+                record.subkey == _subkey(writer.peer_id)
+                and _may_write(record.key, writer)
+                and _public_key(writer.public_key).verify(_content(record, value), signature)
+                and (has_shape is None or has_shape(MSGPackSerializer.loads(value)))
+            )
         except Exception:  # whatever the parsers of a stranger's bytes raise
             return False
 
@@ -131,17 +120,7 @@ def _may_write(key: bytes, writer: Member) -> bool:
     if key in (hashed(MANIFEST), hashed(CREDITS)):
         return writer.role == "owner"
     # Of the owner's side: who reduces and who gives its state away, by hivemind's records; and the lists of who is out.
-    return writer.trusted or key in (hashed(PROGRESS), hashed(peer_key(writer.peer_id)))
-
-
-def der_of(key: RSAPrivateKey) -> bytes:
-    """The public half of a libp2p key, in DER (SubjectPublicKeyInfo)."""
-    return _in_der(key._private_key.public_key())
-
-
-@lru_cache(maxsize=1024)
-def _der_of_ssh(public: bytes) -> bytes:
-    return _in_der(serialization.load_ssh_public_key(public))
+    return writer.trusted or key in (hashed(PROGRESS), hashed(admission.peer_key(writer.peer_id)))
 
 
 def _in_der(public: Any) -> bytes:
@@ -149,22 +128,21 @@ def _in_der(public: Any) -> bytes:
 
 
 @lru_cache(maxsize=1024)
+def _der_of_ssh(public: bytes) -> bytes:
+    return _in_der(serialization.load_ssh_public_key(public))
+
+
+@lru_cache(maxsize=1024)
 def _public_key(der: bytes) -> Any:
-    found = serialization.load_der_public_key(der)
-    if not isinstance(found, _RSA):
+    key = serialization.load_der_public_key(der)
+    if not isinstance(key, rsa.RSAPublicKey):
         raise UntrustedError("it is no RSA key")
-    return RSAPublicKey(found)
+    return crypto.RSAPublicKey(key)
 
 
 @lru_cache(maxsize=4096)
 def _subkey(peer_id: str) -> bytes:
     return bytes(MSGPackSerializer.dumps(base58.b58decode(peer_id)))
-
-
-@lru_cache(maxsize=4096)
-def hashed(name: str) -> bytes:
-    """A record's key as a DHT has it."""
-    return bytes(DHTID.generate(source=name).to_bytes())
 
 
 def _content(record: DHTRecord, value: bytes) -> bytes:
@@ -177,17 +155,17 @@ _MOST_KEYS = 16
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 725 in this form
 
 
-class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
+class Authorizer(auth.TokenAuthorizerBase):  # type: ignore[misc]
     """Takes requests of those who are admitted, and answers of the owner's side: nobody else keeps the DHT.
 
     hivemind signs every message with the peer's key and refuses repeated ones; here the token of each request and of
     each answer is its sender's credential. A peer without one reads and writes nothing.
     """
 
-    def __init__(self, key: RSAPrivateKey, credential: bytes, admission: Admission) -> None:
-        super().__init__(key)
-        self.admission = admission
-        self._own = AccessToken(public_key=key.get_public_key().to_bytes(), signature=credential)
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity.key)
+        self.admission, public = identity.admission, identity.key.get_public_key()
+        self._own = AccessToken(public_key=public.to_bytes(), signature=identity.credential)
 
     async def get_token(self) -> AccessToken:
         """This peer's own."""
@@ -251,28 +229,25 @@ class Identity:
     """What the run's owner allows this peer."""
     admission: Admission
 
+    @cached_property
+    def public_key(self) -> bytes:
+        """The public half of the key, in DER (SubjectPublicKeyInfo)."""
+        return _in_der(self.key._private_key.public_key())
+
     @property
     def peer_id(self) -> str:
         """As an address has it."""
-        return peer_id_of(der_of(self.key))
+        return admission.peer_id_of(self.public_key)
 
     @property
     def subkey(self) -> bytes:
         """Under this subkey of a record only this peer can write."""
         return bytes(base58.b58decode(self.peer_id))
 
-    @property
+    @cached_property
     def credential(self) -> bytes:
-        """What this peer shows to others."""
-        return credential(self.own, der_of(self.key))
-
-    def validators(self) -> list[Any]:
-        """For every DHT node."""
-        return [SignedRecords(self.key, self.credential, self.admission)]
-
-    def authorizer(self) -> Authorizer:
-        """For every DHT node."""
-        return Authorizer(self.key, self.credential, self.admission)
+        """What this peer shows to others: its key, under its invitation."""
+        return self.own.state("peer", self.public_key)
 
 
 @contextmanager
@@ -288,20 +263,15 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
                 made = Path(folder) / "made"
                 P2P.generate_identity(str(made))
                 fileio.write(file, fileio.read_bytes(made), private=True)
-            key = RSAPrivateKey.__new__(RSAPrivateKey)
+            key = crypto.RSAPrivateKey.__new__(crypto.RSAPrivateKey)
             key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(fileio.read_bytes(file)).data})
         except OSError as error:
-            raise UserError(
-                f"Cannot use the identity {file}.",
-                why=f"{error.strerror}.",
-                fix="Give --identity a file that you may write.",
-            ) from None
+            why, fix = f"{error.strerror}.", "Give --identity a file that you may write."
+            raise UserError(f"Cannot use the identity {file}.", why=why, fix=fix) from None
         except Exception as error:  # protobuf and cryptography have exceptions of their own
-            raise UserError(
-                f"{file} holds no identity.",
-                why=str(error) or type(error).__name__,
-                fix="Give --identity the file of an earlier peer, or one that does not exist yet.",
-            ) from None
+            why = str(error) or type(error).__name__
+            fix = "Give --identity the file of an earlier peer, or one that does not exist yet."
+            raise UserError(f"{file} holds no identity.", why=why, fix=fix) from None
         yield Identity(file, key, path is not None, own, admission)
 
 
@@ -409,11 +379,11 @@ class Reader:
         try:
             if size > LONGEST_MESSAGE:
                 raise asyncio.TimeoutError
-            found = await asyncio.wait_for(self._reader.readexactly(size), limit)
+            return await asyncio.wait_for(self._reader.readexactly(size), limit)
         except asyncio.TimeoutError:
             raise asyncio.IncompleteReadError(b"", size) from None
-        self._limit = REST_SECONDS
-        return found
+        finally:
+            self._limit = REST_SECONDS
 
 
 class Writer:
@@ -525,21 +495,16 @@ class Bans:
     def _note(self, ban: Ban) -> None:
         known = self._said.get(ban.id)
         if known is None or known.time <= ban.time:
-            remember(self._said, ban.id, ban, _MOST_BANS)
+            admission.remember(self._said, ban.id, ban, _MOST_BANS)
 
 
 def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
     """What this peer tells the others of who is banned, signed."""
-    rows: list[bytes] = []
-    room = _LONGEST_LIST
-    for ban in reversed(list(bans)):
-        short = ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:200])
-        row = json.dumps(short, ensure_ascii=False).encode()
-        room -= len(row) + 1
-        if room < 0:
-            break
-        rows.append(row)
-    return own.state("bans", b"[" + b",".join(reversed(rows)) + b"]")
+    short = (ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:200]) for ban in bans)
+    newest = [json.dumps(ban, ensure_ascii=False).encode() for ban in short][::-1]
+    sizes = accumulate(len(row) + 1 for row in newest)
+    told = [row for row, size in zip(newest, sizes, strict=True) if size <= _LONGEST_LIST]
+    return own.state("bans", b"[" + b",".join(reversed(told)) + b"]")
 
 
 def read_bans(admission: Admission, statement: bytes) -> list[Ban]:
@@ -547,11 +512,10 @@ def read_bans(admission: Admission, statement: bytes) -> list[Ban]:
 
     Raises UntrustedError when a volunteer or a stranger has signed it.
     """
-    found = admission.read(statement, "bans")
-    if found.grant.role == "volunteer":
+    signed, latest = admission.read(statement, "bans"), time.time() + _AHEAD_SECONDS
+    if signed.grant.role == "volunteer":
         raise UntrustedError("a volunteer bans nobody")
-    latest = time.time() + _AHEAD_SECONDS
-    return [ban for ban in invitations.parsed(_BANS, found.content, "list of bans") if ban.time <= latest]
+    return [ban for ban in invitations.parsed(_BANS, signed.content, "list of bans") if ban.time <= latest]
 
 
 def banned_with(member: Member | None, peer_id: str, own_id: str) -> str:
@@ -572,15 +536,12 @@ def unban(run: Path, name: str) -> list[Ban]:
     Raises UserError when nobody of that name is banned.
     """
     bans = Bans(run / BANS_FILE)
-    lifted = bans.lift(name)
-    if not lifted:
-        names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
-        raise UserError(
-            f"Nobody called {terminal.name(name)} is banned from {run.name}.",
-            why=f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it.",
-            fix="Give the name as the run has printed it, or the run behind it.",
-        )
-    return lifted
+    if lifted := bans.lift(name):
+        return lifted
+    names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
+    why = f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it."
+    fix = "Give the name as the run has printed it, or the run behind it."
+    raise UserError(f"Nobody called {terminal.name(name)} is banned from {run.name}.", why=why, fix=fix)
 
 
 class Excluded:
@@ -597,8 +558,7 @@ class Excluded:
 
     def remember(self, folder: Path) -> None:
         """What the owner has decided so far, by the run's folder, before anybody else can ask."""
-        # A submitted run has a folder before it has a key.
-        if (folder / KEY_FILE).exists() and (revoked := owner_of(folder).revoked()):
+        if revoked := admission.revoked_in(folder):
             self.hear(REVOKED, revoked)
         self.bans.keep_in(folder)
         self._admission.ban(self.bans.read())
@@ -615,7 +575,7 @@ class Excluded:
 
     def take(self, key: str, found: Any) -> None:
         """Take over what the DHT has returned for one of the two lists."""
-        for entry in entries(found):
+        for entry in admission.entries(found):
             with suppress(UntrustedError):
                 self.hear(key, entry.value)
 
@@ -636,11 +596,9 @@ class Excluded:
             raise RefusedError("Your invitation was revoked.", why=why, fix=fix)
         if ban is not None and grant.role != "owner":
             lift = terminal.command("swarm", "unban", terminal.name(ban.name))
-            raise RefusedError(
-                "You were banned from the run.",
-                why=f"{STRIKES} times in a row your part of a round was left out: {terminal.one_line(ban.why, 200)}.",
-                fix=f"See whether this machine computes nonsense; whoever runs it may lift it: {lift}",
-            )
+            why = f"{STRIKES} times in a row your part of a round was left out: {terminal.one_line(ban.why, 200)}."
+            fix = f"See whether this machine computes nonsense; whoever runs it may lift it: {lift}"
+            raise RefusedError("You were banned from the run.", why=why, fix=fix)
         if grant.expires <= time.time():
             why = f"It was good until {invitations.date(grant.expires)}."
             raise RefusedError("Your invitation has expired.", why=why, fix=fix)

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -50,21 +50,18 @@ def check(address: str) -> str:
 
     Raises UserError and says which part is wrong.
     """
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise UserError(
-            f"'{address}' is not the address of a peer.",
-            why="It has the form /ip4/ADDRESS/tcp/PORT/p2p/PEER, for example " + EXAMPLE + ".",
-            fix="Copy the whole line that `python -m jobs.swarm create` printed.",
-        )
-    kind, host, port, _ = match.groups()
-    if not 0 < int(port) < 65536:
-        why = f"Ports go from 1 to 65535, not {port}."
-        raise UserError(f"'{address}' has no usable port.", why=why, fix="Copy it again.")
-    if kind in ("ip4", "ip6") and ((ip := _ip(host)) is None or ip.version != int(kind[-1])):
-        why = f"'{host}' is no {kind} address."
-        raise UserError(f"'{address}' has no usable address.", why=why, fix="Copy it again.")
-    return address
+    why = f"It has the form /ip4/ADDRESS/tcp/PORT/p2p/PEER, for example {EXAMPLE}."
+    if match := _ADDRESS.fullmatch(address):
+        kind, host, port, _ = match.groups()
+        ip = _ip(host)
+        if not 0 < int(port) < 65536:
+            why = f"Ports go from 1 to 65535, not {port}."
+        elif kind in ("ip4", "ip6") and (ip is None or ip.version != int(kind[-1])):
+            why = f"'{host}' is no {kind} address."
+        else:
+            return address
+    fix = "Copy the whole line that `python -m jobs.swarm create` printed."
+    raise UserError(f"'{address}' is not the address of a peer.", why=why, fix=fix)
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -101,11 +98,9 @@ def port_of(address: str) -> int:
 def nobody_answers(address: str, *, invited: bool = False) -> UserError:
     """What is to be said when the peer at ``address`` does not answer; to strangers none does in a run of invited."""
     refused = "this invitation was revoked" if invited else "it takes only those whom its owner has invited"
-    return UserError(
-        f"Nobody of the swarm answers at {address}.",
-        why=f"The run is over or has moved, a firewall is between, or {refused}.",
-        fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
-    )
+    why = f"The run is over or has moved, a firewall is between, or {refused}."
+    fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
+    return UserError(f"Nobody of the swarm answers at {address}.", why=why, fix=fix)
 
 
 def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list[str]:
@@ -126,11 +121,6 @@ def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list
         return (4 if ip.is_loopback else 3 if ip.is_link_local else 2 if ip.is_private else 1, ip.version)
 
     return sorted(filter(_ADDRESS.fullmatch, addresses), key=rank)
-
-
-def join_command(addresses: Sequence[str]) -> str:
-    """The line that others paste into their terminal."""
-    return terminal.command("join", addresses[0])
 
 
 def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
@@ -157,14 +147,13 @@ def worth_dialling(announced: Sequence[str], seen_ip: str) -> list[str]:
     wanted: dict[str, None] = {}
     for item in announced:
         match = re.fullmatch(_PLACE, item)
-        if match is None or not 0 < int(match[3]) < 65536:
+        if match is None or not 0 < (port := int(match[3])) < 65536:
             continue
-        kind, host, port = match.groups()
-        ip = _ip(host)
-        if kind.startswith("dns") or (ip is not None and ip.is_global):
+        ip = _ip(match[2])
+        if match[1].startswith("dns") or (ip is not None and ip.is_global):
             wanted[item] = None
         elif seen_ip:
-            wanted[f"/ip{6 if ':' in seen_ip else 4}/{seen_ip}/tcp/{int(port)}"] = None
+            wanted[f"/ip{6 if ':' in seen_ip else 4}/{seen_ip}/tcp/{port}"] = None
     return [*wanted][:_MOST_DIALLED]
 
 
@@ -180,11 +169,9 @@ def announced(text: str | None, port: int) -> str | None:
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:]+)\]|([\w.-]+))(?::(\d{1,5}))?", text)
     there = int(match[3] or port) if match is not None else 0
     if match is None or not 0 < there < 65536:
-        raise UserError(
-            f"--announce {text} is no address.",
-            why=f"It is HOST or HOST:PORT{', and without --port it must name one' if match else ''}.",
-            fix="For example --port 4711 --announce 203.0.113.7:4711.",
-        )
+        why = f"It is HOST or HOST:PORT{', and without --port it must name one' if match else ''}."
+        fix = "For example --port 4711 --announce 203.0.113.7:4711."
+        raise UserError(f"--announce {text} is no address.", why=why, fix=fix)
     host = match[1] or match[2]
     ip = _ip(host)
     return f"/{f'ip{ip.version}' if ip else 'dns'}/{host}/tcp/{there}"
@@ -198,11 +185,9 @@ def rate_of(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
     rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT if found else 0.0
     if not 0.0 < rate < math.inf:
-        raise UserError(
-            f"--max-upload {text} is no speed of a link.",
-            why="It is given in bits per second, as on the contract with the provider.",
-            fix="Write it as 20Mbit, 500kbit or 1Gbit.",
-        )
+        why = "It is given in bits per second, as on the contract with the provider."
+        fix = "Write it as 20Mbit, 500kbit or 1Gbit."
+        raise UserError(f"--max-upload {text} is no speed of a link.", why=why, fix=fix)
     return rate
 
 
@@ -217,16 +202,17 @@ others were gone: nobody would know why."""
 _TIMES = 3
 
 
-def wrong_clock(ahead: float | None = None) -> UserError:
-    """This machine's clock and the swarm's differ, by so much if that is known."""
-    how = "differs from the swarm's by more than three seconds"
-    if ahead is not None:
-        how = f"is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's"
-    return UserError(
-        f"The clock of this machine {how}.",
-        why="Rounds end by the clock, so the peers' clocks must agree.",
-        fix="Set it: `timedatectl set-ntp true`, or ask the administrator.",
-    )
+_SET_CLOCK = "Set it: `timedatectl set-ntp true`, or ask the administrator."
+
+
+def wrong_clock(how: str = "differs from the swarm's by more than three seconds") -> UserError:
+    """This machine's clock and the swarm's differ."""
+    why = "Rounds end by the clock, so the peers' clocks must agree."
+    return UserError(f"The clock of this machine {how}.", why=why, fix=_SET_CLOCK)
+
+
+def _distance(ahead: float) -> str:
+    return f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's"
 
 
 async def serve_wall_clock(node: Any) -> None:
@@ -239,14 +225,16 @@ async def serve_wall_clock(node: Any) -> None:
     await node.p2p.add_protobuf_handler(_TIME_HANDLER, answer, DoubleValue)
 
 
-def require_same_time(dht: Any, peers: Sequence[str]) -> None:
-    """Ask the peers at these addresses what time it is, by a `SwarmDHT`.
+def clock_ahead(dht: Any, peers: Sequence[str]) -> float | None:
+    """Seconds by which this machine's clock is ahead, by the peers at these addresses and a `SwarmDHT`; None: nobody
+    says."""
+    return cast("float | None", dht.in_dht(partial(_ahead, of=tuple(peers)), _ASK_SECONDS, None))
 
-    Raises UserError when this machine's clock is off; nothing happens when nobody says.
-    """
-    ahead = dht.in_dht(partial(_ahead, of=tuple(peers)), _ASK_SECONDS, None)
-    if ahead is not None and abs(ahead) > MOST_APART:
-        raise wrong_clock(ahead)
+
+def require_same_time(dht: Any, peers: Sequence[str]) -> None:
+    """Raises UserError when this machine's clock is off; nothing happens when nobody says."""
+    if (ahead := clock_ahead(dht, peers)) is not None and abs(ahead) > MOST_APART:
+        raise wrong_clock(f"is {_distance(ahead)}")
 
 
 async def _ahead(dht: Any, node: Any, *, of: Sequence[str]) -> float | None:
@@ -289,8 +277,7 @@ async def is_off(peers: Sequence[str]) -> bool:
     with suppress(Exception):  # of libp2p's daemon, in many words: then the clock is not known to be wrong
         if there:
             async with _daemon(there, _START_SECONDS) as p2p:
-                began, told, over = await _time_of(p2p, peer_of(there[0]))
-                return not began - _MOST_SECONDS <= told <= over + _MOST_SECONDS
+                return abs(ahead_by([await _time_of(p2p, peer_of(there[0]))])) > _MOST_SECONDS
     return False
 
 
@@ -375,11 +362,9 @@ def saved_peer(run: RunDir) -> SavedPeer | None:
         found = _SAVED.validate_python(fileio.read_object(run.path / _FILE))
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise UserError(
-            f"{run.path / _FILE} does not say where the swarm was.",
-            why=f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.",
-            fix="Restore it from a copy; or start a new swarm, whose volunteers must be told the new address.",
-        ) from None
+        why = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}."
+        fix = "Restore it from a copy; or start a new swarm, whose volunteers must be told the new address."
+        raise UserError(f"{run.path / _FILE} does not say where the swarm was.", why=why, fix=fix) from None
     return replace(found, name=found.name[: terminal.LONGEST_NAME], others=known_of(found.others))
 
 
@@ -462,11 +447,9 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
 
     from trainkit.swarm.invitations import date
 
-    if torch.cuda.is_available():
-        yield Finding("device", torch.cuda.get_device_name(0))
-    else:
-        fix = "" if not torch.version.cuda else "If this machine has a GPU, look at its driver: `nvidia-smi`."
-        yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
+    fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
+    no_gpu = Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
+    yield Finding("device", torch.cuda.get_device_name(0)) if torch.cuda.is_available() else no_gpu
     if (disk := _disk(env, 0)).exit_code:
         yield disk
     if entry.invited:
@@ -493,20 +476,21 @@ def _name_and_port(item: str) -> Iterator[Finding]:
         return
     if kind.startswith("dns"):
         yield Finding("name", f"{host} is {found[0][4][0]}")
-    place, began = f"{host} port {port}", time.monotonic()
+    began, fix, exit_code = time.monotonic(), "", 1
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        answer, exit_code = f"answers in {1000 * (time.monotonic() - began):.0f} ms", 0
     except TimeoutError:
+        answer = f"does not answer within {_CONNECT_SECONDS:.0f} s"
         fix = "A firewall drops it: let this machine call out to that port, or the other one be called; or try another "
-        yield Finding("tcp", f"{place} does not answer within {_CONNECT_SECONDS:.0f} s", f"{fix}address.", 1)
+        fix += "address."
     except ConnectionRefusedError:
+        answer = "refuses"
         fix = "Nothing listens there: the run is over or restarting. Ask its creator, or try another address."
-        yield Finding("tcp", f"{place} refuses", fix, 1)
     except OSError as error:
+        answer, exit_code = f"cannot be called: {error.strerror or error}", 2
         fix = "Look at this machine's network: `ip route get` that address."
-        yield Finding("tcp", f"{place}: {error.strerror or error}", fix, 2)
-    else:
-        yield Finding("tcp", f"{place} answers in {1000 * (time.monotonic() - began):.0f} ms")
+    yield Finding("tcp", f"{host} port {port} {answer}", fix, exit_code)
 
 
 def _disk(env: Mapping[str, str], parameters: int) -> Finding:
@@ -514,9 +498,8 @@ def _disk(env: Mapping[str, str], parameters: int) -> Finding:
     there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     free, needed = shutil.disk_usage(there).free, max(_LEAST_FREE, parameters * _BYTES_PER_PARAMETER)
     found = f"{free / 1e9:.1f} GB free in {root}, and {needed / 1e9:.1f} GB may be needed"
-    if free >= needed:
-        return Finding("disk", found)
-    return Finding("disk", found, "Free some space, or set TRAINKIT_RUNS to a folder with more.", 2)
+    fix = "" if free >= needed else "Free some space, or set TRAINKIT_RUNS to a folder with more."
+    return Finding("disk", found, fix, 2 if fix else 0)
 
 
 def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -531,9 +514,8 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             access.identity(None, entry.own, entry.admission()) as identity,
             open_dht(identity, peers=entry.addresses) as dht,
         ):
-            seen = dht.prove(entry.addresses, as_member=False)
-            if seen.by:
-                yield _clock(seen.clock)
+            if (ahead := clock_ahead(dht, entry.addresses)) is not None:
+                yield _clock(ahead)
             manifest = read_manifest(dht, entry.addresses)
             rounds = adapted(manifest.config, (), allow_code=True).collaborative
             uploaded = dht.upload(entry.addresses)
@@ -550,11 +532,9 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("manifest", f"{manifest.name}, {left}")
     ours = session.installed()
     theirs = {name: version for name, version in manifest.facts.items() if name in ours and ours[name] != version}
-    if theirs:
-        wanted = " ".join(f"'{name}=={version}.*'" for name, version in theirs.items())
-        yield Finding("versions", f"the creator has {session.in_words(theirs)}", f"pip install {wanted}", 2)
-    else:
-        yield Finding("versions", "those of the creator")
+    fix = " ".join(["pip install", *(f"'{name}=={version}.*'" for name, version in theirs.items())]) if theirs else ""
+    found = f"the creator has {session.in_words(theirs)}" if theirs else "those of the creator"
+    yield Finding("versions", found, fix, 2 if theirs else 0)
     parameters = session.parameters_in(manifest.facts)
     yield _disk(env, parameters)
     yield _upload(uploaded, parameters, rounds)
@@ -571,14 +551,12 @@ def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Findin
     if rounds.sync == "gradients":
         size = encoded_bytes(parameters, rounds.compression)
         return Finding("upload", f"{found}: the {size / 1e6:.1f} MB of an update take {size / rate:.1f} s")
-    if rate >= enough(parameters, rounds.compression, rounds.round_seconds):
+    if rate >= enough(parameters, rounds):
         return Finding("upload", f"{found} at least, and the run needs less")
-    load = load_for(rate, parameters, rounds.compression, rounds.round_seconds)
-    found = in_words(load, rate).removeprefix("upload ")
+    found = in_words(load_for(rate, parameters, rounds), rate).removeprefix("upload ")
     return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")
 
 
 def _clock(ahead: float) -> Finding:
-    found = f"{abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} the swarm's"
-    fix = "Set it: `timedatectl set-ntp true`, or ask the administrator."
-    return Finding("clock", found) if abs(ahead) <= MOST_APART else Finding("clock", found, fix, 2)
+    fix = _SET_CLOCK if abs(ahead) > MOST_APART else ""
+    return Finding("clock", _distance(ahead), fix, 2 if fix else 0)

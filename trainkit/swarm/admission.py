@@ -39,22 +39,18 @@ from trainkit import fileio, terminal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, invitations, processes
-from trainkit.swarm.address import ADDRESS_FILE, saved_peer
 from trainkit.swarm.invitations import Pass, UntrustedError
 from trainkit.swarm.messages import REVOKED
 
-# Of them at once; who comes later takes the place of whoever came first.
+# Members that are known at once; a new one takes the place of the first.
 _MOST_MEMBERS = 4096
 _BOARD_SIZE = 1 << 17
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 550
 _LOCK_SECONDS = 1.0
 # A list of revoked invitations: its serial, and their ids.
-_REVOKED = TypeAdapter(
-    tuple[
-        Annotated[int, Field(gt=0, lt=1 << 50)],
-        Annotated[list[Annotated[str, Field(min_length=64, max_length=64)]], Field(max_length=500)],
-    ]
-)
+_Serial = Annotated[int, Field(gt=0, lt=1 << 50)]
+_Id = Annotated[str, Field(min_length=64, max_length=64)]
+_REVOKED = TypeAdapter(tuple[_Serial, Annotated[list[_Id], Field(max_length=500)]])
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -89,8 +85,9 @@ class Board:
         self._version: Any = fork.RawValue(ctypes.c_uint64)
         self._seen, self._value = 0, dict[str, Any]()
 
-    def write(self, value: dict[str, Any]) -> None:
-        """Raises ValueError when it does not fit."""
+    def write(self, **changes: Any) -> None:
+        """Change some values. Raises ValueError, and changes nothing, when they do not fit."""
+        value = {**self._value, **changes}  # the only writer has read what it wrote last
         data = json.dumps(value).encode()
         if len(data) >= _BOARD_SIZE:
             raise ValueError("too much for the board")
@@ -102,9 +99,10 @@ class Board:
         finally:
             if held:
                 self._lock.release()
+        self._value, self._seen = value, self._version.value
 
     def read(self) -> dict[str, Any]:
-        """What was written last; cheap when nothing has changed."""
+        """All values; cheap when nothing has changed."""
         if self._version.value != self._seen and self._lock.acquire(timeout=_LOCK_SECONDS):
             try:
                 self._value, self._seen = fileio.parse(self._data.value), self._version.value
@@ -126,8 +124,7 @@ class Admission:
         self._board = Board()
         self._known: dict[str, Member] = {}
         self._verified: dict[tuple[bytes, bytes | None, bool], Member] = {}
-        self._facts: dict[str, Any] = {}
-        self._write(owner=owner.hex() if owner else None, open=open_run, serial=0, revoked=[], banned=[])
+        self._board.write(owner=owner.hex() if owner else None, open=open_run, serial=0, revoked=[], banned=[])
 
     @property
     def owner(self) -> bytes | None:
@@ -149,20 +146,20 @@ class Admission:
         """From now on only this owner's word counts. Raises ValueError if it is known to be another's."""
         if self.owner not in (None, owner):
             raise ValueError("the owner is known")
-        self._write(owner=owner.hex(), open=open_run)
+        self._board.write(owner=owner.hex(), open=open_run)
         self._known.clear()  # they may have come with another owner's word
 
-    def read(self, data: bytes, purpose: str, *, now: float | None = None) -> invitations.Statement:
+    def read(self, data: bytes, purpose: str) -> invitations.Statement:
         """A statement of somebody who takes part. Raises UntrustedError."""
-        found = invitations.read_statement(data, purpose, owner=self.owner, open_run=self.open_run, now=now)
-        if found.grant.id in self.revoked:
+        statement = invitations.read_statement(data, purpose, owner=self.owner, open_run=self.open_run)
+        if statement.grant.id in self.revoked:
             raise UntrustedError("its invitation was revoked")
-        return found
+        return statement
 
-    def introduce(self, credential: bytes, *, now: float | None = None) -> Member:
+    def introduce(self, credential: bytes) -> Member:
         """Learn who a peer is. Raises UntrustedError."""
         member = self._member_of(credential)
-        if why := self._objection(member, now):
+        if why := self._objection(member, time.time()):
             raise UntrustedError(why)
         remember(self._known, member.peer_id, member, _MOST_MEMBERS)
         return member
@@ -173,7 +170,7 @@ class Admission:
         Ask anew each time: an invitation expires or is revoked while its peer is connected.
         """
         member = self._known.get(peer_id)
-        return None if member is None or self._objection(member, now) else member
+        return None if member is None or self._objection(member, time.time() if now is None else now) else member
 
     def invited(self, credential: bytes, until: float) -> Member:
         """Whoever was invited until then, and may have been revoked or banned since: as the writer of a record.
@@ -194,38 +191,34 @@ class Admission:
 
         Raises UntrustedError unless the owner has signed it.
         """
-        found = self.read(statement, "revoked")
-        if found.grant.role != "owner":
+        signed = self.read(statement, "revoked")
+        if signed.grant.role != "owner":
             raise UntrustedError("only the owner revokes")
-        serial, revoked = invitations.parsed(_REVOKED, found.content, "list of revoked invitations")
-        if serial <= self._facts["serial"]:
+        serial, revoked = invitations.parsed(_REVOKED, signed.content, "list of revoked invitations")
+        if serial <= self._board.read()["serial"]:
             return False
-        self._write(serial=serial, revoked=revoked)
+        self._board.write(serial=serial, revoked=revoked)
         return True
 
     def ban(self, banned: Iterable[str]) -> None:
         """From now on exactly these are banned: ids of peers, or of invitations with all who use them."""
-        self._write(banned=sorted(banned))
-
-    def _write(self, **facts: Any) -> None:
-        self._facts = {**self._facts, **facts}
-        self._board.write(self._facts)
+        self._board.write(banned=sorted(banned))
 
     def _member_of(self, credential: bytes) -> Member:
         """Its signatures are checked once; what may change is not looked at."""
         key = (credential, self.owner, self.open_run)
         if (known := self._verified.get(key)) is not None:
             return known
-        found = invitations.read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
-        own = found.grant
-        member = Member(peer_id_of(found.content), own.name, own.role, own.expires, own.id, found.content)
+        statement = invitations.read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
+        own, public_key = statement.grant, statement.content
+        member = Member(peer_id_of(public_key), own.name, own.role, own.expires, own.id, public_key)
         remember(self._verified, key, member, _MOST_MEMBERS)
         return member
 
-    def _objection(self, member: Member, now: float | None) -> str:
+    def _objection(self, member: Member, now: float) -> str:
         """Why a peer is not welcome (any more); empty if it is."""
         facts = self._board.read()
-        if member.expires <= (time.time() if now is None else now):
+        if member.expires <= now:
             return "its invitation has expired"
         if member.invitation in facts["revoked"]:
             return "its invitation was revoked"
@@ -235,12 +228,12 @@ class Admission:
         return ""
 
 
-def remember(found: dict[K, V], key: K, value: V, most: int) -> None:
+def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
     """Put it last, and forget the first beyond so many."""
-    found.pop(key, None)
-    found[key] = value
-    if len(found) > most:
-        del found[next(iter(found))]
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def entries(found: Any) -> Iterable[Any]:
@@ -277,28 +270,20 @@ class Guard:
 
     async def member(self, peer_id: str) -> Member | None:
         """The member of that id; None for a stranger, and for a peer that the run does not want any more."""
-        if (known := self.admission.admitted(peer_id)) is not None:
-            return known
-        now = time.monotonic()
-        if now - self._strangers.get(peer_id, -math.inf) < _STRANGER_SECONDS:
-            return None
-        found = None
+        member, now = self.admission.admitted(peer_id), time.monotonic()
+        if member is not None or now - self._strangers.get(peer_id, -math.inf) < _STRANGER_SECONDS:
+            return member
         with suppress(asyncio.TimeoutError, OSError):
             asked = self.dht.get(peer_key(peer_id), latest=False, return_future=True)
-            found = introduced(self.admission, peer_id, await asyncio.wait_for(asked, _LOOK_SECONDS))
-        if found is None:
+            member = introduced(self.admission, peer_id, await asyncio.wait_for(asked, _LOOK_SECONDS))
+        if member is None:
             remember(self._strangers, peer_id, now, _MOST_STRANGERS)
-        return found
+        return member
 
     async def trusts(self, peer_id: str) -> bool:
         """Whether that peer is of the owner's side."""
         member = await self.member(peer_id)
         return member is not None and member.trusted
-
-
-def credential(own: Pass, public_key: bytes) -> bytes:
-    """What a peer shows: its libp2p key, an RSA key in DER (SubjectPublicKeyInfo), under its invitation."""
-    return own.state("peer", public_key)
 
 
 def revoked_list(own: Pass, serial: int, ids: Iterable[str]) -> bytes:
@@ -311,19 +296,16 @@ def peer_id_of(public_key: bytes) -> str:
 
     Raises UntrustedError when it is too long for a key.
     """
-    if not 0 < len(public_key) <= _LONGEST_KEY:
+    if not 0 < (size := len(public_key)) <= _LONGEST_KEY:
         raise UntrustedError("it holds no key of a peer")
-    # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}.
-    size, length = len(public_key), b""
-    while size > 127:
-        length, size = length + bytes([size & 127 | 128]), size >> 7
-    message = b"\x08\x00\x12" + length + bytes([size]) + public_key
-    return base58.b58encode(b"\x12\x20" + hashlib.sha256(message).digest()).decode()
+    # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}, its length in groups of seven bits.
+    length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+    digest = hashlib.sha256(b"\x08\x00\x12" + length + public_key).digest()
+    return base58.b58encode(b"\x12\x20" + digest).decode()
 
 
 VARIABLE = "TRAINKIT_TOKEN"
 """A token in the environment is not in the list of processes, which everybody on a machine can read."""
-SEEN = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file, or give -."
 _A_YEAR = 365 * 86400.0
 _LONGEST_FILE = 16_384
 
@@ -334,8 +316,6 @@ class Entry:
 
     addresses: tuple[str, ...]
     own: Pass
-    seen: bool = False
-    """Its token is an argument, which others on this machine see for as long as the process runs."""
 
     @property
     def invited(self) -> bool:
@@ -363,18 +343,19 @@ def by_address(addresses: Sequence[str], *, name: str) -> Entry:
     return Entry(tuple(map(address.check, addresses)), invitations.open_pass(name, time.time() + _A_YEAR))
 
 
-def with_token(text: str) -> Entry:
-    """As somebody who was invited."""
+def with_token(text: str, more: Sequence[str] = ()) -> Entry:
+    """As somebody who was invited; ``more`` addresses are tried before those of the token."""
     own, addresses = invitations.read_token(text)
-    return Entry(addresses, own)
+    return Entry((*map(address.check, more), *addresses), own)
 
 
 def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entry:
-    """The way in that was given: a token, or addresses of an open run.
+    """The way in that was given: a token, or addresses of an open run. A token among the words is warned of on stderr:
+    others on this machine see it for as long as the process runs.
 
     Args:
         words: a token, a file that holds one, or ``-`` to read it from standard input, and addresses to try before
-            its own; or addresses alone. None: it is in TRAINKIT_TOKEN.
+            its own, for the run may have moved; or addresses alone. None: it is in TRAINKIT_TOKEN.
         name: how an open run sees this peer.
 
     Raises UserError when it is none of these.
@@ -382,47 +363,39 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
     given = [word for word in words if address.looks_like(word)]
     others = [word for word in words if not address.looks_like(word)]
     if len(others) > 1:
-        raise UserError(
-            "One token at a time.", why=f"{len(others)} were given.", fix="Give one token, or addresses alone."
-        )
+        why = f"{len(others)} were given."
+        raise UserError("One token at a time.", why=why, fix="Give one token, or addresses alone.")
     if given and not others:
         return by_address(given, name=name)
-    word = others[0] if others else ""
-    seen = invitations.looks_like(word)
+    source = text = "".join(others)
+    is_argument = invitations.looks_like(text)
     if not others:
-        if not env.get(VARIABLE, "").strip():
-            raise UserError(
-                "TOKEN missing.",
-                why=f"Neither a token nor an address was given, and {VARIABLE} is not set.",
-                fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
-            )
-        text, source = env[VARIABLE], VARIABLE
-    elif word == "-":
-        text, source = sys.stdin.read(_LONGEST_FILE), "Standard input"
-    elif not seen and os.path.isfile(word):
-        text, source = fileio.read_start(Path(word), _LONGEST_FILE, follow=True), word
+        source, text = VARIABLE, env.get(VARIABLE, "")
+        if not text.strip():
+            why = f"Neither a token nor an address was given, and {VARIABLE} is not set."
+            fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
+            raise UserError("TOKEN missing.", why=why, fix=fix)
+    elif text == "-":
+        source, text = "Standard input", sys.stdin.read(_LONGEST_FILE)
+    elif not is_argument and os.path.isfile(text):
+        text = fileio.read_start(Path(text), _LONGEST_FILE, follow=True)
     else:
-        text, source = word, ""
+        source = ""
     if invitations.looks_like(text):
-        found = with_token(text)
-        # The run has moved since it was invited to, or an anchor is nearer.
-        return Entry((*map(address.check, given), *found.addresses), found.own, seen)
+        entry = with_token(text, given)
+        if is_argument:
+            seen = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file"
+            print(f"{seen}, or give -.", file=sys.stderr, flush=True)
+        return entry
     if there := [item for item in text.split() if address.looks_like(item)]:
         return by_address([*given, *there], name=name)
-    what = f"{source} holds neither a token nor an address." if text.strip() else f"{source} is empty."
-    raise UserError(
-        # Not all of it, for it may be most of a secret.
-        what if source else f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one.",
-        why=f"A token begins with {invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}.",
-        fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
-    )
-
-
-def warned(entry: Entry) -> Entry:
-    """The same; on stderr a word to who has given a token as an argument."""
-    if entry.seen:
-        print(SEEN, file=sys.stderr, flush=True)
-    return entry
+    # Not all of what was typed, for it may be most of a secret.
+    what = f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one."
+    if source:
+        what = f"{source} holds neither a token nor an address." if text.strip() else f"{source} is empty."
+    why = f"A token begins with {invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}."
+    fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
+    raise UserError(what, why=why, fix=fix)
 
 
 def is_setting(word: str) -> bool:
@@ -431,8 +404,8 @@ def is_setting(word: str) -> bool:
 
 
 KEY_FILE = "owner.key"
-INVITED_FILE = "invited.jsonl"
-REVOKED_FILE = "revoked"
+_INVITED_FILE = "invited.jsonl"
+_REVOKED_FILE = "revoked"
 # What the owner grants itself lasts longer than any run.
 _FOR_EVER = 20 * _A_YEAR
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -442,7 +415,7 @@ class Owner:
     """The owner of a run, by its folder."""
 
     def __init__(self, folder: Path, key: invitations.Key) -> None:
-        self.key, self._folder = key, folder
+        self.key, self._folder, self._invited = key, folder, folder / _INVITED_FILE
 
     def invite(self, name: str, role: invitations.Role, seconds: float) -> Pass:
         """An invitation for so long, and a line about it in the list.
@@ -454,7 +427,7 @@ class Owner:
             raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
         made = invitations.grant(self.key, self._folder.name, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
-        fileio.append_jsonl(self._folder / INVITED_FILE, about)
+        fileio.append_jsonl(self._invited, about)
         return made
 
     def revoke(self, name: str) -> bytes:
@@ -462,32 +435,30 @@ class Owner:
 
         Raises UserError when nobody of that name was invited.
         """
-        invited = list(fileio.read_jsonl(self._folder / INVITED_FILE))
+        invited = list(fileio.read_jsonl(self._invited))
         ids = [str(line["id"]) for line in invited if line.get("name") == name]
         if not ids:
             names = sorted({str(line["name"]) for line in invited if "name" in line})
-            raise UserError(
-                f"Nobody was invited as '{name}'.",
-                why=f"Invited to {self._folder.name}: {', '.join(names) or 'nobody'}.",
-                fix="Give the name of an invitation, as `python -m jobs.swarm invite` was given it.",
-            )
+            why = f"Invited to {self._folder.name}: {', '.join(names) or 'nobody'}."
+            fix = "Give the name of an invitation, as `python -m jobs.swarm invite` was given it."
+            raise UserError(f"Nobody was invited as '{name}'.", why=why, fix=fix)
         for item in ids:
-            fileio.append_jsonl(self._folder / INVITED_FILE, {"time": time.time(), "id": item, "revoked": True})
+            fileio.append_jsonl(self._invited, {"time": time.time(), "id": item, "revoked": True})
         revoked = {*ids, *(str(line["id"]) for line in invited if line.get("revoked"))}
         # Those that have expired need not be named any more.
         expired = {str(line["id"]) for line in invited if float(line.get("expires") or math.inf) <= time.time()}
         # Time makes a good serial: it grows, whichever machine with this folder it is.
         serial = time.time_ns() // 1_000_000
         statement = revoked_list(own_pass(self.key, "owner"), serial, revoked - expired)
-        fileio.write(self._folder / REVOKED_FILE, base64.b64encode(statement), self._folder)
+        fileio.write(self._folder / _REVOKED_FILE, base64.b64encode(statement), self._folder)
         return statement
 
-    def revoked(self) -> bytes | None:
-        """The list that `revoke` has made last; None if nobody was revoked yet."""
-        try:
-            return base64.b64decode(fileio.read_bytes(self._folder / REVOKED_FILE))
-        except (OSError, ValueError):
-            return None
+
+def revoked_in(folder: Path) -> bytes:
+    """The list that `Owner.revoke` has made last; empty if nobody was revoked yet."""
+    with suppress(OSError, ValueError):
+        return base64.b64decode(fileio.read_bytes(folder / _REVOKED_FILE))
+    return b""
 
 
 def own_pass(key: invitations.Key, name: str, role: invitations.Role = "owner") -> Pass:
@@ -502,28 +473,21 @@ def owner_of(folder: Path) -> Owner:
     """
     file = folder / KEY_FILE
     if not file.exists():
-        raise UserError(
-            f"{folder.name} was not created here.",
-            why=f"There is no {KEY_FILE} in {folder}: only the creator of a swarm has it.",
-            fix="Name a run that `python -m jobs.swarm create` has made on this machine.",
-        )
+        why = f"There is no {KEY_FILE} in {folder}: only the creator of a swarm has it."
+        fix = "Name a run that `python -m jobs.swarm create` has made on this machine."
+        raise UserError(f"{folder.name} was not created here.", why=why, fix=fix)
     try:
         if file.stat().st_mode & 0o077:
-            raise UserError(
-                f"Others can read {file}.",
-                why="Whoever has that key decides who takes part in the run.",
-                fix=f"chmod 600 {file}",
-            )
+            why = "Whoever has that key decides who takes part in the run."
+            raise UserError(f"Others can read {file}.", why=why, fix=f"chmod 600 {file}")
         private = serialization.load_pem_private_key(fileio.read_bytes(file, follow=True), password=None)
         if not isinstance(private, Ed25519PrivateKey):
             raise ValueError("it is a key of another kind")
         return Owner(folder, invitations.Key(private.private_bytes_raw()))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{file} is no key of a run.",
-            why=f"{getattr(error, 'strerror', None) or error}.",
-            fix="Restore it from a copy; without it nobody can be invited any more.",
-        ) from None
+        why = f"{getattr(error, 'strerror', None) or error}."
+        fix = "Restore it from a copy; without it nobody can be invited any more."
+        raise UserError(f"{file} is no key of a run.", why=why, fix=fix) from None
 
 
 def key_of(folder: Path) -> invitations.Key:
@@ -538,13 +502,11 @@ def keep_key(folder: Path, key: invitations.Key) -> Owner:
     """Write the run's key into its folder, unless it is there already."""
     file = folder / KEY_FILE
     if file.exists():
-        owner = owner_of(folder)
-        assert owner.key.public == key.public, "a run has one key"
-        return owner
-    pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    fileio.write(file, pem, folder, private=True)
+        assert owner_of(folder).key.public == key.public, "a run has one key"
+    else:
+        kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(*kind)
+        fileio.write(file, pem, folder, private=True)
     return Owner(folder, key)
 
 
@@ -556,11 +518,8 @@ def seconds_of(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 0.0 < seconds <= _A_YEAR + 86400.0:
-        raise UserError(
-            f"--expires {text} is no time.",
-            why="It is a number with m, h, d or w behind it, and a year at most.",
-            fix="Use --expires 7d.",
-        )
+        why = "It is a number with m, h, d or w behind it, and a year at most."
+        raise UserError(f"--expires {text} is no time.", why=why, fix="Use --expires 7d.")
     return seconds
 
 
@@ -572,14 +531,10 @@ def run_with(file: str, reference: str | None, env: Mapping[str, str], *, fix: s
     if reference is not None:
         return find_run(reference, env)
     root = runs_root(env)
-    swarms = [run for run in list_runs(root) if (run.path / file).is_file()]
-    if not swarms:
-        raise UserError(
-            f"No swarm in {root}.",
-            why="None of the runs there has created one.",
-            fix=f"{fix}, or create one: python -m jobs.swarm create hivemind",
-        )
-    return swarms[-1]
+    if swarms := [run for run in list_runs(root) if (run.path / file).is_file()]:
+        return swarms[-1]
+    fix = f"{fix}, or create one: python -m jobs.swarm create hivemind"
+    raise UserError(f"No swarm in {root}.", why="None of the runs there has created one.", fix=fix)
 
 
 def addresses_of(run: RunDir) -> tuple[str, ...]:
@@ -588,15 +543,12 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     Raises UserError when it has not been anywhere yet.
     """
     try:
-        found = fileio.read_text(run.path / ADDRESS_FILE).split()
+        known = fileio.read_text(run.path / address.ADDRESS_FILE).split()
     except FileNotFoundError:
-        raise UserError(
-            f"{run.name} has no address yet.",
-            why="Its swarm has not started.",
-            fix=f"See how far it is: {terminal.command('logs', run.path)}",
-        ) from None
-    saved = saved_peer(run)  # which knows its anchors
-    return tuple(dict.fromkeys(map(address.check, (*found, *(saved.others if saved else ())))))
+        fix = f"See how far it is: {terminal.command('logs', run.path)}"
+        raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started.", fix=fix) from None
+    saved = address.saved_peer(run)  # which knows its anchors
+    return tuple(dict.fromkeys(map(address.check, (*known, *(saved.others if saved else ())))))
 
 
 def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
@@ -614,17 +566,14 @@ def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, 
 def revoke(run: RunDir, name: str) -> str:
     """Revoke the invitations of that name, and tell the swarm; what to tell the user."""
     owner = owner_of(run.path)
-    statement = owner.revoke(name)
+    statement, own = owner.revoke(name), own_pass(owner.key, "revoke")
     try:
         processes.require_hivemind()
         from trainkit.swarm.access import identity
         from trainkit.swarm.dht import open_dht
 
-        own = own_pass(owner.key, "revoke")
-        with (
-            identity(None, own, Admission(owner.key.public, open_run=True)) as known,
-            open_dht(known, peers=addresses_of(run)) as dht,
-        ):
+        admission = Admission(owner.key.public, open_run=True)
+        with identity(None, own, admission) as known, open_dht(known, peers=addresses_of(run)) as dht:
             dht.excluded.hear(REVOKED, statement)
             dht.publish_excluded(wait=True)
     except TrainkitError:

@@ -16,12 +16,8 @@ from trainkit.data import build_data
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted
-from trainkit.swarm import address
-from trainkit.swarm.address import Memory, addresses_in, identity_in, known_of, saved_peer
-from trainkit.swarm.admission import Admission, keep_key, key_of, own_pass
-from trainkit.swarm.dht import SwarmDHT, Watch, reached
+from trainkit.swarm import address, admission, dht, link
 from trainkit.swarm.invitations import Key
-from trainkit.swarm.link import creators_share, fitted
 from trainkit.swarm.messages import REVOKED, Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
@@ -41,7 +37,7 @@ def elsewhere(addresses: Sequence[str], own: Sequence[str]) -> list[str]:
     return [item for item in addresses if address.peer_of(item) == me and item.rpartition("/p2p/")[0] not in here]
 
 
-def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
+def require_alone(node: dht.SwarmDHT, known: Sequence[str]) -> None:
     """Refuse to go on with a run whose creator answers at another place.
 
     Args:
@@ -49,15 +45,13 @@ def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
 
     Raises UserError.
     """
-    told = dht.progress().get(dht.peer_id)
-    places = tuple(dict.fromkeys(elsewhere([*known, *(told.addresses if told else ())], dht.addresses())))
-    there: list[str] = dht.in_dht(partial(reached, at=places), _DIAL_SECONDS, []) if places else []
+    told = node.progress().get(node.peer_id)
+    places = tuple(dict.fromkeys(elsewhere([*known, *(told.addresses if told else ())], node.addresses())))
+    there: list[str] = node.in_dht(partial(dht.reached, at=places), _DIAL_SECONDS, []) if places else []
     if there:
-        raise UserError(
-            "This run goes on already, on another machine.",
-            why=f"Its creator, with the key of this run folder, answers at {there[0]}: one of the folders is a copy.",
-            fix="End that one with Ctrl-C, and copy its run folder here: it has the newer checkpoints.",
-        )
+        why = f"Its creator, with the key of this run folder, answers at {there[0]}: one of the folders is a copy."
+        fix = "End that one with Ctrl-C, and copy its run folder here: it has the newer checkpoints."
+        raise UserError("This run goes on already, on another machine.", why=why, fix=fix)
 
 
 class Creator(Session):
@@ -70,32 +64,34 @@ class Creator(Session):
         self.config, folder = config, spec.folder
         self.own_addresses: list[str] = []
         self.since, self.duplicates = 0.0, set[str]()
-        self.saved = saved_peer(folder) if folder is not None else None
-        self.memory = Memory(self.saved.others if self.saved is not None else ())
-        self.key = key_of(folder.path) if folder is not None else Key.generate()
+        self.saved = address.saved_peer(folder) if folder is not None else None
+        self.memory = address.Memory(self.saved.others if self.saved is not None else ())
+        self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
 
     def open_swarm(self) -> None:
         """Start the first node, or come back to the others, unless the run goes on elsewhere."""
         spec, folder, key = self.spec, self.spec.folder, self.key
-        file = spec.identity or (identity_in(folder) if folder is not None else None)
-        self.open_node(own_pass(key, spec.name), Admission(key.public, open_run=self.config.collaborative.open), file)
+        file = spec.identity or (address.identity_in(folder) if folder is not None else None)
+        own, is_open = admission.own_pass(key, spec.name), self.config.collaborative.open
+        self.open_node(own, admission.Admission(key.public, open_run=is_open), file)
         if folder is not None:
             self.dht.excluded.remember(folder.path)
             if self.saved is not None:
                 self.dht.reconnect(self.saved.others)
-                require_alone(self.dht, addresses_in(folder))
+                require_alone(self.dht, address.addresses_in(folder))
 
     def open_run(self) -> None:
         """The run folder, with rounds as long as this peer's upload needs, and the owner's key."""
         spec, values = self.spec, self.common.theta.numel()
         if spec.max_upload is not None:
-            agreed = fitted(self.config.collaborative, values, spec.max_upload)
+            agreed = link.fitted(self.config.collaborative, values, spec.max_upload)
             self.config = self.config.model_copy(update={"collaborative": agreed})
-            self.hooks.say(creators_share(agreed, values, spec.max_upload))
+            self.hooks.say(link.creators_share(agreed, values, spec.max_upload))
         assert self.hooks.open_run is not None
         self.writer = self.hooks.open_run(self.config, "")
         run = self.writer.run
-        self.owner, self.credits = keep_key(run.path, self.key), Contributions.of(run)
+        admission.keep_key(run.path, self.key)
+        self.credits = Contributions.of(run)
         # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
         new = f"{run.name}-{os.urandom(4).hex()}".replace(".", "-")
         self.run_id = self.saved.run_id if self.saved is not None else new
@@ -122,7 +118,7 @@ class Creator(Session):
         One that others have gone on by stays as it is; rounds that nobody trained in are made up.
         """
         agreed, common, saved, done = self.config.collaborative, self.common, self.saved, self.common.round
-        if saved is not None and self.dht.reconnect(known_of(saved.others)):
+        if saved is not None and self.dht.reconnect(address.known_of(saved.others)):
             self.clock = self.clock_from(saved.first_round)
             if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
                 self.hooks.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
@@ -149,14 +145,14 @@ class Creator(Session):
             facts=self.facts,
         )
         self.averaging.share()
-        self.watch = Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
+        self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
         self.own_addresses, self.since = self.dht.addresses(self.spec.prefer_host), time.time()
         self.publish(wait=True)
         self.keep_place(self.run_id, self.own_addresses)
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
         """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
-        if revoked := self.owner.revoked():
+        if revoked := admission.revoked_in(self.writer.run.path):
             self.dht.excluded.hear(REVOKED, revoked)
             self.dht.publish_excluded()
         # From now on: a record only replaces one that would expire earlier.

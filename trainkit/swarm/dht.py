@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.wrappers_pb2 import BytesValue, Int64Value, StringValue  # type: ignore[import-untyped]
 from hivemind.p2p import P2PContext, PeerID
@@ -28,9 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.metrics import Contribution
-from trainkit.swarm import address, messages, processes
-from trainkit.swarm.access import Excluded, Identity
-from trainkit.swarm.address import known_of, worth_dialling
+from trainkit.swarm import access, address, messages, processes
 from trainkit.swarm.admission import Member, introduced, peer_key
 from trainkit.swarm.exchange import DHT
 from trainkit.swarm.invitations import NOBODY
@@ -94,41 +92,32 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
     Returns:
         Bytes per second; of a fast link the least that it can be. 0: it could not be measured.
     """
-    for name in dict.fromkeys(map(address.peer_of, to)):
-        peer, rate = PeerID.from_base58(name), 0.0
 
-        async def send(size: int, peer: PeerID = peer) -> float:
-            began = time.perf_counter()
-            call = node.p2p.call_protobuf_handler(peer, _UPLOAD_HANDLER, BytesValue(value=bytes(size)), Int64Value)
-            taken = await asyncio.wait_for(call, _SLOWEST_SECONDS)
-            return time.perf_counter() - began if taken.value == size else math.inf
+    async def send(peer: PeerID, size: int) -> float:
+        began = time.perf_counter()
+        call = node.p2p.call_protobuf_handler(peer, _UPLOAD_HANDLER, BytesValue(value=bytes(size)), Int64Value)
+        taken = await asyncio.wait_for(call, _SLOWEST_SECONDS)
+        return time.perf_counter() - began if taken.value == size else math.inf
 
+    rate, peers = 0.0, iter(dict.fromkeys(map(address.peer_of, to)))
+    while not rate and (name := next(peers, "")):
         with suppress(Exception):  # gone, or another version: the next one, or what is known by then
+            peer = PeerID.from_base58(name)
             # A message of nothing takes as long as the way there and back; the first one also opens the connection.
-            there_and_back = min([await send(0), await send(0)])
+            there_and_back = min([await send(peer, 0), await send(peer, 0)])
             for size in SIZES:
-                took = await send(size)
+                took = await send(peer, size)
                 rate = size / max(took - there_and_back, 1e-3)  # a link gives the first bytes away: the largest counts
                 if took >= _ENOUGH_SECONDS or rate >= enough:
                     break
-        if rate:
-            return rate
-    return 0.0
+    return rate
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What another peer has seen of this one."""
+class Seen(NamedTuple):
+    """Addresses at which another peer has tried to reach this one, and has reached it."""
 
-    by: str
-    """Its id; empty if nobody has answered."""
-    ip: str = ""
-    """From where this peer's connection comes to it."""
-    reached: tuple[str, ...] = ()
-    """Addresses at which it has reached this peer."""
     tried: tuple[str, ...] = ()
-    clock: float = 0.0
-    """How far its clock is ahead of this machine's, in seconds."""
+    reached: tuple[str, ...] = ()
 
 
 async def serve_members(dht: Any, node: Any) -> None:
@@ -138,7 +127,6 @@ async def serve_members(dht: Any, node: Any) -> None:
     allowance = Allowance(time.monotonic())
 
     async def dial_back(request: StringValue, peer: PeerID) -> StringValue:
-        now = time.time()
         if peer in waiting or len(waiting) >= _MOST_WAITING:  # or strangers would have this machine do nothing else
             raise RuntimeError("busy")
         waiting.add(peer)
@@ -146,13 +134,14 @@ async def serve_members(dht: Any, node: Any) -> None:
             infos = [info for info in await node.p2p.list_peers() if info.peer_id == peer]
             places = [str(item).split("/") for info in infos for item in info.addrs]
             ip = next((parts[2] for parts in places if len(parts) > 2 and parts[1] in ("ip4", "ip6")), "")
-            found = fileio.parse(request.value[:_LONGEST])
-            tried = worth_dialling([str(item)[:200] for item in found[:8]] if isinstance(found, list) else [], ip)
+            told = fileio.parse(request.value[:_LONGEST])
+            announced = [str(item)[:200] for item in told[:8]] if isinstance(told, list) else []
+            tried = address.worth_dialling(announced, ip)
             async with some_at_a_time:
                 reached = [item for item in tried if await address.answers_at(f"{item}/p2p/{peer}", _DIAL_SECONDS)]
         finally:
             waiting.discard(peer)
-        return StringValue(value=json.dumps({"time": now, "ip": ip, "tried": tried, "reached": reached}))
+        return StringValue(value=json.dumps([tried, reached]))
 
     async def take(request: BytesValue, peer: PeerID) -> Int64Value:
         if not allowance.takes(str(peer), len(request.value), time.monotonic()):
@@ -173,15 +162,12 @@ async def ask_for_dialback(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
     own = [str(item) for item in await node.p2p.get_visible_maddrs(latest=True)]
     request = StringValue(value=json.dumps([item.rpartition("/p2p/")[0] for item in own][:8]))
     for item in of:
-        peer, began = PeerID.from_base58(address.peer_of(item)), time.time()
         with suppress(Exception):  # gone, or another version: the next one
+            peer = PeerID.from_base58(address.peer_of(item))
             call = node.p2p.call_protobuf_handler(peer, _DIALBACK_HANDLER, request, StringValue)
-            said = fileio.parse((await asyncio.wait_for(call, _ASK_SECONDS)).value[:_LONGEST])
-            reached, tried = (
-                known_of(f"{one}/p2p/{node.peer_id}" for one in said[which]) for which in ("reached", "tried")
-            )
-            return Seen(str(peer), str(said["ip"])[:64], reached, tried, clock=float(said["time"]) - began)
-    return Seen(by="")
+            tried, reached = fileio.parse((await asyncio.wait_for(call, _ASK_SECONDS)).value[:_LONGEST])
+            return Seen(*(address.known_of(f"{one}/p2p/{node.peer_id}" for one in which) for which in (tried, reached)))
+    return Seen()
 
 
 async def reached(dht: Any, node: Any, *, at: Sequence[str]) -> list[str]:
@@ -240,11 +226,9 @@ def check_listening(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"Cannot listen on {host}, port {port or 'any'}.",
-            why=f"{getattr(error, 'strerror', None) or error}.",
-            fix="Choose another --port, or a --host that is an IP address of this machine.",
-        ) from None
+        why = f"{getattr(error, 'strerror', None) or error}."
+        fix = "Choose another --port, or a --host that is an IP address of this machine."
+        raise UserError(f"Cannot listen on {host}, port {port or 'any'}.", why=why, fix=fix) from None
 
 
 def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> TrainkitError:
@@ -253,18 +237,14 @@ def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> Trainki
     if "local time must be within" in text or (peers and asyncio.run(address.is_off(peers))):
         return address.wrong_clock()
     if "already taken" in text:
-        return UserError(
-            "Another peer uses this identity now.",
-            why="A peer is known by its key, so two cannot share one.",
-            fix="Leave --identity out, or give every peer its own file.",
-        )
+        why = "A peer is known by its key, so two cannot share one."
+        fix = "Leave --identity out, or give every peer its own file."
+        return UserError("Another peer uses this identity now.", why=why, fix=fix)
     if peers:
         return address.nobody_answers(peers[0], invited=invited)
-    return RunFailedError(
-        "The peer-to-peer daemon of hivemind did not start.",
-        why=f"{text.strip().splitlines()[-1][:200]}.",
-        fix="On a loaded machine try again; else run with HIVEMIND_LOGLEVEL=DEBUG and see what it says.",
-    )
+    why = f"{text.strip().splitlines()[-1][:200]}."
+    fix = "On a loaded machine try again; else run with HIVEMIND_LOGLEVEL=DEBUG and see what it says."
+    return RunFailedError("The peer-to-peer daemon of hivemind did not start.", why=why, fix=fix)
 
 
 _START_SECONDS = 20.0
@@ -280,14 +260,14 @@ INTRODUCED_SECONDS = 600.0
 class SwarmDHT:
     """This peer's node of the DHT."""
 
-    def __init__(self, node: Any, identity: Identity, helpers: list[Any], *, client_mode: bool) -> None:
+    def __init__(self, node: Any, identity: access.Identity, helpers: list[Any], *, client_mode: bool) -> None:
         self.client_mode = client_mode
         """Calls out only; hivemind asks the node's process for it."""
         self.node, self._helpers = node, helpers
         self.peer_id = str(node.peer_id)
         self.own, self.admission = identity.own, identity.admission
         self._subkey, self._credential = identity.subkey, identity.credential
-        self.excluded = Excluded(identity.own, self.peer_id, identity.admission)
+        self.excluded = access.Excluded(identity.own, self.peer_id, identity.admission)
 
     @property
     def alive(self) -> bool:
@@ -357,13 +337,11 @@ class SwarmDHT:
         """As `look_for`, and wait so long."""
         return int(_result(lambda: self.look_for(addresses), seconds, 0)) if addresses else 0
 
-    def prove(self, peers: Sequence[str], *, as_member: bool = True) -> Seen:
-        """Have somebody at ``peers`` dial this node back, which has only called out so far.
-
-        ``as_member``: if it is reached, it is a member from then on.
-        """
-        seen: Seen = self.in_dht(partial(ask_for_dialback, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
-        if seen.reached and as_member:
+    def prove(self, peers: Sequence[str]) -> Seen:
+        """Have somebody at ``peers`` dial this node back, which has only called out so far; if it is reached, it is a
+        member from then on."""
+        seen: Seen = self.in_dht(partial(ask_for_dialback, of=tuple(peers)), _PROVE_SECONDS, Seen())
+        if seen.reached:
             self.in_dht(become_member, _PROVE_SECONDS, None)
             self.client_mode = False
         return seen
@@ -402,7 +380,7 @@ def _result(asked: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
 
 @contextmanager
 def open_dht(
-    identity: Identity,
+    identity: access.Identity,
     *,
     peers: Sequence[str] = (),
     host: str | None = None,
@@ -438,8 +416,8 @@ def open_dht(
         host_maddrs=[machine],
         identity_path=str(identity.path),
         check_if_identity_free=identity.kept,
-        record_validators=identity.validators(),
-        authorizer=identity.authorizer(),
+        record_validators=[access.SignedRecords(identity)],
+        authorizer=access.Authorizer(identity),
         startup_timeout=_START_SECONDS - 5.0,
         announce_maddrs=[announce] if announce is not None else None,
         nat_port_map=host == "0.0.0.0" and announce is None,
@@ -534,7 +512,7 @@ class Watch:
 
     def reachable(self) -> tuple[str, ...]:
         """Addresses of the others, as far as they have any."""
-        return known_of(item for own in self.others(0.0).values() for item in own.addresses)
+        return address.known_of(item for own in self.others(0.0).values() for item in own.addresses)
 
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from trainkit import terminal
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.swarm.address import FORWARD, Memory, require_same_time
+from trainkit.swarm import address, link, messages
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.dht import INTRODUCED_SECONDS, Watch, read_manifest
-from trainkit.swarm.link import enough, in_words, load_for, volunteers_share
-from trainkit.swarm.messages import Manifest, RoundClock, no_data, require_going_on, require_same_version
+from trainkit.swarm.messages import Manifest, RoundClock
 from trainkit.swarm.rounds import Ending, take_part
 from trainkit.swarm.session import Session, require_same, without_data
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
@@ -42,7 +42,7 @@ def wait_until_back(look: Callable[[], int], goes_on: Callable[[], bool], hooks:
     """
     began = said = time.monotonic()
     pause, there = _FIRST_PAUSE, False
-    hooks.say(f"Nobody of the swarm answers. Waiting for it for up to {_in_words(patience)}; Ctrl-C leaves for good.")
+    hooks.say(f"Nobody of the swarm answers. Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good.")
     while not hooks.stop_requested():
         if look():
             if goes_on():
@@ -51,25 +51,16 @@ def wait_until_back(look: Callable[[], int], goes_on: Callable[[], bool], hooks:
                 there, pause = True, _FIRST_PAUSE
         now = time.monotonic()
         if now - began >= patience:
-            raise RunFailedError(
-                f"The swarm has not answered for {_in_words(patience)}.",
-                why="Its creator has gone without a word, or this machine has lost its network.",
-                fix=_ASK_THE_CREATOR,
-            )
+            why, fix = "Its creator has gone without a word, or this machine has lost its network.", _ASK_THE_CREATOR
+            raise RunFailedError(f"The swarm has not answered for {terminal.age(patience)}.", why=why, fix=fix)
         if now - said >= _SAY_EVERY:
             said = now
-            hooks.say(f"Still waiting for the swarm, since {_in_words(now - began)}.")
+            hooks.say(f"Still waiting for the swarm, since {terminal.age(now - began)}.")
         until = now + min(pause, patience - (now - began))
         while (left := until - time.monotonic()) > 0 and not hooks.stop_requested():
             time.sleep(min(left, _LOOK_SECONDS))
         pause = min(1.5 * pause, _LONGEST_PAUSE)
     return False
-
-
-def _in_words(seconds: float) -> str:
-    if seconds >= 2 * 3600:
-        return f"{seconds / 3600:.0f} hours"
-    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 class Guest(Session):
@@ -80,7 +71,7 @@ class Guest(Session):
     def __init__(self, held: ExitStack, entry: Entry, spec: PeerSpec, hooks: Hooks) -> None:
         super().__init__(held, spec, hooks)
         self.entry, self.may_be_alone = entry, not spec.trains
-        self.memory = Memory(entry.addresses)
+        self.memory = address.Memory(entry.addresses)
 
     def prove_reachable(self) -> None:
         """Have this peer dialled back; one that cannot be reached only calls out.
@@ -91,7 +82,7 @@ class Guest(Session):
         if seen.reached:
             say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
             return
-        what, fix = "Others cannot reach this machine", FORWARD.format(port=self.dht.port)
+        what, fix = "Others cannot reach this machine", address.FORWARD.format(port=self.dht.port)
         why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
         if not spec.trains:
             raise UserError(f"{what}, so it cannot be an anchor.", why=f"{why[0].upper()}{why[1:]}.", fix=fix)
@@ -101,8 +92,8 @@ class Guest(Session):
     def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
         """What the run is; ``adapt`` makes this machine's configuration of it."""
         self.manifest = manifest = read_manifest(self.dht, self.entry.addresses)
-        require_going_on(manifest)
-        require_same_time(self.dht, self.entry.addresses)
+        messages.require_going_on(manifest)
+        address.require_same_time(self.dht, self.entry.addresses)
         self.config = adapt(manifest)
         check_peer(self.config, self.spec)
         self.clock, agreed = self.clock_from(manifest.first_round), self.config.collaborative
@@ -113,10 +104,10 @@ class Guest(Session):
 
     def require_same_run(self) -> None:
         """Refuse to train something else than the run does, once there is a model."""
-        spec, theirs = self.spec, self.manifest.facts
-        if spec.max_upload is not None:
-            self.hooks.say(volunteers_share(self.config.collaborative, self.common.theta.numel(), spec.max_upload))
-        if not spec.trains:
+        theirs, values, limit = self.manifest.facts, self.common.theta.numel(), self.spec.max_upload
+        if limit is not None:
+            self.hooks.say(link.volunteers_share(self.config.collaborative, values, limit))
+        if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         require_same(theirs, self.facts)
 
@@ -128,11 +119,11 @@ class Guest(Session):
         agreed, values = self.config.collaborative, self.common.theta.numel()
         if not self.spec.trains or agreed.sync == "gradients":
             return None
-        needed = enough(values, agreed.compression, agreed.round_seconds)
+        needed = link.enough(values, agreed)
         measured = self.dht.upload(self.entry.addresses, enough=needed)
         if not 0.0 < measured < needed:
             return None
-        self.hooks.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))
+        self.hooks.say(link.in_words(link.load_for(measured, values, agreed), measured))
         return measured
 
     def follow_creator(self) -> None:
@@ -197,15 +188,13 @@ class Guest(Session):
         found = list(self.dht.manifests().values())
         same = [one for one in found if one.run_id == self.manifest.run_id]
         if found and not same:
-            raise UserError(
-                f"Another run is at {self.entry.addresses[0]} now.",
-                why=f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}.",
-                fix="Join that one, if it is meant.",
-            )
+            why = f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}."
+            fix = "Join that one, if it is meant."
+            raise UserError(f"Another run is at {self.entry.addresses[0]} now.", why=why, fix=fix)
         manifest = max(same, key=lambda one: one.first_round, default=None)
         if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
             return False
-        require_same_version(manifest)
+        messages.require_same_version(manifest)
         require_same(manifest.facts, self.manifest.facts)
         clock = self.clock_from(manifest.first_round)
         try:
@@ -235,11 +224,8 @@ class Guest(Session):
             time.sleep(pause)
             pause = min(2 * pause, 8.0, clock.seconds / 4)
         if not stopped():
-            raise RunFailedError(
-                "No peer gives away the state of the run.",
-                why="The peers that could are gone, unreachable from here, or overloaded.",
-                fix=_ASK_THE_CREATOR,
-            )
+            why, fix = "The peers that could are gone, unreachable from here, or overloaded.", _ASK_THE_CREATOR
+            raise RunFailedError("No peer gives away the state of the run.", why=why, fix=fix)
 
 
 def join(
@@ -257,7 +243,7 @@ def join(
             guest.prove_reachable()
         guest.read_manifest(adapt)
         config, manifest = guest.config, guest.manifest
-        guest.build_model(build_data(config.data) if spec.trains else no_data(config.data.name, manifest))
+        guest.build_model(build_data(config.data) if spec.trains else messages.no_data(config.data.name, manifest))
         guest.require_same_run()
         guest.open_training(manifest.run_id, guest.slow_upload())
         guest.follow_creator()

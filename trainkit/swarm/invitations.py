@@ -18,11 +18,11 @@ revoked together.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
@@ -74,11 +74,10 @@ class Key:
 
 def is_signed(public: bytes, signature: bytes, purpose: str, content: bytes) -> bool:
     """Whether ``signature`` was made with the private half of ``public``, for this purpose and this content."""
-    try:
+    with suppress(InvalidSignature, ValueError):
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _message(purpose, content))
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _message(purpose: str, content: bytes) -> bytes:
@@ -226,19 +225,17 @@ def read_statement(
     """
     _require(len(data) <= _LONGEST_STATEMENT, "it is too long")
     granted, owners, content, signature = unpack(data, 4)
-    found = Grant.from_bytes(granted)
-    authority = found.owner
-    if found.owner == NOBODY:
-        _require(open_run, "it comes from nobody that was invited")
-        _require(found.role == "volunteer", "only an owner makes a peer more than a volunteer")
-        authority = found.key
-    else:
-        _require(owner in (None, found.owner), "it is an invitation to another run")
+    grant = Grant.from_bytes(granted)
+    is_open = grant.owner == NOBODY
+    _require(open_run or not is_open, "it comes from nobody that was invited")
+    _require(grant.role == "volunteer" or not is_open, "only an owner makes a peer more than a volunteer")
+    _require(is_open or owner in (None, grant.owner), "it is an invitation to another run")
+    authority = grant.key if is_open else grant.owner
     _require(is_signed(authority, owners, "grant", granted), "the owner has not signed it")
-    is_own = is_signed(found.key, signature, purpose, pack([granted, content]))
+    is_own = is_signed(grant.key, signature, purpose, pack([granted, content]))
     _require(is_own, "it was not signed with the key of its invitation")
-    _require(found.expires > (time.time() if now is None else now), "its invitation has expired")
-    return Statement(found, content)
+    _require(grant.expires > (time.time() if now is None else now), "its invitation has expired")
+    return Statement(grant, content)
 
 
 def write_token(own: Pass, addresses: Sequence[str]) -> str:
@@ -278,17 +275,11 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         found = tuple(address.check(str(item)) for item in addresses)
     except (UntrustedError, ValueError, RecursionError) as error:
         what = error if isinstance(error, UntrustedError) else "it is garbled"
-        raise UserError(
-            "This is no token.",
-            why=f"It is mistyped or not copied to its end: {what}.",
-            fix="Copy the whole line again; it is one word.",
-        ) from None
+        why, fix = f"It is mistyped or not copied to its end: {what}.", "Copy the whole line again; it is one word."
+        raise UserError("This is no token.", why=why, fix=fix) from None
     if own.grant.expires <= (time.time() if now is None else now):
-        raise UserError(
-            f"The invitation of {own.grant.name} to {own.grant.run} has expired.",
-            why=f"It was good until {date(own.grant.expires)}.",
-            fix="Ask whoever runs it for another.",
-        )
+        why, fix = f"It was good until {date(own.grant.expires)}.", "Ask whoever runs it for another."
+        raise UserError(f"The invitation of {own.grant.name} to {own.grant.run} has expired.", why=why, fix=fix)
     return own, found
 
 
@@ -317,10 +308,10 @@ def _text(data: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    try:
+    data = b""
+    with suppress(ValueError):
         # validate: without it Python passes over letters that are none of base64.
         data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, UnicodeEncodeError, AttributeError) as error:
-        raise UntrustedError("it has letters that do not belong there, or lacks some") from error
-    _require(_text(data) == text, "it has been changed")  # a last letter may carry bits that mean nothing
+    # A last letter may carry bits that mean nothing.
+    _require(_text(data) == text, "it has been changed, lacks letters, or has some that do not belong there")
     return data

@@ -124,6 +124,22 @@ class Outcome:
         return replace(self, received=received, counted=counted)
 
 
+GRACE = 2.0
+"""A round has failed if no group is found within so many seconds after its end."""
+_PATIENCE = 0.25
+"""Part of a round that the others wait for a peer's parts, in total."""
+
+
+def exchange_seconds(config: CollaborativeConfig) -> float:
+    """How long an exchange may take: until the search for the next one begins."""
+    return max(GRACE, config.round_seconds - config.matchmaking_seconds)
+
+
+def patience(config: CollaborativeConfig) -> float:
+    """How long the others wait in an exchange for the parts of a peer that sends them slowly."""
+    return min(_PATIENCE * config.round_seconds, exchange_seconds(config) / 2)
+
+
 @dataclass(frozen=True)
 class Load:
     """What a peer sends of its own progress in a round."""
@@ -161,20 +177,18 @@ class Sending:
         return "fp16" if codec == "8bit" and (part + 1) * PART > self.delicate else codec
 
 
-def load_for(upload: float | None, values: int, codec: Codec, round_seconds: float) -> Load:
+def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> Load:
     """What a peer can send in time: all of it as the run does, else in 8 bit, else a share of the parts in each round.
 
     Args:
         upload: bytes per second; None when it is not known.
         values: in the vector.
-        codec: the run's.
     """
-    parts = num_parts(values)
-    budget = float("inf") if upload is None else upload * SHARE * round_seconds
-    if encoded_bytes(values, codec) <= budget:
+    parts, codec = num_parts(values), config.compression
+    if upload is None or upload >= enough(values, config):
         return Load(codec, parts, parts)
-    codec = coarser(codec, "8bit")
-    fit = int(budget // encoded_bytes(PART, codec)) if encoded_bytes(values, codec) > budget else parts
+    codec, budget = coarser(codec, "8bit"), upload * SHARE * config.round_seconds
+    fit = parts if encoded_bytes(values, codec) <= budget else int(budget // encoded_bytes(PART, codec))
     return Load(codec, max(1, fit), parts)
 
 
@@ -194,28 +208,20 @@ class Link:
 
     Args:
         values: in the vector.
-        codec: the run's.
-        patience: seconds that the others wait for a peer's parts.
+        config: the run's.
         limit: bytes per second that this peer may use at most.
         measured: bytes per second, where they are known not to be `enough`.
     """
 
     def __init__(
-        self,
-        values: int,
-        codec: Codec,
-        round_seconds: float,
-        patience: float,
-        limit: float | None = None,
-        measured: float | None = None,
+        self, values: int, config: CollaborativeConfig, limit: float | None = None, measured: float | None = None
     ) -> None:
-        self._fit = (values, codec, round_seconds)
-        self._patience, self._limit = patience, limit
+        self._values, self._config, self._limit = values, config, limit
         self._turn = 0
         known = [rate for rate in (limit, measured) if rate is not None]
         self.upload = min(known) if known else None
         """Bytes per second; None: not known, so not slow."""
-        self.load = self._told = load_for(self.upload, *self._fit)
+        self.load = self._told = load_for(self.upload, values, config)
 
     def sent(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Those of the parts' weights that are sent in this round, and 0 for the others."""
@@ -227,7 +233,7 @@ class Link:
         measured = found.timed_bytes / found.timed_seconds if found.timed_seconds > _SHORTEST else None
         late = any(weight and not is_in for weight, is_in in zip(sent, found.counted, strict=True))
         if late and all(found.received):  # else it was the others that were gone
-            most = (found.timed_bytes + encoded_bytes(PART, self.load.codec)) / self._patience
+            most = (found.timed_bytes + encoded_bytes(PART, self.load.codec)) / patience(self._config)
             measured = most if measured is None else min(measured, most)
         if measured is None:
             if self.upload is None or late or not any(sent):
@@ -235,7 +241,7 @@ class Link:
             measured = _FASTER * self.upload  # it was there before anybody waited for it
         known = measured if self.upload is None else 0.5 * (self.upload + measured)
         self.upload = known if self._limit is None else min(known, self._limit)
-        self.load = load_for(self.upload, *self._fit)
+        self.load = load_for(self.upload, self._values, self._config)
         told = self._told
         if told.codec == self.load.codec and 1 / _NOTABLE < told.rounds / self.load.rounds < _NOTABLE:
             return ""
@@ -251,9 +257,9 @@ def in_words(load: Load, upload: float) -> str:
     return f"{words}, and each weight only in one of {load.rounds} rounds; nothing it learns is lost"
 
 
-def enough(values: int, codec: Codec, round_seconds: float) -> float:
+def enough(values: int, config: CollaborativeConfig) -> float:
     """Bytes per second with which a peer can send all of its vector in every round."""
-    return encoded_bytes(values, codec) / (SHARE * round_seconds)
+    return encoded_bytes(values, config.compression) / (SHARE * config.round_seconds)
 
 
 def fitted(config: CollaborativeConfig, values: int, upload: float) -> CollaborativeConfig:
@@ -264,7 +270,7 @@ def fitted(config: CollaborativeConfig, values: int, upload: float) -> Collabora
         upload: bytes per second, of which one volunteer's averages may take their share of a round.
     """
     codec, seconds = config.compression, config.round_seconds
-    if enough(values, codec, seconds) > upload:
+    if enough(values, config) > upload:
         codec = coarser(codec, "8bit")
         seconds = max(seconds, float(math.ceil(encoded_bytes(values, codec) / (SHARE * upload))))
     return config.model_copy(update={"compression": codec, "round_seconds": seconds})
@@ -285,28 +291,12 @@ def creators_share(config: CollaborativeConfig, values: int, upload: float) -> s
 
 def volunteers_share(config: CollaborativeConfig, values: int, upload: float) -> str:
     """What to expect of a volunteer, in a line."""
-    load = load_for(upload, values, config.compression, config.round_seconds)
+    load = load_for(upload, values, config)
     size = encoded_bytes(values, load.codec) * load.parts / load.of
     return (
         f"{in_words(load, upload)}; {size / 1e6:.1f} MB a round, {size / upload:.1f} s, "
         f"{100 * size / upload / config.round_seconds:.0f} % of it."
     )
-
-
-GRACE = 2.0
-"""A round has failed if no group is found within so many seconds after its end."""
-_PATIENCE = 0.25
-"""Part of a round that the others wait for a peer's parts, in total."""
-
-
-def exchange_seconds(config: CollaborativeConfig) -> float:
-    """How long an exchange may take: until the search for the next one begins."""
-    return max(GRACE, config.round_seconds - config.matchmaking_seconds)
-
-
-def patience(config: CollaborativeConfig) -> float:
-    """How long the others wait in an exchange for the parts of a peer that sends them slowly."""
-    return min(_PATIENCE * config.round_seconds, exchange_seconds(config) / 2)
 
 
 def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple[float, ...]:

@@ -29,9 +29,9 @@ from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, fr
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
-from trainkit.swarm import address, processes
+from trainkit.swarm import admission, processes
 from trainkit.swarm.address import addresses_in, announced, how_to_be_reached, identity_in, saved_peer, write_addresses
-from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invite, own_pass, owner_of, with_token
+from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
 
@@ -67,7 +67,7 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
             lines.append(
                 "Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:"
             )
-            lines += [f"  {address.join_command([item])}" for item in addresses]
+            lines += [f"  {terminal.command('join', item)}" for item in addresses]
         hooks.say("\n".join(lines))
         if not config.collaborative.open and spec.folder is None:  # a token must not be kept in the run's log
             told = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
@@ -129,8 +129,6 @@ def join_swarm(
             why="This peer is a volunteer: it calls out only, and averages for nobody.",
             fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
         )
-    if entry.seen:
-        hooks.say(SEEN)
     processes.require_hivemind()
     from trainkit.swarm import guest
 
@@ -288,7 +286,8 @@ def run_swarm_rank(
     else:
         # Back from the queue it has the name and the key that it had before.
         name = f"{host}/{writer.run.name}"[-terminal.LONGEST_NAME :]
-        entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=name)
+        words = () if token else config.collaborative.initial_peers
+        entry = entry_of(words, {admission.VARIABLE: token}, name=name)
         spec = replace(spec, name=name, folder=writer.run, identity=writer.run.path / "identity", team=True)
         ending, _ = guest.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
     if ending == "stopped":

@@ -124,9 +124,8 @@ class PatientRecord:
             why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
         if not self.is_full:
             self.is_full = True
-            self._say(
-                f"  cannot write into the run folder: {why}. Training goes on; it is tried again after each round"
-            )
+            goes_on = "Training goes on; it is tried again after each round"
+            self._say(f"  cannot write into the run folder: {why}. {goes_on}")
             self.remark("save_failed", error=why)
         return False
 
@@ -163,12 +162,10 @@ class RoundRecorder:
             self._log(done, where)
             words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
         if result.collapsed:
-            words.append(f"what was learned here is given up: {result.collapsed}")
+            words += [f"what was learned here is given up: {result.collapsed}"]
             self.remark("collapsed", round=number, why=result.collapsed)
-        if result.late:
-            words.append(f"too late: {', '.join(map(self._name, result.late))}")
-        if result.drifted:
-            words.append("behind the others: taking over their state")
+        words += [f"too late: {', '.join(map(self._name, result.late))}"] if result.late else []
+        words += ["behind the others: taking over their state"] if result.drifted else []
         if self._role != "guest":
             with self._common.in_model():
                 words += self._judge(number, where)
@@ -218,17 +215,14 @@ class RoundRecorder:
                     self._save(max(rounds, 1))
             tested = recorder.test(where) if test and self._role != "anchor" else {}
             swarm: dict[str, Any] = {"rounds": rounds, "most_peers": self._most_peers}
-            if contributed := Contributions.of(self._run).rows():
-                swarm["contributions"] = contributed
-            recorder.summarize(outcome, epochs=self._epoch(), test=tested, **swarm)
+            swarm |= {"contributions": rows} if (rows := Contributions.of(self._run).rows()) else {}
+            recorder.summarize(outcome, epochs=where["epoch"], test=tested, **swarm)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise DiskError(
-                f"There is no room for the results of {self._run.name}.",
-                why=f"{error.strerror}. What this peer has contributed is not lost.",
-                fix=f"Free some space; what is saved is tested by {terminal.command('evaluate', self._run.path)}",
-            ) from None
+            why = f"{error.strerror}. What this peer has contributed is not lost."
+            fix = f"Free some space; what is saved is tested by {terminal.command('evaluate', self._run.path)}"
+            raise DiskError(f"There is no room for the results of {self._run.name}.", why=why, fix=fix) from None
 
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:
@@ -243,7 +237,7 @@ class RoundRecorder:
             what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
             attempt.failed(what, rank=env.rank)
             if isinstance(error, RunFailedError):
-                self._recorder.summarize("failed", epochs=self._epoch(), test=None, why=what)
+                self._recorder.summarize("failed", epochs=self._where(0)["epoch"], test=None, why=what)
             raise
 
     def _judge(self, number: int, where: Mapping[str, Any]) -> list[str]:
@@ -259,8 +253,8 @@ class RoundRecorder:
         if self._role == "anchor":
             return []
         metrics, val = self._recorder.state.metrics, self._progress.val
-        shown = [key for key in dict.fromkeys(("loss", metrics.headline)) if key in val]
-        return ["  ".join(f"val {metrics.words(key, val[key])}" for key in shown)]
+        shown = dict.fromkeys(("loss", metrics.headline))
+        return [f"val {metrics.words(key, val[key])}" for key in shown if key in val]
 
     def _save(self, rounds: int) -> None:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
@@ -291,11 +285,9 @@ class RoundRecorder:
             self._say(f"  {self._known[key]} has left")
         self._known = now
 
-    def _epoch(self) -> float:
-        return self._progress.images / max(1, len(self._recorder.state.splits.train))
-
     def _where(self, number: int) -> dict[str, Any]:
-        return {"step": self._progress.step, "epoch": round(self._epoch(), 4), "round": number}
+        epoch = self._progress.images / max(1, len(self._recorder.state.splits.train))
+        return {"step": self._progress.step, "epoch": round(epoch, 4), "round": number}
 
 
 def take_over(restored: Restored, common: CommonState) -> None:

@@ -50,7 +50,7 @@ from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
-from trainkit.swarm.link import Link, patience
+from trainkit.swarm.link import Link
 from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
@@ -444,8 +444,7 @@ class Session:
         self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
         if isinstance(common, GradientState):
             self.team = replace(self.team, state=GatheringState.of(self.team.state, common.gathered))
-        size, seconds = common.theta.numel(), agreed.round_seconds
-        link = Link(size, agreed.compression, seconds, patience(agreed), spec.max_upload, measured)
+        link = Link(common.theta.numel(), agreed, spec.max_upload, measured)
         self.averaging = Averaging(averager, dht, common, agreed, link)
         self.sentry = Sentry(
             self.averaging.averager,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -82,9 +82,8 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
             except (asyncio.TimeoutError, OSError):
                 raise address.nobody_answers(entry.addresses[0]) from None
             if manifests := messages.manifests_in(found[messages.MANIFEST]):
-                progress = messages.progress_in(found[messages.PROGRESS])
-                contributions = messages.credits_in(found[messages.CREDITS])
-                return SwarmRecords(manifests, progress, contributions, identity.admission.names())
+                own, contributed = found[messages.PROGRESS], messages.credits_in(found[messages.CREDITS])
+                return SwarmRecords(manifests, messages.progress_in(own), contributed, identity.admission.names())
             for key in (messages.REVOKED, messages.BANNED):
                 excluded.take(key, found[key])
             excluded.require_welcome()
@@ -105,8 +104,8 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
                 startup_timeout=_START_SECONDS,
                 # Of what is asked twice, the newest is wanted.
                 cache_locally=False,
-                record_validator=CompositeValidator(identity.validators()),
-                authorizer=identity.authorizer(),
+                record_validator=CompositeValidator([access.SignedRecords(identity)]),
+                authorizer=access.Authorizer(identity),
             )
             try:
                 node = done(created, _START_SECONDS + 5.0)
@@ -148,11 +147,8 @@ def run_at(entry: Entry) -> str:
         if "error" in told:
             raise error_from_json(told["error"])
         return str(told["config"])
-    raise RunFailedError(
-        "The swarm could not be asked for its settings.",
-        why=why,
-        fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
-    )
+    why, fix = why, "Try again; `python -m jobs.swarm doctor` with the same token says what is in the way."
+    raise RunFailedError("The swarm could not be asked for its settings.", why=why, fix=fix)
 
 
 def as_peer(
@@ -181,10 +177,6 @@ def as_peer(
         values["collaborative"] |= {"initial_peers": list(entry.addresses), "port": 0}
         fileio.write(file, yaml.dump(values))
         return load(str(file), list(overrides), flags=flags, env=env)
-
-
-# A stranger may publish as many records as it likes, each under a key of its own.
-_MOST_PEERS = 5000
 
 
 @dataclass(frozen=True)
@@ -253,42 +245,30 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
     run_dir, text = None, reference or ""
     is_entry = address.looks_like(text) or invitations.looks_like(text) or os.path.isfile(text)
     if reference == "-" or is_entry or (reference is None and env.get(admission.VARIABLE)):
-        entry = admission.warned(admission.entry_of([text] if text else [], env, name="status"))
+        entry = admission.entry_of([text] if text else [], env, name="status")
     else:
-        run_dir = run_seen(reference, env)
+        run_dir = admission.run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
         if not (run_dir.path / ADDRESS_FILE).is_file():
             why = f"It has no {ADDRESS_FILE}."
             raise UserError(f"{run_dir.name} is not a swarm.", why=why, fix="`python -m jobs.status` shows it.")
         entry = admission.by_address(admission.addresses_of(run_dir), name="status")
         if (run_dir.path / admission.KEY_FILE).exists():  # its owner needs no token
             entry = replace(entry, own=admission.own_pass(admission.owner_of(run_dir.path).key, "status", "volunteer"))
+    # A run in a folder here is shown from its records when nobody answers, or it has ended since.
+    gone = suppress(TrainkitError) if run_dir is not None else nullcontext()
     with ExitStack() as held:
         read: Callable[[], SwarmRecords] | None = None
-        try:
+        with gone:
             read = held.enter_context(open_reader(entry))
-        except TrainkitError:
-            if run_dir is None:
-                raise
 
         def look() -> View:
-            try:
+            with gone:
                 if read is not None:
                     return view_of(read(), entry.addresses, run_dir)
-            except TrainkitError:  # it has ended since
-                if run_dir is None:
-                    raise
             assert run_dir is not None
             return _from_records(run_dir)
 
         yield look
-
-
-def run_seen(reference: str | None, env: Mapping[str, str]) -> RunDir:
-    """The run of that name or path, or the newest one here through which others can reach a swarm.
-
-    Raises UserError when there is none.
-    """
-    return admission.run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
 
 
 def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None) -> View:
@@ -313,7 +293,7 @@ def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None
             seconds_ago=max(0.0, now - own.time),
             **{key: getattr(own, key) for key in _SAID},
         )
-        for peer, own in list(progress.items())[:_MOST_PEERS]
+        for peer, own in progress.items()
     ]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
     samples = sum(row.samples for row in rows)
@@ -364,7 +344,24 @@ def _history(run_dir: RunDir) -> tuple[Mapping[str, Any], ...]:
 
 # A view as text: tables that fit the terminal, and an object for programs.
 
-_PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
+
+def _cell(value: object, spec: str) -> str:
+    return format(value, spec) if isinstance(value, int | float) else "-"
+
+
+_PEERS: Mapping[str, Callable[[PeerRow], str]] = {
+    "peer": lambda row: row.name,
+    "role": lambda row: row.role,
+    "round": lambda row: str(row.round),
+    "parts": lambda row: f"{row.parts}/{row.expected}" if row.expected else f"of {row.group}" if row.group else "alone",
+    "samples": lambda row: f"{row.samples:,}",
+    "samples/s": lambda row: _cell(row.samples_per_sec, ",.0f"),
+    "loss": lambda row: _cell(row.loss, ".4f"),
+    "up": lambda row: terminal.size(row.sent) if row.sent else "-",
+    "down": lambda row: terminal.size(row.received) if row.received else "-",
+    "seen": lambda row: f"{terminal.age(row.seconds_ago)} ago",
+    "id": lambda row: f"..{row.peer[-6:]}",
+}
 # What a narrow terminal does without, in this order.
 _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", "round", "parts")
 _LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
@@ -385,7 +382,8 @@ def status_lines(view: View) -> list[str]:
     words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
     lines = terminal.wrapped(", ".join(words))
     if peers:
-        lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
+        peer_rows = [[cell(row) for cell in _PEERS.values()] for row in view.peers[:_MOST_SHOWN]]
+        lines += _table(tuple(_PEERS), peer_rows, _DISPENSABLE_OF_PEERS)
     if peers > _MOST_SHOWN:
         lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
     if view.history:
@@ -426,22 +424,6 @@ def as_object(view: View) -> dict[str, Any]:
     return plain
 
 
-def _cells(row: PeerRow) -> tuple[str, ...]:
-    return (
-        row.name,
-        row.role,
-        str(row.round),
-        f"{row.parts}/{row.expected}" if row.expected else f"of {row.group}" if row.group else "alone",
-        f"{row.samples:,}",
-        _cell(row.samples_per_sec, ",.0f"),
-        _cell(row.loss, ".4f"),
-        terminal.size(row.sent) if row.sent else "-",
-        terminal.size(row.received) if row.received else "-",
-        f"{terminal.age(row.seconds_ago)} ago",
-        f"..{row.peer[-6:]}",
-    )
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
     """Indented; a long name is cut on a terminal and stands below its row in full."""
     notes, shown = [], []
@@ -452,14 +434,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Se
     return [f"  {line}" for line in terminal.table(header, shown, notes, dispensable=dispensable, indent=2)]
 
 
-def _cell(value: object, spec: str) -> str:
-    return format(value, spec) if isinstance(value, int | float) else "-"
-
-
 def main() -> int:
     """Ask, and print the answer."""
     try:
-        entry = admission.entry_of(sys.stdin.readline().split(), {}, name="ask")
+        entry = admission.entry_of(["-"], {}, name="ask")
         with open_reader(entry) as read:
             _, manifest = messages.manifest_of(read().manifests, entry.addresses)
         messages.require_going_on(manifest)
