@@ -126,7 +126,7 @@ def test_who_may_not_ban_and_what_is_no_list_is_refused(
         read_bans(admission, said)
 
 
-def test_a_word_from_the_future_is_passed_over_and_of_many_the_newest_are_told() -> None:
+def test_a_word_from_the_future_is_passed_over_and_the_newest_are_told() -> None:
     ahead, now = EVE._replace(time=time.time() + 3600), EVE._replace(id="QmBob", time=time.time())
     assert read_bans(Admission(OWNER.public), told("reducer", ahead, now)) == [now]
     bans = [Ban(f"Qm{index:044}", "x" * 64, "ü" * 200, float(index)) for index in range(1000)]

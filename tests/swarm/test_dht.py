@@ -79,7 +79,7 @@ def test_a_helper_that_lives_gets_more_time_on_a_loaded_machine(monkeypatch: pyt
         timer.join()
 
 
-def test_an_answer_that_comes_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
+def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
     class Late(Future[str]):
         def result(self, timeout: float | None = None) -> str:
             if not self.done():

@@ -85,7 +85,7 @@ def test_a_link_that_gets_better_or_was_measured_wrongly_sends_more_again(second
     assert (one.load.codec, one.load.rounds, told) == ("fp16", 1, "")
 
 
-def test_what_was_known_before_the_first_round_is_not_told_again_and_a_limit_holds() -> None:
+def test_what_was_known_at_the_start_is_not_told_again_and_a_limit_holds() -> None:
     slow, limited = link(measured=2 * MEGABIT), link(limit=2 * MEGABIT)
     assert (slow.load.codec, slow.load.rounds) == (limited.load.codec, limited.load.rounds) == ("8bit", 6)
     assert slow.learn(slow.sent(EVERYTHING), found(2.0, 2.2)) == ""

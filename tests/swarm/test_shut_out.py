@@ -115,17 +115,12 @@ def test_an_attacker_does_not_spoil_the_model(story: Story) -> None:
     assert max(losses) < 2.4  # who knows nothing has 2.3
 
 
-def test_who_was_left_out_and_why_is_an_event_and_a_line(story: Story) -> None:
+def test_three_times_left_out_is_a_ban_and_each_time_an_event_and_a_line(story: Story) -> None:
     dropped, (banned,) = story.events("peer_dropped"), story.events("peer_banned")
     assert {event["peer"] for event in dropped} == {banned["peer"]}
     assert all(re.match(r"was .* times longer|points against", event["why"]) for event in dropped)
     assert re.search(r"^  mallory was left out of round \d+: ", story.creator.output, re.MULTILINE)
-
-
-def test_three_times_in_a_row_is_a_ban(story: Story) -> None:
-    (banned,) = story.events("peer_banned")
-    assert banned["name"] == "mallory"
-    assert [event["round"] for event in story.events("peer_dropped")][2] == banned["round"]
+    assert (banned["name"], banned["round"]) == ("mallory", [event["round"] for event in dropped][2])
     assert "To lift it: python -m jobs.swarm unban mallory" in story.creator.output
     assert "mallory" in (story.run / "bans.jsonl").read_text(encoding="utf-8")
 
@@ -134,11 +129,17 @@ def test_a_ban_is_known_to_other_reducers_and_outlives_its_author(story: Story) 
     assert Bans(story.anchor / "bans.jsonl").read() == Bans(story.run / "bans.jsonl").read() != {}
 
 
-def test_who_is_banned_is_told_so_and_why_and_whenever_it_comes_back(story: Story) -> None:
-    for peer in story.mallory:
-        assert peer.process.returncode == 3, peer.output
-        assert "You were banned from the run.\n  why: 3 times in a row" in peer.output
-        assert "Traceback" not in peer.output, peer.output
+@pytest.mark.parametrize(
+    ("who", "says"),
+    [
+        ("mallory", "You were banned from the run.\n  why: 3 times in a row"),
+        ("anna", "Your invitation was revoked."),
+    ],
+)
+def test_who_is_out_is_told_so_and_why_whenever_it_comes_back(story: Story, who: str, says: str) -> None:
+    peers: tuple[Command, ...] = getattr(story, who)
+    assert [peer.process.returncode for peer in peers] == [3] * len(peers)
+    assert all(says in peer.output and "Traceback" not in peer.output for peer in peers)
 
 
 def test_a_ban_holds_when_only_the_killed_creators_folder_knows_it(story: Story) -> None:
@@ -152,13 +153,6 @@ def test_other_data_or_another_torch_is_refused_before_any_average(story: Story,
     assert peer.process.returncode == 3, peer.output
     assert f"This peer differs from the run in: {what}.\n  why: {what}: " in peer.output
     assert f"other-{what}" not in story.creator.output
-
-
-def test_who_is_revoked_is_told_so_and_once_more_when_it_comes_back(story: Story) -> None:
-    for peer in story.anna:
-        assert peer.process.returncode == 3, peer.output
-        assert "Your invitation was revoked." in peer.output
-        assert "Traceback" not in peer.output, peer.output
 
 
 def test_who_is_revoked_is_out_within_15_seconds_and_the_others_go_on(story: Story) -> None:

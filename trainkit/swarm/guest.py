@@ -42,7 +42,9 @@ def wait_until_back(look: Callable[[], int], goes_on: Callable[[], bool], hooks:
     """
     began = said = time.monotonic()
     pause, there = _FIRST_PAUSE, False
-    hooks.say(f"Nobody of the swarm answers. Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good.")
+    hooks.say(
+        f"Nobody of the swarm answers. Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
+    )
     while not hooks.stop_requested():
         if look():
             if goes_on():

@@ -152,20 +152,14 @@ def run_at(entry: Entry) -> str:
 
 
 def as_peer(
-    entry: Entry,
-    overrides: Sequence[str],
-    *,
-    flags: Mapping[str, tuple[Any, str]],
-    env: Mapping[str, str],
-    allow_code: bool,
+    entry: Entry, overrides: Sequence[str], *, flags: Mapping[str, Any], env: Mapping[str, str], allow_code: bool
 ) -> Loaded:
     """The configuration of a job that joins by ``entry``: its creator's, with resources and data of this machine.
 
     Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
     allowed.
     """
-    own = [text for text in overrides if not text.startswith("launch.")]
-    config = run_at(entry)
+    config, own = run_at(entry), [text for text in overrides if not text.startswith("launch.")]
     check_own(own)
     adapted(config, own, allow_code=allow_code)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
