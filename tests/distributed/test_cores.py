@@ -15,7 +15,7 @@ PROJECT = Path(__file__).parents[2]
 BEGIN = """
 import os, threading, time
 import torch
-from trainkit.distributed.process_group import _Teams, sharing_cores
+from trainkit.distributed.process_group import sharing_cores, sleeping_teams
 torch.set_num_threads(2)
 numbers = torch.zeros(1 << 20)
 def looking_on():
@@ -47,9 +47,9 @@ def run(code: str) -> str:
 
 def test_with_more_threads_than_cpus_those_that_wait_sleep_at_once() -> None:
     told = run(
-        "teams = _Teams()\nawake = looking_on()\n"
-        "teams.begin()\nasleep = looking_on()\n"
-        "teams.end()\nprint(awake, asleep, looking_on(), names())"
+        "awake = looking_on()\n"
+        "with sleeping_teams(): asleep = looking_on()\n"
+        "print(awake, asleep, looking_on(), names())"
     ).split(maxsplit=3)
     awake, asleep, again = map(float, told[:3])
     assert asleep < awake / 3
@@ -83,6 +83,6 @@ def test_a_user_who_says_how_threads_wait_is_obeyed_and_so_is_one_thread() -> No
         "    os.environ[name] = '7'\n"
         "    with sharing_cores(): print(names())\n"
         "    del os.environ[name]\n"
-        "_Teams().begin()\nprint(names())"
+        "with sleeping_teams(): print(names())"
     )
     assert told == "{'MainThread'}\n" * (len(_WAITING) + 2)

@@ -18,29 +18,17 @@ GRANTED = [
 ]
 
 
-@pytest.fixture
-def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    env: dict[str, str] = request.param
+@pytest.mark.parametrize("env", GRANTED, ids=lambda env: next(iter(env)))
+def test_granted_gpus_that_cuda_does_not_see_are_refused(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    return env
-
-
-@pytest.mark.parametrize("granted", GRANTED, indirect=True, ids=lambda env: next(iter(env)))
-def test_granted_gpus_that_cuda_does_not_see_are_refused(granted: dict[str, str]) -> None:
     with pytest.raises(RefusedError) as caught:
         wants_gpu(load("ddp").config)
     assert caught.value.exit_code == 3
     assert "driver" in caught.value.why
     assert f"torch {torch.__version__} is built" in caught.value.why
-    assert f"CUDA_VISIBLE_DEVICES='{granted['CUDA_VISIBLE_DEVICES']}'" in caught.value.why
-
-
-@pytest.mark.parametrize("granted", GRANTED[:1], indirect=True)
-def test_who_asks_for_no_gpu_or_for_the_cpu_gets_it(granted: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"CUDA_VISIBLE_DEVICES='{env['CUDA_VISIBLE_DEVICES']}'" in caught.value.why
     assert not wants_gpu(load("ddp", ["launch.gpus_per_node=0"]).config)
-    monkeypatch.setenv("TRAINKIT_DEVICE", "cpu")
-    assert not gpu_is_here()
 
 
 @pytest.mark.parametrize(
@@ -50,6 +38,7 @@ def test_who_asks_for_no_gpu_or_for_the_cpu_gets_it(granted: dict[str, str], mon
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"TRAINKIT_ATTEMPT": "0", "CUDA_VISIBLE_DEVICES": "-1"},
         {"SLURM_GPUS_ON_NODE": "0", "SLURM_JOB_ID": "4711"},
+        {**GRANTED[0], "TRAINKIT_DEVICE": "cpu"},
     ],
 )
 def test_a_mask_or_a_job_without_gpus_is_no_grant(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

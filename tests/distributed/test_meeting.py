@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +26,7 @@ from trainkit.distributed.process_group import distributed
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.ranks import NO_SECRET, RankEnv, Secret, free_port
 
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
 
 
@@ -40,43 +41,30 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-class Met(NamedTuple):
-    """What a rank has seen before all had met, and then."""
-
-    answers: list[bool]
-    interfaces: list[str | None]
-    """While they talk, and afterwards."""
-    late: list[bool]
-    """Whether the store still takes connections, with a secret and without."""
-    told: list[list[str]]
-
-
-def _meet_and_talk(env: RankEnv) -> Met:
+def _meet_and_talk(env: RankEnv) -> tuple[list[bool], list[Any]]:
+    """What answers before all have met; then by secret: gloo's interface, whether a late one is let in, and words."""
     # On Linux every 127.x.y.z is this machine. What listens on all interfaces answers there as well.
     store = meeting.meet(env, OURS, timedelta(seconds=60), wait_for_all=False)
     store.wait(["joined/0", "joined/1"])
-    found = Met([_answers(address, env.master_port) for address in ("127.0.0.1", "127.0.0.2")], [], [], [])
+    answers = [_answers(address, env.master_port) for address in ("127.0.0.1", "127.0.0.2")]
     store.set(f"looked/{env.rank}", "1")
     store.wait(["looked/0", "looked/1"])
+    seen = []
     for number, secret in enumerate((OURS, NO_SECRET), start=1):
         later = replace(env, master_port=env.master_port + number)
         with distributed(later, use_gpu=False, secret=secret, timeout=timedelta(seconds=60)) as dist:
-            found.interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME"))
-            found.late.append(_answers("127.0.0.1", later.master_port))
+            late = sys.platform == "linux" and _answers("127.0.0.1", later.master_port)  # the packet filter is Linux's
             dist.barrier()
             c10d.new_group([0, 1])  # a second group, as a mesh makes it, which the ranks arrange over the store
-            found.told.append(dist.gather_json(f"rank {dist.rank}"))
-    found.interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME"))
-    return found
+            seen.append((os.environ.get(GLOO), late, dist.gather_json(f"rank {dist.rank}")))
+    return answers, [*seen, os.environ.get(GLOO)]
 
 
 def test_ranks_of_one_machine_meet_and_talk_on_loopback_only() -> None:
     """With a secret and without; nobody reaches their store once all have met."""
     lo = "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
-    for found in run_ranks(2, _meet_and_talk):
-        assert (found.answers, found.interfaces) == ([True, False], [lo, lo, None])
-        assert found.told == [["rank 0", "rank 1"]] * 2
-        assert found.late == [False, False] or sys.platform != "linux", "the packet filter is Linux's"
+    talked = (lo, False, ["rank 0", "rank 1"])
+    assert run_ranks(2, _meet_and_talk) == [([True, False], [talked, talked, None])] * 2
 
 
 def _with_a_secret_each(env: RankEnv) -> str:
@@ -124,12 +112,6 @@ def test_torch_reaches_a_sealed_store_through_its_own_wrappers() -> None:
 
 
 # Where it listens
-
-
-def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with pytest.raises(RuntimeError, match="eth7"), distributed(RankEnv.single(), use_gpu=False):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -193,10 +175,13 @@ GUESSES = (
 
 
 def _connect(port: int) -> TCPStore:
+    """A stranger's way to the store, as soon as rank 0 is there."""
     deadline = time.monotonic() + 60
     while True:
         try:
-            return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+            store.wait(["trainkit/here/0"])
+            return store
         except (c10d.DistNetworkError, c10d.DistStoreError):
             assert time.monotonic() < deadline
 
@@ -204,8 +189,6 @@ def _connect(port: int) -> TCPStore:
 def _pose_as_rank_1(port: int, folder: Path) -> None:
     """All that can be done without the secret short of breaking the store: for that there is a test of its own."""
     store, bomb = _connect(port), _Bomb(str(folder / "executed"))
-    while not store.check(["trainkit/here/0"]):
-        time.sleep(0.01)
     for view in (store, SealedStore(store, NO_SECRET)):
         view.set("joined/1", "n1")
         with contextlib.suppress(RuntimeError):  # rank 0 does not answer
@@ -224,15 +207,21 @@ def _listed(store: TCPStore) -> list[str]:
     return list(store.list_keys()) if hasattr(store, "list_keys") else []
 
 
+def _turn(env: RankEnv, folder: Path) -> bool:
+    """Of a true rank, and of rank 1 only after the stranger's, who is rank 2."""
+    over = folder / "over"
+    if env.rank == 2:
+        over.touch()
+    while env.rank == 1 and not over.exists():
+        time.sleep(0.02)
+    return env.rank != 2
+
+
 def _train_beside_a_stranger(env: RankEnv, folder: Path) -> str:
-    strangers_turn_is_over = folder / "stranger-is-done"
     if env.rank == 2:
         _pose_as_rank_1(env.master_port, folder)
-        strangers_turn_is_over.touch()
+    if not _turn(env, folder):
         return "stranger"
-    if env.rank == 1:
-        while not strangers_turn_is_over.exists():
-            time.sleep(0.02)
     return train_run(rank_env(env.rank, 2, env.master_port), folder / "run", "ddp", ("train.max_steps=2",), secret=OURS)
 
 
@@ -243,18 +232,12 @@ def test_a_stranger_who_poses_as_a_rank_runs_nothing_and_the_true_one_joins(tmp_
 
 
 def _meet_beside_a_vandal(env: RankEnv, folder: Path) -> str:
-    over = folder / "over"
     if env.rank == 2:
         store, bomb = _connect(env.master_port), pickle.dumps(_Bomb(str(folder / "executed")))
-        while not store.check(["trainkit/here/0"]):
-            time.sleep(0.01)
         for key in _listed(store):
             store.set(key, bomb)  # type: ignore[arg-type]
-        over.touch()
+    if not _turn(env, folder):
         return "vandal"
-    if env.rank == 1:
-        while not over.exists():
-            time.sleep(0.02)
     try:
         with distributed(rank_env(env.rank, 2, env.master_port), use_gpu=False, secret=OURS) as dist:
             dist.barrier()
@@ -275,7 +258,6 @@ def test_a_stranger_who_writes_over_every_key_is_noticed_and_runs_nothing(tmp_pa
 
 # Over which network they talk.
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 TWO_NODES = replace(
     rank_env(0, 2, 29500), num_nodes=2, local_world_size=1, local_rank=0, master_addr="head.example.org"
 )
@@ -298,39 +280,39 @@ def own_network() -> tuple[str, str]:
     pytest.skip("this machine has loopback only")
 
 
-@pytest.fixture
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (GLOO, NCCL):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("chosen_by", ["the others", "its route to the head node", "the site"])
-def test_a_node_talks_over_the_interface_of_the_head_nodes_network(unset: None, chosen_by: str) -> None:
+@pytest.mark.parametrize(
+    "chosen_by", ["the others", "its route to the head node", "the site", "the user", "nobody", "a translated address"]
+)
+def test_a_node_talks_over_the_interface_of_the_head_nodes_network(
+    monkeypatch: pytest.MonkeyPatch, chosen_by: str
+) -> None:
+    for variable in (GLOO, NCCL):
+        monkeypatch.delenv(variable, raising=False)
     name, address = own_network()
-    other = replace(TWO_NODES, rank=1, node_rank=1, master_addr=address)
-    found = {
-        "the others": lambda: _chosen(TWO_NODES, head=address),  # who have reached it there
-        "its route to the head node": lambda: _chosen(other),
-        "the site": lambda: _chosen(TWO_NODES, head="203.0.113.7", named=name),
-    }[chosen_by]()
-    assert found == {GLOO: name, NCCL: f"={name}"}
-    assert GLOO not in os.environ
+    gloo = name
+    match chosen_by:
+        case "the others":  # who have reached it there
+            found = _chosen(TWO_NODES, head=address)
+        case "its route to the head node":
+            found = _chosen(replace(TWO_NODES, rank=1, node_rank=1, master_addr=address))
+        case "the site":
+            found = _chosen(TWO_NODES, head="203.0.113.7", named=name)
+        case "the user":
+            gloo = "mine"
+            monkeypatch.setenv(GLOO, gloo)
+            found = _chosen(TWO_NODES, head=address)
+        case _:  # it is left to the libraries
+            assert _chosen(TWO_NODES, head="203.0.113.7" if "address" in chosen_by else None) == {
+                GLOO: None,
+                NCCL: None,
+            }
+            return
+    assert found == {GLOO: gloo, NCCL: f"={name}"}
+    assert os.environ.get(GLOO) == ("mine" if chosen_by == "the user" else None)
     assert NCCL not in os.environ
-
-
-@pytest.mark.parametrize("head", [None, "203.0.113.7"])
-def test_a_head_node_behind_a_translated_address_leaves_it_to_the_libraries(unset: None, head: str | None) -> None:
-    assert _chosen(TWO_NODES, head=head) == {GLOO: None, NCCL: None}
 
 
 def test_an_interface_that_a_node_lacks_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(RefusedError, match="has no network interface 'ib7'") as caught:
         _chosen(TWO_NODES, named="ib7")
     assert "lo" in caught.value.why
-
-
-def test_what_the_user_has_set_stays_and_the_other_is_chosen(unset: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, address = own_network()
-    monkeypatch.setenv(GLOO, "mine")
-    assert _chosen(TWO_NODES, head=address) == {GLOO: "mine", NCCL: f"={name}"}
-    assert os.environ[GLOO] == "mine"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,36 +15,40 @@ from trainkit.distributed.device import cgroup_free
 GIB = 1 << 30
 
 
-def group(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
+V2 = ("memory.max", "memory.current", "memory.stat")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 
 
-def member_of(root: Path, line: str) -> None:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(f"9:name=systemd:/x\n{line}\n")
-
-
-def test_slurms_limit_counts_whichever_group_of_the_job_has_it(tmp_path: Path) -> None:
-    member_of(tmp_path, "0::/job_7/step_0/task_0")
-    top = tmp_path / "sys/fs/cgroup"
-    group(top / "job_7", memory__max=str(8 * GIB), memory__current=str(3 * GIB), memory__stat=f"inactive_file {GIB}")
-    group(top / "job_7/step_0", memory__max="max", memory__current=str(3 * GIB), memory__stat="inactive_file 0")
-    assert cgroup_free(tmp_path) == 6 * GIB, "files in memory do not count"
-
-
-def test_the_first_version_of_cgroups_is_read_as_well(tmp_path: Path) -> None:
-    member_of(tmp_path, "4:memory:/slurm/job_7")
-    limits = {"memory__limit_in_bytes": str(4 * GIB), "memory__usage_in_bytes": str(GIB)}
-    group(tmp_path / "sys/fs/cgroup/memory/slurm/job_7", **limits, memory__stat="cache 5\ntotal_inactive_file 0")
-    assert cgroup_free(tmp_path) == 3 * GIB
-
-
-@pytest.mark.parametrize("line", ["0::/", "4:memory:/gone", "3:cpu:/"])
-def test_where_there_is_no_limit_there_is_room(tmp_path: Path, line: str) -> None:
-    member_of(tmp_path, line)
-    assert cgroup_free(tmp_path) > 1000 * GIB
+@pytest.mark.parametrize(
+    ("line", "groups", "free"),
+    [
+        pytest.param(
+            "0::/job_7/step_0/task_0",
+            {
+                "job_7": dict(zip(V2, (8 * GIB, 3 * GIB, f"inactive_file {GIB}"), strict=True)),
+                "job_7/step_0": dict(zip(V2, ("max", 3 * GIB, "inactive_file 0"), strict=True)),
+            },
+            6 * GIB,
+            id="SLURM's, whichever group of the job has it; files in memory do not count",
+        ),
+        pytest.param(
+            "4:memory:/slurm/job_7",
+            {"memory/slurm/job_7": dict(zip(V1, (4 * GIB, GIB, "cache 5\ntotal_inactive_file 0"), strict=True))},
+            3 * GIB,
+            id="the first version of cgroups",
+        ),
+        *[pytest.param(line, {}, 1 << 60, id=f"no limit: {line}") for line in ("0::/", "4:memory:/gone", "3:cpu:/")],
+    ],
+)
+def test_what_a_cgroup_allows_is_room(tmp_path: Path, line: str, groups: dict[str, dict[str, Any]], free: int) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/x\n{line}\n")
+    for name, files in groups.items():
+        folder = tmp_path / "sys/fs/cgroup" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            (folder / file).write_text(str(content))
+    assert cgroup_free(tmp_path) == free
 
 
 _CODE = """
@@ -53,15 +58,13 @@ from trainkit.workarounds import keep_freed_memory
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def new_pages(count):
+def new_pages():
     before = faults()
-    tensors = [torch.ones(1 << 20) for _ in range(count)]
-    del tensors
+    [torch.ones(1 << 20) for _ in range(8)]
     return faults() - before
 
 keep_freed_memory()
-kept = min(new_pages(8) for _ in range(10))
-print(kept)
+print(min(new_pages() for _ in range(10)))
 """
 
 

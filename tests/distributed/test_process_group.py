@@ -1,4 +1,4 @@
-"""When the ranks agree to stop, and how often they ask one another."""
+"""When the ranks agree to stop, how often they ask one another, and what they say when they hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainkit.distributed.process_group import (
     FIRST,
     MOST_APART,
     Distributed,
-    Place,
+    Pulse,
     Stand,
     StopVote,
     distributed,
@@ -45,11 +45,9 @@ from trainkit.run.folder import RunDir
 
 def _join_without_the_others(env: RankEnv) -> str:
     named = replace(env, world_size=4, local_world_size=2, num_nodes=2, hosts=("n1", "n2"))
-    try:
-        with distributed(named, use_gpu=False, timeout=timedelta(seconds=3)):
-            return "joined"
-    except RunFailedError as error:
-        return error.what
+    with pytest.raises(RunFailedError) as caught, distributed(named, use_gpu=False, timeout=timedelta(seconds=3)):
+        pass
+    return caught.value.what
 
 
 def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing() -> None:
@@ -60,11 +58,8 @@ def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing() -> N
 
 
 def test_a_rank_that_cannot_reach_rank_0_says_where_it_looked() -> None:
-    port = free_port()
-    with (
-        pytest.raises(RunFailedError, match=f"127.0.0.1:{port}"),
-        distributed(rank_env(1, 2, port), use_gpu=False, timeout=timedelta(seconds=2)),
-    ):
+    alone = distributed(rank_env(1, 2, port := free_port()), use_gpu=False, timeout=timedelta(seconds=2))
+    with pytest.raises(RunFailedError, match=f"127.0.0.1:{port}"), alone:
         pass
 
 
@@ -74,7 +69,8 @@ ASKED = FIRST + 50
 def _talk(dist: Distributed) -> list[object]:
     counts = dist.all_reduce_sum(torch.tensor(2**40 + dist.rank))
     agreed = [dist.any(dist.rank == 1), dist.any(False)]
-    return [*agreed, int(counts), dist.broadcast_json(f"from rank {dist.rank}"), dist.gather_json(dist.rank)]
+    sent = [dist.broadcast_json(f"from rank {dist.rank}"), dist.gather_json(dist.rank)]
+    return [*agreed, int(counts), *sent, dist.from_main(lambda: b""), dist.from_main(lambda: b"abc")]
 
 
 def _polls(env: RankEnv) -> tuple[list[int], int, int]:
@@ -87,11 +83,8 @@ def _polls(env: RankEnv) -> tuple[list[int], int, int]:
         now += seconds
         return vote.poll(asks)
 
-    with (
-        distributed(env, use_gpu=False) as dist,
-        mock.patch("trainkit.distributed.process_group.monotonic", side_effect=lambda: now),
-    ):
-        assert _talk(dist) == [True, False, 2 * 2**40 + 1, "from rank 0", [0, 1]]
+    with distributed(env, use_gpu=False) as dist, mock.patch.object(time, "monotonic", side_effect=lambda: now):
+        assert _talk(dist) == [True, False, 2 * 2**40 + 1, "from rank 0", [0, 1], b"", b"abc"]
         early, late = StopVote(dist), StopVote(dist)
         first = [poll(early, asks=dist.rank == 1 and number == 2) for number in range(5)].index(True)
         early.finish()
@@ -135,24 +128,31 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@contextmanager
+def watched(env: RankEnv, run: RunDir, hang_seconds: float) -> Iterator[tuple[Any, Any, Path]]:
+    """How a rank beats, how it waits for the others, and its logs."""
+    attempt = Attempt(run, 0)
+    with (
+        distributed(env, use_gpu=False) as dist,
+        watchdog(attempt, env.rank, HOSTS, hang_seconds=hang_seconds, beats_per_step=1) as beat,
+    ):
+        yield beat, dist.barrier, attempt.logs
+
+
 def _train(env: RankEnv, run: RunDir, stuck: Any) -> None:
     attempt = Attempt(run, 0)
     os.dup2(os.open(attempt.logs / f"rank-{env.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     module.GATHER_SECONDS = 1.0
-    place = Place(env.rank, HOSTS, attempt.logs)
-    with (
-        distributed(env, use_gpu=False) as dist,
-        watchdog(attempt, place, hang_seconds=1, beats_per_step=1) as beat,
-    ):
+    with watched(env, run, 1) as (beat, barrier, _):
         for _ in range(30):  # longer than a hang
             beat()
-            dist.barrier()
+            barrier()
             time.sleep(0.05)
         beat()
         if env.rank == 1:
             stuck()
-        dist.barrier()
+        barrier()
 
 
 @contextmanager
@@ -199,37 +199,21 @@ def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_p
         assert f"in {stuck.__name__}" in stacks[1] or code is None
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_five_times_a_usual_update_is_no_hang(clock: list[float]) -> None:
-    pulse = module._Pulse(60, 3)
-    for seconds in (500, *[40] * 9):  # the first one compiles
-        for part in (0, 1, seconds - 1):
-            clock[0] += part
-            pulse.beat()
-    assert pulse.patience() == 200
-    clock[0] += 199
-    assert not pulse.is_over()
-    clock[0] += 2
-    assert pulse.is_over()
-
-
-def test_short_updates_have_hang_seconds_and_the_first_ten_minutes(clock: list[float]) -> None:
-    for hang_seconds, patience in ((60, 600), (900, 900)):
-        pulse = module._Pulse(hang_seconds, 3)
-        for _ in range(3):  # its data are there, and the model may be compiled
-            assert pulse.patience() == patience
-            pulse.beat()
-    pulse = module._Pulse(60, 1)
-    for _ in range(9):
-        clock[0] += 1
-        pulse.beat()
-    assert pulse.patience() == 60
+def test_a_hang_is_five_usual_updates_or_hang_seconds_and_first_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for hang_seconds, first, seconds, usual in ((60, 600, 40, 200), (900, 900, 40, 900), (60, 600, 1, 60)):
+        pulse = Pulse(hang_seconds, 3)
+        for update in (500, *[seconds] * 9):  # the first one compiles
+            for part in (0, 0.1, update - 0.1):
+                assert pulse.beats >= 3 or pulse.patience() == first
+                now += part
+                pulse.beat()
+        assert pulse.patience() == pytest.approx(usual)
+        now += usual - 1
+        assert not pulse.is_over()
+        now += 2
+        assert pulse.is_over()
 
 
 @pytest.mark.long
@@ -254,19 +238,14 @@ def test_ranks_that_were_suspended_for_longer_than_a_hang_do_not_hang(tmp_path: 
 
 
 def _keep_on(env: RankEnv, run: RunDir) -> None:
-    attempt = Attempt(run, 0)
     module.LATE_SECONDS = 1.0
-    place = Place(env.rank, HOSTS, attempt.logs)
-    with (
-        distributed(env, use_gpu=False) as dist,
-        watchdog(attempt, place, hang_seconds=3, beats_per_step=1) as beat,
-    ):
+    with watched(env, run, 3) as (beat, barrier, logs):
         for index in range(40):
             beat()
-            dist.barrier()
+            barrier()
             time.sleep(0.1)
             if index == 10:
-                (attempt.logs / "begun" / str(env.rank)).touch()
+                (logs / "begun" / str(env.rank)).touch()
 
 
 def test_a_rank_that_waits_for_its_data_loader_is_at_work_and_says_so() -> None:

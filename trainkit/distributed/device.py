@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -137,13 +137,6 @@ def is_free_to_ask(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Whatever the body draws from torch's generators, afterwards they go on where they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
 def device_name(device: torch.device) -> str:
     """The GPU's own name, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -177,11 +170,10 @@ def share_of_cpus(device: torch.device) -> dict[str, int]:
     return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
 
 
-def give_freed_memory_back() -> None:
+def _give_freed_memory_back() -> None:
     """Give freed memory back to the kernel, so that what a larger trial left does not count as the next one's."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class MemoryGauge:
@@ -206,7 +198,7 @@ class MemoryGauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        give_freed_memory_back()
+        _give_freed_memory_back()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
         except OSError as problem:
@@ -228,7 +220,7 @@ class MemoryGauge:
         """Bytes held now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
-        give_freed_memory_back()
+        _give_freed_memory_back()
         return _status("VmRSS")
 
     def room(self) -> int:
@@ -262,12 +254,12 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         if controllers:  # version 1
-            top, cached = top / "memory", "total_inactive_file"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            if "memory" not in controllers.split(","):
+                continue
+            top, names = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used, cached = names
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):  # a container may not see its own path: then what it sees is at the top
             if folder.is_relative_to(top):

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
@@ -52,61 +53,60 @@ class Group:
 
     def __init__(self, store: Store, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         self._rank, self._size = list(ranks).index(rank), len(ranks)
-        self._device, gpu = device, device.type == "cuda"
-        self._largest = _LARGEST_GPU if gpu else _LARGEST
-        kind: Any = c10d.ProcessGroupNCCL if gpu else c10d.ProcessGroupGloo
-        self._group = kind(PrefixStore(name, store), self._rank, self._size, _GPU_TIMEOUT if gpu else _TIMEOUT)
+        self._device, self._gpu = device, device.type == "cuda"
+        kind: Any = c10d.ProcessGroupNCCL if self._gpu else c10d.ProcessGroupGloo
+        self._group = kind(PrefixStore(name, store), self._rank, self._size, _GPU_TIMEOUT if self._gpu else _TIMEOUT)
 
     def all_reduce_gb_s(self) -> float:
         """Bus bandwidth of an all-reduce, in GB/s, as nccl-tests count it: 2 (n - 1) / n of the bytes."""
-        size, best = _SMALLEST, 0.0
-        self._timed_all_reduce(size)  # connections are made by the first
-        while True:
-            seconds = min(self._timed_all_reduce(size) for _ in range(_REPEATS))
-            best = max(best, 2 * (self._size - 1) / self._size * size / seconds / 1e9)
-            if seconds >= _LONG_ENOUGH or size >= self._largest:
-                return best
-            size *= 4
+        return self._gb_s(self._timed_all_reduce) * 2 * (self._size - 1) / self._size
 
     def one_way_gb_s(self, sender: int, receiver: int) -> float:
         """What the group's rank ``sender`` can send to ``receiver``, in GB/s; for those two; 0.0 for the others."""
         if self._rank not in (sender, receiver):
             return 0.0
         other = receiver if self._rank == sender else sender
-        answer = torch.zeros(2, device=self._device)  # the best so far, and the size of the next message
-        size, best, long = _SMALLEST, 0.0, 0
-        while size:
-            message = torch.zeros(size // 4, device=self._device)
-            began = time.perf_counter()
-            if self._rank == sender:
-                self._group.send([message], other, 0).wait()
-                self._group.recv([answer], other, 0).wait()
-            else:
-                self._group.recv([message], other, 0).wait()
-                self._finished()
-                seconds = time.perf_counter() - began
-                best = max(best, size / seconds / 1e9)
-                long += seconds > _LONG_ENOUGH or size == self._largest
-                bigger = size if seconds > _LONG_ENOUGH else min(4 * size, self._largest)
-                answer[0], answer[1] = best, 0 if long == _REPEATS else bigger
-                self._group.send([answer], other, 0).wait()
-            size = int(answer[1].item())
-        return float(answer[0].item())
+        return self._gb_s(lambda size: self._timed_message(size, other, sends=self._rank == sender))
+
+    def _gb_s(self, timed: Callable[[int], float]) -> float:
+        """The best of all sizes; ``timed`` gives seconds of one, the same on all ranks."""
+        size, best = _SMALLEST, 0.0
+        timed(size)  # connections are made by the first
+        while True:
+            seconds = min(timed(size) for _ in range(_REPEATS))
+            best = max(best, size / seconds / 1e9)
+            if seconds >= _LONG_ENOUGH or size >= (_LARGEST_GPU if self._gpu else _LARGEST):
+                return best
+            size *= 4
 
     def _timed_all_reduce(self, size: int) -> float:
-        """Seconds of one all-reduce, on the slowest of the ranks, which all of them return."""
+        """Seconds on the slowest of the ranks."""
         message, options = torch.zeros(size // 4, device=self._device), c10d.AllreduceOptions()
         began = time.perf_counter()
         self._group.allreduce([message], options).wait()
-        self._finished()
-        seconds = torch.tensor([time.perf_counter() - began], device=self._device)
+        seconds = self._seconds_since(began)
         options.reduceOp = c10d.ReduceOp.MAX
         self._group.allreduce([seconds], options).wait()
         return float(seconds.item())
 
-    def _finished(self) -> None:
-        if self._device.type == "cuda":
+    def _timed_message(self, size: int, other: int, *, sends: bool) -> float:
+        """Seconds on the rank that receives it, which tells the sender."""
+        message = torch.zeros(size // 4, device=self._device)
+        began = time.perf_counter()
+        if sends:
+            seconds = torch.zeros(1, device=self._device)
+            self._group.send([message], other, 0).wait()
+            self._group.recv([seconds], other, 0).wait()
+        else:
+            self._group.recv([message], other, 0).wait()
+            seconds = self._seconds_since(began)
+            self._group.send([seconds], other, 0).wait()
+        return float(seconds.item())
+
+    def _seconds_since(self, began: float) -> Tensor:
+        if self._gpu:
             torch.cuda.synchronize(self._device)
+        return torch.tensor([time.perf_counter() - began], device=self._device)
 
 
 def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, device: torch.device) -> dict[str, Any]:
@@ -127,8 +127,7 @@ def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, 
             measured = {"gb_s": group.all_reduce_gb_s()}
             if len(nodes) == 2:
                 second = len(nodes[0])
-                measured["there"] = group.one_way_gb_s(0, second)
-                measured["back"] = group.one_way_gb_s(second, 0)
+                measured |= {"there": group.one_way_gb_s(0, second), "back": group.one_way_gb_s(second, 0)}
             found.update({key: round(value, 4) for key, value in measured.items()})
         except (RuntimeError, OSError, RunFailedError) as error:  # gloo and NCCL raise the first for everything
             found["error"] = f"{str(error).splitlines()[0][:200]} ({socket.gethostname()})"
@@ -141,16 +140,14 @@ def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, 
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Who measures with whom, round by round, so that every two of ``count`` nodes meet once and none waits long."""
-    if count < 2:
-        return []
+    """Which nodes measure with each other, round by round: every two of ``count`` meet once, and none waits long."""
     # The circle method: one stays, the others move on by one. An odd one out pauses.
-    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    found = []
-    for _ in range(len(places) - 1):
-        pairs = [(places[i], places[-1 - i]) for i in range(len(places) // 2)]
-        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
+    others, found = [*range(1, count + count % 2)], []
+    for _ in others:
+        circle = [0, *others]
+        pairs = [(circle[i], circle[-1 - i]) for i in range(len(circle) // 2)]
+        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
+        others = [others[-1], *others[:-1]]
     return found
 
 
@@ -163,10 +160,9 @@ _LOST = (RunFailedError, RuntimeError)
 
 
 def main(env: Mapping[str, str]) -> int:
-    """One rank's part. Rank 0 prints the report, as one line of JSON: to judge it is not its business."""
+    """One rank's part. Rank 0 prints the report, as one line of JSON, and does not judge it."""
     try:
-        rank_env = RankEnv.from_mapping(env)
-        report = run(rank_env, env)
+        report = run(RankEnv.from_mapping(env), env)
     except TrainkitError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -180,31 +176,31 @@ def main(env: Mapping[str, str]) -> int:
 
 def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     """Measure; rank 0 gets what all ranks found, the others None."""
-    me = rank_env.rank
+    me, secret, run_dir = rank_env.rank, Secret.from_mapping(env), env.get("TRAINKIT_RUN_DIR")
     node = rank_env.hosts[rank_env.node_rank] if rank_env.hosts else os.uname().nodename
     facts: dict[str, Any] = {"node": node, "node_rank": rank_env.node_rank, "local_rank": rank_env.local_rank}
     if rank_env.local_rank == 0:
-        folder = env.get("TRAINKIT_RUN_DIR") or env.get(node_health.FOLDER) or "."
+        folder = run_dir or env.get(node_health.FOLDER) or "."
         facts |= node_facts(env, [Path(folder), Path(tempfile.gettempdir())])
-    secret = Secret.from_mapping(env)
     store = SealedStore(HashStore(), secret)
     if rank_env.world_size > 1:
         store = meet(rank_env, secret, timedelta(seconds=START_SECONDS + 10), wait_for_all=False)
     store.set(f"facts/{me}", json.dumps(facts))
     report: dict[str, Any] = {}
     if rank_env.is_main:
-        report = _gather(store, rank_env)
+        report["ranks"] = _collect(store, "facts/", range(rank_env.world_size), START_SECONDS)
+        missing = {str(rank): rank for rank in range(rank_env.world_size) if str(rank) not in report["ranks"]}
+        report["missing"] = {name: _host_of(rank, rank_env) for name, rank in missing.items()}
         store.set("roster", json.dumps(report["ranks"]))
-    by_node: dict[int, list[int]] = {}
-    for rank, told in sorted(json.loads(store.get("roster")).items(), key=lambda item: int(item[0])):
-        by_node.setdefault(told["node_rank"], []).append(int(rank))
-    nodes = [by_node[number] for number in sorted(by_node)]
-    ranks = [rank for node_ranks in nodes for rank in node_ranks]
-    if me not in ranks:  # too late
+    roster = json.loads(store.get("roster"))
+    if str(me) not in roster:  # too late
         return None
+    by_node: dict[int, list[int]] = {}
+    for rank in sorted(map(int, roster)):
+        by_node.setdefault(roster[str(rank)]["node_rank"], []).append(rank)
+    nodes = [by_node[number] for number in sorted(by_node)]
     _clocks(store, me, nodes, report)
     # The interface that the run's configuration names, if this is a job's preflight.
-    run_dir = env.get("TRAINKIT_RUN_DIR")
     interface = load(f"{run_dir}/config.yaml").config.launch.interface if run_dir else None
     with interfaces_set(rank_env, store, named=interface):
         _measure(store, rank_env, nodes, report)
@@ -212,9 +208,14 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
         with suppress(*_LOST):  # rank 0 may be out of reach, and says by itself that this rank is
             store.set(f"done/{me}", "1")
         return None
-    report["found"] = _collect(store, "found/", ranks, _LAST_SECONDS)
-    _collect(store, "done/", [rank for rank in ranks if rank != me], _LAST_SECONDS)  # this process serves the store
+    report["found"] = _collect(store, "found/", roster, _LAST_SECONDS)
+    _collect(store, "done/", roster.keys() - {"0"}, _LAST_SECONDS)  # this process serves the store
     return report
+
+
+def _host_of(rank: int, env: RankEnv) -> str:
+    node = rank // max(1, env.local_world_size)
+    return env.hosts[node] if node < len(env.hosts) else f"rank {rank}"
 
 
 def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int]], report: dict[str, Any]) -> None:
@@ -226,11 +227,11 @@ def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
     found = matmul_check(device) | {"device": name}
-    mine = next(ranks for ranks in nodes if me in ranks)
-    if len(mine) > 1:
-        found["inside"] = measure(store, f"inside/{nodes.index(mine)}", [mine], me, device)
+    number = next(number for number, ranks in enumerate(nodes) if me in ranks)
+    if len(nodes[number]) > 1:
+        found["inside"] = measure(store, f"inside/{number}", [nodes[number]], me, device)
     store.set(f"found/{me}", json.dumps(found))
-    report["pairs"] = _pairs(store, rank_env, nodes, device)
+    report["pairs"] = _pairs(store, me, nodes, device)
 
 
 def matmul_check(device: torch.device, *, size: int | None = None, repeats: int = 5) -> dict[str, Any]:
@@ -253,17 +254,6 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     return {"checksum": max(checksums, key=checksums.count), "wrong": wrong, "unsteady": len(set(checksums)) > 1}
 
 
-def _gather(store: SealedStore, rank_env: RankEnv) -> dict[str, Any]:
-    """What every rank says of itself, and which are missing."""
-    facts = _collect(store, "facts/", range(rank_env.world_size), START_SECONDS)
-    missing = {}
-    for rank in range(rank_env.world_size):
-        if str(rank) not in facts:
-            hosts = rank_env.hosts[rank // max(1, rank_env.local_world_size) :]
-            missing[str(rank)] = hosts[0] if hosts else f"rank {rank}"
-    return {"ranks": facts, "missing": missing}
-
-
 def _collect(store: SealedStore, place: str, keys: Iterable[object], seconds: float) -> dict[str, Any]:
     """Values below ``place`` by key, of those that come in time."""
     deadline = time.monotonic() + seconds
@@ -279,19 +269,17 @@ def _clocks(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], report:
     """How far each node's clock is from that of rank 0's node, in seconds; the quickest of three questions counts."""
     firsts = [ranks[0] for ranks in nodes]
     if me == 0:
-        offsets = {"0": 0.0}
+        report["clocks"] = {"0": 0.0}
         for rank in firsts[1:]:
             tries = []
             for number in range(3):
-                asked = time.perf_counter()
-                before = time.time()
+                asked, before = time.perf_counter(), time.time()
                 store.set(f"clock/ask/{rank}/{number}", "1")
                 answer = _collect(store, f"clock/answer/{rank}/", [number], 5.0)
                 took = time.perf_counter() - asked
                 tries += [(took, each - before - took / 2) for each in answer.values()]
             if tries:
-                offsets[str(rank)] = round(min(tries)[1], 4)
-        report["clocks"] = offsets
+                report["clocks"][str(rank)] = round(min(tries)[1], 4)
     elif me in firsts:
         with suppress(*_LOST):
             for number in range(3):
@@ -299,11 +287,8 @@ def _clocks(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], report:
                 store.set(f"clock/answer/{me}/{number}", json.dumps(time.time()))
 
 
-def _pairs(
-    store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int]], device: torch.device
-) -> list[dict[str, Any]]:
+def _pairs(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], device: torch.device) -> list[dict[str, Any]]:
     """Bandwidth between pairs of nodes, until it is clear whose is low; rank 0 says whether another round is needed."""
-    me = rank_env.rank
     found: list[dict[str, Any]] = []
     for number, pairs in enumerate(rounds(len(nodes))[:_ROUNDS]):
         for a, b in pairs:
@@ -311,17 +296,14 @@ def _pairs(
                 result = measure(store, f"pair/{a}/{b}", [nodes[a], nodes[b]], me, device)
                 if me == nodes[a][0]:
                     store.set(f"pair/{number}/{a}/{b}", json.dumps(result))
-        if rank_env.is_main:
+        if me == 0:
             answers = _collect(store, f"pair/{number}/", [f"{a}/{b}" for a, b in pairs], _ROUND_SECONDS)
             for a, b in pairs:
                 answer = answers.get(f"{a}/{b}", {"error": "no answer"})
                 found.append({"ranks": [nodes[a][0], nodes[b][0]]} | answer)
             store.set(f"more/{number}", json.dumps(number == 0 or bool(node_health.slow(found))))
-        try:
-            store.wait([f"more/{number}"], timedelta(seconds=2 * _ROUND_SECONDS))
-        except _LOST:
-            break
-        if not json.loads(store.get(f"more/{number}")):
+        more = _collect(store, "more/", [number], 2 * _ROUND_SECONDS)
+        if not more.get(str(number)):
             break
     return found
 

@@ -42,19 +42,18 @@ def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> I
     Raises:
         RefusedError: this node has no such interface.
     """
+    names = [name for _, name in socket.if_nameindex()]
     if env.on_one_machine:  # where no other machine listens
-        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        found = {_GLOO: name}
+        found = {_GLOO: next((name for name in names if name in ("lo", "lo0")), None)}
     else:
-        there = [other for _, other in socket.if_nameindex()]
-        if named and named not in there:
+        if named and named not in names:
             raise RefusedError(
                 f"{socket.gethostname()} has no network interface '{named}'.",
-                why=f"launch.interface names it, and there are: {', '.join(there)}.",
+                why=f"launch.interface names it, and there are: {', '.join(names)}.",
                 fix="Correct launch.interface in the site's profile; null takes that of the route to the head node.",
             )
-        name = named or _towards_head(env, store)
-        found = {_GLOO: name, _NCCL: name and f"={name}"}  # to NCCL eth0 is the beginning of a name, =eth0 all of it
+        chosen = named or _towards_head(env, store)
+        found = {_GLOO: chosen, _NCCL: chosen and f"={chosen}"}  # to NCCL eth0 is how a name begins, =eth0 all of it
     ours = {variable: value for variable, value in found.items() if value and not is_set(variable)}
     set_variables(ours)
     try:
@@ -76,8 +75,8 @@ def _towards_head(env: RankEnv, store: Store) -> str | None:
 
 
 _ERRORS = (c10d.DistNetworkError, c10d.DistStoreError)
-# After so long a rank that is there with another secret is named, while the others still wait.
 _PATIENCE = timedelta(seconds=20)
+"""After so long a rank that is there with another secret is named, while the others still wait."""
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>; Python's socket module does not have it
 
 
@@ -228,16 +227,16 @@ def _open(env: RankEnv, host: str, timeout: timedelta) -> tuple[Store, socket.so
 def _listen(host: str, port: int, *, only_here: bool) -> socket.socket:
     """A socket for the others, on the one address of this machine that they use, where there is just one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    usable = [
-        (family, address)
-        for family, _, _, _, address in dict.fromkeys(found)
+    usable = {
+        (family, str(address[0]))
+        for family, _, _, _, address in found
         # Debian gives a machine's own name 127.0.1.1, and only the other machines know its address.
-        if (only_here or not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback)
-    ]
+        if only_here or not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback
+    }
     if only_here or len(usable) == 1:
-        family, address = usable[0]
+        family, own = usable.pop()
         try:
-            return socket.create_server((str(address[0]), port), family=family, backlog=4096)
+            return socket.create_server((own, port), family=family, backlog=4096)
         except OSError as error:
             if only_here or error.errno != errno.EADDRNOTAVAIL:  # else behind a translated address, as clouds give
                 raise
@@ -247,66 +246,53 @@ def _listen(host: str, port: int, *, only_here: bool) -> socket.socket:
 
 
 def _wait_for_all(store: SealedStore, open_to_all: Store, env: RankEnv, host: str, timeout: timedelta) -> None:
-    ranks = range(env.world_size)
+    head, ranks = f"{host}:{env.master_port}", range(env.world_size)
     keys = [f"joined/{rank}" for rank in ranks]
     first = min(_PATIENCE, timeout / 2)
     try:
         try:
             store.wait(keys, first)
         except _ERRORS:
-            others = _with_another_secret(store, open_to_all, ranks)
-            if others:
-                print(f"Still waiting: {_and(others)} there, with another secret.", file=sys.stderr, flush=True)
+            if strangers := _with_another_secret(store, open_to_all, ranks):
+                print(f"Still waiting: {strangers}", file=sys.stderr, flush=True)
             store.wait(keys, timeout - first)
         for key in keys:
             store.get(key)  # raises where a stranger has written over it
+        return
     except _ERRORS:
-        raise _missing_ranks(store, open_to_all, env, f"{host}:{env.master_port}", timeout) from None
-
-
-def _missing_ranks(
-    store: SealedStore, open_to_all: Store, env: RankEnv, head: str, timeout: timedelta
-) -> RunFailedError:
+        pass
     try:
-        missing = [rank for rank in range(env.world_size) if not store.check([f"joined/{rank}"])]
-        others = _with_another_secret(store, open_to_all, missing)
+        missing = [rank for rank in ranks if not store.check([f"joined/{rank}"])]
+        strangers = _with_another_secret(store, open_to_all, missing)
     except _ERRORS:
-        return RunFailedError(
+        raise RunFailedError(
             f"Rank 0 at {head} went away while rank {env.rank} waited for the others.",
             why="It gave up waiting, or died.",
             fix="Its log says why, and which ranks were missing.",
-        )
-    why = f"They never started, died while starting, or cannot reach {head}."
-    fix = "See their logs; exclude a bad node with --exclude."
-    if others:
-        why = f"{_and(others)} there, with another secret."
-        fix = f"Give every node the same {VARIABLE}, or --secret-file of `python -m jobs.launch`."
-    return RunFailedError(
+        ) from None
+    fix = f"Give every node the same {VARIABLE}, or --secret-file of `python -m jobs.launch`."
+    raise RunFailedError(
         f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
-        f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}.",
-        why=why,
-        fix=fix,
+        f"{', '.join(f'rank {rank}{_on_host(rank, env)}' for rank in missing)}.",
+        why=strangers or f"They never started, died while starting, or cannot reach {head}.",
+        fix=fix if strangers else "See their logs; exclude a bad node with --exclude.",
     )
 
 
-def _with_another_secret(store: SealedStore, open_to_all: Store, ranks: Sequence[int]) -> list[str]:
+def _with_another_secret(store: SealedStore, open_to_all: Store, ranks: Sequence[int]) -> str:
     """Ranks that are there and have not joined, in words. Anybody may have written that; so it is only shown."""
     found = []
     for rank in ranks:
         if not store.check([f"joined/{rank}"]) and open_to_all.check([_here(rank)]):
             name = re.sub(r"[^A-Za-z0-9._-]", "?", open_to_all.get(_here(rank))[:64].decode("ascii", "replace"))
             found.append(f"rank {rank} on {name}")
-    return found
-
-
-def _and(words: Sequence[str]) -> str:
-    return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"
+    return f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} there, with another secret." if found else ""
 
 
 def _here(rank: int) -> str:
     return f"trainkit/here/{rank}"
 
 
-def _host_of(rank: int, env: RankEnv) -> str:
+def _on_host(rank: int, env: RankEnv) -> str:
     node = rank // max(1, env.local_world_size)
     return f" on {env.hosts[node]}" if node < len(env.hosts) else f" on node {node}" if env.num_nodes > 1 else ""

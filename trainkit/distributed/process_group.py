@@ -1,8 +1,8 @@
 """The process group: ranks join it with names, leave it together, and say so when they hang.
 
-Nobody looks after the ranks that srun has started, so a thread of each looks at its own pulse. All of a hanging run
-stop within one update, whichever of them is to blame. So each writes down how far it is and whether it waits for
-others, a small file beside its log; the first of them reads what all have written. The ranks of a run without a
+Nobody watches the ranks that srun has started, so a thread of each watches its own progress. All ranks of a hanging
+run stop within one update, whichever of them is to blame. So each writes how far it is, and whether it waits for
+others, into a small file beside its log; the first rank reads what all have written. The ranks of a run without a
 scheduler do the same; their controller sees those that cannot, because they are stopped or gone.
 """
 
@@ -21,12 +21,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -53,7 +52,7 @@ _LONGEST_JSON = 1 << 26
 
 @dataclass(frozen=True)
 class Distributed:
-    """One rank among ``world_size``: who it is, its device, and how to talk to the others."""
+    """One rank among ``world_size``: its number, its device, and how to talk to the others."""
 
     env: RankEnv
     device: torch.device
@@ -68,13 +67,11 @@ class Distributed:
 
     @property
     def is_main(self) -> bool:
-        return self.env.rank == 0
+        return self.env.is_main
 
     def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.world_size > 1:
-            # A reduction over the CPU backend: NCCL's barrier would open a context on GPU 0 from every rank.
-            c10d.all_reduce(torch.zeros(1))
+        """Wait for every rank, over the CPU backend: NCCL's barrier would open a context on GPU 0 from every rank."""
+        self.any(False)
 
     def any(self, flag: bool) -> bool:
         """True on every rank as soon as it is True on one."""
@@ -94,39 +91,33 @@ class Distributed:
         """Rank 0's value on every rank: JSON's own types only, since nothing that came over a wire is unpickled."""
         if self.world_size == 1:
             return value
-        return _from_bytes(self._broadcast(_to_bytes(value if self.is_main else None), _LONGEST_JSON))  # type: ignore[no-any-return]
+        return _from_json(self._broadcast(json.dumps(value if self.is_main else None).encode(), _LONGEST_JSON))  # type: ignore[no-any-return]
 
-    def _broadcast(self, content: Tensor, longest: int) -> Tensor:
+    def _broadcast(self, content: bytes, longest: int) -> bytes:
         """Rank 0's bytes on every rank."""
-        size = torch.tensor([content.numel()])
+        size = torch.tensor([len(content)])
         c10d.broadcast(size, src=0)
-        if not self.is_main:
-            content = torch.empty(_bounded(size, longest), dtype=torch.uint8)
-        c10d.broadcast(content, src=0)
-        return content
+        buffer = bytearray(content if self.is_main else _bounded(size, longest))
+        if buffer:  # an empty one cannot be looked at as a tensor
+            c10d.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0)
+        return bytes(buffer)
 
     def gather_json(self, value: T) -> list[T]:
         """Every rank's value, in order of rank, on every rank: JSON's own types only."""
         if self.world_size == 1:
             return [value]
-        content = _to_bytes(value)
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         c10d.all_gather(sizes, torch.tensor([content.numel()]))
         longest = max(_bounded(size, _LONGEST_JSON) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: content.numel()] = content
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        c10d.all_gather(parts, padded)
-        return [_from_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        c10d.all_gather(parts, torch.nn.functional.pad(content, (0, longest - content.numel())))
+        return [_from_json(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def from_main(self, make: Callable[[], bytes]) -> bytes:
         """What rank 0 makes, once, on every rank; if it raises an error for users there, it does on all."""
         content = self.together(lambda: make() if self.is_main else b"")
-        if self.world_size == 1:
-            return content
-        # A byte before it: an empty buffer cannot be looked at as a tensor.
-        whole = self._broadcast(torch.frombuffer(bytearray(b"\0" + content), dtype=torch.uint8), sys.maxsize)
-        return whole.numpy().tobytes()[1:]
+        return content if self.world_size == 1 else self._broadcast(content, sys.maxsize)
 
     def together(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on this rank; an error for users that it raises on any rank is raised on all."""
@@ -143,22 +134,17 @@ class Distributed:
 
         A rank that raised alone would leave the others waiting in their next collective.
         """
-        if self.world_size == 1 or not self.any(error is not None):
-            if error is not None:
-                raise error
-            return
-        for told in self.gather_json(None if error is None else error.to_json()):
-            if told is not None:
-                raise error_from_json(told)
+        if error is not None and self.world_size == 1:
+            raise error
+        if self.any(error is not None):
+            for sent in self.gather_json(None if error is None else error.to_json()):
+                if sent is not None:
+                    raise error_from_json(sent)
 
 
-def _to_bytes(value: object) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(content: Tensor) -> Any:
+def _from_json(content: bytes) -> Any:
     try:
-        return json.loads(content.numpy().tobytes())
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         why = f"{type(error).__name__}. Ranks of one run send nothing else."
         raise _stranger("What another rank has sent is not JSON.", why) from None
@@ -166,7 +152,7 @@ def _from_bytes(content: Tensor) -> Any:
 
 def _bounded(size: Tensor, longest: int) -> int:
     number = int(size.item())
-    if not 0 < number <= longest:
+    if not 0 <= number <= longest:
         raise _stranger(f"Another rank announces {number} bytes.", f"Ranks of one run send at most {longest}.")
     return number
 
@@ -264,7 +250,7 @@ PAUSE_SECONDS = 0.25
 MOST_APART = 16
 """Most polls from one vote to the next."""
 FIRST = 64
-"""So many first polls are votes each, until it is known how fast polls are."""
+"""Polls at the start that all vote, until it is known how fast polls are."""
 
 
 class StopVote:
@@ -280,11 +266,10 @@ class StopVote:
         self._dist = dist
         self._running: tuple[c10d.Work, Tensor] | None = None
         self._agreed = False
-        self._polls, self._next = 0, 0
-        self._apart = 1
-        self._began, self._of = monotonic(), 0  # the last vote, and the number of its poll
+        self._polls, self._next, self._apart = 0, 0, 1
+        self._last, self._last_poll = time.monotonic(), 0  # the last vote, and the number of its poll
         self.save = False
-        """The vote that this poll has read, if it has: any rank wanted to save."""
+        """Any rank wanted to save, by the vote that this poll has read, if it has."""
         self.news = False
         """The same: any rank has something to tell the others."""
         self.over = 0
@@ -295,13 +280,13 @@ class StopVote:
         if self._dist.world_size == 1:
             self.save, self.news, self.over = save, news, over
             return requested
-        if self._running is not None:
-            self.finish()
-            self._next = max(self._polls, self._polls + self._apart - 1)
-        else:
+        if self._running is None:
             self.save = self.news = False
+        else:
+            self.finish()
+            self._next = self._polls + self._apart - 1
         if self._polls >= self._next:
-            # Who has just been heard does not repeat it: the ranks will save, or speak, now.
+            # Do not repeat a vote that was just counted: the ranks will save, or speak, now.
             asked = [int(requested), int(save and not self.save), int(news and not self.news), -over, self._pace()]
             votes = torch.tensor(asked)
             work = c10d.all_reduce(votes, op=c10d.ReduceOp.MAX, async_op=True)
@@ -312,23 +297,21 @@ class StopVote:
 
     def _pace(self) -> int:
         """After how many polls rank 0 would have the next vote."""
-        now, polls = monotonic(), self._polls - self._of
-        each = (now - self._began) / max(polls, 1)
-        self._began, self._of = now, self._polls
+        now = time.monotonic()
+        each = (now - self._last) / max(self._polls - self._last_poll, 1)
+        self._last, self._last_poll = now, self._polls
         if not self._dist.is_main or self._polls < FIRST:
             return 1
         return max(1, min(MOST_APART, int(PAUSE_SECONDS / max(each, 1e-9))))
 
-    def finish(self) -> bool:
-        """Wait for the vote under way, if any; what has been agreed so far."""
+    def finish(self) -> None:
+        """Wait for the vote under way, if any."""
         if self._running is not None:
             work, votes = self._running
             work.wait()
             self._running = None
             stop, save, news, behind, self._apart = votes.tolist()
-            self._agreed, self.save, self.news = self._agreed or bool(stop), bool(save), bool(news)
-            self.over = -behind
-        return self._agreed
+            self._agreed, self.save, self.news, self.over = self._agreed or bool(stop), bool(save), bool(news), -behind
 
 
 # Giving cores away.
@@ -344,16 +327,16 @@ _PARALLEL = 1 << 18
 
 @contextmanager
 def sharing_cores() -> Iterator[None]:
-    """While the body runs in this thread, others get the cores that only wait.
+    """While the body runs in this thread, other programs get the cores on which threads of torch only wait.
 
-    libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
-    cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
-    thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
+    libgomp, which torch computes with on the CPU, lets a thread spin for about 10 ms before it sleeps. Where the cores
+    are free the others are done sooner than that, and nobody has to be woken. Where another program has a core, a
+    thread that spins takes the time that the others need: with four busy programs a core a small model trained at 58
     images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
     run that was interrupted ends with those of one that was not.
 
-    libgomp looks on for a moment only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100
-    looks instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
+    libgomp spins briefly only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100 times
+    instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
 
     Does nothing where torch has one thread, where a user's variable says how threads wait, and where the kernel does
     not tell how long a thread was ready and had no core (Linux does).
@@ -362,18 +345,19 @@ def sharing_cores() -> Iterator[None]:
     if torch.get_num_threads() == 1 or user_says_how_threads_wait() or _times(path) is None:
         yield
         return
-    end, teams = threading.Event(), _Teams()
+    end = threading.Event()
 
     def watch() -> None:
-        before = _times(path)
-        while not end.wait(_LOOK_SECONDS) and before is not None and (now := _times(path)) is not None:
-            ran, waited = now[0] - before[0], now[1] - before[1]
-            before = now
-            if waited > _CROWDED * ran:
-                teams.begin()
-            elif waited < _FREE * ran:
-                teams.end()
-        teams.end()
+        before, is_crowded = _times(path), False
+        with ExitStack() as teams:
+            while not end.wait(_LOOK_SECONDS) and before is not None and (now := _times(path)) is not None:
+                ran, waited = now[0] - before[0], now[1] - before[1]
+                before = now
+                if not is_crowded and waited > _CROWDED * ran:
+                    is_crowded = teams.enter_context(sleeping_teams())
+                elif waited < _FREE * ran:
+                    is_crowded = False
+                    teams.close()
 
     thread = threading.Thread(target=watch, name="cores", daemon=True)
     thread.start()
@@ -393,33 +377,28 @@ def _times(path: Path) -> tuple[int, int] | None:
         return None
 
 
-class _Teams:
-    """Threads that sleep, each at the head of a team of torch's: so many that there are more threads than CPUs."""
+@contextmanager
+def sleeping_teams() -> Iterator[bool]:
+    """Within it threads sleep, each at the head of a team of torch's: so many that there are more threads than CPUs.
 
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
+    False, and no threads, where torch computes with one by now: user code may have changed that.
+    """
+    size, over = torch.get_num_threads(), threading.Event()
+    count = 0 if size == 1 else min((len(os.sched_getaffinity(0)) - size) // (size - 1) + 1, _MOST)
 
-    def begin(self) -> None:
-        """If they have not begun, and torch still computes with several threads: user code may have changed that."""
-        size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        if self._threads or size == 1:
-            return
-        self._over.clear()
-        for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
-            self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
-            self._threads[-1].start()
-
-    def end(self) -> None:
-        """Their teams end with them."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _sleep(self) -> None:
+    def sleep() -> None:
         torch.zeros(_PARALLEL).add_(1)
-        self._over.wait()
+        over.wait()
+
+    threads = [threading.Thread(target=sleep, name="team", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield size > 1
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 # Noticing a hang.
@@ -457,9 +436,11 @@ class Stand:
         waits = any(name.startswith((_TORCH + "distributed", _TORCH + "autograd", _OURS)) for name in inside)
         if frame is None:
             return cls(beats, waits, "")
-        file = frame.f_code.co_filename
-        what = ", for its data loader" if file.startswith(_DATA) else ""
-        what = ", for its checkpoint to be written" if file == _SAVING else what
+        file, what = frame.f_code.co_filename, ""
+        if file.startswith(_DATA):
+            what = ", for its data loader"
+        elif file == _SAVING:
+            what = ", for its checkpoint to be written"
         return cls(beats, waits, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}{what}")
 
 
@@ -469,20 +450,9 @@ def _is_library(file: str) -> bool:
     return own or file.startswith((_TORCH, _OURS, "<frozen "))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Of a rank among all."""
-
-    rank: int
-    hosts: Sequence[str]
-    """By rank."""
-    logs: Path
-    """Of the attempt; ranks that do not share this folder know nothing of one another."""
-
-
 @contextmanager
 def watchdog(
-    attempt: Attempt, place: Place, *, hang_seconds: float, beats_per_step: int
+    attempt: Attempt, rank: int, hosts: Sequence[str], *, hang_seconds: float, beats_per_step: int
 ) -> Iterator[Callable[[], None]]:
     """Give what the main thread calls whenever it has made progress, while the body runs.
 
@@ -490,11 +460,12 @@ def watchdog(
     every thread's Python stack to stderr, records which ranks are behind, and ends with exit code 1.
 
     Args:
+        attempt: ranks that do not share the folder of its logs know nothing of one another.
+        hosts: by rank.
         beats_per_step: calls in an update.
     """
-    pulse = _Pulse(hang_seconds, beats_per_step)
-    over = threading.Event()
-    main = threading.get_ident()
+    pulse = Pulse(hang_seconds, beats_per_step)
+    over, main = threading.Event(), threading.get_ident()
 
     def look() -> None:
         pause = min(1.0, hang_seconds / 10)
@@ -510,7 +481,7 @@ def watchdog(
                 faulthandler.dump_traceback_later(2 * (pulse.patience() + GATHER_SECONDS), exit=True)
             if pulse.is_over():
                 stand = Stand.of(pulse.beats, sys._current_frames().get(main))
-                if _ends(attempt, place, stand, pulse, over):
+                if _ends(attempt, rank, hosts, stand, pulse, over):
                     os._exit(1)
 
     thread = threading.Thread(target=look, name="watchdog", daemon=True)
@@ -523,7 +494,7 @@ def watchdog(
         faulthandler.cancel_dump_traceback_later()
 
 
-class _Pulse:
+class Pulse:
     """The progress of this rank."""
 
     def __init__(self, hang_seconds: float, beats_per_step: int) -> None:
@@ -554,29 +525,29 @@ class _Pulse:
         return time.monotonic() - self._last > self.patience()
 
 
-def _ends(attempt: Attempt, place: Place, stand: Stand, pulse: _Pulse, over: threading.Event) -> bool:
+def _ends(attempt: Attempt, rank: int, hosts: Sequence[str], stand: Stand, pulse: Pulse, over: threading.Event) -> bool:
     """Say that this rank hangs, with the others; False if it goes on after all."""
-    mine = HANG.at(place.logs, place.rank)
-    words = f"Rank {place.rank} on {place.hosts[place.rank]} has made no progress for {pulse.patience():.0f} s"
+    logs = attempt.logs
+    words = f"Rank {rank} on {hosts[rank]} has made no progress for {pulse.patience():.0f} s"
     print(f"{words}. Its Python stacks:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     with suppress(OSError):  # a full disk must not keep it from ending
-        HANG.send(place.logs, vars(stand), place.rank)
+        HANG.send(logs, vars(stand), rank)
     deadline = time.monotonic() + GATHER_SECONDS
-    expected = [rank for rank in range(len(place.hosts)) if (place.logs / f"rank-{rank}.err").exists()]
-    while time.monotonic() < deadline and not all(HANG.at(place.logs, rank).exists() for rank in expected):
+    expected = [other for other in range(len(hosts)) if (logs / f"rank-{other}.err").exists()]
+    while time.monotonic() < deadline and not all(HANG.at(logs, other).exists() for other in expected):
         if over.wait(0.2) or pulse.beats != stand.beats:
             with suppress(OSError):
-                mine.unlink()
+                HANG.at(logs, rank).unlink()
             return False
     stands = {}
     for other in expected:
         with suppress(ValueError, TypeError):
-            stands[other] = Stand(**fileio.parse(HANG.read(place.logs, other)))
-    if min(stands, default=place.rank) == place.rank:
-        rank, words = verdict(stands, expected, place.hosts)
+            stands[other] = Stand(**fileio.parse(HANG.read(logs, other)))
+    if min(stands, default=rank) == rank:
+        behind, words = verdict(stands, expected, hosts)
         with suppress(OSError):
-            attempt.failed(hang(pulse.patience(), words), rank=rank, host="" if rank is None else place.hosts[rank])
+            attempt.failed(hang(pulse.patience(), words), rank=behind, host="" if behind is None else hosts[behind])
     else:
         time.sleep(1)  # or the end of this one would end the first before it has written it down
     for worker in multiprocessing.active_children():  # of the data loader: their stacks too
@@ -590,20 +561,19 @@ def verdict(stands: dict[int, Stand], expected: Sequence[int], hosts: Sequence[s
     """The first of the ranks that are behind, and words on all of them; None where none is behind another.
 
     Args:
-        stands: of the ranks that have said theirs.
+        stands: of the ranks that have reported theirs.
         expected: ranks that should have.
         hosts: by rank.
     """
+    stacks = "the stacks of all are in their .err"
     silent = [rank for rank in expected if rank not in stands]
-    if silent:
-        behind, how = silent, "says nothing: it is stopped, gone, or does not let its own watchdog run"
-    else:
-        least = min((stand.beats for stand in stands.values()), default=0)
-        behind = [rank for rank, stand in stands.items() if stand.beats == least]
-        at_work = [rank for rank in behind if not stands[rank].waits]
-        behind = at_work or behind
-        how = f"stands at {stands[behind[0]].where}" if behind else ""
+    least = min((stand.beats for stand in stands.values()), default=0)
+    last = [rank for rank, stand in stands.items() if stand.beats == least]
+    behind = silent or [rank for rank in last if not stands[rank].waits] or last
     if not behind or (len(behind) == len(hosts) > 1):
-        return None, "; no rank is behind another; the stacks of all are in their .err"
+        return None, f"; no rank is behind another; {stacks}"
+    how = "says nothing: it is stopped, gone, or does not let its own watchdog run"
+    if not silent:
+        how = f"stands at {stands[behind[0]].where}"
     named = ", ".join(f"{rank} on {hosts[rank]}" for rank in behind[:8])
-    return behind[0], f"; behind the others: rank {named}, which {how}; the stacks of all are in their .err"
+    return behind[0], f"; behind the others: rank {named}, which {how}; {stacks}"

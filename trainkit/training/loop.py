@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.base import derive_seed
-from trainkit.distributed.process_group import Place, StopVote, watchdog
+from trainkit.distributed.process_group import StopVote, watchdog
 from trainkit.run.events import Attempt
 from trainkit.training.build import TrainState
 from trainkit.training.recorder import Recorder
@@ -195,9 +195,9 @@ def watched(
     if node is None or (sys.stdin is not None and sys.stdin.isatty()):
         yield beat
         return
-    place = Place(state.dist.rank, hosts, node.logs)
     passes = state.grad_accum_steps + 2  # of `Updater`
-    with watchdog(node, place, hang_seconds=state.config.launch.hang_seconds, beats_per_step=passes) as own:
+    hang_seconds = state.config.launch.hang_seconds
+    with watchdog(node, state.dist.rank, hosts, hang_seconds=hang_seconds, beats_per_step=passes) as own:
         made = 0
 
         def both() -> None:

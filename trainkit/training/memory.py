@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits, steps_per_epoch
-from trainkit.distributed.device import MemoryGauge, device_name, random_state_kept
+from trainkit.distributed.device import MemoryGauge, device_name
 from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor.profiler import out_of_gpu_memory
@@ -117,7 +117,7 @@ def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainSta
     # Compiling for each size would take minutes, and a compiled model hardly needs less memory.
     size = sizes[0]
     small = _with(config, micro_batch_size=size, global_batch_size=_PASSES * size * dist.world_size, compile="off")
-    with random_state_kept(dist.device):
+    with torch.random.fork_rng([dist.device] if dist.device.type == "cuda" else []):
         found = probe(build(small), sizes)
         gc.collect()
         if dist.device.type == "cuda":
