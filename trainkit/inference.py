@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from trainkit.run.folder import RunDir
 from trainkit.tasks.base import classes_in, difference, require_same_classes
 from trainkit.tasks.meter import mistakes_json
 from trainkit.training.build import TrainState, alone, build, wants_gpu
-from trainkit.training.recorder import STEMS, Measured, measure_saved, no_average, too_many
+from trainkit.training.recorder import STEMS, Measured, measure_saved, too_many
 
 Kind = Literal["raw", "ema"]
 _SPEED_SECONDS, _SPEED_PASSES = 0.5, 3
@@ -60,7 +60,11 @@ def _opened(config: Config, run_dir: RunDir, which: str, kind: str | None, *, sa
             require_same_classes(checkpoints.state_of(step), splits, config.data.root)
         has_average = checkpoints.holds(step, STEMS["ema"])
         if kind in ("ema", "both") and not has_average:
-            raise no_average(step)
+            raise UserError(
+                f"The checkpoint of step {step} has no averaged weights.",
+                why="The run, or this part of it, was trained with train.ema_decay=null.",
+                fix="Leave --weights out.",
+            )
         yield _Opened(step, checkpoints, has_average, build(alone(config), dist, splits))
 
 
@@ -90,15 +94,14 @@ def evaluate_checkpoint(
     Raises:
         UserError: as `_opened`, or the checkpoint is broken.
     """
-    batch_size = min(config.train.global_batch_size, 256)
     with _opened(config, run_dir, which, weights, same_classes=True) as (step, checkpoints, has_average, parts):
-        kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)]
-        samples = {"train": parts.splits.train, "val": parts.splits.val, "test": parts.splits.test}[split]
-        or_newest = which in ("best", "latest")
-        step, found = measure_saved(
-            parts, checkpoints, step, samples, kinds=kinds, batch_size=batch_size, or_newest=or_newest
-        )
-        if or_newest and format.pointed(run_dir.checkpoints, which) != step:
+        how: dict[str, Any] = {
+            "kinds": [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)],
+            "batch_size": min(config.train.global_batch_size, 256),
+            "or_newest": which in ("best", "latest"),
+        }
+        step, found = measure_saved(parts, checkpoints, step, getattr(parts.splits, split), confusion=True, **how)
+        if how["or_newest"] and format.pointed(run_dir.checkpoints, which) != step:
             which = "newest"
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():

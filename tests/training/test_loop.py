@@ -18,15 +18,11 @@ import trainkit
 from tests.rank_functions import QUICK, run_ranks
 from tests.training import parts as small
 from tests.training.poisoned import SETTINGS
-from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import distributed
-from trainkit.monitor import NullLogger
 from trainkit.ranks import RankEnv
-from trainkit.run.events import Attempt, Writer
-from trainkit.run.folder import RunDir
 from trainkit.tasks.meter import Meter
 from trainkit.training import precision, update
 from trainkit.training.build import TrainState, build
@@ -46,11 +42,8 @@ def parts_of(env: RankEnv, preset: str, *settings: str) -> Iterator[TrainState]:
 
 
 def keeper_of(parts: TrainState, folder: Path, position: int = 0, beat: Callable[[], None] = lambda: None) -> Recorder:
-    run = RunDir(folder)
-    folder.mkdir(exist_ok=True)
-    checkpoints = Checkpoints(run.checkpoints, keep=1, dist=parts.dist)
     progress = Progress(step=position, position=position, validated_step=position)
-    return Recorder(parts, Writer(Attempt(run, 0)), checkpoints, NullLogger(), progress, beat)
+    return small.keeper_of(parts, folder / str(parts.dist.rank), progress, beat)
 
 
 def test_no_loop_has_an_update_of_its_own() -> None:

@@ -209,14 +209,11 @@ def test_settings_and_further_keys_reach_an_optimizer_of_a_library() -> None:
         assert (group["weight_decay"], group["no_prox"]) == (decay, False)
     assert type(build_optimizer(nn.Linear(2, 2), OptimConfig(name="torch/adafactor"))) is torch.optim.Adafactor
     assert build_optimizer(nn.Linear(2, 2), OptimConfig(name="lambc")).defaults["max_grad_norm"] is None
-
-
-def test_a_value_that_the_library_refuses_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match=r"cannot be made with these options(.|\n)*Invalid"):
         build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate({"name": "adan", "eps": -1.0}))
 
 
-OWN_OPTIMIZER = """
+OWN = """
 import torch
 
 class Slow(torch.optim.Optimizer):
@@ -249,19 +246,31 @@ class Forgetful(Slow):
 
 def nothing(groups, lr):
     return 3
+
+def falling(step, total_steps, lr):
+    return lr * (1 - step / total_steps)
+
+def asking(step, total_steps, lr, *, floor: float = 0.5, gamma, warmup_epochs, steps_per_epoch):
+    return floor + gamma + warmup_epochs + steps_per_epoch
+
+def wrong(step, total_steps, lr, *, gives):
+    return {"text": "fast", "negative": -1.0, "nan": float("nan"), "none": None, "true": True}[gives]
 """
 
 
 @pytest.fixture
-def own_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_optim.py").write_text(OWN_OPTIMIZER)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of optimizers and schedules of a user's own."""
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    return name
 
 
 @pytest.mark.parametrize("function", ["slow", "Slow"])
-def test_an_optimizer_of_the_users_own_is_made_with_its_options(own_optimizer: None, function: str) -> None:
-    given = {"name": f"my_optim:{function}", "lr": 0.5, "drag": 0.125}
+def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: str, function: str) -> None:
+    given = {"name": f"{own}:{function}", "lr": 0.5, "drag": 0.125}
     optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate(given))
     found = [(group["lr"], group["drag"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [(0.5, 0.125, 0.05), (0.5, 0.125, 0)]
@@ -275,9 +284,9 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options(own_optimizer: N
         ("nothing", r"cannot make the updates(.|\n)*returned int"),
     ],
 )
-def test_own_optimizers_that_cannot_be_resumed_are_refused(own_optimizer: None, function: str, says: str) -> None:
+def test_own_optimizers_that_cannot_be_resumed_are_refused(own: str, function: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        build_optimizer(nn.Linear(2, 2), OptimConfig(name=f"my_optim:{function}"))
+        build_optimizer(nn.Linear(2, 2), OptimConfig(name=f"{own}:{function}"))
 
 
 TOTAL, PER_EPOCH = 100, 10
@@ -291,31 +300,26 @@ def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: Any) -> list[float]:
     ]
 
 
-def test_onecycle_is_torchs_onecycle() -> None:
+def by_torch(schedule: type, every: int = 1, **options: Any) -> list[float]:
+    """The rates of a schedule of torch's that is stepped every so many updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1.0, total_steps=TOTAL, pct_start=0.3, cycle_momentum=False
-    )
-    expected = []
-    for _ in range(TOTAL):
-        expected.append(theirs.get_last_lr()[0])
+    theirs, rates = schedule(optimizer, **options), list[float]()
+    while len(rates) < TOTAL:
+        rates += [theirs.get_last_lr()[0]] * every
         optimizer.step()
-        if len(expected) < TOTAL:
+        if len(rates) < TOTAL:
             theirs.step()
-    assert lrs(name="onecycle", warmup_epochs=3) == pytest.approx(expected, rel=1e-6)
+    return rates
 
 
-def test_step_is_torchs_step_after_its_warm_up() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
-    expected = []
-    for _ in range(TOTAL // PER_EPOCH):
-        expected += [theirs.get_last_lr()[0]] * PER_EPOCH
-        optimizer.step()
-        theirs.step()
+def test_onecycle_and_step_are_torchs_after_their_warm_up() -> None:
+    options = {"max_lr": 1.0, "total_steps": TOTAL, "pct_start": 0.3, "cycle_momentum": False}
+    onecycle = by_torch(torch.optim.lr_scheduler.OneCycleLR, **options)
+    assert lrs(name="onecycle", warmup_epochs=3) == pytest.approx(onecycle, rel=1e-6)
+    step = by_torch(torch.optim.lr_scheduler.StepLR, PER_EPOCH, step_size=3, gamma=0.5)
     rates = lrs(name="step", warmup_epochs=1, step_epochs=3, gamma=0.5)
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10:] == pytest.approx(expected[10:])
+    assert rates[10:] == pytest.approx(step[10:])
 
 
 TENTHS = [0.1 * (step + 1) for step in range(10)]
@@ -358,45 +362,23 @@ def test_every_schedule_learns_in_runs_of_few_updates_and_goes_by_the_peak(name:
             assert max(rates) >= 0.5
 
 
-OWN_SCHEDULE = """
-def falling(step, total_steps, lr):
-    return lr * (1 - step / total_steps)
-
-def asking(step, total_steps, lr, *, floor: float = 0.5, gamma, warmup_epochs, steps_per_epoch):
-    return floor + gamma + warmup_epochs + steps_per_epoch
-
-def wrong(step, total_steps, lr, *, gives):
-    return {"text": "fast", "negative": -1.0, "nan": float("nan"), "none": None, "true": True}[gives]
-"""
-
-
-@pytest.fixture
-def own_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The module of schedules of a user's own."""
-    name = f"schedule_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(OWN_SCHEDULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
-
-
-def test_a_function_of_the_users_own_says_the_rate_of_each_update(own_schedule: str) -> None:
+def test_a_function_of_the_users_own_says_the_rate_of_each_update(own: str) -> None:
     falling = [0.5 * (1 - step / TOTAL) for step in range(TOTAL)]
-    assert lrs(name=f"{own_schedule}:falling", lr=0.5) == pytest.approx(falling)
+    assert lrs(name=f"{own}:falling", lr=0.5) == pytest.approx(falling)
     for given, floor in (({}, 0.5), ({"floor": 1}, 1)):  # its options, and the keys that it asks for
-        rates = lrs(name=f"{own_schedule}:asking", gamma=0.25, warmup_epochs=2, **given)
+        rates = lrs(name=f"{own}:asking", gamma=0.25, warmup_epochs=2, **given)
         assert rates[0] == floor + 0.25 + 2 + PER_EPOCH
     for gives in ("text", "negative", "nan", "none", "true"):
         with pytest.raises(UserError, match="for update 0 of 100") as refused:
-            lrs(name=f"{own_schedule}:wrong", gives=gives)
+            lrs(name=f"{own}:wrong", gives=gives)
         assert refused.value.key == "schedule.name"
 
 
-def test_a_schedule_of_the_users_own_is_looked_up_once(own_schedule: str, tmp_path: Path) -> None:
+def test_a_schedule_of_the_users_own_is_looked_up_once(own: str, tmp_path: Path) -> None:
     """Its file may change or go while a run goes on."""
     inside = tmp_path / f"package_{tmp_path.name}"
     inside.mkdir()
-    file = (tmp_path / f"{own_schedule}.py").rename(inside / "schedules.py")
+    file = (tmp_path / f"{own}.py").rename(inside / "schedules.py")
     rates = lrs(name=f"{inside.name}.schedules:falling")
     file.unlink()
     assert lrs(name=f"{inside.name}.schedules:falling") == rates
@@ -485,26 +467,6 @@ def test_the_average_is_the_same_on_any_number_of_ranks(
         if "running" not in name and "num_batches" not in name:  # rank 0 has seen other samples than a single process
             assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
             assert not torch.equal(value, tensors(whole / "checkpoints", "model")[name]), name
-
-
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)])
-def test_an_interrupted_run_ends_with_the_average_of_one_that_was_not(
-    tmp_path: Path, whole: Path, preset: str, world_size: int
-) -> None:
-    if preset != "single":
-        whole = tmp_path / "whole"
-        run_ranks(world_size, train_run, whole, preset, SETTINGS)
-    broken = tmp_path / "broken"
-    # The second stop falls into the validation of the averaged weights after step 5.
-    for stop_after in (3, 7):
-        assert run_ranks(world_size, train_run, broken, preset, SETTINGS, stop_after) == ["preempted"] * world_size
-    assert run_ranks(world_size, train_run, broken, preset, SETTINGS) == ["finished"] * world_size
-    for stem in ("model", "ema"):
-        expected, found = tensors(whole / "checkpoints", stem), tensors(broken / "checkpoints", stem)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert [record["ema_loss"] for record in read_metrics(RunDir(broken), "val")] == [
-        record["ema_loss"] for record in read_metrics(RunDir(whole), "val")
-    ]
 
 
 def test_both_weights_are_measured_and_told_apart(whole: Path) -> None:

@@ -57,7 +57,7 @@ DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
 
 FEW = ("fsdp", "zero")
 """Whose four ranks are looked at by `pytest -m long`: ddp's and hsdp's are here."""
-SLOW = {COMPILED, "train.micro_batch_size=2"}
+SLOW = {COMPILED, "train.compile=blocks", "train.micro_batch_size=2"}
 
 SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     (): [
@@ -86,6 +86,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("ddp", 2, ("train.activation_checkpointing=full",), 1e-5),
         ("fsdp", 2, ("train.activation_checkpointing=2",), 1e-5),
         ("fsdp", 4, (), 1e-5),
+        ("fsdp", 2, ("train.compile=blocks",), 1e-3),
     ],
     BATCHNORM: [("ddp", 2, (), 1e-5), ("ddp", 4, (), 1e-5), ("fsdp", 2, (), 1e-5)],
     # In bf16 two ranks differ from one by 4.6e-4: gradients are rounded before they are summed. What FSDP gathers in

@@ -31,32 +31,15 @@ from trainkit.training.build import TrainState
 from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.update import Updater
 
-BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}
-
-
-def judged(progress: Progress, val: dict[str, float], by: str) -> bool:
-    return progress.judge(val, by, higher_is_better=not by.endswith("loss"))
-
-
-@pytest.mark.parametrize("by", ["val/acc1", "val/acc5", "val/loss"])
-def test_accuracy_is_best_high_and_a_loss_low_and_of_equals_the_first(by: str) -> None:
-    progress = Progress()
-    for progress.step, (val, is_best) in enumerate([(BAD, True), (GOOD, True), (GOOD, False), (BAD, False)], start=1):
-        assert judged(progress, val, by) == is_best
-    assert (progress.best, progress.best_step) == (GOOD[by[4:]], 2)
-    assert (progress.val, progress.validated_step) == (BAD, 4)
-    other = "val/acc1" if by == "val/loss" else "val/loss"
-    assert judged(progress, BAD, other), "two measures do not compare"
-
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
 @pytest.mark.parametrize("prefix", ["", "ema_"])
 def test_a_model_whose_loss_is_not_finite_is_never_the_best(prefix: str, lost: float) -> None:
     progress, by = Progress(step=1), f"val/{prefix}acc1"
-    assert not judged(progress, {f"{prefix}acc1": 90.0, f"{prefix}loss": lost}, by)
+    assert not progress.judge({f"{prefix}acc1": 90.0, f"{prefix}loss": lost}, by, higher_is_better=True)
     assert (progress.best, progress.best_step, progress.stalled) == (None, None, 1)
     other = "loss" if prefix else "ema_loss"  # that of the other weights does not matter
-    assert judged(progress, {f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by)
+    assert progress.judge({f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by, higher_is_better=True)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +253,7 @@ def test_one_more_than_may_be_ends_the_run_on_all_ranks_alike(tmp_path: Path, im
     ("by", "values", "min_delta", "stalled", "best"),
     [
         ("val/acc1", [50, 60, 60, 70], 0.0, [0, 0, 1, 0], 70),
+        ("val/acc5", [50, 60, 60, 40], 0.0, [0, 0, 1, 2], 60),  # of equals the first is the best
         ("val/loss", [0.5, 0.6, 0.4, 0.4], 0.0, [0, 1, 0, 1], 0.4),
         # Small steps add up to one that counts: they are measured against the last that did.
         ("val/acc1", [50, 50.6, 51.2, 51.3], 1.0, [0, 1, 0, 1], 51.3),
@@ -282,9 +266,13 @@ def test_validations_that_are_no_better_are_counted(
 ) -> None:
     progress, found = Progress(), []
     for progress.step, value in enumerate(values, start=1):
-        progress.judge({by.removeprefix("val/"): value}, by, higher_is_better=by != "val/loss", min_delta=min_delta)
+        val, before = {by.removeprefix("val/"): value}, progress.best
+        is_best = progress.judge(val, by, higher_is_better=by != "val/loss", min_delta=min_delta)
+        assert is_best == (progress.best != before)
+        assert (progress.val, progress.validated_step) == (val, progress.step)
         found.append(progress.stalled)
     assert (found, progress.best, progress.best_step) == (stalled, best, values.index(best) + 1)
+    assert progress.judge({"f1": 0.1}, "val/f1", higher_is_better=True), "two measures do not compare"
 
 
 @pytest.mark.long

@@ -14,7 +14,9 @@ import torch
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
+from tests.training import poisoned
 from tests.training.test_parity import AUGMENT
+from tests.training.test_precision import IMAGES_OF_8
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import FileFacts
 from trainkit.config.loading import load
@@ -35,6 +37,12 @@ BLOCKS = ("model.name=tests.training.hollow_models:stacked",)
 HALVES = ("train.precision=bf16", "strategy.comm_hook=bf16")
 HALF_SHARDS = ("train.precision=bf16", "strategy.reduce_dtype=bf16", "train.micro_batch_size=16")
 POWERSGD = ("strategy.comm_hook=powersgd", "strategy.powersgd_start_step=5")
+EMA = ("train.ema_decay=0.9", "model.norm=batch", "train.micro_batch_size=16")
+O2 = (
+    "train.precision=o2", "train.global_batch_size=8", "model.norm=batch", "train.micro_batch_size=2",
+    "data.augment=true", *IMAGES_OF_8,
+)  # fmt: skip
+SKIPS = (*poisoned.SETTINGS, "train.precision=fp16", "data.positions='3'")
 
 LONG = pytest.mark.long
 
@@ -59,6 +67,10 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
         pytest.param("ddp", 2, (*BLOCKS, "train.compile=blocks", "strategy.static_graph=true"), marks=LONG),
         pytest.param("fsdp", 2, (*DROPOUT, *HALF_SHARDS, "train.channels_last=true"), marks=LONG),
         pytest.param("ddp", 2, (*DROPOUT, "strategy.comm_hook=fp16", "train.deterministic=true"), marks=LONG),
+        ("single", 1, (*DROPOUT, *EMA)),
+        pytest.param("fsdp", 2, (*DROPOUT, *EMA), marks=LONG),
+        ("ddp", 2, (*DROPOUT, *O2)),
+        ("single", 1, (*DROPOUT, *SKIPS)),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )
@@ -72,17 +84,17 @@ def test_a_run_interrupted_anywhere_ends_with_the_weights_of_a_whole_one(
         return set(run_ranks(world_size, train_run, folder, preset, settings, stop_after, nodes=nodes))
 
     assert train(whole) == {"finished"}
-    # The first stop falls into a training step, the second into the validation after step 38.
-    for stop_after in (7, 33):
+    # The first stop falls into a training step, the second into the validation after step 38, of an average into its.
+    for stop_after in (7, 36 if "train.ema_decay=0.9" in more else 33):
         assert train(broken, stop_after) == {"preempted"}
     assert train(broken) == {"finished"}
     assert final_weights(broken) == final_weights(whole)
-    assert [r["loss"] for r in read_metrics(RunDir(broken), "train")] == [
-        r["loss"] for r in read_metrics(RunDir(whole), "train")
-    ]
-    assert [(r["step"], r["acc1"]) for r in read_metrics(RunDir(broken), "val")] == [
-        (r["step"], r["acc1"]) for r in read_metrics(RunDir(whole), "val")
-    ]
+    for split, names in (("train", ("loss",)), ("val", ("step", "acc1", "ema_loss"))):
+        first, second = (read_metrics(RunDir(folder), split) for folder in (broken, whole))
+        assert [[r.get(name) for name in names] for r in first] == [[r.get(name) for name in names] for r in second]
+    first, second = (format.verified(folder / "checkpoints", 40).state for folder in (broken, whole))
+    assert first["precision"] == second["precision"], "loss scale, and updates that were skipped"
+    assert first["progress"]["position"] == second["progress"]["position"]
 
 
 def test_ddp_and_zero_go_on_from_each_others_checkpoints_to_the_last_bit(tmp_path: Path) -> None:
@@ -222,10 +234,7 @@ def test_with_equal_micro_batches_the_losses_are_those_of_one_rank(resized: Resi
 def test_each_start_on_another_number_of_ranks_says_what_stays_as_it_was(resized: Resized) -> None:
     told = [event.get("resized") for event in read_events(resized.run, "started")]
     assert told[0] is None
-    assert told[3] == (
-        "3 ranks go on where 4 have saved, with the same data in the same order and micro batch; sums may differ in "
-        "their last bits"
-    )
+    assert told[3].endswith("with the same data in the same order and micro batch; sums may differ in their last bits")
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,7 @@ def train(world_size: int, folder: Path, preset: str, *settings: str, stop_after
 
 
 @RANKS
-def test_three_bad_updates_in_a_row_end_the_run_with_the_weights_before(
-    tmp_path: Path, preset: str, world_size: int
-) -> None:
+def test_three_bad_updates_end_the_run_with_the_weights_before(tmp_path: Path, preset: str, world_size: int) -> None:
     steady = ("schedule.name=constant", "schedule.warmup_epochs=0")
     assert train(world_size, tmp_path / "good", preset, *steady, "train.max_steps=4") == "finished"
     said = train(world_size, tmp_path / "run", preset, *steady, "data.positions='4,5,6'")
@@ -162,9 +160,8 @@ def test_three_bad_updates_in_a_row_end_the_run_with_the_weights_before(
     done = summary(tmp_path / "run")
     assert done["outcome"] == "failed"
     assert "3 updates in a row were not finite" in done["why"]
-    events = [event["event"] for event in read_events(RunDir(tmp_path / "run"))]
-    assert "finished" not in events
-    assert "failed" in events
+    assert read_events(RunDir(tmp_path / "run"), "failed")
+    assert not read_events(RunDir(tmp_path / "run"), "finished")
     good, bad = weights(tmp_path / "good"), weights(tmp_path / "run")
     assert all(torch.equal(good[name], bad[name]) for name in good), "those before the first bad update"
 
@@ -228,57 +225,31 @@ def test_a_run_resumed_among_bad_updates_is_the_one_that_was_not_interrupted(tmp
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(broken).items())
 
 
-def test_best_never_holds_what_is_not_a_number(folder: Path) -> None:
-    assert train(1, folder, "single", "checkpoint.best=val/loss", "data.val=true") == "finished"
+def test_what_is_not_a_number_is_never_the_best_and_never_written_as_json(folder: Path) -> None:
+    bad = ("data.val=true", "data.positions='4'", "train.grad_clip_norm=1")
+    assert train(1, folder, "single", "checkpoint.best=val/loss", *bad) == "finished"
     done = summary(folder)
     assert (done["best"], done["best_step"], done["val"]["loss"]) == ({"val/loss": None}, None, None)
     assert not (folder / "checkpoints/best").exists()
     assert done["test"]["loss"] > 0
-
-
-def test_everything_that_a_failing_run_writes_is_strictly_json(folder: Path) -> None:
-    train(1, folder, "single", "data.positions='4,5,6'", "data.val=true", "train.grad_clip_norm=1")
     lines = [line for name in ("events", "metrics") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    documents = [*folder.glob("checkpoints/*/state.json"), folder / "summary.json"]
-    assert len(documents) > 1
     assert any(strict(line).get("event") == "nonfinite" for line in lines)
-    for document in documents:
-        strict(document.read_text(encoding="utf-8"))
+    for state in folder.glob("checkpoints/*/state.json"):
+        strict(state.read_text(encoding="utf-8"))
 
 
 # fp16: an update is skipped whenever a gradient overflows, and the loss scale is halved
 
 
-def test_an_fp16_skip_is_an_event_and_schedule_and_step_stand_still(tmp_path: Path) -> None:
+def test_schedule_and_step_stand_still_where_fp16_skips_and_the_data_go_on(tmp_path: Path) -> None:
     plain, skipping = tmp_path / "plain", tmp_path / "skipping"
-    assert train(1, plain, "single", "train.precision=fp16", "train.max_steps=15") == "finished"
-    assert (
-        train(1, skipping, "single", "train.precision=fp16", "train.max_steps=15", "data.positions='3,7'") == "finished"
-    )
-    first, second = read_events(RunDir(skipping), "skipped")
-    assert (first["step"], first["scale_before"], first["scale_after"]) == (3, 65536.0, 32768.0)
-    assert first["parameter"] == "layers.2.weight"
-    assert (second["step"], second["scale_before"], second["scale_after"]) == (6, 32768.0, 16384.0)
+    settings = ("train.precision=fp16", "train.max_steps=15")
+    assert train(1, plain, "single", *settings) == "finished"
+    assert train(1, skipping, "single", *settings, "data.positions='3,7'") == "finished"
     assert read_events(RunDir(skipping), "nonfinite") == []
-    rates = [
-        [(record["step"], record["lr"]) for record in read_metrics(RunDir(folder), "train")]
-        for folder in (plain, skipping)
-    ]
+    records = [read_metrics(RunDir(folder), "train") for folder in (plain, skipping)]
+    rates = [[(record["step"], record["lr"]) for record in each] for each in records]
     assert rates[0] == rates[1]
     assert [step for step, _ in rates[0]] == list(range(1, 16))
-    # The data went on: the skipped batch is not seen twice.
-    third = [read_metrics(RunDir(folder), "train")[3]["loss"] for folder in (plain, skipping)]
-    assert third[0] != third[1]
+    assert records[0][3]["loss"] != records[1][3]["loss"], "the skipped batch is not seen twice"
     assert summary(skipping)["skipped_steps"] == 2
-
-
-def test_fp16_resumes_with_the_scale_and_the_data_that_it_had(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    settings = ("train.precision=fp16", "train.max_steps=15", "data.positions='3'", "model.dropout=0.2")
-    train(1, whole, "single", *settings)
-    assert train(1, broken, "single", *settings, stop_after=6) == "preempted"
-    assert train(1, broken, "single", *settings) == "finished"
-    states = [json.loads((folder / "checkpoints/latest/state.json").read_text())["state"] for folder in (whole, broken)]
-    assert states[0]["precision"] == states[1]["precision"]
-    assert states[0]["progress"]["position"] == states[1]["progress"]["position"] == 16
-    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(broken).items())

@@ -45,7 +45,7 @@ from trainkit.run.events import Writer
 from trainkit.training.build import TrainState, build, build_hollow, wants_gpu
 from trainkit.training.memory import check_batch_sizes, is_out_of_memory, probed
 from trainkit.training.recorder import Progress
-from trainkit.training.timing import PARTS, Clock, StreamClock
+from trainkit.training.timing import Clock, StreamClock
 from trainkit.training.update import Updater
 
 WARM_UP = 4
@@ -254,7 +254,7 @@ def _updates(
         "images": updates * config.train.global_batch_size,
         "updates": updates,
         "loss": mean if math.isfinite(mean) else None,
-        "parts": {name: round(lap.seconds[part], 6) for part, name in enumerate(PARTS) if lap.seconds[part]},
+        "parts": {part: round(seconds, 6) for part, seconds in lap.seconds.items() if seconds},
         "skipped": total - step,
     }
 

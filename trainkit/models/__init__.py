@@ -78,14 +78,12 @@ def build_model(config: ModelConfig, info: DataInfo, seed: int) -> nn.Module:
 
 def expected_input(config: ModelConfig, model: nn.Module, info: DataInfo) -> ModelInput | None:
     """What the images must look like for the weights that ``model`` was built with; None: as the data set has them."""
-
     home, name = resolve(config.name)
-    pretrained = config.options.get("pretrained") or config.options.get("weights")
-    if home == "timm" and pretrained:
+    if not (config.options.get("pretrained") or config.options.get("weights")):
+        return None
+    if home == "timm":
         return timm_input(model, info)
-    if home == "torchvision" and pretrained:
-        return torchvision_input(name, info, dict(config.options))
-    return None
+    return torchvision_input(name, info, dict(config.options)) if home == "torchvision" else None
 
 
 def resolve(name: str) -> tuple[str, str]:
@@ -126,20 +124,15 @@ def _is_timm(name: str) -> bool:
 
 
 def _unknown(name: str, known: list[str], library: str | None) -> UserError:
-    for package in (library,) if library else ("timm", "torchvision"):
-        if package and importlib.util.find_spec(package) is None:
-            return UserError(
-                f"Unknown model '{name}'.",
-                why=f"{package} is not installed here.",
-                fix=f"pip install {package}",
-                key="model.name",
-            )
     why = f"Neither trainkit ({', '.join(plugins.available(__name__))}) nor timm nor torchvision has it."
     if library is not None:
         why = f"{library} has no such classification model."
     fix = "Use a name of timm or torchvision, or package.module:function for a model of your own."
     if near := _nearest(name, known):
         fix = f"Did you mean {' or '.join(repr(item) for item in near)}?"
+    for package in [library] if library else ["timm", "torchvision"]:
+        if importlib.util.find_spec(package) is None:
+            why, fix = f"{package} is not installed here.", f"pip install {package}"
     return UserError(f"Unknown model '{name}'.", why=why, fix=fix, key="model.name")
 
 
@@ -219,21 +212,20 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
     except Exception as error:
         wants = getattr(model, "pretrained_cfg", None) or {}
         size = wants.get("input_size", (3, 224, 224))[-1] if isinstance(wants, dict) else 224
+        larger = f"Use data.image_size={size}, or a model for small images such as model.name=fashion_cnn."
         raise UserError(
             f"The model '{name}' cannot take images of {info.in_chans} x {info.image_size} x {info.image_size}.",
-            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}",
-            fix=f"Use data.image_size={size}, or a model for small images such as model.name=fashion_cnn."
-            if info.image_size < size
-            else "Use another data.image_size, or another model.",
+            why=f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}",
+            fix=larger if info.image_size < size else "Use another data.image_size, or another model.",
         ) from error
     finally:
         model.train(was_training)
-    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
-    if shape != (2, info.num_classes):
+    is_tensor = isinstance(output, torch.Tensor)
+    if not is_tensor or tuple(output.shape) != (2, info.num_classes):
+        gave = f"a tensor of shape {tuple(output.shape)}." if is_tensor else f"{type(output).__name__}, not a tensor."
         raise UserError(
             f"The model '{name}' gives no score for each class.",
-            why=f"For 2 images of {info.num_classes} classes it returned "
-            + (f"a tensor of shape {shape}." if shape is not None else f"{type(output).__name__}, not a tensor."),
+            why=f"For 2 images of {info.num_classes} classes it returned {gave}",
             fix=f"It must return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number. "
             "Correct it, and submit again.",
         )
@@ -272,13 +264,9 @@ def timm_input(model: nn.Module, info: DataInfo) -> ModelInput:
 
     known: dict[str, Any] = resolve_model_data_config(model)
     cfg = getattr(model, "pretrained_cfg", {})
-    return info.as_input(
-        ".".join(cfg[key] for key in ("architecture", "tag") if cfg.get(key)),
-        mean=known["mean"],
-        std=known["std"],
-        interpolation=known["interpolation"],
-        crop=known["crop_pct"],
-    )
+    source = ".".join(cfg[key] for key in ("architecture", "tag") if cfg.get(key))
+    how = {key: known[key] for key in ("mean", "std", "interpolation")}
+    return info.as_input(source, **how, crop=known["crop_pct"])
 
 
 def torchvision_input(name: str, info: DataInfo, options: dict[str, Any]) -> ModelInput:
@@ -289,13 +277,8 @@ def torchvision_input(name: str, info: DataInfo, options: dict[str, Any]) -> Mod
     if isinstance(weights, str):
         weights = torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
     known = weights.transforms()
-    return info.as_input(
-        str(weights),
-        mean=known.mean,
-        std=known.std,
-        interpolation=known.interpolation.value,
-        crop=known.crop_size[0] / known.resize_size[0],
-    )
+    crop, how = known.crop_size[0] / known.resize_size[0], known.interpolation.value
+    return info.as_input(str(weights), mean=known.mean, std=known.std, interpolation=how, crop=crop)
 
 
 def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
@@ -313,16 +296,13 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.
         )
     settings = dict(options)
     pretrained = settings.pop("pretrained", False) or settings.get("weights") is not None
-    if pretrained:
-        settings.setdefault("weights", "DEFAULT")
-    else:
-        settings["num_classes"] = info.num_classes
+    defaults: dict[str, Any] = {"weights": "DEFAULT"} if pretrained else {"num_classes": info.num_classes}
     if name in ("googlenet", "inception_v3"):
         # Their auxiliary heads make the output a tuple in training only; modern recipes do without.
-        settings.setdefault("aux_logits", False)
-        settings.setdefault("init_weights", not pretrained)
+        defaults |= {"aux_logits": False, "init_weights": not pretrained}
     if name.startswith("vit_") and info.image_size > 224 and not pretrained:
-        settings.setdefault("image_size", info.image_size)
+        defaults["image_size"] = info.image_size
+    settings = defaults | settings
     try:
         model: nn.Module = torchvision.models.get_model(name, **settings)
     except Exception as error:
@@ -376,22 +356,18 @@ def _replace_head(model: nn.Module, num_classes: int) -> None:
 
 def _explain(error: Exception, name: str, options: dict[str, Any], library: str) -> TrainkitError:
     message = str(error).strip().split("\n")[0] or type(error).__name__
-    unexpected = re.search(r"unexpected keyword argument '(\w+)'", message)
-    if unexpected:
-        option = unexpected[1]
-        return UserError(
-            f"Unknown key 'model.{option}'.",
-            why=f"{library}'s {name} takes no '{option}'.",
-            fix=f"Remove 'model.{option}'.",
-        )
-    wants_weights = options.get("pretrained") or options.get("weights") or name.startswith(("hf-hub:", "hf_hub:"))
-    if wants_weights and _is_download(error):
+    if unexpected := re.search(r"unexpected keyword argument '(\w+)'", message):
+        key = f"model.{unexpected[1]}"
+        why = f"{library}'s {name} takes no '{unexpected[1]}'."
+        return UserError(f"Unknown key '{key}'.", why=why, fix=f"Remove '{key}'.")
+    is_of_hub = name.startswith(("hf-hub:", "hf_hub:"))
+    if (options.get("pretrained") or options.get("weights") or is_of_hub) and _is_download(error):
         cache, bring = "~/.cache/torch/hub", ""
         load = f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')"
         if library == "timm":
             cache = "$HF_HOME (~/.cache/huggingface)"
             load = f"import timm; timm.create_model({name!r}, pretrained=True)"
-            if not name.startswith(("hf-hub:", "hf_hub:")):
+            if not is_of_hub:
                 bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
         return UserError(
             f"The pretrained weights of {library}'s {name} could not be downloaded.",

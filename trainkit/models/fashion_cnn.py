@@ -51,16 +51,9 @@ def build(
 def check(*, width: int, dropout: float, norm: str) -> None:
     """Refuse values that make no network."""
     if width < 8 or width % 8:
-        raise UserError(
-            f"model.width={width} is not possible.",
-            why="The channels are normalised in 8 groups.",
-            fix=f"Use model.width={max(8, round(width / 8) * 8)}.",
-            key="model.width",
-        )
+        fix = f"Use model.width={max(8, round(width / 8) * 8)}."
+        why = "The channels are normalised in 8 groups."
+        raise UserError(f"model.width={width} is not possible.", why=why, fix=fix, key="model.width")
     if not 0.0 <= dropout < 1.0:
-        raise UserError(
-            f"model.dropout={dropout} is not possible.",
-            why="It is the share of features that is dropped.",
-            fix="Use a value from 0 up to, not including, 1.",
-            key="model.dropout",
-        )
+        why, fix = "It is the share of features that is dropped.", "Use a value from 0 up to, not including, 1."
+        raise UserError(f"model.dropout={dropout} is not possible.", why=why, fix=fix, key="model.dropout")

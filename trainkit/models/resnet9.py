@@ -65,16 +65,8 @@ def build(info: DataInfo, *, width: int = 64, logit_scale: float = 0.125) -> nn.
 def check(*, width: int, logit_scale: float) -> None:
     """Refuse values that make no network."""
     if width < 1:
-        raise UserError(
-            f"model.width={width} is not possible.",
-            why="It is the number of channels after the first layer.",
-            fix="Use 64, or 8 to try things out.",
-            key="model.width",
-        )
+        why, fix = "It is the number of channels after the first layer.", "Use 64, or 8 to try things out."
+        raise UserError(f"model.width={width} is not possible.", why=why, fix=fix, key="model.width")
     if logit_scale <= 0:
-        raise UserError(
-            f"model.logit_scale={logit_scale} is not possible.",
-            why="What the last layer says is multiplied by it.",
-            fix="Use 0.125.",
-            key="model.logit_scale",
-        )
+        why, fix = "What the last layer says is multiplied by it.", "Use 0.125."
+        raise UserError(f"model.logit_scale={logit_scale} is not possible.", why=why, fix=fix, key="model.logit_scale")

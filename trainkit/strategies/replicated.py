@@ -200,20 +200,17 @@ def replicated(
     """
     hook: str | PowerSGD = comm_hook
     if comm_hook == "powersgd":
-        scaled, unused = precision in ("fp16", "o2"), find_unused_parameters
-        rows = (
-            (scaled, f"train.precision={precision}", "What it keeps back is in units of a loss scale that changes."),
-            (unused, "strategy.find_unused_parameters=true", "It needs buckets that stay as they are."),
-            (powersgd_start_step < 2, f"strategy.powersgd_start_step={powersgd_start_step}", "torch sends two whole."),
-            (powersgd_rank < 1, f"strategy.powersgd_rank={powersgd_rank}", "Its matrices have at least one column."),
-        )
-        for is_wrong, setting, why in rows:
+        reasons = {
+            f"train.precision={precision}": "What it keeps back is in units of a loss scale that changes.",
+            "strategy.find_unused_parameters=true": "It needs buckets that stay as they are.",
+            f"strategy.powersgd_start_step={powersgd_start_step}": "torch sends two whole.",
+            f"strategy.powersgd_rank={powersgd_rank}": "Its matrices have at least one column.",
+        }
+        wrong = precision in ("fp16", "o2"), find_unused_parameters, powersgd_start_step < 2, powersgd_rank < 1
+        for (setting, why), is_wrong in zip(reasons.items(), wrong, strict=True):
             if is_wrong:
-                raise UserError(
-                    f"strategy.comm_hook=powersgd does not go with {setting}.",
-                    why=why,
-                    fix="Change that, or use strategy.comm_hook=bf16.",
-                    key="strategy.comm_hook",
-                )
+                what = f"strategy.comm_hook=powersgd does not go with {setting}."
+                fix = "Change that, or use strategy.comm_hook=bf16."
+                raise UserError(what, why=why, fix=fix, key="strategy.comm_hook")
         hook = PowerSGD(dist, powersgd_rank, powersgd_start_step)
     return Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm)

@@ -53,9 +53,8 @@ class Meter:
     def _add_pending(self) -> None:
         if self._pending:
             losses, outputs, targets = zip(*self._pending, strict=True)
-            self._pending = []
+            self._pending, every = [], torch.cat(targets)
             total = torch.stack(losses).sum(dtype=torch.float64) * len(targets[0])  # all are of one size
-            every = torch.cat(targets)
             samples = torch.full_like(total, len(every))
             self._add_up(total, samples, self._task.sums(torch.cat(outputs).float(), every))
 

@@ -130,26 +130,27 @@ class TrainState:
             return ""
         goes, has = ("rank goes" if ranks == 1 else "ranks go"), ("has" if before == 1 else "have")
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
-        was = size if isinstance(size, int) else "another size"
-        words = f"; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
-        if size == now:
-            words = " and micro batch; sums may differ in their last bits"
+        words = " and micro batch; sums may differ in their last bits"
+        if size != now:
+            was = size if isinstance(size, int) else "another size"
+            words = f"; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
         same = f"{ranks} {goes} on where {before} {has} saved, with the same data in the same order{words}"
         return "; ".join([same, *lost_when_resized(self.config)])
 
     def batches(self, start: int, stop: int, *, seed: int | None = None, workers: int | None = None) -> Batches[Batch]:
         """This rank's micro batches for the updates from position ``start`` of the data up to ``stop``."""
+        train, dist = self.config.train, self.dist
         return train_batches(
             self.splits,
             seed=self.config.seed if seed is None else seed,
             start_step=start,
             stop_step=stop,
-            global_batch_size=self.config.train.global_batch_size,
+            global_batch_size=train.global_batch_size,
             micro_batch_size=self.micro_batch_size,
-            rank=self.dist.rank,
-            world_size=self.dist.world_size,
+            rank=dist.rank,
+            world_size=dist.world_size,
             workers=self.workers if workers is None else workers,
-            device=self.dist.device,
+            device=dist.device,
             broken=self.broken,
         )
 
@@ -159,13 +160,8 @@ class TrainState:
 
     def lr_at(self, step: int) -> float:
         """Learning rate of update ``step``, from 0."""
-        return lr_at(
-            step,
-            optim=self.config.optim,
-            schedule=self.config.schedule,
-            steps_per_epoch=self.steps_per_epoch,
-            total_steps=self.total_steps,
-        )
+        config, lengths = self.config, {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps}
+        return lr_at(step, optim=config.optim, schedule=config.schedule, **lengths)
 
 
 _MIN_BLOCK_PARAMS = 10_000
@@ -182,10 +178,10 @@ def to_device(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
     train = config.train
     model = model.to(device)
     if train.channels_last and not strategy_traits(config.strategy.name).sharded:
-        settings: dict[str, Any] = {"memory_format": torch.channels_last}  # older stubs do not know the keyword
-        model = model.to(**settings)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # older stubs do not know it
     checkpoint_activations(model, train.activation_checkpointing)
-    for module in {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}[train.compile]:
+    compiled = {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}
+    for module in compiled[train.compile]:
         module.compile()
     return model
 
@@ -294,15 +290,18 @@ def _emptied(model: nn.Module, parameters: torch.device = _META, buffers: torch.
     """``model`` with empty tensors, on these devices, in the places of its own. What was one tensor in two places stays
     one, which `nn.Module.to_empty` does not see to."""
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, or an id could come twice
+
+    def emptied(old: Tensor, device: torch.device) -> Tensor:
+        if id(old) not in made:
+            new = torch.empty_like(old, device=device).detach()
+            is_parameter = isinstance(old, nn.Parameter)
+            made[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+        return made[id(old)][1]
+
     for module in model.modules():
         for tensors, device in ((module._parameters, parameters), (module._buffers, buffers)):
-            for name, old in tensors.items():
-                if old is not None:
-                    if id(old) not in made:
-                        new = torch.empty_like(old, device=device).detach()
-                        is_parameter = isinstance(old, nn.Parameter)
-                        made[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-                    tensors[name] = made[id(old)][1]  # type: ignore[assignment]
+            there: dict[str, Any] = {name: old for name, old in tensors.items() if old is not None}
+            tensors.update({name: emptied(old, device) for name, old in there.items()})
     return model
 
 
@@ -337,11 +336,9 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)
-    plain = model or (
-        build_hollow(config, splits.info)
-        if isinstance(strategy, TakesHollow) and not dist.is_main
-        else build_model(config.model, splits.info, config.seed)
-    )
+    if model is None and isinstance(strategy, TakesHollow) and not dist.is_main:
+        model = build_hollow(config, splits.info)
+    plain = model or build_model(config.model, splits.info, config.seed)
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
     freeze(plain, config.model.freeze)
@@ -352,16 +349,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     else:
         plain = to_device(plain, config, dist.device)
         model = strategy.parallelize(to_half(plain, dist) if name == "o2" else plain)
-    return TrainState(
-        config=config,
-        dist=dist,
-        splits=data_to_device(splits, config.data.device, dist.device, workers=workers),
-        model=model,
-        strategy=strategy,
-        precision=precision,
-        workers=workers,
-        flops_per_image=flops,
-    )
+    splits = data_to_device(splits, config.data.device, dist.device, workers=workers)
+    return TrainState(config, dist, splits, model, strategy, precision, workers, flops)
 
 
 def alone(config: Config) -> Config:

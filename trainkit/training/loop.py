@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainkit.data.base import derive_seed
+from trainkit.distributed.device import peak_memory_mb
 from trainkit.distributed.process_group import StopVote, watchdog
 from trainkit.run.events import Attempt
 from trainkit.training.build import TrainState
@@ -36,12 +36,8 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
     vote = StopVote(state.dist)
 
     def should_stop() -> bool:
-        stop = vote.poll(
-            stop_requested(),
-            save=recorder.minutes_are_over(),
-            news=bool(state.broken.met),
-            over=recorder.checkpoints.over(),
-        )
+        save, news = recorder.minutes_are_over(), bool(state.broken.met)
+        stop = vote.poll(stop_requested(), save=save, news=news, over=recorder.checkpoints.over())
         if vote.news:
             recorder.tell_broken()
         recorder.checkpoints.go_on(vote.over)
@@ -163,22 +159,17 @@ def _record(
 ) -> dict[str, Any]:
     """The record of the updates since the last one."""
     size, device = state.config.train.global_batch_size, state.dist.device
-    record: dict[str, Any] = {
-        **_where(state, recorder),
-        "split": "train",
-        **measured,
-        "lr": lr,
-        "images_per_sec": round(lap.steps * size / lap.training, 2) if lap.training > 0 else None,
-        **lap.fields(ranks=state.dist.world_size),
-    }
+    speed = round(lap.steps * size / lap.training, 2) if lap.training > 0 else None
+    record = {**_where(state, recorder), "split": "train", **measured, "lr": lr, "images_per_sec": speed}
+    record |= lap.fields(ranks=state.dist.world_size)
     if state.flops_per_image is not None:
-        record["mfu"] = mfu(state, record["images_per_sec"])
+        record["mfu"] = mfu(state, speed)
     if norm is not None:
         record["grad_norm"] = norm.item()
     if state.precision.scales_loss:
         record["skipped_steps"] = state.precision.skipped_steps
     if device.type == "cuda":
-        record["max_memory_mb"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+        record["max_memory_mb"] = peak_memory_mb(device)
     return record
 
 

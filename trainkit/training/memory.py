@@ -153,9 +153,9 @@ def explain_out_of_memory(config: Config, dist: Distributed) -> Iterator[None]:
             "train.activation_checkpointing=full (for models of blocks)": train.activation_checkpointing != "full",
             "more memory for the job (--mem)": not gpu,
         }
+        where = f"Rank {dist.rank} on {socket.gethostname()}"
         raise RunFailedError(
-            f"Rank {dist.rank} on {socket.gethostname()} ran out of {'GPU ' if gpu else ''}memory with micro batches "
-            f"of {micro}.",
+            f"{where} ran out of {'GPU ' if gpu else ''}memory with micro batches of {micro}.",
             why=(str(error).strip() or type(error).__name__).splitlines()[0],
             fix=f"Use {', or '.join(words for words, helps in advice.items() if helps)}.",
         ) from error
@@ -185,7 +185,7 @@ def probe(state: TrainState, sizes: Sequence[int]) -> Probed:
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
     sizes = [size for size in sizes if size >= 2] or sizes if norms else sizes  # one sample has no variance
     sample, own, _ = _sample(state), _without_exchange(state), state.ema  # which is there while the model trains
-    trials = _Trials(own, dist, gauge, sample, sizes[0], alone=own is not state or dist.world_size == 1)
+    trials = _Trials(own, dist, gauge, sample, sizes[0])
     gauge.start()
     room = min(dist.gather_json(float(gauge.room())))
     budget = room * (1 - _HEADROOM)
@@ -193,7 +193,7 @@ def probe(state: TrainState, sizes: Sequence[int]) -> Probed:
     peaks = trials.peaks
     if own is not state and size:
         del trials, own  # and with them a second optimizer
-        together = _Trials(state, dist, gauge, sample, sizes[0], alone=False)
+        together = _Trials(state, dist, gauge, sample, sizes[0])
         while size and together.peak(size) > budget:
             size = max((other for other in sizes if other < size), default=0)
         peaks |= together.peaks
@@ -218,18 +218,15 @@ class _Trials:
     Raises RunFailedError where there is no memory even for micro batches of ``size``.
     """
 
-    def __init__(
-        self, state: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, size: int, *, alone: bool
-    ) -> None:
-        self._state, self._dist, self._gauge, self._sample, self._alone = state, dist, gauge, sample, alone
+    def __init__(self, state: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, size: int) -> None:
+        self._state, self._dist, self._gauge, self._sample = state, dist, gauge, sample
+        self._alone = state.dist.world_size == 1  # no other rank waits for this one's update
         self._updater = Updater(state)
         self.peaks: dict[int, float] = {}
         # Make the optimizer's state, and have libraries allocate what they allocate once.
         error = None
         try:
-            for _ in range(_MOST_SKIPPED):
-                if self._update(size):
-                    break
+            any(self._update(size) for _ in range(_MOST_SKIPPED))
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -302,9 +299,8 @@ def largest(sizes: Sequence[int], measure: Callable[[int], float], budget: float
 def _without_exchange(state: TrainState) -> TrainState:
     """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``state``."""
     model = state.model
-    if isinstance(state.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
-        return state
-    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+    is_whole = isinstance(model, DistributedDataParallel) and not isinstance(state.strategy, SharesOptimizer)
+    if not is_whole or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return state
     dist = Distributed(RankEnv.single(), state.dist.device)
     return replace(

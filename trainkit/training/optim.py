@@ -63,10 +63,10 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
     try:
         if listed.library == "torch":
             optimizer: torch.optim.Optimizer = getattr(torch.optim, listed.name)(groups, **given)
-        else:
-            from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
+            return optimizer
+        from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 
-            optimizer = create_optimizer_v2(groups, opt=listed.name, weight_decay=config.weight_decay, **given)
+        return create_optimizer_v2(groups, opt=listed.name, weight_decay=config.weight_decay, **given)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"optim.name={config.name} cannot be made with these options.",
@@ -74,7 +74,6 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
             fix="Correct them, or leave them out.",
             key="optim.name",
         ) from error
-    return optimizer
 
 
 def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:

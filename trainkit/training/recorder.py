@@ -76,7 +76,7 @@ def measure_saved(
     found = Measured()
     for kind in kinds:
         step = checkpoints.load_weights(state.model, step, or_newest=or_newest, stem=STEMS[kind])
-        evaluate(state, samples, found, kind, confusion=True, **how)
+        evaluate(state, samples, found, kind, **how)
     return step, found
 
 
@@ -110,15 +110,9 @@ def evaluate(
     is_counted = confusion and task.has("taken_for") and classes <= MOST_CLASSES
     counts = Confusion(task, classes, dist) if is_counted else None
     loader = eval_batches(
-        samples,
-        state.splits.eval_transform,
-        batch_size=batch_size or state.micro_batch_size,
-        rank=dist.rank,
-        world_size=dist.world_size,
-        workers=state.workers,
-        device=dist.device,
-        broken=state.broken,
-    )
+        samples, state.splits.eval_transform, batch_size=batch_size or state.micro_batch_size, rank=dist.rank,
+        world_size=dist.world_size, workers=state.workers, device=dist.device, broken=state.broken,
+    )  # fmt: skip
     was_training = model.training
     model.eval()
     try:
@@ -156,15 +150,6 @@ def sync_buffers(model: nn.Module, dist: Distributed) -> None:
     if dist.world_size > 1:
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, src=0)
-
-
-def no_average(step: int) -> UserError:
-    """The error for averaged weights that a checkpoint does not have."""
-    return UserError(
-        f"The checkpoint of step {step} has no averaged weights.",
-        why="The run, or this part of it, was trained with train.ema_decay=null.",
-        fix="Leave --weights out.",
-    )
 
 
 def too_many(files: Sequence[str], most: int) -> UserError:
@@ -246,7 +231,7 @@ class Progress:
             self.best = self.reference = None
 
         def beats(other: float | None, delta: float = 0.0) -> bool:
-            gain = value - (other or 0.0) if higher_is_better else (other or 0.0) - value
+            gain = (value - (other or 0.0)) * (1 if higher_is_better else -1)
             return math.isfinite(value) and math.isfinite(loss) and (other is None or gain > delta)
 
         self.stalled += 1
@@ -348,19 +333,17 @@ class Recorder:
 
         Raises UserError on every rank where they are more than ``data.max_broken``.
         """
-        found: dict[str, str] = {}
+        known, found = self.progress.broken, dict[str, str]()
         for of_rank in self.state.dist.gather_json(self.state.broken.take()):
             found |= of_rank
-        known = self.progress.broken
         new = sorted(found.keys() - set(known))
         if new and self.state.dist.is_main:
-            told = {event.get("file") for event in read_events(self.writer.run, "broken_image")}  # by earlier attempts
-            for file in new:
-                if file not in told:
-                    self.remark("broken_image", file=file, why=found[file])
+            written = {event.get("file") for event in read_events(self.writer.run, "broken_image")}  # by other attempts
+            for file in sorted(set(new) - written):
+                self.remark("broken_image", file=file, why=found[file])
         if len(known) + len(new) > self.state.broken.most:
             raise too_many([*known, *new], self.state.broken.most)
-        self.progress.broken += new
+        known += new
 
     def validate(self, where: Mapping[str, Any], should_stop: Callable[[], bool] = lambda: False) -> bool | None:
         """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
@@ -381,15 +364,15 @@ class Recorder:
     def test(self, where: Mapping[str, Any]) -> dict[str, float]:
         """Test metrics of the best weights, recorded with ``where``; which class was taken for which, in a file."""
         self.clock.to(EVALUATION)
-        state, best = self.state, self.progress.best_step
+        state, step, how = self.state, self.progress.step, {"beat": self.beat, "confusion": True}
+        best = step if self.progress.best_step is None else self.progress.best_step
         found: Measured | None
-        if best is None or best == self.progress.step:
-            best = self.progress.step
-            found = measure(state, state.splits.test, beat=self.beat, confusion=True)
+        if best == step:
+            found = measure(state, state.splits.test, **how)
         else:
             has_average = state.ema is not None and self.checkpoints.holds(best, STEMS["ema"])
             kinds = ["raw", "ema"] if has_average else ["raw"]
-            best, found = measure_saved(state, self.checkpoints, best, state.splits.test, kinds=kinds, beat=self.beat)
+            best, found = measure_saved(state, self.checkpoints, best, state.splits.test, kinds=kinds, **how)
         assert found is not None
         self.clock.to(END)
         self.tell_broken()
@@ -429,19 +412,13 @@ class Recorder:
             self.clock.settle(progress)
             self.beat()
             self.tell_broken()
-            content = {
-                "progress": asdict(progress),
-                "precision": state.precision.state_dict(),
-                "world_size": state.dist.world_size,
-                "micro_batch_size": state.micro_batch_size,
-                **told_classes(state.splits),
-                **more,
-            }
+            facts = {"world_size": state.dist.world_size, "micro_batch_size": state.micro_batch_size}
+            content = {"progress": asdict(progress), "precision": state.precision.state_dict(), **facts}
             self.checkpoints.save(
                 state.model,
                 state.optimizer if optimizer else None,
                 step=step,
-                state=content,
+                state={**content, **told_classes(state.splits), **more},
                 best_step=progress.best_step,
                 extra={**state.further_tensors(), **(extra or {})},
                 done=written,

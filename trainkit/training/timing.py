@@ -39,6 +39,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -61,12 +62,12 @@ if TYPE_CHECKING:
 PARTS = (
     "start", "data", "copy", "forward", "backward", "exposed", "optimizer", "checkpoint", "evaluation", "other", "end",
 )  # fmt: skip
-START, DATA, COPY, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, EVALUATION, OTHER, END = range(len(PARTS))
+START, DATA, COPY, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, EVALUATION, OTHER, END = PARTS
 
-TRAINING = (DATA, COPY, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, OTHER)
-"""The parts of training steps."""
 OWN = (DATA, COPY, FORWARD, BACKWARD, OPTIMIZER)
 """What a rank does without waiting for others."""
+TRAINING = (*OWN, EXPOSED, OTHER)
+"""The parts of training steps."""
 
 _MOST_PENDING = 4096
 
@@ -85,17 +86,16 @@ class Clock:
         """What time is spent on now."""
         self._waiting = START  # until the first batch is there
         self._since = time.perf_counter() if began is None else began
-        self._seconds = [0.0] * len(PARTS)
-        self._lap = [0.0] * len(PARTS)
+        self._seconds, self._lap = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
 
-    def to(self, part: int) -> None:
+    def to(self, part: str) -> None:
         """From here on time is spent on ``part``."""
         now = time.perf_counter()
         self._seconds[self.part] += now - self._since
         self.part, self._since = part, now
 
     @contextmanager
-    def during(self, part: int) -> Iterator[None]:
+    def during(self, part: str) -> Iterator[None]:
         """The time of the body is spent on ``part``."""
         before = self.part
         self.to(part)
@@ -123,17 +123,17 @@ class Clock:
         """Add to ``spent`` the time since the last call."""
         self.to(self.part)
         self._read()
-        for part, seconds in enumerate(self._seconds):
+        for part, seconds in self._seconds.items():
             self._lap[part] += seconds
-            spent.seconds[PARTS[part]] = spent.seconds.get(PARTS[part], 0.0) + seconds
+            spent.seconds[part] = spent.seconds.get(part, 0.0) + seconds
         spent.train_seconds += sum(self._seconds[part] for part in TRAINING)
-        self._seconds = [0.0] * len(PARTS)
+        self._seconds = dict.fromkeys(PARTS, 0.0)
 
     def lap(self, spent: Progress) -> Lap:
         """`settle`, and the time since the last lap."""
         self.settle(spent)
         lap = Lap(self._lap, self.steps)
-        self._lap, self.steps = [0.0] * len(PARTS), 0
+        self._lap, self.steps = dict.fromkeys(PARTS, 0.0), 0
         return lap
 
     def _read(self) -> None: ...
@@ -145,10 +145,10 @@ class StreamClock(Clock):
     def __init__(self, began: float | None = None) -> None:
         super().__init__(began)
         super().to(START)  # until here it is the host's time
-        self._marks: list[tuple[int, torch.cuda.Event]] = []  # part, and where it begins
+        self._marks: list[tuple[str, torch.cuda.Event]] = []  # part, and where it begins
         self.to(START)
 
-    def to(self, part: int) -> None:
+    def to(self, part: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append((part, event))
@@ -162,7 +162,7 @@ class StreamClock(Clock):
 
     def _take(self, done: int) -> None:
         """Add up the first ``done`` marks, which the device has passed; the last of them begins the next part."""
-        for (part, begin), (_, end) in zip(self._marks[:done], self._marks[1:done], strict=False):
+        for (part, begin), (_, end) in pairwise(self._marks[:done]):
             self._seconds[part] += begin.elapsed_time(end) / 1000
         self._marks = self._marks[max(done - 1, 0) :]
 
@@ -170,7 +170,7 @@ class StreamClock(Clock):
 class Lap(NamedTuple):
     """The time between two records."""
 
-    seconds: list[float]
+    seconds: dict[str, float]
     """By part."""
     steps: int
 
@@ -187,9 +187,9 @@ class Lap(NamedTuple):
     def fields(self, *, ranks: int) -> Mapping[str, float | None]:
         """Seconds of each part, for a record; ``exposed`` is null where one rank trains alone."""
         return {
-            f"seconds_{name}": None if part == EXPOSED and ranks == 1 else round(self.seconds[part], 4)
-            for part, name in enumerate(PARTS)
-            if part not in (START, END) or self.seconds[part]
+            f"seconds_{part}": None if part == EXPOSED and ranks == 1 else round(seconds, 4)
+            for part, seconds in self.seconds.items()
+            if part not in (START, END) or seconds
         }
 
 
@@ -244,13 +244,13 @@ class Stragglers:
         """
         if len(own) < 2 or not self._hosts:
             return []
-        self._own = [before + now for before, now in zip(self._own, own, strict=True)]
-        self._wall += wall
+        total = [before + now for before, now in zip(self._own, own, strict=True)]
+        self._own, self._wall = total, self._wall + wall
         if self._wall < self._seconds:
             return []
         found = []
-        for rank, seconds in enumerate(self._own):
-            others = statistics.median(self._own[:rank] + self._own[rank + 1 :])
+        for rank, seconds in enumerate(total):
+            others = statistics.median(total[:rank] + total[rank + 1 :])
             is_slow = seconds > SLOWER * others and seconds - others > COST * self._wall
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
             if self._slow[rank] == self._windows:
@@ -315,11 +315,11 @@ def flops_per_image(model: nn.Module, chans: int, image_size: int) -> float | No
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
     images = torch.empty(_IMAGES, chans, image_size, image_size, device="meta")
+    trained = [tensor for tensor in state.values() if tensor.requires_grad]
     was_training = model.training
     model.train()
     try:
         with FlopCounterMode(display=False) as counter:
-            trained = [tensor for tensor in state.values() if tensor.requires_grad]
             torch.autograd.grad(functional_call(model, state, (images,)).sum(), trained, allow_unused=True)
         return counter.get_total_flops() / _IMAGES or None
     except Exception:  # code of the user's own may look at values; then there is no MFU, and no harm done
@@ -343,37 +343,27 @@ def advice(
         cpus: of each rank.
         straggler: one was found: waiting for communication is its fault.
     """
-    total = sum(spent for name, spent in seconds.items() if name not in ("start", "end"))
+    total = sum(spent for part, spent in seconds.items() if part not in (START, END))
     if total < ENOUGH_SECONDS:
         return None
     share = {part: seconds.get(part, 0.0) / total for part in PARTS}
-    train, rhythms = config.train, {name: getattr(config.checkpoint, name) for name in ("every_steps", "every_epochs")}
-    rarer = math.ceil(share["checkpoint"] / 0.03)
-    rows: tuple[tuple[str, float, str, str | None], ...] = (  # part, least share worth a word, that word, and a change
-        (
-            "data", 0.2, "data wait", f"data.workers={min(cpus - 1, max(4, 2 * workers))}" if workers < cpus - 1
-            else f"more CPUs for each rank, --cpus-per-task {2 * cpus}",
-        ),
-        (
-            "exposed", 0.2, "waiting for gradients of other ranks", None if world_size == 1 or straggler
-            else less_traffic(config) or f"train.global_batch_size={2 * train.global_batch_size}",
-        ),
-        (
-            "checkpoint", 0.1, "saving",
-            next((f"checkpoint.{name}={rarer * every}" for name, every in rhythms.items() if every), None),
-        ),
-        (
-            "evaluation", 0.3, "validation",
-            f"train.eval_every_epochs={math.ceil(share['evaluation'] / 0.1) * train.eval_every_epochs}",
-        ),
-        (
-            "other", 0.2, "records and the loop itself",
-            "monitor.log_every=50" if config.monitor.log_every < 10 else None,
-        ),
-    )  # fmt: skip
+    train, saving, rarer = config.train, config.checkpoint, math.ceil(share[CHECKPOINT] / 0.03)
+    rhythms = {"every_steps": saving.every_steps, "every_epochs": saving.every_epochs}
+    load = f"data.workers={min(cpus - 1, max(4, 2 * workers))}"
+    load = load if workers < cpus - 1 else f"more CPUs for each rank, --cpus-per-task {2 * cpus}"
+    exchange = less_traffic(config) or f"train.global_batch_size={2 * train.global_batch_size}"
+    save = next((f"checkpoint.{name}={rarer * every}" for name, every in rhythms.items() if every), "")
+    evaluate = f"train.eval_every_epochs={math.ceil(share[EVALUATION] / 0.1) * train.eval_every_epochs}"
+    rows = {  # least share worth a word, that word, and a change
+        DATA: (0.2, "data wait", load),
+        EXPOSED: (0.2, "waiting for gradients of other ranks", "" if world_size == 1 or straggler else exchange),
+        CHECKPOINT: (0.1, "saving", save),
+        EVALUATION: (0.3, "validation", evaluate),
+        OTHER: (0.2, "records and the loop itself", "monitor.log_every=50" if config.monitor.log_every < 10 else ""),
+    }
     found = [
         (share[part] / least, f"{share[part]:.0%} {words}: {change}")
-        for part, least, words, change in rows
+        for part, (least, words, change) in rows.items()
         if change and share[part] >= least
     ]
     return max(found)[1] if found else None
