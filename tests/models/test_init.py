@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from trainkit.data.base import DataInfo, ModelInput
 from trainkit.errors import UserError
 from trainkit.models import build_model, check_model, check_shapes, freeze, resolve, timm_model, torchvision_model
 
-INFO_INIT = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
-
 OWN = """
 import torch
 
@@ -29,6 +28,11 @@ def build(info, *, hidden: int = 4):
 def nothing(info):
     return None
 """
+
+
+def info(image_size: int = 32, in_chans: int = 3, num_classes: int = 7) -> DataInfo:
+    names = tuple(map(str, range(num_classes)))
+    return DataInfo("x", num_classes, in_chans, image_size, names, (0.5,) * in_chans, (0.5,) * in_chans)
 
 
 def choice(name: str = "fashion_cnn", options: dict[str, Any] | None = None) -> ModelConfig:
@@ -90,9 +94,7 @@ def test_options_are_refused_before_the_run(name: str, options: dict[str, Any], 
 @pytest.mark.parametrize("name", ["fashion_cnn", "resnet10t", "torchvision/mobilenet_v3_small"])
 def test_weights_are_a_function_of_the_seed(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
-        return torch.cat(
-            [value.detach().flatten() for value in build_model(choice(name), INFO_INIT, seed).parameters()]
-        )
+        return torch.cat([value.detach().flatten() for value in build_model(choice(name), info(), seed).parameters()])
 
     torch.manual_seed(1)
     first = weights(seed=5)
@@ -105,7 +107,7 @@ def test_weights_are_a_function_of_the_seed(name: str) -> None:
 
 def test_a_model_that_cannot_take_the_images_is_refused_before_training() -> None:
     with pytest.raises(UserError, match=r"'vgg11' cannot take images of 3 x 8 x 8[\s\S]*data\.image_size=224"):
-        build_model(choice("vgg11"), DataInfo("x", 7, 3, 8, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3), seed=0)
+        build_model(choice("vgg11"), info(8), seed=0)
 
 
 def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +115,11 @@ def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     own = choice("own_nets:build", {"hidden": 3})
     check_model(own)
-    assert build_model(own, INFO_INIT, seed=0)[1].out_features == 3  # type: ignore[index]
+    assert build_model(own, info(), seed=0)[1].out_features == 3  # type: ignore[index]
     with pytest.raises(UserError, match=r"Unknown key 'model\.hiden'"):
         check_model(choice("own_nets:build", {"hiden": 3}))
     with pytest.raises(UserError, match=r"own_nets:nothing returned no model[\s\S]*NoneType"):
-        build_model(choice("own_nets:nothing"), INFO_INIT, seed=0)
+        build_model(choice("own_nets:nothing"), info(), seed=0)
 
 
 def test_checking_never_imports_torch_and_is_quick() -> None:
@@ -135,20 +137,33 @@ print(time.process_time() - started, [name for name in ("torch", "timm", "torchv
     assert float(seconds) < 0.4  # 0.07 on an idle machine
 
 
-INFO_SHAPES = DataInfo("x", 5, 3, 16, tuple("abcde"), (0.5,) * 3, (0.5,) * 3)
-
-
-def test_a_model_that_fits_is_left_as_it_was() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    check_shapes(model, INFO_SHAPES, "mine")
-    assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 class Pair(nn.Module):
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return images, images
+
+
+def linear(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(inputs, outputs))
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (linear(3 * 16 * 16, 5), None),
+        (linear(3 * 8 * 8, 5), r"'mine' cannot take images of 3 x 16 x 16"),
+        (linear(3 * 16 * 16, 10), r"shape \(2, 10\)[\s\S]*shape \(2, 5\)"),
+        (Pair(), "it returned tuple, not a tensor"),
+    ],
+    ids=["as it should be", "another image size", "other classes", "no tensor"],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused_and_any_left_as_it_was(
+    model: nn.Module, told: str | None
+) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=told) if told else nullcontext():
+        check_shapes(model, info(16, num_classes=5), "mine")
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def norms() -> nn.Sequential:
@@ -178,25 +193,6 @@ def test_what_fits_is_not_trained_and_a_frozen_norm_keeps_its_statistics(
     before = {place: mean.clone() for place, mean in means.items()}
     model(torch.randn(4, 1, 3, 3) + 5)
     assert {place for place, mean in means.items() if torch.equal(mean, before[place])} == kept
-
-
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        (nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5)), r"'mine' cannot take images of 3 x 16 x 16"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10)), r"shape \(2, 10\)[\s\S]*shape \(2, 5\)"),
-        (Pair(), "it returned tuple, not a tensor"),
-    ],
-    ids=["another image size", "other classes", "no tensor"],
-)
-def test_a_model_that_does_not_fit_the_data_is_refused(model: nn.Module, told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        check_shapes(model, INFO_SHAPES, "mine")
-
-
-def info(image_size: int = 32, in_chans: int = 3, num_classes: int = 7) -> DataInfo:
-    names = tuple(map(str, range(num_classes)))
-    return DataInfo("x", num_classes, in_chans, image_size, names, (0.5,) * in_chans, (0.5,) * in_chans)
 
 
 def scores(model: torch.nn.Module, info: DataInfo) -> tuple[int, ...]:

@@ -109,8 +109,3 @@ def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are(capsys:
     assert seen["BatchNorm2d.weight"] == seen["BatchNorm2d.running_var"] == "float32"
     assert "bfloat16" not in _gathered(single, "bf16", {"param_dtype": "fp32"}).values()
     assert "bfloat16" not in _gathered(single, "fp32", {}).values()
-
-
-def test_offloading_to_the_host_is_refused_where_the_model_is_there_already() -> None:
-    with distributed(RankEnv.single(), use_gpu=False) as dist, pytest.raises(UserError, match="needs GPUs"):
-        plugins.load("trainkit.strategies", "fsdp")(dist, cpu_offload=True)

@@ -50,17 +50,6 @@ def splits_of(labels: list[int]) -> Any:
     return replace(parts_of().splits, train=samples)
 
 
-def test_balanced_is_samples_by_classes_and_samples_of_the_class() -> None:
-    labels = [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6]
-    weights = weights_of("balanced", splits_of(labels))
-    assert weights == [11 / (7 * labels.count(label)) for label in range(7)]
-
-
-def test_balanced_names_a_class_without_samples() -> None:
-    with pytest.raises(UserError, match="has none of class 3, class 5"):
-        weights_of("balanced", splits_of([0, 1, 2, 4, 6]))
-
-
 class Unlabelled:
     """Images that would all have to be read for their labels."""
 
@@ -71,10 +60,13 @@ class Unlabelled:
         raise AssertionError("read")
 
 
-def test_data_that_does_not_tell_its_labels_is_not_read_for_them() -> None:
-    splits = replace(parts_of().splits, train=Unlabelled(), in_memory=False)
+def test_balanced_is_samples_by_classes_and_samples_of_the_class() -> None:
+    labels = [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6]
+    assert weights_of("balanced", splits_of(labels)) == [11 / (7 * labels.count(label)) for label in range(7)]
+    with pytest.raises(UserError, match="has none of class 3, class 5"):
+        weights_of("balanced", splits_of([0, 1, 2, 4, 6]))
     with pytest.raises(UserError, match="does not tell them"):
-        weights_of("balanced", splits)
+        weights_of("balanced", replace(parts_of().splits, train=Unlabelled(), in_memory=False))
 
 
 def test_a_wrong_number_of_weights_is_refused_before_there_is_a_run() -> None:

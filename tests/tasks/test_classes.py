@@ -40,21 +40,17 @@ def test_a_checkpoint_says_its_classes_and_other_data_does_not_go_on_from_it(tmp
     assert error.value.why.startswith("Class 1 was 'class 1' in training, and in the data is 'an apple'")
 
 
-def test_one_that_says_nothing_of_its_classes_is_gone_on_from(tmp_path: Path) -> None:
-    """Of an earlier trainkit, or of too many classes for its record."""
+def test_a_checkpoint_that_does_not_say_its_classes_is_gone_on_from(tmp_path: Path) -> None:
+    """As one of an earlier trainkit."""
     parts = parts_of()
+    assert told_classes(parts.splits) == {"classes": list(NAMES)}
+    assert told_classes(replace(parts.splits, train=[])) == {}, "a peer without data does not make up classes"
     many = replace(parts, splits=called(parts, tuple(f"{name} {'long' * 100_000}" for name in NAMES)))
     keeper = keeper_of(many, tmp_path / "run", Progress())
     keeper.save()
     restored, _ = go_on(parts, keeper.checkpoints)
     assert restored is not None
     assert "classes" not in restored.state
-
-
-def test_a_peer_without_data_does_not_make_up_classes() -> None:
-    splits = parts_of().splits
-    assert told_classes(splits) == {"classes": list(NAMES)}
-    assert told_classes(replace(splits, train=[])) == {}
 
 
 @pytest.fixture(scope="module")

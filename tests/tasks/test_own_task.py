@@ -102,13 +102,10 @@ def test_readers_know_its_metrics_by_the_run_alone(home: Path, tmp_path: Path) -
     run = RunDir(home / "run")
     assert described(run).headline == "mae"
     assert not described(run).metrics["mse"].higher_is_better
-    best = json.loads(run.summary.read_text())["best"]["val/mae"]
     status = run_command("status", str(run.path), cwd=tmp_path)  # a folder without the task
-    newest = read_metrics(run, "val")[-1]
-    assert f"mae {newest['mae']:.4f} years" in status.stdout
-    logs = run_command("report", str(run.path), "--out", str(tmp_path / "told"), cwd=tmp_path)
-    assert logs.returncode == 0, logs.stderr
-    assert best > 0
+    assert f"mae {read_metrics(run, 'val')[-1]['mae']:.4f} years" in status.stdout
+    report = run_command("report", str(run.path), "--out", str(tmp_path / "report"), cwd=tmp_path)
+    assert report.returncode == 0, report.stderr
 
 
 def test_evaluate_and_predict_give_its_own_numbers(home: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tests.rank_functions import train_run
+from tests.training import poisoned
 from trainkit.data.base import DataInfo, Splits
-from trainkit.errors import TrainkitError
-from trainkit.ranks import RankEnv
 
 BATCH = 16
 SETTINGS = (
@@ -37,11 +36,7 @@ class Noise:
 
 def data(root: Path) -> Splits:
     info = DataInfo("noise", 2, 1, 4, ("even", "odd"), (0.5,), (0.3,))
-    return Splits(info, Noise(3 * BATCH), Noise(2), Noise(2), same, same, in_memory=True)
-
-
-def same(image: Tensor) -> Tensor:
-    return image
+    return Splits(info, Noise(3 * BATCH), Noise(2), Noise(2), poisoned.same, poisoned.same, in_memory=True)
 
 
 class Hungry(nn.Module):
@@ -54,9 +49,8 @@ class Hungry(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.drop(self.norm(self.first(images.flatten(1))))
         if self.training:
-            wide = (
-                hidden[:, :1].expand(len(images), 1 << 23) * self.scale
-            )  # 32 MiB a sample: the C library keeps smaller blocks
+            # 32 MiB a sample: the C library keeps smaller blocks.
+            wide = hidden[:, :1].expand(len(images), 1 << 23) * self.scale
             hidden = hidden + (wide * wide).mean(1, keepdim=True)  # which the backward pass asks for
         logits: Tensor = self.last(hidden)
         return logits
@@ -85,9 +79,4 @@ def failing(info: DataInfo) -> nn.Module:
     return Failing()
 
 
-def train_and_tell(env: RankEnv, folder: Path, preset: str, settings: tuple[str, ...], stop: int | None = None) -> str:
-    """How it ended, or what it said."""
-    try:
-        return train_run(env, folder, preset, (*SETTINGS, *settings), stop)
-    except TrainkitError as error:
-        return f"{error.exit_code}: {error}"
+train_and_tell = partial(poisoned.train_and_tell, all_have=SETTINGS)

@@ -72,10 +72,15 @@ def model(info: DataInfo, *, dropout: float = 0.0) -> nn.Module:
 
 
 def train_and_tell(
-    env: RankEnv, folder: Path, preset: str, settings: tuple[str, ...], stop_after: int | None = None
+    env: RankEnv,
+    folder: Path,
+    preset: str,
+    settings: tuple[str, ...],
+    stop_after: int | None = None,
+    all_have: tuple[str, ...] = SETTINGS,
 ) -> str:
     """How it ended, or what it said."""
     try:
-        return train_run(env, folder, preset, (*SETTINGS, *settings), stop_after)
+        return train_run(env, folder, preset, (*all_have, *settings), stop_after)
     except TrainkitError as error:
         return f"{error.exit_code}: {error}"

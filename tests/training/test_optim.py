@@ -313,7 +313,7 @@ def by_torch(schedule: type, every: int = 1, **options: Any) -> list[float]:
 
 
 def test_onecycle_and_step_are_torchs_after_their_warm_up() -> None:
-    options = {"max_lr": 1.0, "total_steps": TOTAL, "pct_start": 0.3, "cycle_momentum": False}
+    options: dict[str, Any] = {"max_lr": 1.0, "total_steps": TOTAL, "pct_start": 0.3, "cycle_momentum": False}
     onecycle = by_torch(torch.optim.lr_scheduler.OneCycleLR, **options)
     assert lrs(name="onecycle", warmup_epochs=3) == pytest.approx(onecycle, rel=1e-6)
     step = by_torch(torch.optim.lr_scheduler.StepLR, PER_EPOCH, step_size=3, gamma=0.5)

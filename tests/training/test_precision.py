@@ -23,7 +23,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.data.base import Batch
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError, UserError
+from trainkit.errors import RefusedError
 from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
@@ -383,13 +383,6 @@ def test_tied_weights_stay_tied() -> None:
     to_half(nn.ModuleList([first, second]), ALONE)
     assert first.weight is second.weight
     assert master_of(first.weight).dtype == torch.float32
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "hivemind"])
-def test_o2_is_refused_where_weights_are_sharded_or_averaged_by_peers(strategy: str) -> None:
-    with pytest.raises(UserError, match=f"o2 does not go with strategy.name={strategy}") as refused:
-        load(strategy, ["train.precision=o2"])
-    assert refused.value.fix.startswith("Use train.precision=fp16")
 
 
 # A white image is not a number, so that an update with one is skipped.

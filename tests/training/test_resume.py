@@ -92,9 +92,9 @@ def test_a_run_interrupted_anywhere_ends_with_the_weights_of_a_whole_one(
     for split, names in (("train", ("loss",)), ("val", ("step", "acc1", "ema_loss"))):
         first, second = (read_metrics(RunDir(folder), split) for folder in (broken, whole))
         assert [[r.get(name) for name in names] for r in first] == [[r.get(name) for name in names] for r in second]
-    first, second = (format.verified(folder / "checkpoints", 40).state for folder in (broken, whole))
-    assert first["precision"] == second["precision"], "loss scale, and updates that were skipped"
-    assert first["progress"]["position"] == second["progress"]["position"]
+    one, other = (format.verified(folder / "checkpoints", 40).state for folder in (broken, whole))
+    assert one["precision"] == other["precision"], "loss scale, and updates that were skipped"
+    assert one["progress"]["position"] == other["progress"]["position"]
 
 
 def test_ddp_and_zero_go_on_from_each_others_checkpoints_to_the_last_bit(tmp_path: Path) -> None:
@@ -234,7 +234,9 @@ def test_with_equal_micro_batches_the_losses_are_those_of_one_rank(resized: Resi
 def test_each_start_on_another_number_of_ranks_says_what_stays_as_it_was(resized: Resized) -> None:
     told = [event.get("resized") for event in read_events(resized.run, "started")]
     assert told[0] is None
-    assert told[3].endswith("with the same data in the same order and micro batch; sums may differ in their last bits")
+    assert str(told[3]).endswith(
+        "with the same data in the same order and micro batch; sums may differ in their last bits"
+    )
 
 
 @pytest.mark.parametrize(

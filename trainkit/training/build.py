@@ -178,7 +178,8 @@ def to_device(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
     train = config.train
     model = model.to(device)
     if train.channels_last and not strategy_traits(config.strategy.name).sharded:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # older stubs do not know it
+        settings: dict[str, Any] = {"memory_format": torch.channels_last}  # older stubs do not know the keyword
+        model = model.to(**settings)
     checkpoint_activations(model, train.activation_checkpointing)
     compiled = {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}
     for module in compiled[train.compile]:
@@ -300,8 +301,8 @@ def _emptied(model: nn.Module, parameters: torch.device = _META, buffers: torch.
 
     for module in model.modules():
         for tensors, device in ((module._parameters, parameters), (module._buffers, buffers)):
-            there: dict[str, Any] = {name: old for name, old in tensors.items() if old is not None}
-            tensors.update({name: emptied(old, device) for name, old in there.items()})
+            own: dict[str, Any] = tensors
+            own.update({name: emptied(old, device) for name, old in own.items() if old is not None})
     return model
 
 

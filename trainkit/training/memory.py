@@ -299,8 +299,9 @@ def largest(sizes: Sequence[int], measure: Callable[[int], float], budget: float
 def _without_exchange(state: TrainState) -> TrainState:
     """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``state``."""
     model = state.model
-    is_whole = isinstance(model, DistributedDataParallel) and not isinstance(state.strategy, SharesOptimizer)
-    if not is_whole or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if isinstance(state.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
+        return state
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return state
     dist = Distributed(RankEnv.single(), state.dist.device)
     return replace(

@@ -364,7 +364,8 @@ class Recorder:
     def test(self, where: Mapping[str, Any]) -> dict[str, float]:
         """Test metrics of the best weights, recorded with ``where``; which class was taken for which, in a file."""
         self.clock.to(EVALUATION)
-        state, step, how = self.state, self.progress.step, {"beat": self.beat, "confusion": True}
+        state, step = self.state, self.progress.step
+        how: dict[str, Any] = {"beat": self.beat, "confusion": True}
         best = step if self.progress.best_step is None else self.progress.best_step
         found: Measured | None
         if best == step:
