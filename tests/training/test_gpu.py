@@ -53,13 +53,30 @@ def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path: Path) -> None:
     assert run_ranks(1, train_run, folder, "single", ("launch.gpus_per_node=0", "train.max_steps=30")) == ["finished"]
 
 
-def test_fsdp_keeps_its_shards_in_host_memory_where_asked(tmp_path: Path) -> None:
-    settings = ("launch.gpus_per_node=1", "train.precision=bf16", "train.max_steps=19", "train.grad_clip_norm=1.0")
-    losses = []
-    for name, more in (("there", ()), ("here", ("strategy.cpu_offload=true",))):
-        assert run_ranks(1, train_run, tmp_path / name, "fsdp", (*settings, *more)) == ["finished"]
-        losses.append([record["loss"] for record in read_metrics(RunDir(tmp_path / name), "train")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+LARGE = ("model.name=tests.training.hollow_models:large", "train.max_steps=5")
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "one", "other", "rel"),
+    [
+        ("fsdp", ("train.precision=bf16", "train.max_steps=19", "train.grad_clip_norm=1.0"),
+         "strategy.cpu_offload=false", "strategy.cpu_offload=true", 1e-3),
+        ("ddp", ("train.max_steps=20", "model.norm=batch"), "train.precision=fp32", "train.precision=o2", 5e-3),
+        *(
+            (preset, LARGE, "train.compile=off", f"train.compile={how}", 1e-2)
+            for preset in ("single", "ddp", "fsdp") for how in ("model", "blocks")
+        ),
+    ],
+)  # fmt: skip
+def test_two_ways_to_compute_on_the_gpu_learn_the_same(
+    tmp_path: Path, preset: str, settings: tuple[str, ...], one: str, other: str, rel: float
+) -> None:
+    traces = []
+    for way in (one, other):
+        folder = tmp_path / way
+        assert run_ranks(1, train_run, folder, preset, ("launch.gpus_per_node=1", *settings, way)) == ["finished"]
+        traces.append([record["loss"] for record in read_metrics(RunDir(folder), "train")])
+    assert traces[1] == pytest.approx(traces[0], rel=rel)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "o2"])
@@ -69,15 +86,6 @@ def test_an_overflow_on_the_gpu_skips_the_update_and_is_an_event(tmp_path: Path,
     (event,) = read_events(RunDir(tmp_path / "run"), "skipped")
     told = (event["step"], event["scale_before"], event["scale_after"], event["parameter"])
     assert told == (3, 65536.0, 32768.0, "layers.2.weight")
-
-
-def test_o2_on_the_gpu_learns_what_fp32_learns(tmp_path: Path) -> None:
-    traces = []
-    for precision in ("fp32", "o2"):
-        settings = ("launch.gpus_per_node=1", f"train.precision={precision}", "train.max_steps=20", "model.norm=batch")
-        run_ranks(1, train_run, tmp_path / precision, "ddp", settings)
-        traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / precision), "train")])
-    assert traces[1] == pytest.approx(traces[0], rel=5e-3)
 
 
 ALL = (
@@ -222,17 +230,6 @@ def test_all_gpus_together_train_as_one_does(tmp_path: Path, preset: str) -> Non
         assert run_ranks(ranks, train_run, tmp_path / name, name, own) == ["finished"] * ranks
         traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / name), "train")])
     assert traces[1] == pytest.approx(traces[0], rel=5e-3)
-
-
-@pytest.mark.parametrize("preset", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("how", ["model", "blocks"])
-def test_what_is_compiled_for_the_gpu_learns_what_it_learns_as_it_is(tmp_path: Path, preset: str, how: str) -> None:
-    settings = ("launch.gpus_per_node=1", "model.name=tests.training.hollow_models:large", "train.max_steps=5")
-    traces = []
-    for compiled in ("off", how):
-        run_ranks(1, train_run, tmp_path / compiled, preset, (*settings, f"train.compile={compiled}"))
-        traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / compiled), "train")])
-    assert traces[1] == pytest.approx(traces[0], rel=1e-2)
 
 
 def test_the_next_batch_is_copied_while_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
