@@ -156,9 +156,7 @@ def linear(inputs: int, outputs: int) -> nn.Sequential:
     ],
     ids=["as it should be", "another image size", "other classes", "no tensor"],
 )
-def test_a_model_that_does_not_fit_the_data_is_refused_and_any_left_as_it_was(
-    model: nn.Module, told: str | None
-) -> None:
+def test_a_model_that_does_not_fit_the_data_is_refused_and_left_as_it_was(model: nn.Module, told: str | None) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UserError, match=told) if told else nullcontext():
         check_shapes(model, info(16, num_classes=5), "mine")
