@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def test_a_product_is_the_same_with_any_threads_and_one_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_the_same_with_any_threads_and_a_wrong_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     good = matmul_check(CPU, size=200)
     torch.set_num_threads(threads + 1)
