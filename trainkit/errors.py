@@ -13,7 +13,7 @@ Everything else that is raised is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class TrainkitError(Exception):
@@ -78,6 +78,21 @@ def error_from_json(told: Mapping[str, object]) -> TrainkitError:
     kinds = {kind.__name__: kind for kind in (UserError, RefusedError, SchedulerError, RunFailedError, DiskError)}
     what, why, fix = (str(told.get(part, "")) for part in ("what", "why", "fix"))
     return kinds.get(str(told.get("kind")), TrainkitError)(what, why=why, fix=fix)
+
+
+def unknown(
+    kind: str, name: str, known: Sequence[str], *, own: bool = False, otherwise: str = "", key: str | None = None
+) -> UserError:
+    """No ``kind`` has that name: says which names there are, and the nearest.
+
+    Args:
+        own: a function of the user's own may be named as well.
+        otherwise: the fix where no name is near.
+    """
+    listed = ", ".join(dict.fromkeys(known)) or "none"
+    why = f"There are: {listed}{'; or package.module:function of your own' if own else ''}."
+    fix = did_you_mean(name, known, otherwise=otherwise or "Use one of them.")
+    return UserError(f"Unknown {kind} '{name}'.", why=why, fix=fix, key=key)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:

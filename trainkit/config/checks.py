@@ -82,34 +82,28 @@ class StrategyTraits:
 
 def strategy_traits(name: str) -> StrategyTraits:
     """What the file of strategy ``name`` states, else the defaults. Raises UserError for values that do not exist."""
-    stated = plugins.stated(_STRATEGIES, name)
+    stated, options = plugins.stated(_STRATEGIES, name), plugins.signature(_STRATEGIES, name)
+
+    def wrong(what: str, why: str) -> UserError:
+        fix = "Correct it in the file of the strategy, or leave it out."
+        return UserError(f"Strategy '{name}' states {what}.", why=why, fix=fix, key="strategy.name")
+
     for trait, choices in _CHOICES.items():
         if trait in stated and stated[trait] not in choices:
-            raise _wrong_trait(name, f"{trait} = {stated[trait]!r}", f"It is one of: {', '.join(map(repr, choices))}.")
-    for constant in ("EXCLUDES", "LOST_WHEN_RESIZED"):
-        if not isinstance(stated.get(constant, {}), dict):
-            raise _wrong_trait(name, f"{constant} = {stated[constant]!r}", "It is a mapping from conditions.")
-    conditions = [*stated.get("EXCLUDES", ()), *stated.get("LOST_WHEN_RESIZED", ())]
-    conditions += [stated[trait] for trait in ("GLOBAL_BATCHNORM", "LESS_TRAFFIC") if trait in stated]
-    options = plugins.signature(_STRATEGIES, name)
-    for condition in conditions:
-        for part in str(condition).split(", "):
-            found = _CONDITION.fullmatch(part)
-            section, _, option = found["key"].partition(".") if found else ("", "", "")
-            own = section == "strategy" and (option in options.options or options.takes_any)
-            if not found or not (own or not option or field_of(found["key"])):
-                raise _wrong_trait(name, f"'{part}'", "It is neither a setting nor an option of the strategy.")
+            raise wrong(f"{trait} = {stated[trait]!r}", f"It is one of: {', '.join(map(repr, choices))}.")
+    for trait in ("EXCLUDES", "LOST_WHEN_RESIZED"):
+        if not isinstance(stated.get(trait, {}), dict):
+            raise wrong(f"{trait} = {stated[trait]!r}", "It is a mapping from conditions.")
     known = {trait: trait.upper() for trait in StrategyTraits.__dataclass_fields__}
-    return StrategyTraits(**{trait: stated[constant] for trait, constant in known.items() if constant in stated})
-
-
-def _wrong_trait(name: str, stated: str, why: str) -> UserError:
-    return UserError(
-        f"Strategy '{name}' states {stated}.",
-        why=why,
-        fix="Correct it in the file of the strategy, or leave it out.",
-        key="strategy.name",
-    )
+    traits = StrategyTraits(**{trait: stated[constant] for trait, constant in known.items() if constant in stated})
+    conditions = [*traits.excludes, *traits.lost_when_resized, traits.global_batchnorm, traits.less_traffic]
+    for part in ", ".join(str(condition) for condition in conditions if condition != "").split(", "):
+        match = _CONDITION.fullmatch(part)
+        section, _, option = match["key"].partition(".") if match else ("", "", "")
+        is_own = section == "strategy" and (option in options.options or options.takes_any)
+        if part and not (match and (is_own or not option or field_of(match["key"]))):
+            raise wrong(f"'{part}'", "It is neither a setting nor an option of the strategy.")
+    return traits
 
 
 def holds(condition: str, config: Config, facts: Mapping[str, Any] | None = None) -> bool:
@@ -137,119 +131,78 @@ def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> No
     """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
     name, traits = config.strategy.name, strategy_traits(config.strategy.name)
     excluded = {**(_EXCLUDED_BY_SHARDS if traits.sharded else {}), **EXCLUDED_BY_LOOP[traits.loop], **traits.excludes}
-    for condition, told in excluded.items():
+    for condition, reason in excluded.items():
         if not holds(condition, config, facts):
             continue
-        why, fix = (told, None) if isinstance(told, str) else told
-        keys = [found["key"] for part in condition.split(", ") if (found := _CONDITION.match(part))]
-        values = [json.dumps(_value(key, config, facts or {})).strip('"') for key in keys]
-        shown = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-        alone = len(keys) == 1
-        raise ImpossibleError(
-            f"{shown[0]} does not go with {f'strategy.name={name}' if alone else ' and '.join(shown[1:])}.",
-            keys=(*keys, "strategy.name") if alone else tuple(keys),
-            why=why,
-            fix=fix or f"Leave {keys[0]} out, or use another strategy.",
-        )
+        keys = [match["key"] for part in condition.split(", ") if (match := _CONDITION.match(part))]
+        first, *others = (f"{key}={json.dumps(_value(key, config, facts or {})[0])}".replace('"', "") for key in keys)
+        what = f"{first} does not go with {' and '.join(others) or f'strategy.name={name}'}."
+        why, fix = (reason, f"Leave {keys[0]} out, or use another strategy.") if isinstance(reason, str) else reason
+        raise ImpossibleError(what, why=why, fix=fix)
     if traits.loop == "collaborative" and config.collaborative.sync == "gradients":
         _require_gradients(config)
 
 
 def _part_holds(part: str, config: Config, facts: Mapping[str, Any]) -> bool:
-    found = _CONDITION.fullmatch(part)
-    assert found is not None, part
-    value = _value(found["key"], config, facts)
-    if found["sign"] is None:
-        return bool(value != _default(found["key"], config))
-    if found["sign"] == ">":
-        return isinstance(value, int | float) and value > float(found["value"])
-    return value in map(yaml.parse_value, found["value"].split("|"))
+    match = _CONDITION.fullmatch(part)
+    assert match is not None, part
+    value, default = _value(match["key"], config, facts)
+    if match["sign"] is None:
+        return bool(value != default)
+    if match["sign"] == ">":
+        return isinstance(value, int | float) and value > float(match["value"])
+    return value in map(yaml.parse_value, match["value"].split("|"))
 
 
-def _value(key: str, config: Config, facts: Mapping[str, Any]) -> Any:
-    """Of a setting or a fact; the default of an option that is not given."""
+def _value(key: str, config: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the value of a setting, of an option of the strategy or of a fact, and its default."""
     section, _, name = key.partition(".")
-    if key in facts or not name:
-        return facts.get(key)
-    if field_of(key) is not None:
-        return getattr(getattr(config, section), name)
-    return config.strategy.options.get(name, _default(key, config))
-
-
-def _default(key: str, config: Config) -> Any:
-    known = field_of(key)
-    if known is not None:
-        return known.get_default()
-    return plugins.signature(_STRATEGIES, config.strategy.name).defaults.get(key.partition(".")[2])
+    if (field := field_of(key)) is not None and name:
+        return facts.get(key, getattr(getattr(config, section), name)), field.get_default()
+    default = plugins.signature(_STRATEGIES, config.strategy.name).defaults.get(name)
+    return (config.strategy.options.get(name, default) if name else facts.get(key)), default
 
 
 def check_combinations(config: Config) -> None:
-    """Raises ImpossibleError for the first that do not go together."""
-    batch, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    """Raise ImpossibleError for the first settings that do not go together."""
+    train = config.train
+    batch, micro = train.global_batch_size, train.given_micro_batch_size
     if micro is not None and batch % micro:
         possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
-        raise ImpossibleError(
-            f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}.",
-            keys=("train.global_batch_size", "train.micro_batch_size"),
-            why="An update takes whole micro batches.",
-            fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
-        )
-    if (config.checkpoint.best or "").startswith("val/ema_") and config.train.ema_decay is None:
-        raise ImpossibleError(
-            f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null.",
-            keys=("checkpoint.best", "train.ema_decay"),
-            why="There are no averaged weights to judge by.",
-            fix="Use train.ema_decay=0.9999, or leave checkpoint.best out.",
-        )
-    odd = micro if micro is not None else batch
-    if config.augment.mixes and odd % 2:
-        name = "micro_batch_size" if micro is not None else "global_batch_size"
-        raise ImpossibleError(
-            f"train.{name}={odd} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images.",
-            keys=(f"train.{name}", "augment.mixup_alpha", "augment.cutmix_alpha"),
-            why="Both of a pair are in one micro batch.",
-            fix=f"Use train.{name}={odd + 1}.",
-        )
-    if config.train.memory_limit_mb is not None and config.train.micro_batch_size != "auto":
-        raise ImpossibleError(
-            f"train.memory_limit_mb={config.train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}.",
-            keys=("train.memory_limit_mb", "train.micro_batch_size"),
-            why="It bounds the size that is looked for, and none is looked for.",
-            fix="Use train.micro_batch_size=auto, or leave train.memory_limit_mb out.",
-        )
-    if config.train.early_stopping_min_delta and config.train.early_stopping_patience is None:
-        raise ImpossibleError(
-            f"train.early_stopping_min_delta={config.train.early_stopping_min_delta:g} and "
-            "train.early_stopping_patience=null.",
-            keys=("train.early_stopping_min_delta", "train.early_stopping_patience"),
-            why="It says what counts as better, and nobody waits for that.",
-            fix="Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out.",
-        )
-    if not config.strategy.is_own:  # a user's own file is read at submission and by those who train
-        try:
-            check_strategy(config)
-        except ImpossibleError:
-            raise
-        except UserError:  # no such strategy: `trainkit.start` says so
-            pass
+        what = f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}."
+        fix = f"Use train.global_batch_size={' or '.join(map(str, possible))}."
+        raise ImpossibleError(what, why="An update takes whole micro batches.", fix=fix)
+    if (config.checkpoint.best or "").startswith("val/ema_") and train.ema_decay is None:
+        what = f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null."
+        fix = "Use train.ema_decay=0.9999, or leave checkpoint.best out."
+        raise ImpossibleError(what, why="There are no averaged weights to judge by.", fix=fix)
+    name, size = ("global_batch_size", batch) if micro is None else ("micro_batch_size", micro)
+    if config.augment.mixes and size % 2:
+        what = f"train.{name}={size} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images."
+        raise ImpossibleError(what, why="Both of a pair are in one micro batch.", fix=f"Use train.{name}={size + 1}.")
+    if train.memory_limit_mb is not None and train.micro_batch_size != "auto":
+        what = f"train.memory_limit_mb={train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}."
+        fix = "Use train.micro_batch_size=auto, or leave train.memory_limit_mb out."
+        raise ImpossibleError(what, why="It bounds the size that is looked for, and none is looked for.", fix=fix)
+    if (delta := train.early_stopping_min_delta) and train.early_stopping_patience is None:
+        what = f"train.early_stopping_min_delta={delta:g} and train.early_stopping_patience=null."
+        fix = "Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out."
+        raise ImpossibleError(what, why="It says what counts as better, and nobody waits for that.", fix=fix)
+    # A user's own is read at submission and by those who train; `trainkit.start` refuses one that is not there.
+    if config.strategy.name in plugins.available(_STRATEGIES):
+        check_strategy(config)
 
 
 def _require_gradients(config: Config) -> None:
     """Refuse what does not go with averaging gradients in a swarm."""
     if config.train.micro_batch_size is None:
-        raise ImpossibleError(
-            "collaborative.sync=gradients needs train.micro_batch_size.",
-            keys=("collaborative.sync", "train.micro_batch_size"),
-            why="Peers gather an update of train.global_batch_size together, each in micro batches of its own size.",
-            fix=f"Give a number that divides {config.train.global_batch_size}; each peer may have its own.",
-        )
+        why = "Peers gather an update of train.global_batch_size together, each in micro batches of its own size."
+        fix = f"Give a number that divides {config.train.global_batch_size}; each peer may have its own."
+        raise ImpossibleError("collaborative.sync=gradients needs train.micro_batch_size.", why=why, fix=fix)
     if config.train.class_weights is not None:
-        raise ImpossibleError(
-            f"train.class_weights={config.train.class_weights} does not go with collaborative.sync=gradients.",
-            keys=("train.class_weights", "collaborative.sync"),
-            why="They are weighed against those of the whole update, which no peer sees.",
-            fix="Use collaborative.sync=diloco, or leave train.class_weights out.",
-        )
+        what = f"train.class_weights={config.train.class_weights} does not go with collaborative.sync=gradients."
+        why = "They are weighed against those of the whole update, which no peer sees."
+        raise ImpossibleError(what, why=why, fix="Use collaborative.sync=diloco, or leave train.class_weights out.")
 
 
 def micro_batch_sizes(share: int, *, even: bool = False) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 from trainkit import plugins
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config, OptimConfig, ScheduleConfig
-from trainkit.errors import UserError, did_you_mean
+from trainkit.errors import UserError, did_you_mean, unknown
 
 _PACKAGE = "trainkit.tasks"
 _OF_TRAIN = {"label_smoothing": 0.0, "class_weights": None}
@@ -83,29 +83,24 @@ def metrics_of(task: str) -> TaskMetrics:
 
     Raises UserError where they are missing or not what they should be.
     """
-    stated = plugins.stated(_PACKAGE, task)
-    told, headline = stated.get("METRICS"), stated.get("HEADLINE")
-    found = {"loss": LOSS}
-    for name, about in told.items() if isinstance(told, dict) else ():
+    constants = plugins.stated(_PACKAGE, task)
+    stated, headline = constants.get("METRICS"), constants.get("HEADLINE")
+    metrics, wrong = {"loss": LOSS}, ""
+    for name, about in stated.items() if isinstance(stated, dict) else ():
         is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None and name not in _TAKEN
         match about:
             case (str(unit), "higher" | "lower" as better, str(label)) if is_name:
-                found[name] = Metric(unit, better == "higher", label)
+                metrics[name] = Metric(unit, better == "higher", label)
             case _:
-                raise _not_stated(task, f"METRICS[{name!r}] is {about!r}.")
-    if not isinstance(told, dict) or not isinstance(headline, str) or headline not in found:
-        raise _not_stated(task, f"METRICS is {told!r}, HEADLINE is {headline!r}.")
-    return TaskMetrics(headline, found)
-
-
-def _not_stated(task: str, why: str) -> UserError:
-    return UserError(
-        f"The file of task '{task}' does not state its metrics.",
-        why=why,
-        fix="State them as literals, by names that no record has yet: "
-        'METRICS = {"mae": ("years", "lower", "Mean absolute error")} and HEADLINE = "mae".',
-        key="task.name",
-    )
+                wrong = wrong or f"METRICS[{name!r}] is {about!r}."
+    if not isinstance(stated, dict) or not isinstance(headline, str) or headline not in metrics:
+        wrong = wrong or f"METRICS is {stated!r}, HEADLINE is {headline!r}."
+    if wrong:
+        what = f"The file of task '{task}' does not state its metrics."
+        fix = "State them as literals, by names that no record has yet: "
+        fix += 'METRICS = {"mae": ("years", "lower", "Mean absolute error")} and HEADLINE = "mae".'
+        raise UserError(what, why=wrong, fix=fix, key="task.name")
+    return TaskMetrics(str(headline), metrics)
 
 
 def judged_by(config: Config) -> str:
@@ -130,30 +125,22 @@ def check_task(config: Config) -> None:
     stated = plugins.stated(_PACKAGE, name)
     for setting, default in _OF_TRAIN.items():
         if getattr(config.train, setting) != default and setting not in stated.get("TAKES", ()):
-            raise UserError(
-                f"train.{setting} does not go with task.name={name}.",
-                why="That task does not take it: its file does not name it in TAKES.",
-                fix=f"Leave train.{setting} out.",
-                key=f"train.{setting}",
-            )
+            what = f"train.{setting} does not go with task.name={name}."
+            why = "That task does not take it: its file does not name it in TAKES."
+            raise UserError(what, why=why, fix=f"Leave train.{setting} out.", key=f"train.{setting}")
     wanted = stated.get("LABELS")
     given = plugins.stated("trainkit.data.datasets", config.data.name).get("LABELS", "one")
     if wanted not in (None, given):
-        raise UserError(
-            f"task.name={name} does not go with data.name={config.data.name}.",
-            why=f"The task takes {wanted} label{'s' * (wanted != 'one')} an image, the data has {given}.",
-            fix=f"Use task.name={'multilabel' if given == 'several' else 'classification'}, or other data; "
-            'a data set of your own with several labels states LABELS = "several" in its file.',
-            key="task.name",
-        )
+        what = f"task.name={name} does not go with data.name={config.data.name}."
+        why = f"The task takes {wanted} label{'s' * (wanted != 'one')} an image, the data has {given}."
+        fix = f"Use task.name={'multilabel' if given == 'several' else 'classification'}, or other data; "
+        fix += 'a data set of your own with several labels states LABELS = "several" in its file.'
+        raise UserError(what, why=why, fix=fix, key="task.name")
     measured = [f"val/{prefix}{metric}" for prefix in ("", "ema_") for metric in metrics.metrics]
     if config.checkpoint.best is not None and config.checkpoint.best not in measured:
-        raise UserError(
-            f"checkpoint.best={config.checkpoint.best} is not valid.",
-            why=f"Task '{name}' measures: {', '.join(measured)}.",
-            fix=did_you_mean(config.checkpoint.best, measured, otherwise=f"Use val/{metrics.headline}."),
-            key="checkpoint.best",
-        )
+        what = f"checkpoint.best={config.checkpoint.best} is not valid."
+        fix = did_you_mean(config.checkpoint.best, measured, otherwise=f"Use val/{metrics.headline}.")
+        raise UserError(what, why=f"Task '{name}' measures: {', '.join(measured)}.", fix=fix, key="checkpoint.best")
 
 
 # Optimizers and schedules
@@ -166,11 +153,9 @@ _REFUSED = {
     "SparseAdam": "It is for sparse gradients, which image models do not have.",
     "torch.Muon": "It takes matrices only, no filters, biases or norms. optim.name=muon takes them all.",
 }
-# Class -> why it cannot update weights of which a rank holds a part.
-_WHOLE_NAME = "It goes by norms or means of a whole weight, in ways that torch does not compute over the ranks' parts."
-_WHOLE_ONLY = dict.fromkeys(
-    ("Adafactor", "AdafactorBigVision", "AdamP", "Mars", "NvNovoGrad", "Rprop", "SGDP"), _WHOLE_NAME
-)
+# Classes that cannot update weights of which a rank holds a part, and why.
+_WHOLE_ONLY = ("Adafactor", "AdafactorBigVision", "AdamP", "Mars", "NvNovoGrad", "Rprop", "SGDP")
+_WHOLE = "It goes by norms or means of a whole weight, in ways that torch does not compute over the ranks' parts."
 
 
 @dataclass(frozen=True)
@@ -199,16 +184,10 @@ def find_optimizer(name: str) -> Listed:
     Raises UserError for one that neither has.
     """
     known = library_optimizers()
-    found = next((known[key] for key in (name, f"timm/{name}", f"torch/{name}") if key in known), None)
-    if found is None:
-        names = [*OptimConfig.OURS, *usable_names()]
-        raise UserError(
-            f"Unknown optimizer '{name}'.",
-            why=f"There are: {', '.join(names)}; or package.module:function of your own.",
-            fix=did_you_mean(name, [*names, *known], otherwise="Use one of them."),
-            key="optim.name",
-        )
-    return found
+    for key in (name, f"timm/{name}", f"torch/{name}"):
+        if key in known:
+            return known[key]
+    raise unknown("optimizer", name, [*OptimConfig.OURS, *usable_names()], own=True, key="optim.name")
 
 
 def usable_names() -> list[str]:
@@ -236,19 +215,12 @@ def check_optimizer(config: Config) -> None:
     if why:
         raise UserError(f"optim.name={optim.name} is not possible.", why=why, fix=fix, key="optim.name")
     if "weight_decay" not in signature.options and optim.weight_decay:
-        raise UserError(
-            f"optim.weight_decay={optim.weight_decay:g} does not go with optim.name={optim.name}.",
-            why="It has no weight decay.",
-            fix="Use optim.weight_decay=0.",
-            key="optim.weight_decay",
-        )
+        what = f"optim.weight_decay={optim.weight_decay:g} does not go with optim.name={optim.name}."
+        raise UserError(what, why="It has no weight decay.", fix="Use optim.weight_decay=0.", key="optim.weight_decay")
     if optim.betas is not None and "betas" in signature.options and len(optim.betas) != listed.num_betas:
-        raise UserError(
-            f"optim.name={optim.name} does not take {len(optim.betas)} numbers as optim.betas.",
-            why=f"It has {listed.num_betas}.",
-            fix=f"Give {listed.num_betas}, or leave optim.betas out.",
-            key="optim.betas",
-        )
+        what = f"optim.name={optim.name} does not take {len(optim.betas)} numbers as optim.betas."
+        fix = f"Give {listed.num_betas}, or leave optim.betas out."
+        raise UserError(what, why=f"It has {listed.num_betas}.", fix=fix, key="optim.betas")
     plugins.check_against(signature, optim.name, given, where="optim")
 
 
@@ -262,12 +234,9 @@ def objection(listed: Listed, given: Mapping[str, Any], *, sharded: bool) -> tup
         return refused, other
     if given.get("max_grad_norm"):
         return "optim.max_grad_norm would be the norm of a rank's part.", "Use train.grad_clip_norm."
-    if sharded:
-        whole = _WHOLE_ONLY.get(listed.class_name)
-        if given.get("caution") or given.get("algo") == "adamuon":
-            whole = _WHOLE_NAME
-        if whole:
-            return whole, "Use it with a strategy that holds whole weights, such as strategy.name=zero."
+    by_norms = listed.class_name in _WHOLE_ONLY or given.get("caution") or given.get("algo") == "adamuon"
+    if sharded and by_norms:
+        return _WHOLE, "Use it with a strategy that holds whole weights, such as strategy.name=zero."
     return "", ""
 
 
@@ -277,12 +246,7 @@ def check_schedule(schedule: ScheduleConfig) -> None:
         asked = plugins.signature("trainkit.schedule", schedule.name).options
         plugins.check_options("trainkit.schedule", schedule.name, given_to_own(schedule, asked, 1), where="schedule")
     elif schedule.name not in ScheduleConfig.OURS:
-        raise UserError(
-            f"Unknown schedule '{schedule.name}'.",
-            why=f"There are: {', '.join(ScheduleConfig.OURS)}; or package.module:function of your own.",
-            fix=did_you_mean(schedule.name, list(ScheduleConfig.OURS), otherwise="Use one of them."),
-            key="schedule.name",
-        )
+        raise unknown("schedule", schedule.name, list(ScheduleConfig.OURS), own=True, key="schedule.name")
 
 
 def given_to_own(schedule: ScheduleConfig, asked: Sequence[str], steps_per_epoch: int) -> dict[str, Any]:
@@ -304,24 +268,23 @@ def _timms() -> Iterator[tuple[str, Listed]]:
     if folder is None:
         return
     files = {f"torch.optim.{name}": file for name, file in _torch_classes().items()}
-    found: dict[str, Listed] = {}
     tree = plugins.parse(folder / "_optim_factory.py", None)
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             files.update({alias.name: folder / f"{node.module}.py" for alias in node.names})
-    for call in ast.walk(tree):
-        if not isinstance(call, ast.Call):
-            continue
-        if ast.unparse(call.func) == "OptimInfo":
-            said = dict(zip(("name", "opt_class"), call.args, strict=False))
-            said.update({str(word.arg): word.value for word in call.keywords})
-            name, class_name = str(ast.literal_eval(said["name"])), ast.unparse(said["opt_class"]).strip("'\"")
-            defaults = ast.literal_eval(said["defaults"]) if "defaults" in said else None
-            betas = int(ast.literal_eval(said["num_betas"])) if "num_betas" in said else 2
+    calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found: dict[str, Listed] = {}
+    for function, call in calls:
+        if function == "OptimInfo":
+            given = dict(zip(("name", "opt_class"), call.args, strict=False))
+            given |= {str(word.arg): word.value for word in call.keywords}
+            class_name = ast.unparse(given.pop("opt_class")).strip("'\"")
+            literals = {key: ast.literal_eval(given[key]) for key in ("name", "num_betas", "defaults") if key in given}
+            name, betas, defaults = literals["name"], literals.get("num_betas", 2), literals.get("defaults")
             short = class_name.removeprefix("torch.optim.")
             found[name] = Listed("timm", name, short, files.get(class_name), betas, defaults)
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".register_alias"):
+    for function, call in calls:
+        if function.endswith(".register_alias"):
             alias, target = map(ast.literal_eval, call.args)
             found[alias] = found[target]
     yield from found.items()

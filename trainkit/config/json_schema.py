@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -20,7 +20,7 @@ from trainkit import plugins
 from trainkit.config.components import usable_names
 from trainkit.config.loading import PACKAGED
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
-from trainkit.errors import UserError, did_you_mean
+from trainkit.errors import unknown
 
 OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}
 ELSEWHERE = {
@@ -55,7 +55,7 @@ _SHARED = {
     "val_size": "Number of validation images.",
     "width": "Channels of the first stage.",
 }
-_NAMES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "null": "null"}
+_NAMES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "object": "{name: text}"}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
@@ -71,56 +71,42 @@ def json_schema(models: Sequence[str], optimizers: Sequence[str]) -> dict[str, A
         models, optimizers: names that libraries have.
     """
     schema = Config.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "trainkit preset"
-    sections: dict[str, Any] = schema["$defs"]
-    models_of_sections: list[type[BaseModel]] = [Config, *SECTIONS.values()]
-    for model in models_of_sections:
-        properties = schema["properties"] if model is Config else sections[model.__name__]["properties"]
-        for name, text in _field_docs(model).items():
-            properties[name]["description"] = text
-    # What the configuration turns into text may be written as a number: `time: 90`, `sbatch: {nice: 10}`.
-    launch = sections["LaunchConfig"]["properties"]
-    launch["time"]["type"] = ["string", "integer"]
-    launch["mem"]["anyOf"].append({"type": "integer"})
-    for options in (launch["sbatch"], launch["srun"]):
-        options["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
-    for key in ("model.name", "data.name", "task.name", "strategy.name"):
-        section = SECTIONS[key.partition(".")[0]].__name__
-        _name_plugins(sections[section], plugins.package_of(key), models if key == "model.name" else ())
-    _name(launch["executor"], ["auto", *plugins.available("trainkit.schedulers"), "debug"], OWN)
-    _name_ours(sections["OptimConfig"], OptimConfig, optimizers, ANY_OPTIMIZER)
-    _name_ours(sections["ScheduleConfig"], ScheduleConfig, (), OWN)
-    _name(sections["MonitorConfig"]["properties"]["loggers"]["items"], plugins.available("trainkit.monitor"), OWN)
+    sections = {name: schema["$defs"][model.__name__] for name, model in SECTIONS.items()}
+    _describe(Config, schema)
+    for name, model in SECTIONS.items():
+        _describe(model, sections[name])
+    for name in ("model", "data", "task", "strategy"):
+        _name_plugins(sections[name], plugins.package_of(f"{name}.name"), models if name == "model" else ())
+    _name_ours(sections["optim"], OptimConfig, optimizers, ANY_OPTIMIZER)
+    _name_ours(sections["schedule"], ScheduleConfig, (), OWN)
+    executors = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
+    _name(sections["launch"]["properties"]["executor"], executors, OWN)
+    _name(sections["monitor"]["properties"]["loggers"]["items"], plugins.available("trainkit.monitor"), OWN)
     presets = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
-    extends = {
-        "description": "A preset to start from, by name or path; this file states only what differs.",
-        "anyOf": [
-            {"enum": sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in presets)},
-            {"type": "string"},
-        ],
+    names = sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in presets)
+    about = "A preset to start from, by name or path; this file states only what differs."
+    extends = {"description": about, "anyOf": [{"enum": names}, {"type": "string"}]}
+    return schema | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "trainkit preset",
+        "properties": {"extends": extends, **schema["properties"]},
     }
-    schema["properties"] = {"extends": extends, **schema["properties"]}
-    return schema
 
 
-def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field of a section.
+def _describe(model: type[BaseModel], schema: dict[str, Any]) -> None:
+    """Describe each field of a section by the docstring below it.
 
     pydantic can do this (`use_attribute_docstrings`), but then does it for every command, a tenth of its start.
     """
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
-    return {
-        before.target.id: inspect.cleandoc(after.value.value)
-        for before, after in zip(body.body, body.body[1:], strict=False)
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
-    }
+    for before, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            schema["properties"][ast.unparse(before.target)]["description"] = inspect.cleandoc(str(after.value.value))
 
 
 def _name(field: dict[str, Any], names: Sequence[str], elsewhere: dict[str, Any]) -> None:
-    """Have a field list its names, beside those that are elsewhere."""
+    """List the names that a field may have, beside those that are elsewhere."""
     del field["type"]
     field["anyOf"] = [{"enum": list(names)}, elsewhere]
 
@@ -130,11 +116,7 @@ def _if_named(rule: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) -> None:
-    """Have the section list its plugins' names, and the options of whichever is named.
-
-    Args:
-        others: names that a library has.
-    """
+    """List the plugins of a section, ``others`` of a library, and the options of whichever is named."""
     names, common = plugins.available(package), sorted(section["properties"])
     _name(section["properties"]["name"], [*names, *others], ELSEWHERE if others else OWN)
     rules = []
@@ -153,7 +135,7 @@ def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) 
 def _name_ours(
     section: dict[str, Any], model: type[ExtensibleSection], others: Sequence[str], elsewhere: dict[str, Any]
 ) -> None:
-    """Have the section list its names, of which ours have no keys but the section's own."""
+    """List the names that a section may have, of which ours have no keys but the section's own."""
     _name(section["properties"]["name"], [*model.OURS, *others], elsewhere)
     own_keys = {"propertyNames": {"enum": sorted(section["properties"])}}
     section["allOf"] = [{"if": _if_named({"not": {"enum": list(model.OURS)}}), "else": own_keys}]
@@ -209,24 +191,19 @@ def settings(section: str | None = None) -> list[Setting]:
     Raises UserError where there is no such section.
     """
     if section is not None and section not in SECTIONS:
-        raise UserError(
-            f"Unknown section '{section}'.",
-            why=f"There are: {', '.join(SECTIONS)}.",
-            fix=did_you_mean(section, list(SECTIONS), otherwise=f"Use {next(iter(SECTIONS))}."),
-        )
-    schema, found = json_schema((), ()), []
-    for name, field in schema["properties"].items():
-        if name not in SECTIONS and name != "extends" and section is None:
-            found.append(_setting(name, field))
-        elif name in SECTIONS and section in (None, name):
-            part = schema["$defs"][SECTIONS[name].__name__]
-            found += [_setting(f"{name}.{key}", field) for key, field in part["properties"].items()]
-            options: dict[Setting, list[str]] = {}  # one that several plugins share stands once
-            for rule in part.get("allOf", ()):
-                for key, field in rule.get("then", {}).get("properties", {}).items():
-                    plugin: str = rule["if"]["properties"]["name"]["const"]
-                    options.setdefault(_setting(f"{name}.{key}", field), []).append(plugin)
-            found += [Setting(it.key, it.type, it.default, it.text, ", ".join(of)) for it, of in options.items()]
+        raise unknown("section", section, list(SECTIONS))
+    schema = json_schema((), ())
+    tops = {name: field for name, field in schema["properties"].items() if name not in ("extends", *SECTIONS)}
+    found = [] if section else [_setting(name, field) for name, field in tops.items()]
+    for name in [section] if section else SECTIONS:
+        part = schema["$defs"][SECTIONS[name].__name__]
+        found += [_setting(f"{name}.{key}", field) for key, field in part["properties"].items()]
+        options: dict[Setting, list[str]] = {}  # one that several plugins share stands once
+        for rule in part.get("allOf", ()):
+            for key, field in rule.get("then", {}).get("properties", {}).items():
+                plugin: str = rule["if"]["properties"]["name"]["const"]
+                options.setdefault(_setting(f"{name}.{key}", field), []).append(plugin)
+        found += [replace(option, of=", ".join(of)) for option, of in options.items()]
     return found
 
 
@@ -240,20 +217,15 @@ def _setting(key: str, field: Mapping[str, Any]) -> Setting:
 def _type(field: Mapping[str, Any]) -> str:
     """A type of the schema in words: ``int > 0 | auto | null``."""
     if "anyOf" in field:
-        return " | ".join(_type(item) for item in field["anyOf"])
+        return " | ".join(map(_type, field["anyOf"]))
     if "const" in field or "enum" in field:
         return " | ".join(map(str, field.get("enum", [field.get("const")])))
     kind = field.get("type", "any")
     if kind == "array":
-        items = field.get("prefixItems") or [field.get("items", {})]
-        inside = [_type({"type": item.get("type", "any")}) for item in items]
-        return f"[{', '.join(inside if 'prefixItems' in field else [*inside, '...'])}]"
-    if kind == "object":
-        return "{name: text}"
-    kinds: list[str] = kind if isinstance(kind, list) else [kind]
-    names = [_NAMES.get(name, name) for name in kinds]
+        items = field.get("prefixItems") or [field.get("items", {}), {"type": "..."}]
+        return f"[{', '.join(_type({'type': item.get('type', 'any')}) for item in items)}]"
     bounds = [f"{sign} {field[word]:.10g}" for word, sign in _BOUNDS.items() if word in field]
-    return " ".join([" | ".join(names), ", ".join(bounds)]).strip()
+    return f"{_NAMES.get(kind, kind)} {', '.join(bounds)}".strip()
 
 
 def _written(value: Any) -> str:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -30,7 +30,7 @@ from trainkit.config.schema import (
     is_one_line,
 )
 from trainkit.config.slurm_options import long_name, settings_of
-from trainkit.errors import TrainkitError, UserError, did_you_mean
+from trainkit.errors import TrainkitError, UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -66,30 +66,20 @@ def override_layer(overrides: Iterable[str]) -> Layer:
     for index, text in enumerate(texts):
         key, equals, value = text.partition("=")
         shown = text if text.isprintable() else repr(text)
-        meant = _meant(text, texts[index + 1 : index + 3])
-        if not equals or not key or key.startswith("-") or meant:
-            raise UserError(
-                f"'{shown}' is not an override.",
-                why="Overrides are written section.key=value.",
-                fix=f"Write {meant}." if meant else "For example optim.lr=3e-4.",
-            )
-        parsed = {key: _typed(key, value)}
-        for mapping in OPEN_MAPPINGS:
-            if key.startswith(f"{mapping}."):  # launch.sbatch.comment=thesis
-                parsed = {mapping: {key.removeprefix(f"{mapping}."): value}}
+        # `optim.lr = 3`, `optim.lr:3`, `optim.lr==3`
+        odd = re.match(r"([\w.]+)( ?==? ?|:=?)([^\s=]+)(?!\S)", " ".join(texts[index : index + 3]))
+        is_odd = odd is not None and odd[2] != "=" and odd[1] not in SECTIONS and field_of(odd[1]) is not None
+        if not equals or not key or key.startswith("-") or is_odd:
+            fix = f"Write {odd[1]}={odd[3]}." if odd and is_odd else "For example optim.lr=3e-4."
+            raise UserError(f"'{shown}' is not an override.", why="Overrides are written section.key=value.", fix=fix)
+        mapping = next((name for name in OPEN_MAPPINGS if key.startswith(f"{name}.")), "")  # launch.sbatch.comment=x
+        entry = key.removeprefix(f"{mapping}.")
+        parsed = {mapping: {entry: value}} if mapping else {key: _override_value(key, value)}
         layer = merge(layer, {item: (given, Source("override", shown)) for item, given in flatten(parsed)})
     return layer
 
 
-def _meant(text: str, following: Sequence[str]) -> str:
-    """What a setting with spaces, a colon or two signs was to be: of ``optim.lr = 3``, ``optim.lr:3``; else empty."""
-    match = re.match(r"([\w.]+)( ?==? ?|:=?)(\S+)", " ".join([text, *following]))
-    if match is None or match[2] == "=" or "=" in match[3] or match[1] in SECTIONS or field_of(match[1]) is None:
-        return ""
-    return f"{match[1]}={match[3]}"
-
-
-def _typed(key: str, text: str) -> Any:
+def _override_value(key: str, text: str) -> Any:
     """The value of an override. What must be text stays as it was typed: account 0123 is no number."""
     value, field = yaml.parse_value(text), field_of(key)
     is_text = field is not None and field.annotation in (str, str | None)
@@ -112,14 +102,14 @@ def merge(low: Layer, high: Layer) -> Layer:
     for key, (value, source) in high.items():
         # Another plugin has other options: those of the one it replaces must not follow it.
         section, _, name = key.partition(".")
-        if name == "name" and issubclass(SECTIONS.get(section, Section), PluginSection):
-            plugins: type[PluginSection] = SECTIONS[section]  # type: ignore[assignment]
-            if low.get(key, (plugins.model_fields["name"].default,))[0] != value:
-                for other in [item for item in merged if item.startswith(f"{section}.")]:
-                    if not plugins.outlives(other.split(".")[1], str(value)) and other not in high:
-                        del merged[other]
-        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(low.get(key, (None,))[0], dict):
-            value = {**low[key][0], **value}
+        model = SECTIONS.get(section, Section)
+        default = (model.model_fields["name"].default,) if name == "name" else ()
+        if default and issubclass(model, PluginSection) and low.get(key, default)[0] != value:
+            for other in [item for item in merged if item.startswith(f"{section}.")]:
+                if not model.outlives(other.split(".")[1], str(value)) and other not in high:
+                    del merged[other]
+        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(before := low.get(key, (None,))[0], dict):
+            value = {**before, **value}
         merged[key] = (value, source)
     return merged
 
@@ -136,20 +126,14 @@ SITE = "site"
 def find_preset(preset: str) -> Path:
     """The YAML file of a preset name, a path, or a run folder."""
     if not preset.strip():
-        raise UserError(
-            "The name of the preset is empty.",
-            why="A variable of the shell may be unset.",
-            fix="For example python -m jobs.submit ddp.",
-        )
+        what, why = "The name of the preset is empty.", "A variable of the shell may be unset."
+        raise UserError(what, why=why, fix="For example python -m jobs.submit ddp.")
     given = Path(preset).expanduser()  # os.path takes names that are too long for a file, too: a token, by mistake
     named = presets_named(preset)
     if os.path.isfile(given / "config.yaml"):
         if named:
-            raise UserError(
-                f"'{preset}' is a preset and a run.",
-                why=f"There are {named[0]} and {given.absolute()}.",
-                fix=f"Give the path of one of them: ./{preset} is the run.",
-            )
+            why, fix = f"There are {named[0]} and {given.absolute()}.", f"Give the path of one: ./{preset} is the run."
+            raise UserError(f"'{preset}' is a preset and a run.", why=why, fix=fix)
         return given / "config.yaml"
     if given.suffix in (".yaml", ".yml"):
         if os.path.isfile(given):
@@ -158,17 +142,13 @@ def find_preset(preset: str) -> Path:
     if named:
         return named[0]
     if os.path.isdir(given):
-        raise UserError(
+        what, fix = (
             f"{preset} is not a run folder, or only half of one.",
-            why="It has no config.yaml.",
-            fix="Give a preset, a YAML file, or a run folder.",
+            "Give a preset, a YAML file, or a run folder.",
         )
+        raise UserError(what, why="It has no config.yaml.", fix=fix)
     known = sorted(described(), key=lambda name: ("/" in name, name))
-    raise UserError(
-        f"Unknown preset '{preset}'.",
-        why=f"There are: {', '.join(known)}.",
-        fix=did_you_mean(preset, known, otherwise="Use one of them, or the path of a YAML file."),
-    )
+    raise unknown("preset", preset, known, otherwise="Use one of them, or the path of a YAML file.")
 
 
 def described() -> dict[str, str]:
@@ -200,7 +180,7 @@ def presets_named(name: str) -> list[Path]:
 
 def file_layer(path: Path) -> Layer:
     """What a preset's file says, on top of what it extends."""
-    layers = [_said(file, values, lines, "file") for file, values, lines in _chain(path)]
+    layers = [_layer_of_file(file, values, lines, "file") for file, values, lines in _chain(path)]
     return reduce(merge, reversed(layers))
 
 
@@ -225,7 +205,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any], dict[str, int]]]:
     return found
 
 
-def _said(path: Path, values: Mapping[str, Any], lines: Mapping[str, int], kind: str) -> Layer:
+def _layer_of_file(path: Path, values: Mapping[str, Any], lines: Mapping[str, int], kind: str) -> Layer:
     """The layer of one file. `optim:` with nothing but comments below it says nothing."""
     whole = {key: {} if value is None and key in SECTIONS else value for key, value in values.items()}
     return {key: (value, Source(kind, f"{path}:{lines.get(key, 1)}")) for key, value in flatten(whole)}
@@ -237,11 +217,8 @@ def _parent(path: Path, parent: Any, line: int) -> Path:
     A preset that extends its own name extends the packaged one that it hides.
     """
     if not isinstance(parent, str):
-        raise UserError(
-            f"extends={parent} is not valid (file {path}:{line}).",
-            why="It must be the name of one preset.",
-            fix="For example extends: ddp.",
-        )
+        what, why = f"extends={parent} is not valid (file {path}:{line}).", "It must be the name of one preset."
+        raise UserError(what, why=why, fix="For example extends: ddp.")
     name = parent if parent.endswith((".yaml", ".yml")) else f"{parent}.yaml"
     beside, packaged = path.parent / name, PACKAGED / name
     is_beside = os.path.isfile(beside)  # False for a name that no file can have
@@ -261,14 +238,11 @@ def profile_layer(cluster: str) -> Layer:
     path = find_profile(cluster)
     values, lines = yaml.read(path)
     values.pop(SITE, None)
-    layer = _said(path, values, lines, "cluster profile")
+    layer = _layer_of_file(path, values, lines, "cluster profile")
     for key in layer:
         if not key.startswith("launch.") or key == "launch.cluster":
-            raise UserError(
-                f"'{key}' does not belong into a cluster profile.",
-                why=f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only.",
-                fix="Move it to a preset.",
-            )
+            why = f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only."
+            raise UserError(f"'{key}' does not belong into a cluster profile.", why=why, fix="Move it to a preset.")
     return layer
 
 
@@ -281,11 +255,8 @@ def find_profile(cluster: str) -> Path:
         if os.path.isfile(path):
             return path
     known = sorted(file.stem for folder in (OWN, PACKAGED) for file in folder.glob("clusters/*.yaml"))
-    raise UserError(
-        f"Unknown cluster profile '{cluster}'.",
-        why=f"There are: {', '.join(dict.fromkeys(known)) or 'none'}.",
-        fix=did_you_mean(cluster, known, otherwise="Write configs/clusters/NAME.yaml, or give the path of a file."),
-    )
+    otherwise = "Write configs/clusters/NAME.yaml, or give the path of a file."
+    raise unknown("cluster profile", cluster, known, otherwise=otherwise)
 
 
 CLUSTER = "TRAINKIT_CLUSTER"
@@ -346,9 +317,9 @@ def load(
     from_file = file_layer(path)
     if moved_to is not None:
         from_file = _moved(from_file, moved_to)
-    given = env or {}
-    variables, notes = settings_of(given)
-    variables += [(CLUSTER, "launch.cluster", given[CLUSTER])] if given.get(CLUSTER) else []
+    variables, notes = settings_of(env or {})
+    if cluster := (env or {}).get(CLUSTER):
+        variables.append((CLUSTER, "launch.cluster", cluster))
     layers: list[Layer] = [from_file, *({key: (value, Source("environment", name))} for name, key, value in variables)]
     layers += [override_layer(overrides)]
     layers += [{key: (value, Source("flag", flag)) for key, (value, flag) in (flags or {}).items()}]
@@ -362,11 +333,8 @@ def load(
         merged = merge(layers[0], merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
     if not is_one_line(name):
-        raise UserError(
-            f"{name!r} cannot name a run.",
-            why="It holds a line break or another control character.",
-            fix="Rename the file or the folder.",
-        )
+        why, fix = "It holds a line break or another control character.", "Rename the file or the folder."
+        raise UserError(f"{name!r} cannot name a run.", why=why, fix=fix)
     sources = {key: source for key, (_, source) in merged.items()} | _entries(layers)
     return Loaded(_validate(merged), name, sources, tuple(notes))
 
@@ -410,26 +378,23 @@ def to_yaml(config: Config) -> str:
 def _validate(layer: Layer) -> Config:
     tree: dict[str, Any] = {}
     for key, (value, source) in layer.items():
+        if key in SECTIONS:
+            raise _value_for_section(key, value, source)
         *parents, last = key.split(".")
         node = tree
         for parent in parents:
-            child = node.setdefault(parent, {})
-            if not isinstance(child, dict):
-                if parent in SECTIONS and node is tree:
-                    raise value_for_section(parent, child, layer[parent][1])
-                raise below_a_value(key, layer)
-            node = child
-        if last in SECTIONS and node is tree:
-            raise value_for_section(last, value, source)
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise _below_a_value(key, layer)
         node[last] = value
     try:
         return Config.model_validate(tree)
     except ImpossibleError as error:
-        written = [f"{key} ({_source(key, layer)})" for key in error.keys if key in layer]
+        written = [f"{key} ({layer[key][1]})" for key in error.keys if key in layer]
         where = "" if error.secret else f" Written: {', '.join(written) or 'by default'}."
         raise UserError(error.what, why=f"{error.why}{where}", fix=error.fix, key=error.key) from None
     except ValidationError as error:
-        raise explain(error, layer) from None
+        raise _explain(error, layer) from None
 
 
 # A setting, and what it is called elsewhere.
@@ -485,52 +450,42 @@ def setting_named(name: str) -> str:
     return meant_by(name) or (f"{of[0]}.{name}" if of else "")
 
 
-def explain(error: ValidationError, layer: Layer) -> UserError:
+def _explain(error: ValidationError, layer: Layer) -> UserError:
     """The first problem that pydantic found in the tree built from ``layer``, for the person who wrote it."""
     problem = error.errors(include_url=False)[0]
-    location = [str(part) for part in problem["loc"]]
-    cause = problem.get("ctx", {}).get("error")
+    location, context = list(map(str, problem["loc"])), problem.get("ctx", {})
     if problem["type"] == "extra_forbidden":
-        return unknown_key(".".join([*location, *problem.get("ctx", {}).values()]), layer)
+        return _unknown_key(".".join([*location, *context.values()]), layer)
     # Members of a union and items of a list put their own names behind the key; keep the setting itself.
     key = ".".join(location[: 2 if location[0] in SECTIONS else 1])
-    if key in SECTIONS:
-        return value_for_section(key, problem["input"], _source(key, layer))
-    return _wrong_value(key, problem["input"], cause, layer)
+    return _wrong_value(key, problem["input"], str(context.get("error", "")), layer)
 
 
-def unknown_key(key: str, layer: Layer) -> UserError:
+def _unknown_key(key: str, layer: Layer) -> UserError:
     """``key`` names no setting; say which is nearest."""
     # An unknown section is reported by its name alone; show one of the settings that were to go into it.
     written = key if key in layer else next((item for item in layer if item.startswith(f"{key}.")), key)
     section, last = written.split(".")[0] if "." in written else "", written.rpartition(".")[2]
-    has = list(SECTIONS[section].model_fields) if section in SECTIONS else list(Config.model_fields)
     named = f"'{section}' has" if section in SECTIONS else "The sections are"
-    return UserError(
-        f"Unknown key '{written if written.isprintable() else repr(written)}'.",
-        why=f"{named}: {', '.join(has)} ({_source(key, layer)}).",
-        fix=_nearest_key(section, last, written),
-        key=written,
-    )
+    has = ", ".join(SECTIONS.get(section, Config).model_fields)
+    what = f"Unknown key '{written if written.isprintable() else repr(written)}'."
+    why = f"{named}: {has} ({_source(key, layer)})."
+    return UserError(what, why=why, fix=_nearest_key(section, last, written), key=written)
 
 
-def value_for_section(section: str, value: Any, source: Source) -> UserError:
+def _value_for_section(section: str, value: Any, source: Source) -> UserError:
     """A section was given one value: ``model=3``."""
-    model = SECTIONS[section]
-    if "name" in model.model_fields and not isinstance(value, list | dict | None):
-        fix = f"Did you mean {section}.name={shown(value)}?"
+    fields = SECTIONS[section].model_fields
+    if "name" in fields and not isinstance(value, list | dict | None):
+        fix = f"Did you mean {section}.name={_shown(value)}?"
     else:
-        name, field = next(item for item in model.model_fields.items() if item[1].default is not None)
-        fix = f"Set one of its keys, for example {section}.{name}={shown(field.default)}."
-    return UserError(
-        f"'{section}' is a section, not a value ({source}).",
-        why=f"'{section}' has: {', '.join(model.model_fields)}.",
-        fix=fix,
-        key=section,
-    )
+        name, field = next(item for item in fields.items() if item[1].default is not None)
+        fix = f"Set one of its keys, for example {section}.{name}={_shown(field.default)}."
+    what, why = f"'{section}' is a section, not a value ({source}).", f"'{section}' has: {', '.join(fields)}."
+    return UserError(what, why=why, fix=fix, key=section)
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value as one would write it in YAML or in an override."""
     if isinstance(value, str):
         return value if value and value == value.strip() and value.isprintable() else repr(value)
@@ -540,77 +495,68 @@ def shown(value: Any) -> str:
         return str(value)
 
 
-def below_a_value(key: str, layer: Layer) -> UserError:
+def _below_a_value(key: str, layer: Layer) -> UserError:
     """``key`` lies below a setting that is no section: ``optim.lr.x=1``."""
     parent = ".".join(key.split(".")[: 2 if key.split(".")[0] in SECTIONS else 1])
     field = field_of(parent)
     default = field.default if field is not None else None
-    return UserError(
-        f"Unknown key '{key}'.",
-        why=f"'{parent}' is one value, not a section ({_source(key, layer)}).",
-        fix=f"For example {parent}={shown(default)}." if default is not None else f"Give {parent}=VALUE.",
-        key=key,
-    )
+    why = f"'{parent}' is one value, not a section ({_source(key, layer)})."
+    fix = f"For example {parent}={_shown(default)}." if default is not None else f"Give {parent}=VALUE."
+    return UserError(f"Unknown key '{key}'.", why=why, fix=fix, key=key)
 
 
-def wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
+def _wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     """A type in words: ``a whole number above 0, or null``. ``limits`` are pydantic's, where they stand apart."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return wanted(arguments[0], tuple(item for part in arguments[1:] for item in getattr(part, "metadata", [part])))
+        limits = tuple(item for part in arguments[1:] for item in getattr(part, "metadata", [part]))
+        return _wanted(arguments[0], limits)
     if origin is Literal:
         return " or ".join(filter(None, [", ".join(map(str, arguments[:-1])), str(arguments[-1])]))
     if origin in (Union, UnionType):
-        return ", or ".join(wanted(part) for part in arguments)
+        return ", or ".join(map(_wanted, arguments))
     if origin is tuple and arguments[-1] is Ellipsis:
-        choices = ", ".join(_choices(arguments[0]))
-        if choices:
-            return f"a list of any of: {choices}"
-        item = wanted(arguments[0])
+        item = _wanted(arguments[0])
         return "a list of texts: [a, b]" if item.startswith("text") else f"a list, each item {item}"
     if origin is tuple:
-        whole = all("whole" in wanted(item) for item in arguments)
-        example = "[20, 25]" if whole else f"[{', '.join(['0.9', '0.99', '0.999'][: len(arguments)])}]"
-        bounds = wanted(arguments[0]).removeprefix("a whole number").removeprefix("a number")
-        return f"{len(arguments)} {'whole ' if whole else ''}numbers{bounds}, as in {example}"
+        item = _wanted(arguments[0])
+        whole, bounds = re.findall("^a (whole )?number(.*)", item)[0]
+        example = ", ".join(["20", "25"] if whole else ["0.9", "0.99", "0.999"][: len(arguments)])
+        return f"{len(arguments)} {whole}numbers{bounds}, as in [{example}]"
     if origin is dict:
         return "a mapping, as in {name: value}"
     words = {NoneType: "null", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
     return words[annotation] + _within(limits)
 
 
-def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
-    value = layer[key][0] if key in layer else given
-    source = _source(key, layer)
+def _wrong_value(key: str, given: Any, cause: str, layer: Layer) -> UserError:
+    if below := next((item for item in layer if item.startswith(f"{key}.")), None):
+        return _below_a_value(below, layer)
+    value, source = layer.get(key, (given, DEFAULT))
     field = field_of(key)
     assert field is not None, key
-    sentence = str(cause) if cause is not None and str(cause) else wanted(field.annotation, tuple(field.metadata))
-    example = f"For example {_written(key, field.default, source)}." if field.default not in (None, (), {}) else ""
-    below = next((item for item in layer if item.startswith(f"{key}.")), None)
-    if below is not None:
-        return below_a_value(below, layer)
-    if sentence.startswith("text") and isinstance(value, int | float):
-        example = f"Put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'."
+    sentence = cause or _wanted(field.annotation, tuple(field.metadata))
     # The value itself, or an item of a list, may be a misspelt choice.
     choices = _choices(field.annotation)
-    if sentence.startswith(("a number", "a whole number")) and (
-        number := re.fullmatch(r"([\d.e+-]+)[,;]([\d.e+-]*)", str(value))
-    ):
+    near = [item for item in choices if given != "" and item.startswith(str(given))]
+    near = near or difflib.get_close_matches(str(given), choices, n=1)
+    number = re.fullmatch(r"([\d.e+-]+)[,;]([\d.e+-]*)", str(value))
+    if sentence.startswith("a list") and isinstance(value, str) and (value in choices or not choices):
+        fix = f"Did you mean {_written(key, [value], source)}?"
+    elif near:
+        fix = f"Did you mean '{near[0]}'?"
+    elif number and sentence.startswith(("a number", "a whole number")):
         several = f" Several values are for --sweep {key}={value}." if number[2] else ""
         point = f".{number[2]}" if number[2] and sentence.startswith("a number") else ""
-        example = f"Did you mean {key}={number[1]}{point}?{several}"
-    near = [item for item in choices if item.startswith(str(given))]
-    near = near or difflib.get_close_matches(str(given), choices, n=1)
-    if near and given != "":
-        example = f"Did you mean '{near[0]}'?"
-    if sentence.startswith("a list") and isinstance(value, str) and (value in choices or not choices):
-        example = f"Did you mean {_written(key, [value], source)}?"
-    return UserError(
-        f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source})."),
-        why=f"{key} must be {sentence}.",
-        fix=example or f"Give {sentence.removesuffix(', or null')}, or leave it out.",
-        key=key,
-    )
+        fix = f"Did you mean {key}={number[1]}{point}?{several}"
+    elif sentence.startswith("text") and isinstance(value, int | float):
+        fix = f"Put it in quotes: {key.rpartition('.')[2]}: '{_shown(value)}'."
+    elif field.default not in (None, (), {}):
+        fix = f"For example {_written(key, field.default, source)}."
+    else:
+        fix = f"Give {sentence.removesuffix(', or null')}, or leave it out."
+    what = f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source}).")
+    return UserError(what, why=f"{key} must be {sentence}.", fix=fix, key=key)
 
 
 def _source(key: str, layer: Layer) -> Source:
@@ -621,7 +567,7 @@ def _source(key: str, layer: Layer) -> Source:
 
 def _written(key: str, value: Any, source: Source) -> str:
     """``--nodes 0`` for what came by a flag, else ``launch.nodes=0``."""
-    return f"{source.where} {shown(value)}" if source.kind == "flag" else f"{key}={shown(value)}"
+    return f"{source.where} {_shown(value)}" if source.kind == "flag" else f"{key}={_shown(value)}"
 
 
 def _nearest_key(section: str, name: str, written: str) -> str:

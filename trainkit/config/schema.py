@@ -51,10 +51,22 @@ def only_if(holds: Callable[[Any], object], words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-@BeforeValidator
-def number_as_text(value: Any) -> Any:
-    """A whole number that stands for the same text."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+# `time: 90` is the text 90. (true is refused before it comes here.)
+_NUMBER_AS_TEXT = BeforeValidator(
+    lambda value: str(value) if isinstance(value, int) else value, json_schema_input_type=str | int
+)
+_MEMORY = only_if(re.compile(r"\d+[KMGT]?B?").fullmatch, "a size as sbatch writes it: 32G, 500M, 0")
+_TIME = only_if(time_minutes, "a time above zero")
+_ENVIRONMENT = only_if(re.compile(r"(venv|conda|uv):.+").fullmatch, "venv:FOLDER, conda:NAME or uv:PROJECT")
+_IMAGE = AfterValidator(lambda image: None if image in ("", "none") else image)  # against a profile's or a run's own
+_NO_REPETITIONS = only_if(
+    lambda names: len(set(names)) == len(names), "a list without repetitions: every record would be written twice"
+)
+_TWO_STEPS = only_if(lambda steps: steps[0] < steps[1], "two steps, the second after the first, such as [20, 25]")
+_PLACE = only_if(
+    re.compile(r"(s3|gs)://[a-z0-9][\w.-]+(/(?!\.\.?(/|$))[\w.=+-]+)*/?|file:///[^\x00-\x1f]*").fullmatch,
+    "s3://bucket/prefix, gs://bucket/prefix or file:///folder",
+)
 
 
 @dataclass(frozen=True)
@@ -81,14 +93,15 @@ PLAIN = Reach("nothing")
 class ImpossibleError(UserError):
     """Settings that are each well-formed and cannot hold together.
 
-    ``keys``: those that one may change; ``secret``: what was written must not be repeated.
+    ``keys``: those that one may change, by default all that ``what`` names; ``secret``: what was written must not be
+    repeated.
     """
 
     def __init__(
         self, what: str, *, why: str, fix: str, keys: Sequence[str] = (), key: str | None = None, secret: bool = False
     ) -> None:
-        super().__init__(what, why=why, fix=fix, key=key or keys[0])
-        self.keys, self.secret = tuple(keys), secret
+        self.keys, self.secret = tuple(keys or re.findall(r"(?<![\w.=])[a-z]+\.[a-z_]+", what)), secret
+        super().__init__(what, why=why, fix=fix, key=key or next(iter(self.keys), None))
 
 
 class Section(BaseModel):
@@ -237,35 +250,26 @@ class CheckpointConfig(Section):
     best: Annotated[Annotated[str, Field(pattern=r"^val/\w+$")] | None, PLAIN] = None
     """The metric that selects `best`: val/loss, or val/ and a metric of the task; val/ema_...: that of the averaged
     weights (train.ema_decay). null: the headline of the task."""
-    remote: Annotated[str | None, SENDS] = None
+    remote: Annotated[str | None, SENDS, _PLACE] = None
     """Upload `best` and `latest` there in the background, below the run's name: s3://bucket/prefix,
     gs://bucket/prefix or file:///folder. Credentials come from the environment only."""
 
-    @field_validator("remote")
+    @field_validator("remote", mode="before")  # before `_PLACE`, whose message would repeat the secret
     @classmethod
-    def _place_without_secrets(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        if "@" in value or "?" in value or "#" in value:
-            raise ImpossibleError(
-                "checkpoint.remote holds more than a place.",
-                keys=("checkpoint.remote",),
-                why="Configurations are kept, so that no key and no password may be in them.",
-                fix="Use s3://bucket/prefix, and put credentials into the environment.",
-                secret=True,
-            )
-        if re.fullmatch(r"(s3|gs)://[a-z0-9][\w.-]+(/(?!\.\.?(/|$))[\w.=+-]+)*/?|file:///[^\x00-\x1f]*", value) is None:
-            raise ValueError("s3://bucket/prefix, gs://bucket/prefix or file:///folder")
+    def _place_without_secrets(cls, value: Any) -> Any:
+        if isinstance(value, str) and set(value) & set("@?#"):
+            why = "Configurations are kept, so that no key and no password may be in them."
+            fix = "Use s3://bucket/prefix, and put credentials into the environment."
+            raise ImpossibleError("checkpoint.remote holds more than a place.", why=why, fix=fix, secret=True)
         return value
 
 
 ALWAYS_WRITTEN = (
-    *("executor", "cluster", "nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "mem", "time", "partition"),
-    *("account", "qos", "constraint", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency"),
-    *("mail_user", "mail_type", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
+    *("cluster", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency", "mail_user", "mail_type"),
+    *("qos", "constraint", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
 )
-"""What every version has written into the configuration that a run keeps, and nobody writes by hand. Keys that came
-later an older run does not have."""
+"""What every version has written into the configuration that a run keeps, and nobody writes by hand all at once. Keys
+that came later an older run does not have."""
 
 
 class LaunchConfig(Section):
@@ -288,14 +292,9 @@ class LaunchConfig(Section):
     """Ranks per node; null: one per GPU, or one on CPU."""
     cpus_per_task: PositiveInt | None = None
     """CPUs for each rank; null: the share of the GPUs that a job takes."""
-    mem: Annotated[
-        str | None,
-        PLAIN,
-        number_as_text,
-        only_if(re.compile(r"\d+[KMGT]?B?").fullmatch, "a size as sbatch writes it: 32G, 500M, 0"),
-    ] = None
+    mem: Annotated[Annotated[str, _NUMBER_AS_TEXT, _MEMORY] | None, PLAIN] = None
     """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
-    time: Annotated[str, PLAIN, number_as_text, only_if(time_minutes, "a time above zero")] = "1:00:00"
+    time: Annotated[str, PLAIN, _NUMBER_AS_TEXT, _TIME] = "1:00:00"
     """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
     partition: Annotated[str | None, PLAIN] = None
     """Partition of the cluster, or several: a,b. null: the site's default."""
@@ -342,15 +341,9 @@ class LaunchConfig(Section):
     """Shell lines before the job starts: module load, source ..."""
     modules: Annotated[tuple[str, ...], STARTS] = ()
     """Environment modules that a batch job loads first: [cuda/12.4]."""
-    environment: Annotated[
-        str | None,
-        STARTS,
-        only_if(re.compile(r"(venv|conda|uv):.+").fullmatch, "venv:FOLDER, conda:NAME or uv:PROJECT"),
-    ] = None
+    environment: Annotated[str | None, STARTS, _ENVIRONMENT] = None
     """The Python of a batch job. null: the one that submits; venv:FOLDER, conda:NAME, uv:PROJECT."""
-    container_image: Annotated[
-        str | None, STARTS, AfterValidator(lambda image: None if image in ("", "none") else image)
-    ] = None  # against a profile's or a run's own
+    container_image: Annotated[str | None, STARTS, _IMAGE] = None
     """Run the ranks in a container: image.sif, image.sqsh, nvcr.io#nvidia/pytorch:25.01-py3, docker://..."""
     container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
     """auto: apptainer for .sif files and URLs; otherwise pyxis on SLURM, docker without it (jobs.launch)."""
@@ -374,15 +367,13 @@ class LaunchConfig(Section):
             return value
         known = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
         if value not in known:
-            raise ImpossibleError(
-                f"launch.executor={value} is not valid.",
-                keys=("launch.executor",),
-                why=f"launch.executor must be {', '.join(known)}, or package.module:build of your own.",
-                fix=did_you_mean(value, known, otherwise="For example launch.executor=auto."),
-            )
+            what = f"launch.executor={value} is not valid."
+            why = f"launch.executor must be {', '.join(known)}, or package.module:build of your own."
+            fix = did_you_mean(value, known, otherwise="For example launch.executor=auto.")
+            raise ImpossibleError(what, why=why, fix=fix)
         return value
 
-    @field_validator("sbatch", "srun", mode="before")
+    @field_validator("sbatch", "srun", mode="before", json_schema_input_type=dict[str, str | float | bool | None])
     @classmethod
     def _options(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
@@ -401,36 +392,26 @@ class LaunchConfig(Section):
     def _on_one_line(cls, value: Any) -> Any:
         # All of it goes into the batch script: a line break would begin a line of its own there.
         # pydantic calls the last one of such validators first.
-        if not all(is_one_line(text) for text in _texts(value)):
+        if not all(map(is_one_line, _texts(value))):
             raise ValueError("text on one line, without control characters")
         return value
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:
         if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
-            raise ImpossibleError(
-                "launch.gres and launch.gpus_per_node both ask for GPUs.",
-                keys=("launch.gres", "launch.gpus_per_node"),
-                why="A site knows one of them.",
-                fix="Give one of them.",
-            )
-        given = {*self.sbatch, *(["mem"] if self.mem is not None else [])}
+            what = "launch.gres and launch.gpus_per_node both ask for GPUs."
+            raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")
+        given = {**self.sbatch, **({} if self.mem is None else {"mem": self.mem})}
         memory = [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]
         if len(memory) > 1:
-            raise ImpossibleError(
-                f"--{' and --'.join(memory)} both ask for memory.",
-                keys=("launch.sbatch", "launch.mem"),
-                why="sbatch takes one of them.",
-                fix="Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way.",
-            )
+            what = f"--{' and --'.join(memory)} both ask for memory."
+            fix = "Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way."
+            raise ImpossibleError(what, keys=("launch.sbatch", "launch.mem"), why="sbatch takes one of them.", fix=fix)
         seconds = time_minutes(self.time) * 60
         if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
-            raise ImpossibleError(
-                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}.",
-                keys=("launch.signal_seconds", "launch.time"),
-                why="The job would be told to save soon after it starts.",
-                fix=f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time.",
-            )
+            what = f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}."
+            fix = f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time."
+            raise ImpossibleError(what, why="The job would be told to save soon after it starts.", fix=fix)
         return self
 
 
@@ -480,23 +461,17 @@ class DataConfig(PluginSection):
     @model_validator(mode="after")
     def _only_packs_are_staged(self) -> DataConfig:
         if self.stage is not False and self.pack is None:
-            raise ImpossibleError(
-                f"data.stage={str(self.stage).lower()} without data.pack.",
-                keys=("data.stage", "data.pack"),
-                why="Only packs are copied to a node's own disk: one large file instead of a million small ones.",
-                fix="Make one by `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256.",
-            )
+            why = "Only packs are copied to a node's own disk: one large file instead of a million small ones."
+            fix = "Make one by `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256."
+            raise ImpossibleError(f"data.stage={str(self.stage).lower()} without data.pack.", why=why, fix=fix)
         return self
 
 
 class OptimConfig(ExtensibleSection):
+    SHARED: ClassVar[tuple[str, ...]] = ("momentum", "nesterov", "betas")
     OURS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "adamw": ("betas",),
-        "sgd": ("momentum", "nesterov"),
-        "lamb": ("betas",),
-        "muon": ("momentum", "nesterov", "betas"),
-    }
-    SHARED: ClassVar[tuple[str, ...]] = ("betas", "momentum", "nesterov")
+        "adamw": ("betas",), "sgd": ("momentum", "nesterov"), "lamb": ("betas",), "muon": SHARED
+    }  # fmt: skip
 
     name: Annotated[str, IMPORTS] = "adamw"
     """adamw, sgd, lamb (for very large batches) or muon (for matrices and filters, AdamW for the rest); any other of
@@ -564,14 +539,7 @@ class StrategyConfig(PluginSection):
 
 
 class MonitorConfig(Section):
-    loggers: Annotated[
-        tuple[str, ...],
-        IMPORTS,
-        only_if(
-            lambda names: len(set(names)) == len(names),
-            "a list without repetitions: every record would be written twice",
-        ),
-    ] = ("console", "jsonl", "tensorboard", "wandb")
+    loggers: Annotated[tuple[str, ...], IMPORTS, _NO_REPETITIONS] = ("console", "jsonl", "tensorboard", "wandb")
     """Where records go, each once: files in trainkit/monitor, or package.module:function of your own."""
     log_every: PositiveInt = 10
     """Updates between two training records."""
@@ -580,10 +548,7 @@ class MonitorConfig(Section):
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 
-    profile_steps: Annotated[
-        tuple[NonNegativeInt, PositiveInt] | None,
-        only_if(lambda steps: steps[0] < steps[1], "two steps, the second after the first, such as [20, 25]"),
-    ] = None
+    profile_steps: Annotated[tuple[NonNegativeInt, PositiveInt] | None, _TWO_STEPS] = None
     """[20, 25]: profile the updates after the 20th up to the 25th, on rank 0, into RUN/profile; `touch RUN/PROFILE`
     profiles 5 at any time."""
     memory_history: bool = False
@@ -620,7 +585,6 @@ class CollaborativeConfig(Section):
             raise ImpossibleError(
                 f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
                 f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}.",
-                keys=("collaborative.round_seconds", "collaborative.matchmaking_seconds"),
                 why="Peers look for one another at the end of every round.",
                 fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
             )

@@ -84,22 +84,22 @@ _OWN_FLAGS = """
     account constraint cpus-per-task dependency exclude gpus-per-node job-name mail-type mail-user nodelist nodes
     ntasks-per-node partition qos reservation time
 """
-# The flag or setting of ours; options of both programs that it stands for; and those of sbatch alone.
+# The flag or setting of ours; options of both programs that it stands for; those of sbatch alone; of srun alone.
 _FLAGS = (
-    ("--container-image", "container container-image", ""),
-    ("launch.container_mounts", "container-mounts", ""),
-    ("--nodelist", "nodefile", ""),
-    ("--nodes and --ntasks-per-node", "ntasks", ""),
-    ("--ntasks-per-node", "ntasks-per-core ntasks-per-gpu ntasks-per-socket", ""),
-    ("launch.signal_seconds", "signal", ""),
-    ("--sweep (peers of a swarm: --array)", "", "array"),
-    ("--gpus-per-node", "", "gpus gpus-per-socket gpus-per-task"),
-    ("--cpus-per-task", "", "cpus-per-gpu"),
-    ("--mem", "", "mem"),
-    ("launch.requeue=false", "", "no-requeue"),
-    ("launch.requeue", "", "requeue"),
-    ("--dry-run or --estimate", "", "test-only"),
-    ("--wait", "", "wait"),
+    ("--container-image", "container container-image", "", ""),
+    ("launch.container_mounts", "container-mounts", "", ""),
+    ("--nodelist", "nodefile", "", ""),
+    ("--nodes and --ntasks-per-node", "ntasks", "", ""),
+    ("--ntasks-per-node", "ntasks-per-core ntasks-per-gpu ntasks-per-socket", "", ""),
+    ("launch.signal_seconds", "signal", "", ""),
+    ("--sweep (peers of a swarm: --array)", "", "array", ""),
+    ("--gpus-per-node", "", "gpus gpus-per-socket gpus-per-task", ""),
+    ("--cpus-per-task", "", "cpus-per-gpu", ""),
+    ("--mem", "", "mem", ""),
+    ("launch.requeue=false", "", "no-requeue", ""),
+    ("launch.requeue", "", "requeue", ""),
+    ("--dry-run or --estimate", "", "test-only", ""),
+    ("--wait", "", "wait", ""),
 )
 # A promise; options of both programs that break it; those of sbatch alone; and those of srun alone.
 _PROMISES = (
@@ -134,35 +134,22 @@ def long_name(program: str, key: str) -> str:
 
 def objection(program: str, name: str, value: str) -> tuple[str, str] | None:
     """Why an option (by its long name) is not passed on, and what to do instead; None if it is."""
-    if value and value.startswith(_HARMLESS.get((program, name), ("\0",))):
-        return None
-    is_sbatch = program == "sbatch"
-    flags = [flag for flag, both, sbatch in _FLAGS if name in f"{both} {sbatch if is_sbatch else ''}".split()]
+    column = 2 if program == "sbatch" else 3
+    flags, promises = (
+        [row[0] for row in table if name in f"{row[1]} {row[column]}".split()] for table in (_FLAGS, _PROMISES)
+    )
     flags += [f"--{name}"] if name in _OWN_FLAGS.split() else []
-    promises = [
-        promise
-        for promise, both, sbatch, srun in _PROMISES
-        if name in f"{both} {sbatch if is_sbatch else srun}".split()
-    ]
-    if not promises and not flags:
+    is_harmless = value != "" and value.startswith(_HARMLESS.get((program, name), ()))
+    if is_harmless or not (promises or flags):
         return None
     return "".join(promises) or "It would contradict the plan.", f"Use {flags[0]}." if flags else "Leave it out."
 
 
 # sbatch's own variables, which users set in their shell's profile. sbatch ranks them above the script's header, and
 # below its flags.
-_SETTINGS = {
-    "SBATCH_ACCOUNT": "launch.account",
-    "SBATCH_CONSTRAINT": "launch.constraint",
-    "SBATCH_GPUS_PER_NODE": "launch.gpus_per_node",
-    "SBATCH_GRES": "launch.gres",
-    "SBATCH_JOB_NAME": "launch.job_name",
-    "SBATCH_MEM_PER_NODE": "launch.mem",
-    "SBATCH_PARTITION": "launch.partition",
-    "SBATCH_QOS": "launch.qos",
-    "SBATCH_RESERVATION": "launch.reservation",
-    "SBATCH_TIMELIMIT": "launch.time",
-}
+_SAME = ("account", "constraint", "gpus_per_node", "gres", "job_name", "partition", "qos", "reservation")
+_SETTINGS = {f"SBATCH_{name.upper()}": f"launch.{name}" for name in _SAME}
+_SETTINGS |= {"SBATCH_MEM_PER_NODE": "launch.mem", "SBATCH_TIMELIMIT": "launch.time"}
 _OTHER_NAMES = {
     "SBATCH_ARRAY_INX": "array", "SBATCH_DEBUG": "verbose", "SBATCH_REQ_SWITCH": "switches", "SBATCH_TIMELIMIT": "time",
     "SLURM_CLUSTERS": "clusters",

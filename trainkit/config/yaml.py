@@ -134,11 +134,8 @@ def _construct(loader: _Loader, node: yaml.Node, prefix: str, lines: dict[str, i
         dotted = f"{prefix}{key}"
         line = key_node.start_mark.line + 1
         if key in result:
-            raise UserError(
-                f"'{dotted}' stands twice in {path}.",
-                why=f"Lines {lines[dotted]} and {line}; the second would win silently.",
-                fix="Remove one of them.",
-            )
+            why = f"Lines {lines[dotted]} and {line}; the second would win silently."
+            raise UserError(f"'{dotted}' stands twice in {path}.", why=why, fix="Remove one of them.")
         lines[dotted] = line
         result[key] = _construct(loader, value_node, f"{dotted}.", lines, path)
     return result

@@ -59,12 +59,9 @@ def container_of(launch: LaunchConfig, data_root: str, *, on_slurm: bool) -> Con
         runtime = "apptainer" if by_apptainer else "pyxis" if on_slurm else "docker"
     if runtime == ("docker" if on_slurm else "pyxis"):
         others = "pyxis or apptainer" if on_slurm else "docker or apptainer"
-        raise UserError(
-            f"launch.container_runtime={runtime} does not run {'SLURM jobs' if on_slurm else 'without SLURM'}.",
-            why="pyxis is a plugin of srun; docker's daemon, and not the job, would own the containers.",
-            fix=f"Use launch.container_runtime={others}.",
-            key="launch.container_runtime",
-        )
+        what = f"launch.container_runtime={runtime} does not run {'SLURM jobs' if on_slurm else 'without SLURM'}."
+        why = "pyxis is a plugin of srun; docker's daemon, and not the job, would own the containers."
+        raise UserError(what, why=why, fix=f"Use launch.container_runtime={others}.", key="launch.container_runtime")
     if is_file(image):  # pyxis looks for a name without a slash in a registry
         image = str(Path(image).expanduser().absolute())
     data = Path(data_root).expanduser().absolute()
@@ -136,11 +133,9 @@ def _mounts(container: Container, folders: Sequence[Path]) -> list[str]:
     """The run's folders, those inside another one left out, and then the user's own mounts."""
     for folder in folders:
         if "," in str(folder) or ":" in str(folder):
-            raise UserError(
-                f"The folder {str(folder)!r} cannot be mounted into a container.",
-                why="Commas and colons separate mounts and their parts.",
-                fix="Use a folder without them in its name.",
-            )
+            what = f"The folder {str(folder)!r} cannot be mounted into a container."
+            why = "Commas and colons separate mounts and their parts."
+            raise UserError(what, why=why, fix="Use a folder without them in its name.")
     paths = sorted({*folders, *(Path(mount) for mount in container.mounts if ":" not in mount)})
     outermost = [path for path in paths if not any(other in path.parents for other in paths)]
     return [*map(str, outermost), *(mount for mount in container.mounts if ":" in mount)]

@@ -119,12 +119,9 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     launch, found = loaded.config.launch, Resources(loaded, site)
     executor, batch, nodes, tasks = found.executor.value, found.batch, found.nodes.value, found.tasks.value
     if launch.preflight and not batch:
-        raise UserError(
-            "--preflight is for jobs of SLURM.",
-            why=f"This one is run by the executor {executor}, on this machine.",
-            fix="`python -m jobs.cluster check --executor local` tries this machine.",
-            key="launch.preflight",
-        )
+        why = f"This one is run by the executor {executor}, on this machine."
+        fix = "`python -m jobs.cluster check --executor local` tries this machine."
+        raise UserError("--preflight is for jobs of SLURM.", why=why, fix=fix, key="launch.preflight")
     check_strategy(loaded.config, {"launch.nodes": nodes, "launch.ntasks_per_node": tasks})
     lead = launch.model_copy(update={"time": found.time.value}).lead_seconds()
     container = container_of(launch, loaded.config.data.root, on_slurm=batch)
@@ -178,12 +175,10 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     if size % unit:
         ranks = f"{world_size} rank{'s' * (world_size > 1)}" + (f" of micro_batch_size={micro}" if micro else "")
         near = sorted({max(size // unit, 1) * unit, math.ceil(size / unit) * unit})
-        raise UserError(
-            f"global_batch_size={size} cannot be split evenly over {ranks}.",
-            why=f"A pass over all ranks takes {unit} samples ({loaded.source('train.global_batch_size')}).",
-            fix=f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks.",
-            key="train.global_batch_size",
-        )
+        what = f"global_batch_size={size} cannot be split evenly over {ranks}."
+        why = f"A pass over all ranks takes {unit} samples ({loaded.source('train.global_batch_size')})."
+        fix = f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks."
+        raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
     check_strategy(loaded.config, {"grad_accum_steps": size // unit if micro else 1})
     if train.micro_batch_size == "auto":
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
@@ -228,12 +223,8 @@ def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, l
         for name, text in options.items():
             if refused := objection(program, name, text):
                 key = f"launch.{program}.{name}"
-                raise UserError(
-                    f"--{program} {name}{f'={text}' if text else ''} is not passed on ({loaded.source(key)}).",
-                    why=refused[0],
-                    fix=refused[1],
-                    key=key,
-                )
+                what = f"--{program} {name}{f'={text}' if text else ''} is not passed on ({loaded.source(key)})."
+                raise UserError(what, why=refused[0], fix=refused[1], key=key)
     extra = [Decision(key, text or None, loaded.source(f"launch.sbatch.{key}")) for key, text in launch.sbatch.items()]
     listed = [dataclasses.replace(item, name=item.name.replace("_", "-")) for item in listed]
     return (*(item for item in listed if item.name not in launch.sbatch), *extra)
@@ -305,24 +296,19 @@ def require_environment(loaded: Loaded, cwd: Path) -> None:
         missing, command = "pyproject.toml", "uv init"
     else:
         return
-    raise RefusedError(
-        f"{folder} is no environment of {kind} ({loaded.source('launch.environment')}).",
-        why=f"There is no {missing} in it, and the job would end before its ranks start.",
-        fix=f"Give the right folder, or: `{command} {folder}` makes one; it needs trainkit's packages too.",
-        key="launch.environment",
-    )
+    what = f"{folder} is no environment of {kind} ({loaded.source('launch.environment')})."
+    why = f"There is no {missing} in it, and the job would end before its ranks start."
+    fix = f"Give the right folder, or: `{command} {folder}` makes one; it needs trainkit's packages too."
+    raise RefusedError(what, why=why, fix=fix, key="launch.environment")
 
 
 def require_container(loaded: Loaded, container: Container, facts: SiteFacts, scheduler: Scheduler) -> None:
     """Raise RefusedError where the image is a file that is not there, or srun does not know pyxis."""
     source = loaded.source("launch.container_image")
     if is_file(container.image) and not Path(container.image).exists():
-        raise RefusedError(
-            f"There is no image {container.image} ({source}).",
-            why="The job would end before its ranks start.",
-            fix="Give the image's path, the name that it has in a registry, or --container-image none.",
-            key="launch.container_image",
-        )
+        what = f"There is no image {container.image} ({source})."
+        fix = "Give the image's path, the name that it has in a registry, or --container-image none."
+        raise RefusedError(what, why="The job would end before its ranks start.", fix=fix, key="launch.container_image")
     if container.runtime == "pyxis" and "pyxis" not in facts.containers and scheduler.has_pyxis() is False:
         raise RefusedError(
             f"srun has no option --container-image here, so it does not run {container.image} ({source}).",

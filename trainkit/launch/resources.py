@@ -75,12 +75,10 @@ class Resources:
         for name, count in (("nodes", self._launch.nodes), ("ntasks_per_node", self._launch.ntasks_per_node or 1)):
             if count > 1:
                 written = [f"{key} ({self._loaded.source(key)})" for key in ("strategy.name", f"launch.{name}")]
-                raise UserError(
-                    f"strategy.name={strategy} cannot run with launch.{name}={count}.",
-                    why=f"{strategy} is one process on one node. Written: {', '.join(written)}.",
-                    fix=f"Use a strategy for many ranks, such as strategy.name=ddp, or launch.{name}=1.",
-                    key=f"launch.{name}",
-                )
+                what = f"strategy.name={strategy} cannot run with launch.{name}={count}."
+                why = f"{strategy} is one process on one node. Written: {', '.join(written)}."
+                fix = f"Use a strategy for many ranks, such as strategy.name=ddp, or launch.{name}=1."
+                raise UserError(what, why=why, fix=fix, key=f"launch.{name}")
 
     def _decide_executor(self) -> Decision:
         """Take the site's scheduler where there is one, unless another was asked for."""
@@ -98,19 +96,14 @@ class Resources:
         if found is None:
             if asked is None or "," in asked or not names:
                 return None
-            raise RefusedError(
-                f"Unknown partition '{asked}' ({self._source('partition')}).",
-                why=f"This site has: {', '.join(names)}.",
-                fix=did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}."),
-                key="launch.partition",
-            )
+            what = f"Unknown partition '{asked}' ({self._source('partition')})."
+            fix = did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}.")
+            raise RefusedError(what, why=f"This site has: {', '.join(names)}.", fix=fix, key="launch.partition")
         if found.groups and self._site.user_groups and not set(found.groups) & set(self._site.user_groups):
-            raise RefusedError(
-                f"Partition '{found.name}' is not for you ({self._source('partition')}).",
-                why=f"It lets in the Unix groups {', '.join(found.groups)}.",
-                fix="Use another --partition, or ask for membership.",
-                key="launch.partition",
-            )
+            what = f"Partition '{found.name}' is not for you ({self._source('partition')})."
+            why = f"It lets in the Unix groups {', '.join(found.groups)}."
+            fix = "Use another --partition, or ask for membership."
+            raise RefusedError(what, why=why, fix=fix, key="launch.partition")
         if not found.up:
             what, fix = f"Partition '{found.name}' takes no jobs now.", "Use another --partition."
             raise RefusedError(what, why="Its state is not UP.", fix=fix, key="launch.partition")
@@ -167,12 +160,10 @@ class Resources:
         if asked * nodes > site.gpus:
             visible = f"{site.gpus} of its GPUs are visible" if site.gpus else "no GPU is visible"
             no_slurm = "" if site.scheduler else ", and there is no SLURM here to find others"
-            raise RefusedError(
-                f"{asked * nodes} GPUs are asked for, and this machine does not have them ({source}).",
-                why=f"The run would be local, and {visible}{no_slurm}.",
-                fix="Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node.",
-                key="launch.gpus_per_node",
-            )
+            what = f"{asked * nodes} GPUs are asked for, and this machine does not have them ({source})."
+            why = f"The run would be local, and {visible}{no_slurm}."
+            fix = "Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node."
+            raise RefusedError(what, why=why, fix=fix, key="launch.gpus_per_node")
         return decided
 
     def _gpus_of_partition(self, decided: Decision, most_of_strategy: int | None) -> Decision:
@@ -199,31 +190,23 @@ class Resources:
         if kind is None or not types:
             return nodes
         if self.partition and kind not in types:
-            raise RefusedError(
-                f"Partition '{self.partition.name}' has no GPUs of type '{kind}' ({self._source('gpu_type')}).",
-                why=f"Its nodes have: {', '.join(types)}.",
-                fix=did_you_mean(kind, types, otherwise=f"Use launch.gpu_type={types[0]}, or another --partition."),
-                key="launch.gpu_type",
-            )
+            what = f"Partition '{self.partition.name}' has no GPUs of type '{kind}' ({self._source('gpu_type')})."
+            fix = did_you_mean(kind, types, otherwise=f"Use launch.gpu_type={types[0]}, or another --partition.")
+            raise RefusedError(what, why=f"Its nodes have: {', '.join(types)}.", fix=fix, key="launch.gpu_type")
         return [node for node in nodes if kind in node.gpu_types]
 
     def _require_counted_feature(self, asked: Any) -> None:
         """Where GPUs are a feature of nodes, SLURM does not count them: somebody must say how many a node has."""
         if asked == "auto":
             dialect = self._source("gpu_dialect")
-            raise UserError(
-                "Nobody knows how many GPUs a node has (launch.gpus_per_node=auto).",
-                why=f"This site asks for them by a feature ({dialect}), which has no number.",
-                fix="Set gpus_per_node in the site's profile, or give --gpus-per-node N.",
-                key="launch.gpus_per_node",
-            )
+            what = "Nobody knows how many GPUs a node has (launch.gpus_per_node=auto)."
+            why = f"This site asks for them by a feature ({dialect}), which has no number."
+            fix = "Set gpus_per_node in the site's profile, or give --gpus-per-node N."
+            raise UserError(what, why=why, fix=fix, key="launch.gpus_per_node")
         if asked and self._launch.constraint is None:
-            raise UserError(
-                "launch.gpu_dialect=constraint needs the constraint.",
-                why="Nothing else would ask for GPUs.",
-                fix="Set constraint in the site's profile, or give --constraint gpu.",
-                key="launch.constraint",
-            )
+            what = "launch.gpu_dialect=constraint needs the constraint."
+            fix = "Set constraint in the site's profile, or give --constraint gpu."
+            raise UserError(what, why="Nothing else would ask for GPUs.", fix=fix, key="launch.constraint")
 
     def gpu_directives(self) -> list[Decision]:
         """What asks for the GPUs, and for other generic resources: at most one of --gpus-per-node and --gres.
@@ -263,12 +246,9 @@ class Resources:
             return Decision("ntasks_per_node", gpus or 1, DEFAULT, why)
         if gpus and asked > gpus:
             source = self._source("ntasks_per_node")
-            raise RefusedError(
-                f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)} ({source}).",
-                why="Every rank needs a GPU of its own.",
-                fix=f"Use --ntasks-per-node {gpus}, or --gpus-per-node 0 to train on the CPU.",
-                key="launch.ntasks_per_node",
-            )
+            what = f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)} ({source})."
+            fix = f"Use --ntasks-per-node {gpus}, or --gpus-per-node 0 to train on the CPU."
+            raise RefusedError(what, why="Every rank needs a GPU of its own.", fix=fix, key="launch.ntasks_per_node")
         return self._asked("ntasks_per_node", f"{gpus - asked} of {gpus} GPUs stay idle" if gpus > asked else "")
 
     def _decide_cpus(self) -> Decision:
@@ -353,9 +333,7 @@ class Resources:
         longest, source = slurm_time(limit), self._source("time")
         if source.kind == "default":
             return Decision("time", longest, self._discovered(), "its MaxTime")
-        raise RefusedError(
-            f"--time {time} is over the limit of partition '{partition.name}' ({source}).",
-            why=f"Its MaxTime is {longest}; SLURM would leave the job pending for ever.",
-            fix=f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
-            key="launch.time",
-        )
+        what = f"--time {time} is over the limit of partition '{partition.name}' ({source})."
+        why = f"Its MaxTime is {longest}; SLURM would leave the job pending for ever."
+        fix = f"Use --time {longest}; the job is requeued at the limit and goes on where it was."
+        raise RefusedError(what, why=why, fix=fix, key="launch.time")

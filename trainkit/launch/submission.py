@@ -137,11 +137,9 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
-            raise UserError(
-                f"Cannot write the run folder {folder}.",
-                why=f"{error.strerror}: {error.filename}",
-                fix="Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
-            ) from None
+            what = f"Cannot write the run folder {folder}."
+            fix = "Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir."
+            raise UserError(what, why=f"{error.strerror}: {error.filename}", fix=fix) from None
         raise
 
 
@@ -149,12 +147,10 @@ def require_executor(plan: Plan, site: Site) -> None:
     """Refuse a scheduler that this machine does not have, and a container where nothing can run it."""
     scheduler = named(plan.executor)
     if not scheduler.batch and plan.container is not None:
-        raise RefusedError(
-            "A container is for SLURM jobs and for jobs.launch.",
-            why=f"The run would be {plan.executor}, and launch.container_image is {plan.container.image}.",
-            fix="Add --container-image none, or start it with `python -m jobs.launch`.",
-            key="launch.container_image",
-        )
+        what = "A container is for SLURM jobs and for jobs.launch."
+        why = f"The run would be {plan.executor}, and launch.container_image is {plan.container.image}."
+        fix = "Add --container-image none, or start it with `python -m jobs.launch`."
+        raise RefusedError(what, why=why, fix=fix, key="launch.container_image")
     if refusal := scheduler.refusal(site):
         raise refusal
 
@@ -274,11 +270,9 @@ def check_nodes(
             print(terminal.log_text(line, sys.stderr), end="", file=sys.stderr)
         code = processes[0].wait()
         if named(plan.executor).batch and code == 1:  # srun's own, before anything was started
-            raise SchedulerError(
-                "The check has no nodes to run on, or its first node ended it.",
-                why="srun has said above what is wrong.",
-                fix="Give --partition or --account, or other nodes with --nodelist and --exclude.",
-            )
+            what = "The check has no nodes to run on, or its first node ended it."
+            fix = "Give --partition or --account, or other nodes with --nodelist and --exclude."
+            raise SchedulerError(what, why="srun has said above what is wrong.", fix=fix)
         raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
     finally:
         for process, listener in zip(processes, listeners, strict=True):
