@@ -138,13 +138,10 @@ def test_python_itself_is_no_plugin(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "key"),
     [
-        ("dpd", {}, "strategy.name"),
-        ("nowhere:build", {}, "strategy.name"),
-        ("os:system", {}, "strategy.name"),
-        ("ddp", {"bucket": 1}, "strategy.bucket"),
-        ("ddp", {"bucket_cap_mb": "big"}, "strategy.bucket_cap_mb"),
+        ("dpd", {}, "strategy.name"), ("nowhere:build", {}, "strategy.name"), ("os:system", {}, "strategy.name"),
+        ("ddp", {"bucket": 1}, "strategy.bucket"), ("ddp", {"bucket_cap_mb": "big"}, "strategy.bucket_cap_mb"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_a_plugin_names_the_setting_to_change(name: str, options: dict[str, Any], key: str) -> None:
     with pytest.raises(UserError) as caught:
         plugins.check_options(STRATEGIES, name, options, where="strategy")
@@ -173,19 +170,11 @@ def test_what_is_not_given_has_its_default_and_other_arguments_are_none() -> Non
 @pytest.mark.parametrize(
     ("value", "annotation", "expected"),
     [
-        (3, "int", 3),
-        (3.0, "int", 3),
-        (3, "float", 3.0),
-        (True, "bool", True),
-        ("x", "str", "x"),
-        (8, "str", "8"),
-        (None, "int | None", None),
-        (4, "int | None", 4),
-        ("auto", "int | str", "auto"),
-        ("group", "Literal['group', 'batch']", "group"),
-        ([1, 2], "tuple[int, ...]", [1, 2]),
+        (3, "int", 3), (3.0, "int", 3), (3, "float", 3.0), (True, "bool", True), ("x", "str", "x"), (8, "str", "8"),
+        (None, "int | None", None), (4, "int | None", 4), ("auto", "int | str", "auto"),
+        ("group", "Literal['group', 'batch']", "group"), ([1, 2], "tuple[int, ...]", [1, 2]),
     ],
-)
+)  # fmt: skip
 def test_a_value_of_the_declared_type_is_taken(value: object, annotation: str, expected: object) -> None:
     converted = convert(value, annotation, key="data.x")
     assert converted == expected
@@ -195,17 +184,11 @@ def test_a_value_of_the_declared_type_is_taken(value: object, annotation: str, e
 @pytest.mark.parametrize(
     ("value", "annotation", "wanted"),
     [
-        ("big", "int", "a whole number"),
-        (3.5, "int", "a whole number"),
-        (float("inf"), "int", "a whole number"),
-        (True, "int", "a whole number"),
-        (1, "bool", "true or false"),
-        ("yes", "bool", "true or false"),
-        (None, "float", "a number"),
-        ("x", "float | None", "a number or null"),
-        ([1], "str", "text"),
+        ("big", "int", "a whole number"), (3.5, "int", "a whole number"), (float("inf"), "int", "a whole number"),
+        (True, "int", "a whole number"), (1, "bool", "true or false"), ("yes", "bool", "true or false"),
+        (None, "float", "a number"), ("x", "float | None", "a number or null"), ([1], "str", "text"),
     ],
-)
+)  # fmt: skip
 def test_a_value_of_another_type_is_refused_by_key(value: object, annotation: str, wanted: str) -> None:
     with pytest.raises(UserError, match=rf"data\.x=[\s\S]*data\.x is {wanted}\."):
         convert(value, annotation, key="data.x")

@@ -18,15 +18,14 @@ import shlex
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from trainkit import fileio, importing
-from trainkit.errors import UserError, did_you_mean
+from trainkit.errors import UserError, did_you_mean, unknown
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
@@ -64,16 +63,12 @@ def fill(build: Callable[..., Any], options: Mapping[str, Any], *, where: str) -
 
     ``where`` is the configuration section, for messages.
     """
-    filled = dict(options)
-    for name, parameter in inspect.signature(build).parameters.items():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            continue
-        if name in options:
-            annotation = parameter.annotation
-            text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-            filled[name] = convert(options[name], text, key=f"{where}.{name}")
-        elif parameter.default is not inspect.Parameter.empty:
-            filled[name] = parameter.default
+    keywords = {it.name: it for it in inspect.signature(build).parameters.values() if it.kind is it.KEYWORD_ONLY}
+    filled = {name: it.default for name, it in keywords.items() if it.default is not it.empty} | dict(options)
+    for name in [name for name in options if name in keywords]:
+        annotation = keywords[name].annotation
+        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+        filled[name] = convert(options[name], text, key=f"{where}.{name}")
     return filled
 
 
@@ -104,42 +99,40 @@ def convert(value: Any, annotation: str, *, key: str) -> Any:
     raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=f"Give {wanted}.", key=key)
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What a plugin's function accepts as options."""
 
-    options: tuple[str, ...]
-    required: tuple[str, ...]
-    takes_any: bool  # it has **kwargs
-    annotations: Mapping[str, str] = field(default_factory=dict)  # as written in the source
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # those that are literals
+    options: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    takes_any: bool = True  # it has **kwargs
+    annotations: Mapping[str, str] = {}  # as written in the source
+    defaults: Mapping[str, Any] = {}  # those that are literals
     doc: str = ""
 
 
 def signature(package: str, name: str) -> Signature:
     """The options of plugin ``name``, read without importing it."""
-    node = _unwrapped(_file_of(package, name), name.partition(":")[2] or "build")
-    return _signature_of(node, ()) if node is not None else _ANYTHING
+    return _signature_of(_unwrapped(_file_of(package, name), name.partition(":")[2] or "build"))
 
 
 def class_signature(file: Path, name: str) -> Signature:
     """What a class of a library takes beyond its first argument, all of it by name."""
     classes = [node for node in parse(file, None).body if isinstance(node, ast.ClassDef) and node.name == name]
-    made = [node for item in classes for node in item.body if isinstance(node, ast.FunctionDef)]
-    node = next((node for node in made if node.name == "__init__"), None)
+    methods = [node for item in classes for node in item.body if isinstance(node, ast.FunctionDef)]
+    node = next((node for node in methods if node.name == "__init__"), None)
+    return _signature_of(node, by_name=node.args.args[2:]) if node else Signature()  # without self and the parameters
+
+
+def _signature_of(node: ast.FunctionDef | None, by_name: Sequence[ast.arg] = ()) -> Signature:
+    """The options of a function. Of a name that may be assigned or imported only importing could tell: the run decides.
+
+    Args:
+        by_name: its positional parameters that are options as well.
+    """
     if node is None:
-        return _ANYTHING
-    positional = node.args.args
-    defaults = [*[None] * (len(positional) - len(node.args.defaults)), *node.args.defaults]
-    return _signature_of(node, [*zip(positional, defaults, strict=True)][2:])  # without self and the parameters
-
-
-_ANYTHING = Signature((), (), takes_any=True)
-"""Of a name that may be assigned or imported there: only importing could tell, so the run decides."""
-
-
-def _signature_of(node: ast.FunctionDef, named: Iterable[tuple[ast.arg, ast.expr | None]]) -> Signature:
-    options = [*named, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+        return Signature()
+    defaults = [*[None] * len(by_name), *node.args.defaults][len(node.args.defaults) :]
+    options = [*zip([*by_name, *node.args.kwonlyargs], [*defaults, *node.args.kw_defaults], strict=True)]
     written = {arg.arg: ast.unparse(arg.annotation) for arg, _ in options if arg.annotation is not None}
     return Signature(
         tuple(arg.arg for arg, _ in options),
@@ -200,12 +193,9 @@ def package_of(key: str) -> str:
 
 def require(package: str, name: str) -> None:
     """Refuse a name that no file of ``package`` has."""
-    names = available(package)
-    if name not in names:
-        word, key = _kind(package)
-        why = f"There are: {', '.join(names)}; or package.module:function of your own."
-        fix = did_you_mean(name, names, otherwise="Use one of them.")
-        raise UserError(f"Unknown {word} '{name}'.", why=why, fix=fix, key=key)
+    word, key = _kind(package)
+    if name not in (names := available(package)):
+        raise unknown(word, name, names, own=True, key=key)
 
 
 def load(package: str, name: str) -> Callable[..., Any]:

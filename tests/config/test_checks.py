@@ -41,11 +41,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 @pytest.mark.parametrize(
     ("name", "traits"),
     [
-        ("single", StrategyTraits(ranks="one")),
-        ("dp", StrategyTraits(ranks="one", gpus_per_rank="all")),
+        ("single", StrategyTraits(ranks="one")), ("dp", StrategyTraits(ranks="one", gpus_per_rank="all")),
         ("hivemind", StrategyTraits(loop="collaborative")),
     ],
-)
+)  # fmt: skip
 def test_a_strategy_says_itself_what_others_must_know(name: str, traits: StrategyTraits) -> None:
     assert strategy_traits(name) == traits
 
@@ -61,14 +60,13 @@ def test_what_two_files_share_is_read_from_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("stated", "says"),
     [
-        ('RANKS = "two"', "states RANKS = 'two'"),
-        ('SHARDED = "yes"', "states SHARDED = 'yes'"),
+        ('RANKS = "two"', "states RANKS = 'two'"), ('SHARDED = "yes"', "states SHARDED = 'yes'"),
         ('EXCLUDES = ["train.ema_decay"]', "states EXCLUDES = ['train.ema_decay']"),
         ('EXCLUDES = {"train.emadecay": "no"}', "states 'train.emadecay'"),
         ('EXCLUDES = {"strategy.mood=good": "no"}', "states 'strategy.mood=good'"),
         ('GLOBAL_BATCHNORM = "always, if so"', "states 'if so'"),
     ],
-)
+)  # fmt: skip
 def test_a_trait_that_does_not_exist_is_refused(own: Write, stated: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)) as refused:
         strategy_traits(own(stated).partition("=")[2])
@@ -81,11 +79,10 @@ def test_a_trait_that_does_not_exist_is_refused(own: Write, stated: str, says: s
         ("train.ema_decay=0.9", ["train.ema_decay"]),
         ("train.early_stopping_patience=2", ["train.early_stopping_patience"]),
         ("train.micro_batch_size=auto", ["train.micro_batch_size"]),
-        ("train.precision=o2", ["train.precision"]),
-        ("train.micro_batch_size=null", ["collaborative.sync"]),
+        ("train.precision=o2", ["train.precision"]), ("train.micro_batch_size=null", ["collaborative.sync"]),
         ("train.class_weights=balanced", ["train.class_weights"]),
     ],
-)
+)  # fmt: skip
 def test_own_collaborative_strategies_are_checked_as_hivemind(own: Write, setting: str, keys: list[str]) -> None:
     strategy = own('LOOP = "collaborative"')
     check(load("hivemind_gradients", [strategy]))
@@ -129,20 +126,18 @@ def test_a_run_is_read_where_its_own_strategy_is_not(own: Write) -> None:
 @pytest.mark.parametrize(
     ("condition", "settings", "facts", "held"),
     [
-        ("", [], {}, False),
-        ("train.ema_decay", [], {}, False),
+        ("", [], {}, False), ("train.ema_decay", [], {}, False),
         ("train.ema_decay", ["train.ema_decay=0.9"], {}, True),
         ("train.precision=fp16|o2", ["train.precision=o2"], {}, True),
         ("train.precision=fp16|o2", ["train.precision=bf16"], {}, False),
         ("strategy.sync_batchnorm=true", ["strategy.sync_batchnorm=true"], {}, True),
-        ("strategy.sync_batchnorm=false", [], {}, True),
-        ("grad_accum_steps>1", [], {}, False),
+        ("strategy.sync_batchnorm=false", [], {}, True), ("grad_accum_steps>1", [], {}, False),
         ("grad_accum_steps>1", [], {"grad_accum_steps": 2}, True),
         ("launch.nodes>1", ["launch.nodes=2"], {"launch.nodes": 1}, False),
         ("launch.nodes>1, seed=1", ["launch.nodes=2"], {}, False),
         ("launch.nodes>1, launch.requeue=true", ["launch.nodes=2"], {}, True),
     ],
-)
+)  # fmt: skip
 def test_a_condition_holds(condition: str, settings: list[str], facts: dict[str, int], held: bool) -> None:
     assert holds(condition, load("ddp", settings).config, facts) is held
 

@@ -33,7 +33,8 @@ def test_the_schema_in_configs_is_current() -> None:
 def test_it_has_the_models_of_both_libraries_and_imports_neither() -> None:
     assert {"resnet50", "vit_base_patch32_224", "swin_v2_t", "fashion_cnn"} <= set(NAMES)
     code = "import sys; from trainkit.config.json_schema import library_models, text, usable_names; "
-    code += "text(library_models(), usable_names()); "
+    code += "from trainkit.config.components import check_optimizer; from trainkit.config.loading import load; "
+    code += "text(library_models(), usable_names()); check_optimizer(load('ddp', ['optim.name=adan']).config); "
     code += "print([name for name in ('torch', 'timm', 'torchvision') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=PACKAGED.parent).strip() == "[]"
 
@@ -49,27 +50,15 @@ def test_every_preset_is_valid_and_tells_editors_where_the_schema_is(preset: Pat
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"optimm": {}},
-        {"optim": {"wieght_decay": 1}},
-        {"train": {"epochs": 0}},
-        {"train": {"epochs": "x"}},
-        {"optim": {"name": "adaam"}},
-        {"optim": {"name": "sgd", "eps": 1}},
-        {"schedule": {"name": "cosin"}},
-        {"monitor": {"loggers": "console"}},
-        {"model": "vit"},
-        {"model": {"name": "resnet5"}},
-        {"model": {"name": "resnet50", "pretrained": "yes"}},
-        {"model": {"name": "fashion_cnn", "depth": 3}},
-        {"data": {"name": "cifar"}},
-        {"data": {"name": "digits", "image_sise": 8}},
-        {"data": {"name": "digits", "image_size": "big"}},
-        {"strategy": {"name": "dpp"}},
-        {"strategy": {"name": "ddp", "comm_hook": "fp8"}},
-        {"monitor": {"loggers": ["consol"]}},
-        {"extends": 3},
+        {"optimm": {}}, {"optim": {"wieght_decay": 1}}, {"train": {"epochs": 0}}, {"train": {"epochs": "x"}},
+        {"optim": {"name": "adaam"}}, {"optim": {"name": "sgd", "eps": 1}}, {"schedule": {"name": "cosin"}},
+        {"monitor": {"loggers": "console"}}, {"model": "vit"}, {"model": {"name": "resnet5"}},
+        {"model": {"name": "resnet50", "pretrained": "yes"}}, {"model": {"name": "fashion_cnn", "depth": 3}},
+        {"data": {"name": "cifar"}}, {"data": {"name": "digits", "image_sise": 8}},
+        {"data": {"name": "digits", "image_size": "big"}}, {"strategy": {"name": "dpp"}},
+        {"strategy": {"name": "ddp", "comm_hook": "fp8"}}, {"monitor": {"loggers": ["consol"]}}, {"extends": 3},
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_seen_in_the_editor(wrong: dict[str, Any]) -> None:
     assert problems(wrong)
 
@@ -128,17 +117,14 @@ def test_every_setting_has_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "default"),
     [
-        ("seed", "int >= 0, <= 4294967295", "0"),
-        ("optim.lr", "float > 0", "0.002"),
+        ("seed", "int >= 0, <= 4294967295", "0"), ("optim.lr", "float > 0", "0.002"),
         ("optim.betas", "[float, float] | [float, float, float] | null", "[0.9,0.999]"),
-        ("train.micro_batch_size", "int > 0 | auto | null", "null"),
-        ("train.channels_last", "bool", "false"),
-        ("monitor.loggers", "[text, ...]", "[console,jsonl,tensorboard,wandb]"),
-        ("launch.executor", "text", "auto"),
+        ("train.micro_batch_size", "int > 0 | auto | null", "null"), ("train.channels_last", "bool", "false"),
+        ("monitor.loggers", "[text, ...]", "[console,jsonl,tensorboard,wandb]"), ("launch.executor", "text", "auto"),
         ("launch.gpu_dialect", "gpus-per-node | gres | constraint", "gpus-per-node"),
         ("launch.sbatch", "{name: text}", "{}"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_has_its_type_and_its_default(key: str, kind: str, default: str) -> None:
     found = setting(key)
     assert (found.type, found.default) == (kind, default)

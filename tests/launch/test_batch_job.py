@@ -120,14 +120,11 @@ def test_a_controller_that_is_gone_for_minutes_is_asked_until_it_is_back(
 @pytest.mark.parametrize(
     ("state", "is_requeued"),
     [
-        ("COMPLETING", False),
-        ("CANCELLED", False),
-        ("PENDING", False),
+        ("COMPLETING", False), ("CANCELLED", False), ("PENDING", False),
         # Its signal came too early for ranks that were still starting, or somebody has shortened the limit.
-        ("COMPLETING|||TimeLimit", True),
-        ("TIMEOUT|(null)||TimeLimit", True),
+        ("COMPLETING|||TimeLimit", True), ("TIMEOUT|(null)||TimeLimit", True),
     ],
-)
+)  # fmt: skip
 def test_a_cancelled_job_is_not_requeued_and_one_at_its_time_limit_is(
     run: RunDir, fake_command: FakeCommand, state: str, is_requeued: bool
 ) -> None:
@@ -220,13 +217,11 @@ LATER = "srun: error: Unable to confirm step completion: Unable to contact slurm
 @pytest.mark.parametrize(
     ("words", "code", "trained", "again"),
     [
-        (UNCONFIRMED, 1, False, True),
-        (UNLAUNCHED, 233, False, True),
-        (UNLAUNCHED_20, 1, False, True),
+        (UNCONFIRMED, 1, False, True), (UNLAUNCHED, 233, False, True), (UNLAUNCHED_20, 1, False, True),
         (TOO_MANY, 1, False, False),  # which it would be again
         (LATER, 1, True, False),  # a controller that is gone while ranks train excuses no failure
     ],
-)
+)  # fmt: skip
 def test_an_srun_whose_controller_or_node_does_not_answer_is_tried_again(
     run: RunDir, requeues: Path, words: str, code: int, trained: bool, again: bool
 ) -> None:
@@ -293,14 +288,24 @@ def test_a_resumed_run_has_all_its_tries_again(run: RunDir, requeues: Path) -> N
     assert requeues.read_text() == "requeue 7\n" * 2
 
 
+@pytest.mark.parametrize(
+    ("before", "sinfo", "of_user", "out"),
+    [
+        ([], "gpu01 idle\\ngpu02 mix\\ngpu03 alloc\\ngpu04 down*\\n", "gpu[08-09]", "gpu04,gpu08,gpu09"),
+        # One that was excluded before is taken back where too few others are left by now.
+        (["gpu01"], "gpu01 idle\\ngpu03 alloc\\ngpu04 down*\\n", "gpu01,gpu09|", "gpu04,gpu09"),
+    ],
+)
 def test_a_node_that_slurm_calls_down_is_excluded_from_the_restart(
-    run: RunDir, requeues: Path, fake_command: FakeCommand
+    run: RunDir, requeues: Path, fake_command: FakeCommand, before: list[str], sinfo: str, of_user: str, out: str
 ) -> None:
-    fake_command("sinfo", "printf 'gpu01 idle\\ngpu02 mix\\ngpu03 alloc\\ngpu04 down*\\n'")
-    fake_command("squeue", "echo 'RUNNING|gpu[08-09]'")
+    for node in before:
+        Attempt(run, 0).excluded(node, "its ranks were behind in 2 hangs")
+    fake_command("sinfo", f"printf '{sinfo}'")
+    fake_command("squeue", f"echo 'RUNNING|{of_user}'")
     failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
-    assert requeues.read_text().splitlines() == ["requeue 7", "update job=7 ExcNodeList=gpu04,gpu08,gpu09"]
-    (event,) = read_events(run, "excluded")
+    assert requeues.read_text().splitlines() == ["requeue 7", f"update job=7 ExcNodeList={out}"]
+    event = list(read_events(run, "excluded"))[-1]
     assert (event["node"], event["attempt"]) == ("gpu04", 0)
     assert "down" in event["why"]
 
@@ -351,6 +356,8 @@ def test_a_requeued_job_does_not_take_a_crashed_node_again(run: RunDir, came_bac
     assert (event["node"], event["attempt"]) == ("gpu04", 0)
     assert "slurmd was started at 2099" in event["why"]
     assert run.attempts() == [0]
+    batch_job.begin(job(run, SLURM_JOB_NODELIST="gpu[03-04]", SLURM_RESTART_COUNT="2"))
+    assert came_back.read_text().count("requeue") == 1, "it is sent back once and no more"
 
 
 def test_a_job_that_slurm_starts_elsewhere_excludes_the_crashed_node(run: RunDir, came_back: Path) -> None:
@@ -358,13 +365,6 @@ def test_a_job_that_slurm_starts_elsewhere_excludes_the_crashed_node(run: RunDir
     assert "requeue" not in came_back.read_text()
     assert [event["node"] for event in read_events(run, "excluded")] == ["gpu04"]
     assert run.attempts() == [0, 1]
-
-
-def test_a_job_is_sent_back_for_other_nodes_once_and_no_more(run: RunDir, came_back: Path) -> None:
-    with pytest.raises(RunFailedError):
-        restarted(run, "gpu[03-04]")
-    batch_job.begin(job(run, SLURM_JOB_NODELIST="gpu[03-04]", SLURM_RESTART_COUNT="2"))
-    assert came_back.read_text().count("requeue") == 1
 
 
 @pytest.mark.parametrize(
@@ -386,16 +386,6 @@ def test_a_job_that_could_not_start_without_a_bad_node_keeps_it(
     assert requeues.read_text() == "requeue 7\n", "what the user has excluded stays so"
     assert not read_events(run, "excluded")
     assert f"gpu04 should be left out, but {words}" in capsys.readouterr().err
-
-
-def test_a_bad_node_is_taken_back_where_too_few_others_are_left_by_now(
-    run: RunDir, requeues: Path, fake_command: FakeCommand
-) -> None:
-    Attempt(run, 0).excluded("gpu01", "its ranks were behind in 2 hangs")
-    fake_command("sinfo", "printf 'gpu01 idle\\ngpu03 alloc\\ngpu04 down*\\n'")
-    fake_command("squeue", "echo 'RUNNING|gpu01,gpu09|'")
-    failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
-    assert requeues.read_text().splitlines() == ["requeue 7", "update job=7 ExcNodeList=gpu04,gpu09"]
 
 
 def test_a_resumed_run_takes_its_excluded_nodes_back(run: RunDir, requeues: Path) -> None:
@@ -460,11 +450,9 @@ def test_a_queue_that_speaks_nonsense_ends_no_script_with_a_traceback(
 @pytest.mark.parametrize(
     ("shown", "told"),  # SLURM before 23.11, since then, and a copy of the template from before it told its arguments
     [
-        (" ddp optim.lr=1e-3", "ddp\noptim.lr=1e-3"),
-        ("", "ddp\noptim.lr=1e-3"),
-        (" ddp optim.lr=1e-3", None),
+        (" ddp optim.lr=1e-3", "ddp\noptim.lr=1e-3"), ("", "ddp\noptim.lr=1e-3"), (" ddp optim.lr=1e-3", None),
     ],
-)
+)  # fmt: skip
 def test_a_chained_template_has_its_arguments_and_what_it_was_granted(
     run: RunDir, fake_command: FakeCommand, tmp_path: Path, shown: str, told: str | None
 ) -> None:

@@ -188,9 +188,12 @@ def check_combinations(config: Config) -> None:
         what = f"train.early_stopping_min_delta={delta:g} and train.early_stopping_patience=null."
         fix = "Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out."
         raise ImpossibleError(what, why="It says what counts as better, and nobody waits for that.", fix=fix)
-    # A user's own is read at submission and by those who train; `trainkit.start` refuses one that is not there.
-    if config.strategy.name in plugins.available(_STRATEGIES):
-        check_strategy(config)
+    try:
+        if not config.strategy.is_own:  # which is read at submission and by those who train
+            check_strategy(config)
+    except UserError as error:
+        if isinstance(error, ImpossibleError):  # else there is no such strategy: `trainkit.start` says so
+            raise
 
 
 def _require_gradients(config: Config) -> None:

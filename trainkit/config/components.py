@@ -175,7 +175,7 @@ class Listed:
     @property
     def signature(self) -> plugins.Signature:
         """The options of its class."""
-        return plugins.class_signature(self.file, self.class_name) if self.file else plugins.Signature((), (), True)
+        return plugins.class_signature(self.file, self.class_name) if self.file else plugins.Signature()
 
 
 def find_optimizer(name: str) -> Listed:
