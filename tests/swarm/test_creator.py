@@ -20,7 +20,7 @@ from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
-from trainkit.swarm.messages import PeerProgress, RoundClock
+from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
 from trainkit.swarm.robust import Findings, Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
 
@@ -106,13 +106,13 @@ class Account:
     """The account of a run, by a creator that may be killed; what it tells the swarm."""
 
     run: RunDir
-    told: list[Sequence[Contribution]] = field(default_factory=list)
+    told: list[Any] = field(default_factory=list)
     found: list[Findings] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         creator: Any = made()
         creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
-        creator.dht = SimpleNamespace(publish_credits=lambda known, seconds: self.told.append(known))
+        creator.dht = SimpleNamespace(store=lambda key, value, seconds: self.told.append((key, value)))
         creator.credits = Contributions.of(self.run)
         averager = SimpleNamespace(expect=lambda possible: None, findings=lambda: [self.found.pop()])
         self.sentry = Sentry(averager, Bans(None), credit=creator.credit)
@@ -132,7 +132,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> None:
     account, expected = Account(run), [Contribution("anna", 1, 640.0, 60.0)]
     assert account.after_round(anna()) == expected
-    assert account.told == [expected]
+    assert account.told == [(CREDITS, {"rows": [["anna", 1, 640.0, 60.0, 0]]})]
     # One that was killed goes on counting.
     assert Account(run).after_round(anna()) == [Contribution("anna", 2, 1280.0, 120.0)]
 
@@ -166,4 +166,4 @@ def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Contributions, "write", full)
     account = Account(run)
     account.after_round(anna())
-    assert [item.samples for item in account.told[0]] == [640.0]
+    assert account.told[0][1]["rows"][0][:3] == ["anna", 1, 640.0]

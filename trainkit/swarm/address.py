@@ -447,9 +447,11 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
 
     from trainkit.swarm.invitations import date
 
-    fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
-    no_gpu = Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
-    yield Finding("device", torch.cuda.get_device_name(0)) if torch.cuda.is_available() else no_gpu
+    if torch.cuda.is_available():
+        yield Finding("device", torch.cuda.get_device_name(0))
+    else:
+        fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
+        yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
     if (disk := _disk(env, 0)).exit_code:
         yield disk
     if entry.invited:
@@ -532,9 +534,11 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("manifest", f"{manifest.name}, {left}")
     ours = session.installed()
     theirs = {name: version for name, version in manifest.facts.items() if name in ours and ours[name] != version}
-    fix = " ".join(["pip install", *(f"'{name}=={version}.*'" for name, version in theirs.items())]) if theirs else ""
-    found = f"the creator has {session.in_words(theirs)}" if theirs else "those of the creator"
-    yield Finding("versions", found, fix, 2 if theirs else 0)
+    if theirs:
+        wanted = " ".join(f"'{name}=={version}.*'" for name, version in theirs.items())
+        yield Finding("versions", f"the creator has {session.in_words(theirs)}", f"pip install {wanted}", 2)
+    else:
+        yield Finding("versions", "those of the creator")
     parameters = session.parameters_in(manifest.facts)
     yield _disk(env, parameters)
     yield _upload(uploaded, parameters, rounds)

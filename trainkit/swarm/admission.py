@@ -542,13 +542,11 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
 
     Raises UserError when it has not been anywhere yet.
     """
-    try:
-        known = fileio.read_text(run.path / address.ADDRESS_FILE).split()
-    except FileNotFoundError:
+    if not (known := address.addresses_in(run)):
         fix = f"See how far it is: {terminal.command('logs', run.path)}"
-        raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started.", fix=fix) from None
+        raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started.", fix=fix)
     saved = address.saved_peer(run)  # which knows its anchors
-    return tuple(dict.fromkeys(map(address.check, (*known, *(saved.others if saved else ())))))
+    return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
 
 
 def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:

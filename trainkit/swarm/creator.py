@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from trainkit import terminal
@@ -18,7 +18,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted
 from trainkit.swarm import address, admission, dht, link
 from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import REVOKED, Manifest, PeerProgress, RoundClock
+from trainkit.swarm.messages import CREDITS, MANIFEST, REVOKED, Manifest, PeerProgress, RoundClock, credit_record
 from trainkit.swarm.records import take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import LOST_AFTER, Session
@@ -157,7 +157,7 @@ class Creator(Session):
             self.dht.publish_excluded()
         # From now on: a record only replaces one that would expire earlier.
         expires = self.clock.count * self.clock.seconds + 600.0
-        self.dht.publish_manifest(replace(self.manifest, stopped=stopped), expires, wait=wait)
+        self.dht.store(MANIFEST, asdict(replace(self.manifest, stopped=stopped)), expires, wait=wait)
 
     def before_round(self) -> None:
         """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
@@ -188,7 +188,7 @@ class Creator(Session):
         self.writer.check()
         with suppress(OSError):  # a full disk; the next round writes all of it again
             self.credits.write(self.writer.run)
-        self.dht.publish_credits(self.credits.best_first(), LOST_AFTER * seconds + 60.0)
+        self.dht.store(CREDITS, credit_record(self.credits.best_first()), LOST_AFTER * seconds + 60.0)
 
     def train(self) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""

@@ -27,12 +27,11 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.run.metrics import Contribution
 from trainkit.swarm import access, address, messages, processes
 from trainkit.swarm.admission import Member, introduced, peer_key
 from trainkit.swarm.exchange import DHT
 from trainkit.swarm.invitations import NOBODY
-from trainkit.swarm.messages import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
+from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 
 _UPLOAD_HANDLER, _DIALBACK_HANDLER = "trainkit.upload", "trainkit.dial_back"
 # Bytes of a message that measures a link; the largest that libp2p's daemon takes at all is four times the last.
@@ -283,28 +282,29 @@ class SwarmDHT:
         """Where it listens, by TCP."""
         return address.port_of(str(self.node.get_visible_maddrs(latest=True)[0]))
 
-    def publish_manifest(self, manifest: messages.Manifest, seconds: float, *, wait: bool = False) -> None:
-        """Store the manifest, signed by this peer, for so many seconds."""
-        self._store(MANIFEST, asdict(manifest), seconds, wait=wait)
+    def store(self, key: str, value: Any, seconds: float, *, wait: bool = False) -> None:
+        """Store a record of this peer's, signed by it, for so many seconds."""
+        with suppress(FutureTimeoutError, OSError):
+            # A record must not outlast the invitation of its writer.
+            until = min(time.time() + seconds, float(self.own.grant.expires))
+            future = self.node.store(key, value, until, subkey=self._subkey, return_future=True)
+            if wait:
+                future.result(_READ_SECONDS)
 
     def publish_progress(self, progress: messages.PeerProgress, seconds: float) -> None:
         """Store this peer's progress for so many seconds, and who it is; does not wait."""
-        self._store(PROGRESS, asdict(progress), seconds)
+        self.store(PROGRESS, asdict(progress), seconds)
         self.introduce_myself(seconds)
         self.publish_excluded()
 
-    def publish_credits(self, contributions: Sequence[Contribution], seconds: float) -> None:
-        """Store who has contributed how much, by this peer's account; does not wait."""
-        self._store(CREDITS, messages.credit_record(contributions), seconds)
-
     def introduce_myself(self, seconds: float, *, wait: bool = False) -> None:
         """Store this peer's credential, by which those know it whom it asks for something."""
-        self._store(peer_key(self.peer_id), self._credential, seconds, wait=wait)
+        self.store(peer_key(self.peer_id), self._credential, seconds, wait=wait)
 
     def publish_excluded(self, *, wait: bool = False) -> None:
         """Store who is out, as far as this peer may say so."""
         for key, statement in self.excluded.told().items():
-            self._store(key, statement, _EXCLUDED_SECONDS, wait=wait)
+            self.store(key, statement, _EXCLUDED_SECONDS, wait=wait)
 
     def require_welcome(self) -> None:
         """Ask whether this peer may take part; it may wait for an answer.
@@ -317,9 +317,8 @@ class SwarmDHT:
 
     def member(self, peer_id: str) -> Member | None:
         """Who that peer is; None if it does not take part. May wait for an answer of the DHT."""
-        if (known := self.admission.admitted(peer_id)) is not None:
-            return known
-        return introduced(self.admission, peer_id, self._read(peer_key(peer_id), latest=False))
+        known = self.admission.admitted(peer_id)
+        return known or introduced(self.admission, peer_id, self._read(peer_key(peer_id), latest=False))
 
     def manifests(self) -> dict[str, messages.Manifest]:
         """Creator's peer id -> manifest."""
@@ -357,14 +356,6 @@ class SwarmDHT:
     def ask(self, keys: Sequence[str]) -> Any:
         """Start to read records, all with the same requests; the answer is a future, of key -> what was found."""
         return self.node.run_coroutine(partial(_read_together, keys=tuple(keys)), return_future=True)
-
-    def _store(self, key: str, value: Any, seconds: float, *, wait: bool = False) -> None:
-        with suppress(FutureTimeoutError, OSError):
-            # A record must not outlast the invitation of its writer.
-            until = min(time.time() + seconds, float(self.own.grant.expires))
-            future = self.node.store(key, value, until, subkey=self._subkey, return_future=True)
-            if wait:
-                future.result(_READ_SECONDS)
 
     def _read(self, key: str, *, latest: bool = True) -> Any:
         return _result(lambda: self.node.get(key, latest=latest, return_future=True), _READ_SECONDS, None)

@@ -162,10 +162,12 @@ class RoundRecorder:
             self._log(done, where)
             words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
         if result.collapsed:
-            words += [f"what was learned here is given up: {result.collapsed}"]
+            words.append(f"what was learned here is given up: {result.collapsed}")
             self.remark("collapsed", round=number, why=result.collapsed)
-        words += [f"too late: {', '.join(map(self._name, result.late))}"] if result.late else []
-        words += ["behind the others: taking over their state"] if result.drifted else []
+        if result.late:
+            words.append(f"too late: {', '.join(map(self._name, result.late))}")
+        if result.drifted:
+            words.append("behind the others: taking over their state")
         if self._role != "guest":
             with self._common.in_model():
                 words += self._judge(number, where)
@@ -215,7 +217,8 @@ class RoundRecorder:
                     self._save(max(rounds, 1))
             tested = recorder.test(where) if test and self._role != "anchor" else {}
             swarm: dict[str, Any] = {"rounds": rounds, "most_peers": self._most_peers}
-            swarm |= {"contributions": rows} if (rows := Contributions.of(self._run).rows()) else {}
+            if contributed := Contributions.of(self._run).rows():
+                swarm["contributions"] = contributed
             recorder.summarize(outcome, epochs=where["epoch"], test=tested, **swarm)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -343,19 +343,24 @@ def _cell(value: object, spec: str) -> str:
     return format(value, spec) if isinstance(value, int | float) else "-"
 
 
-_PEERS: Mapping[str, Callable[[PeerRow], str]] = {
-    "peer": lambda row: row.name,
-    "role": lambda row: row.role,
-    "round": lambda row: str(row.round),
-    "parts": lambda row: f"{row.parts}/{row.expected}" if row.expected else f"of {row.group}" if row.group else "alone",
-    "samples": lambda row: f"{row.samples:,}",
-    "samples/s": lambda row: _cell(row.samples_per_sec, ",.0f"),
-    "loss": lambda row: _cell(row.loss, ".4f"),
-    "up": lambda row: terminal.size(row.sent) if row.sent else "-",
-    "down": lambda row: terminal.size(row.received) if row.received else "-",
-    "seen": lambda row: f"{terminal.age(row.seconds_ago)} ago",
-    "id": lambda row: f"..{row.peer[-6:]}",
-}
+def _cells(row: PeerRow) -> tuple[str, ...]:
+    alone = f"of {row.group}" if row.group else "alone"
+    return (
+        row.name,
+        row.role,
+        str(row.round),
+        f"{row.parts}/{row.expected}" if row.expected else alone,
+        f"{row.samples:,}",
+        _cell(row.samples_per_sec, ",.0f"),
+        _cell(row.loss, ".4f"),
+        terminal.size(row.sent) if row.sent else "-",
+        terminal.size(row.received) if row.received else "-",
+        f"{terminal.age(row.seconds_ago)} ago",
+        f"..{row.peer[-6:]}",
+    )
+
+
+_PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
 # What a narrow terminal does without, in this order.
 _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", "round", "parts")
 _LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
@@ -376,8 +381,7 @@ def status_lines(view: View) -> list[str]:
     words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
     lines = terminal.wrapped(", ".join(words))
     if peers:
-        peer_rows = [[cell(row) for cell in _PEERS.values()] for row in view.peers[:_MOST_SHOWN]]
-        lines += _table(tuple(_PEERS), peer_rows, _DISPENSABLE_OF_PEERS)
+        lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
     if peers > _MOST_SHOWN:
         lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
     if view.history:
