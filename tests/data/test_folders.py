@@ -19,11 +19,11 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torchvision.transforms import v2
 
+from tests.data.test_datasets import build
 from tests.rank_functions import run_ranks
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data
 from trainkit.data.base import ModelInput, Splits
-from trainkit.data.datasets import image_folder
 from trainkit.data.folders import (
     BrokenImageError,
     BrokenImages,
@@ -266,7 +266,7 @@ def data(tmp_path: Path, write_images: Callable[..., None]) -> Splits:
         write_images(tmp_path / split, {"cat": 8, "dog": 8}, size=(8, 8))
     for name in ("cat/003", "cat/004", "dog/007"):
         (tmp_path / "train" / f"{name}.jpg").write_bytes(b"\xff\xd8\xff no image")
-    return image_folder.build(tmp_path, image_size=8, augment=False)
+    return build("image_folder", tmp_path, image_size=8, augment=False)
 
 
 def trained_on(
@@ -292,7 +292,7 @@ def test_the_next_whole_image_stands_in_whoever_meets_the_broken(data: Splits, t
     for name, next_whole in (("cat/003", "cat/005"), ("cat/004", "cat/005")):
         (train / f"{name}.jpg").write_bytes((train / f"{next_whole}.jpg").read_bytes())
     (train / "dog/007.jpg").write_bytes((train / "cat/000.jpg").read_bytes())
-    assert torch.equal(trained_on(image_folder.build(tmp_path, image_size=8, augment=False), most=0)[0], alone)
+    assert torch.equal(trained_on(build("image_folder", tmp_path, image_size=8, augment=False), most=0)[0], alone)
 
 
 @pytest.mark.parametrize(("most", "workers", "name"), [(0, 0, ""), (0, 1, ""), (1, 0, "cat/004")])

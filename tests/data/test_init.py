@@ -12,16 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_datasets import SETS
+from tests.data.test_datasets import SETS, choice
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, train_size
 from trainkit.data.datasets import cifar10
 from trainkit.errors import UserError
-
-
-def choice(name: str = "digits", root: Path | str = "nowhere", **options: Any) -> DataConfig:
-    return DataConfig.model_validate({"name": name, "root": str(root), **options})
-
 
 OWN = """
 import torch
@@ -47,10 +42,12 @@ def test_an_unknown_name_or_option_is_refused_before_the_run(config: DataConfig,
 
 @pytest.mark.parametrize("name", ["cifar10", "fashion_mnist", "cinic10", "imagenet", "image_folder", "image_csv"])
 def test_data_that_is_not_there_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        check_data(choice(name, tmp_path / "no"))
-    assert caught.value.why
-    assert name == "image_csv" or str(tmp_path / "no") in caught.value.fix
+    for refuse in (check_data, build_data):
+        with pytest.raises(UserError) as caught:
+            refuse(choice(name, tmp_path / "no"))
+        assert caught.value.why
+        assert name == "image_csv" or str(tmp_path / "no") in caught.value.fix
+        assert name.startswith("image_") or f"python -m jobs.prepare {name} --root " in caught.value.fix
 
 
 @pytest.mark.parametrize("folders", ["train and val", "train alone", "classes"])

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from jobs import prepare
+from tests.data.test_datasets import build
 from tests.rank_functions import run_ranks
 from trainkit import fileio
 from trainkit.config.loading import load
@@ -23,7 +24,7 @@ from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, pack_data
 from trainkit.data import pack as data_pack
 from trainkit.data.base import Batch, EvalBatch, Splits
-from trainkit.data.datasets import cinic10, image_folder
+from trainkit.data.datasets import image_folder
 from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
 from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, train_batches
 from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_pack
@@ -117,7 +118,7 @@ def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(
     packed = small(small_root)
     assert isinstance(packed.train, TensorSamples)
     assert resolve_workers("auto", packed, cpus=8) == 0
-    for one, other in zip(batches_of(cinic10.build(small_root)), batches_of(packed), strict=True):
+    for one, other in zip(batches_of(build("cinic10", small_root)), batches_of(packed), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     before = packed.train[0][0].clone()
     packed.train[0][0].add_(1)  # does not reach the file

@@ -162,7 +162,7 @@ def test_imagenet_interrupted_goes_on_with_the_next_class(tmp_path: Path) -> Non
     train.write_bytes(whole)
     assert run("imagenet", "--root", tmp_path) == 0
     assert (tmp_path / "imagenet" / "train" / tiny.WNIDS[0]).stat().st_mtime_ns == before
-    assert len(imagenet.build(tmp_path).train) == 8
+    assert len(build_data(DataConfig(name="imagenet", root=str(tmp_path))).train) == 8
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic", "image_folder", "image_csv"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from trainkit import plugins
 from trainkit.data.folders import Files, Layout
@@ -13,7 +13,7 @@ from trainkit.data.pack import opened_pack, pack_folder, require_pack
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trainkit.config.schema import DataConfig
     from trainkit.data.base import Splits
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed
 
 _DATASETS = "trainkit.data.datasets"
+T = TypeVar("T")
 
 
 class Dataset(Protocol):
@@ -32,7 +33,7 @@ class Dataset(Protocol):
     """
 
     def build(self, root: Path, /, **options: Any) -> Splits:
-        """Required: the data, ready to read. With a ``layout`` it also takes `Files` that are listed already."""
+        """Required: the data, ready to read, after ``locate``. With a ``layout`` it gets `Files` instead of a root."""
         ...
 
     def locate(self, root: Path, /, **options: Any) -> None:
@@ -60,12 +61,12 @@ def check_data(config: DataConfig) -> None:
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
-    dataset = _dataset(config.name)
+    dataset, root = _dataset(config.name), Path(config.root)
     if config.pack is not None:
-        _require_files(config.name, dataset)
-        require_pack(pack_folder(Path(config.root), config.name, config.pack), config.name, config.pack)
+        _require_layout(config.name, dataset)
+        require_pack(pack_folder(root, config.name, config.pack), config.name, config.pack)
     elif hasattr(dataset, "locate"):
-        dataset.locate(Path(config.root), **plugins.fill(dataset.build, config.options, where="data"))
+        dataset.locate(root, **plugins.fill(dataset.build, config.options, where="data"))
 
 
 def train_size(config: DataConfig) -> int | None:
@@ -93,36 +94,44 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     from trainkit.data.loader import mapped
 
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
-    build = plugins.load(_DATASETS, config.name)
+    build, root = plugins.load(_DATASETS, config.name), Path(config.root)
     options = plugins.fill(build, config.options, where="data")
     dataset: Any = None if ":" in config.name else sys.modules[build.__module__]
-    source: Path | Files = Path(config.root)
+
+    def together(work: Callable[[], T]) -> T:
+        return work() if dist is None else dist.together(work)
+
+    source: Path | Files = root
     if config.pack is not None:
-        _require_files(config.name, dataset)
-        source = opened_pack(Path(config.root), config.name, config.pack, config.stage, dist)
-    elif dist is not None and hasattr(dataset, "layout"):
-        dist.together(lambda: dataset.locate(Path(config.root), **options))
-        folder, splits = dataset.layout(Path(config.root))
-        source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
+        _require_layout(config.name, dataset)
+        source = opened_pack(root, config.name, config.pack, config.stage, dist)
+    elif hasattr(dataset, "locate"):
+        together(lambda: dataset.locate(root, **options))
+    if source is root and hasattr(dataset, "layout"):
+        folder, splits = dataset.layout(root)
+
+        def listed() -> bytes:
+            return Files.walk(folder, splits).to_bytes()
+
+        source = Files.from_bytes(folder, listed() if dist is None else dist.from_main(listed))
 
     def built() -> Splits:
         made = build(source, **options)
         if not isinstance(made, Splits):
-            fix = "Return trainkit.data.base.Splits(info=DataInfo(...), train=..., val=..., test=..., "
             raise UserError(
                 f"{config.name} returned no Splits.",
-                why=f"It returned {type(made).__name__}; "
-                "training asks for info, train, val, test and two transforms by name.",
-                fix=f"{fix}train_transform=..., eval_transform=...), and submit again.",
+                why=f"It returned {type(made).__name__}; training asks for info, train, val, test and two transforms.",
+                fix="Return trainkit.data.base.Splits(info=DataInfo(...), train=..., val=..., test=..., "
+                "train_transform=..., eval_transform=...), and submit again.",
                 key="data.name",
             )
         return mapped(made)
 
-    return built() if dist is None else dist.together(built)
+    return together(built)
 
 
 def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say) -> Path:
-    """Pack a data set of image files that lies in ``root``; the folder of the pack, which is verified if it is there.
+    """Pack a data set of image files that lies in ``root``; return the folder of the pack.
 
     Raises:
         UserError: it is not one of image files, it is not there, or a file of it cannot be read.
@@ -130,7 +139,7 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     from trainkit.data.pack import write_pack
 
     dataset = _dataset(name)
-    _require_files(name, dataset)
+    _require_layout(name, dataset)
     dataset.locate(root, **plugins.fill(dataset.build, {}, where="data"))
     final = pack_folder(root, name, side)
     try:
@@ -143,7 +152,7 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     return final
 
 
-def _require_files(name: str, dataset: object) -> None:
+def _require_layout(name: str, dataset: object) -> None:
     if not hasattr(dataset, "layout"):
         raise UserError(
             f"The data set '{name}' cannot be packed.",

@@ -172,6 +172,11 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
     )
 
 
+def damaged(name: str, what: str, why: str) -> UserError:
+    """The error for a file of a data set that is not what it should be."""
+    return UserError(what, why=why, fix=f"Delete it, and fetch it again: python -m jobs.prepare {name}")
+
+
 def require_files(name: str, root: Path, files: Iterable[Path]) -> None:
     """Refuse a data set one of whose files is not there."""
     for file in files:
@@ -215,7 +220,7 @@ def stratified_split(
         by_class[label].append(index)
     parts: list[list[int]] = [[] for _ in range(len(fractions) + 1)]
     for members in by_class.values():
-        members.sort(key=lambda index: _hash(keys[index] if keys else str(index)))
+        members.sort(key=lambda index: _digest(keys[index] if keys else str(index), 8))
         first = 0
         for part, count in enumerate(_sizes(len(members), fractions), start=1):
             parts[part % len(parts)] += members[first : first + count]
@@ -237,8 +242,8 @@ def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
     return [*sizes, count - sum(sizes)]
 
 
-def _hash(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(), digest_size=8).digest()
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
 # The order of the data.
@@ -250,8 +255,7 @@ def derive_seed(*parts: int) -> int:
     Hashed, because torch's CPU generator looks at the low 32 bits of a seed only: a seed composed by shifting, such as
     ``seed << 32 | epoch``, would lose its upper part.
     """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(_digest(repr(parts), 4), "little")
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -270,15 +274,10 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
         raise UserError(
             f"train.global_batch_size={global_batch_size} is larger than the training data.",
             why=f"The training split has {num_samples} images, so that not even one step fits into an epoch.",
-            fix=f"Use train.global_batch_size={largest_power_of_two(num_samples)}, or more data.",
+            fix=f"Use train.global_batch_size={1 << max(num_samples.bit_length() - 1, 0)}, or more data.",
             key="train.global_batch_size",
         )
     return num_samples // global_batch_size
-
-
-def largest_power_of_two(limit: int) -> int:
-    """The largest power of two that is at most ``limit`` (at least 1)."""
-    return 1 << max(limit.bit_length() - 1, 0)
 
 
 def share_of(order: Tensor, micro_batch_size: int, *, rank: int, world_size: int) -> Tensor:
@@ -294,8 +293,7 @@ def global_batch(num_samples: int, seed: int, position: int, global_batch_size: 
     """Indices of the samples in the ``position``-th global batch of a run, from 0."""
     epoch, step = divmod(position, steps_per_epoch(num_samples, global_batch_size))
     first = step * global_batch_size
-    indices: list[int] = epoch_order(num_samples, seed, epoch)[first : first + global_batch_size].tolist()
-    return indices
+    return epoch_order(num_samples, seed, epoch)[first : first + global_batch_size].tolist()  # type: ignore[no-any-return]
 
 
 # Random numbers of samples. int64 tensors overflow as unsigned numbers do; only shifting to the right needs a mask.
@@ -317,8 +315,7 @@ _STEPS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 
 def keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
     """Where each sample's stream starts: int64, like ``indices``."""
-    digest = hashlib.blake2b(repr((seed, epoch)).encode(), digest_size=8).digest()
-    return _mixed(indices * _GAMMA + int.from_bytes(digest, "little", signed=True))
+    return _mixed(indices * _GAMMA + int.from_bytes(_digest(repr((seed, epoch)), 8), "little", signed=True))
 
 
 def stream(keys: Tensor, draw: int | Tensor) -> Tensor:

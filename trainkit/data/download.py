@@ -110,9 +110,38 @@ def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path],
     if given is None or given == target:
         download(url, target, md5, say)
         return target
-    if md5_of(given) != md5:
-        say(f"Note: {given} is not the official file (another MD5). Taking it for data of your own in the same format.")
+    is_official(given, md5_of(given), md5, say)
     return given
+
+
+def is_there(folder: Path, names: Iterable[str], say: Say) -> bool:
+    """Whether a data set is unpacked already; then says so."""
+    whole = all((folder / name).exists() for name in names)
+    if whole:
+        say(f"{folder} is already there.")
+    return whole
+
+
+def is_official(archive: Path, found: str, md5: str, say: Say) -> bool:
+    """Whether an archive whose MD5 was ``found`` is the official one, of ``md5``; else says what it is taken for."""
+    if found != md5:
+        say(f"Note: {archive} is not the official file (another MD5). Taking it for your own data in the same format.")
+    return found == md5
+
+
+def require_count(archive: Path, folder: Path, count: int, expected: int) -> None:
+    """Refuse an official archive that has lost images on its way into ``folder``."""
+    if count != expected:
+        raise UserError(
+            f"{archive} gave {count} images instead of {expected}.",
+            why=f"Unpacking lost some, or {folder} has some of another archive.",
+            fix=f"Remove {folder} if it is there, check the disk's free space and quota, and give this command again.",
+        )
+
+
+def other_archive(archive: Path, what: str, why: str, right: str) -> UserError:
+    """The error for an archive that does not hold what its data set needs; ``right``: what to use."""
+    return UserError(f"{archive} is no {what}.", why=why, fix=f"Fetch {right} again, or give its file with --archive.")
 
 
 def require_names(archives: Iterable[Path], names: Iterable[str]) -> None:

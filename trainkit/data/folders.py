@@ -302,6 +302,12 @@ def read_split(files: Files, split: str, classes: Sequence[str], in_chans: int) 
     return images
 
 
+def read_splits(files: Files, splits: Sequence[str]) -> tuple[list[str], list[ImageFiles]]:
+    """The classes of the first split, which is trained on; and all images of each split, in colours."""
+    classes = require_classes(files.folder / splits[0], files.splits[splits[0]])
+    return classes, [read_split(files, split, classes, in_chans=3) for split in splits]
+
+
 def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:
     """The classes of a folder to train on. Raises UserError where these are less than two."""
     classes = list(classes)

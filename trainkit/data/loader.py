@@ -454,11 +454,7 @@ class _Fetch:
         return RepairedBatch(batch, met) if met else batch
 
     def _train_batch(self, seed: int, epoch: int, indices: list[int], met: dict[str, str]) -> Batch:
-        places, transform = torch.tensor(indices), self.transform
-        keys = data_order.keys(seed, epoch, places)
-        if isinstance(self.samples, TensorSamples) and isinstance(transform, TensorTransform):
-            images = transform.batch(self.samples.images.index_select(0, places), transform.draw(keys))
-            return Batch(images, self.samples.labels.index_select(0, places), keys)
+        transform, keys = self.transform, data_order.keys(seed, epoch, torch.tensor(indices))
         items = []
         for index, key in zip(indices, keys, strict=True):
             with _random_state(derive_seed(seed, epoch, index)):  # a data set of the user's own may draw while it reads

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, require_files, require_options, size_left, stratified_split
-from trainkit.data.download import Say, given_or_fetched, require_names, unpacked
+from trainkit.data.base import DataInfo, Splits, damaged, require_files, require_options, size_left, stratified_split
+from trainkit.data.download import Say, given_or_fetched, is_there, other_archive, require_names, unpacked
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def build(root: Path, *, image_size: int = 32, augment: bool = True, val_fractio
     """
     from trainkit.data.loader import TensorSamples, tensor_splits
 
-    locate(root, image_size=image_size, val_fraction=val_fraction)
     folder = root / FOLDER
     names = load(folder / "batches.meta").get("label_names", [])
     classes = tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
@@ -60,8 +59,7 @@ def train_size(root: Path, *, val_fraction: float, **others: Any) -> int | None:
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
     """Download (or take from ``archives`` or ROOT), verify and unpack the official archive."""
     final = root / FOLDER
-    if all((final / file).is_file() for file in FILES):
-        say(f"{final} is already there.")
+    if is_there(final, FILES, say):
         return
     require_names(archives, (ARCHIVE,))
     archive = given_or_fetched(URL, root / ARCHIVE, MD5, archives, say)
@@ -72,11 +70,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     with unpacked(archive, final, name_of, 1 << 30, say) as folder:
         absent = [file for file in FILES if not (folder / file).is_file()]
         if absent:
-            raise UserError(
-                f"{archive} is no archive of CIFAR-10.",
-                why=f"It has no {FOLDER}/{absent[0]}.",
-                fix=f"Use {ARCHIVE} from {URL}.",
-            )
+            raise other_archive(archive, "archive of CIFAR-10", f"It has no {FOLDER}/{absent[0]}.", URL)
 
 
 def _read(folder: Path, files: tuple[str, ...], num_classes: int) -> tuple[Tensor, Tensor]:
@@ -93,11 +87,8 @@ def _read(folder: Path, files: tuple[str, ...], num_classes: int) -> tuple[Tenso
         except (KeyError, TypeError, ValueError, RuntimeError):
             fits = False
         if not fits:
-            raise UserError(
-                f"{folder / file} is no batch of CIFAR-10.",
-                why="It needs 'data', 3072 bytes for each image, and 'labels', one class for each.",
-                fix="Delete the folder, and fetch it again: python -m jobs.prepare cifar10",
-            )
+            why = "It needs 'data', 3072 bytes for each image, and 'labels', one class for each."
+            raise damaged("cifar10", f"{folder / file} is no batch of CIFAR-10.", why)
     return torch.cat(images), torch.cat(labels)
 
 
@@ -117,11 +108,8 @@ def load(file: Path) -> Any:
     except OSError as error:
         raise UserError(f"Cannot read {file}.", why=str(error), fix="Check the path and its permissions.") from None
     except Exception as error:  # a broken pickle may raise anything
-        raise UserError(
-            f"{file} is no file of plain arrays.",
-            why=f"{error}" if isinstance(error, pickle.UnpicklingError) else f"It is damaged ({type(error).__name__}).",
-            fix="Delete it and fetch the data set again.",
-        ) from None
+        why = f"{error}" if isinstance(error, pickle.UnpicklingError) else f"It is damaged ({type(error).__name__})."
+        raise damaged("cifar10", f"{file} is no file of plain arrays.", why) from None
 
 
 class _Rebuilt:

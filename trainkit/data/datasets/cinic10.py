@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainkit.data import download
 from trainkit.data.base import DataInfo, Splits, require_options
-from trainkit.data.download import Say, given_or_in, md5_of, unpacked
-from trainkit.data.folders import Files, Layout, image_files, read_split, require_classes, require_splits
+from trainkit.data.download import Say
+from trainkit.data.folders import Files, Layout, image_files, read_splits, require_splits
 from trainkit.errors import UserError
 
 ARCHIVE = "CINIC-10.tar.gz"
@@ -17,18 +18,13 @@ SPLITS = ("train", "valid", "test")
 OFFICIAL_COUNT = 270_000
 
 
-def build(root: Path | Files, *, image_size: int = 32, augment: bool = True) -> Splits:
+def build(files: Files, *, image_size: int = 32, augment: bool = True) -> Splits:
     """Augmented by a shift of up to 4 pixels and mirroring, at 32x32; then resized to ``image_size``."""
     from trainkit.data.loader import tensor_splits
 
-    if isinstance(root, Path):
-        locate(root, image_size=image_size)
-        root = Files.walk(*layout(root))
-    classes = require_classes(root.folder / "train", root.splits["train"])
-    info = DataInfo(
-        "cinic10", len(classes), 3, image_size, tuple(classes), (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)
-    )
-    parts = [read_split(root, split, classes, in_chans=3) for split in SPLITS]
+    classes, parts = read_splits(files, SPLITS)
+    mean, std = (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)
+    info = DataInfo("cinic10", len(classes), 3, image_size, tuple(classes), mean, std)
     return tensor_splits(info, parts, augment=augment, shift=4, in_memory=False)
 
 
@@ -49,11 +45,10 @@ def locate(root: Path, **options: Any) -> None:
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
     """Unpack the archive into its layout, and count."""
     final = root / "cinic10"
-    if all((final / split).is_dir() for split in SPLITS):
-        say(f"{final} is already there.")
+    if download.is_there(final, SPLITS, say):
         return
     named = [file for file in archives if file.name == ARCHIVE]
-    archive = next(iter([*named, *archives]), None) or given_or_in(root, ARCHIVE, [])  # what is given wins
+    archive = next(iter([*named, *archives]), None) or download.given_or_in(root, ARCHIVE, [])  # what is given wins
     if archive is None:
         raise UserError(
             f"There is no {ARCHIVE} to unpack.",
@@ -66,21 +61,12 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         inside = member.parts[-3:]
         return str(Path(*inside)) if len(inside) == 3 and inside[0] in SPLITS else None
 
-    is_official = md5_of(archive) == MD5
-    if not is_official:
-        say(f"Note: {archive} is not the official archive (another MD5). Taking it for a subset.")
-    with unpacked(archive, final, name_of, 10 << 30, say) as folder:
+    official = download.is_official(archive, download.md5_of(archive), MD5, say)
+    with download.unpacked(archive, final, name_of, 10 << 30, say) as folder:
         counts = {split: len(image_files(folder / split)) for split in SPLITS}
-        if is_official and sum(counts.values()) != OFFICIAL_COUNT:
-            raise UserError(
-                f"{archive} gave {sum(counts.values())} images instead of {OFFICIAL_COUNT}.",
-                why="Unpacking lost some.",
-                fix="Check the disk's free space and quota, and give this command again.",
-            )
+        if official:
+            download.require_count(archive, folder, sum(counts.values()), OFFICIAL_COUNT)
         if not all(counts.values()):
-            raise UserError(
-                f"{archive} is no archive of CINIC-10.",
-                why="It does not have images in train/CLASS, valid/CLASS and test/CLASS.",
-                fix=f"Fetch {ARCHIVE} from {PAGE}.",
-            )
+            why = "It does not have images in train/CLASS, valid/CLASS and test/CLASS."
+            raise download.other_archive(archive, "archive of CINIC-10", why, f"{ARCHIVE} from {PAGE}")
         say("It has " + ", ".join(f"{count} {split}" for split, count in counts.items()) + ".")

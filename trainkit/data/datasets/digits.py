@@ -20,7 +20,6 @@ def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool =
 
     from trainkit.data.loader import TensorSamples, tensor_splits
 
-    locate(root, image_size=image_size, in_chans=in_chans, shift=shift)
     table = torch.from_numpy(_table())
     images = table[:, :-1].mul(255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8).expand(-1, in_chans, -1, -1)
     labels = table[:, -1].to(torch.int64)

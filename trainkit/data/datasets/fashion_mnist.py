@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, require_files, require_options, size_left, stratified_split
-from trainkit.data.download import Say, given_or_fetched, require_names
+from trainkit.data.base import DataInfo, Splits, damaged, require_files, require_options, size_left, stratified_split
+from trainkit.data.download import Say, given_or_fetched, is_there, require_names
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def build(
     """
     from trainkit.data.loader import TensorSamples, tensor_splits
 
-    locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction)
     images, labels = _read(root / FOLDER, "train", in_chans)
     parts = [TensorSamples(images[i], labels[i]) for i in stratified_split(labels.tolist(), (val_fraction,))]
     parts.append(TensorSamples(*_read(root / FOLDER, "t10k", in_chans)))
@@ -65,12 +64,12 @@ def locate(root: Path, **options: Any) -> None:
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
     """Download (or take from ``archives`` or ROOT), verify and unpack the four official files."""
     folder = root / FOLDER
-    absent = [name for name, file in zip(MD5S, FILES, strict=True) if not (folder / file).is_file()]
-    if not absent:
-        say(f"{folder} is already there.")
+    if is_there(folder, FILES, say):
         return
     require_names(archives, MD5S)
-    for name in absent:
+    for name in MD5S:
+        if (folder / name.removesuffix(".gz")).is_file():
+            continue
         packed = given_or_fetched(f"{MIRROR}{name}", folder / name, MD5S[name], archives, say)
         fileio.make_folder(folder)
         try:
@@ -91,11 +90,8 @@ def _read(folder: Path, split: str, in_chans: int) -> tuple[Tensor, Tensor]:
     images = read_idx(folder / f"{split}-images-idx3-ubyte")
     labels = read_idx(folder / f"{split}-labels-idx1-ubyte").to(torch.int64)
     if len(images) != len(labels) or images.ndim != 3 or labels.max() >= len(CLASSES):
-        raise UserError(
-            f"The images and labels of '{split}' in {folder} do not belong together.",
-            why=f"{len(images)} images, {len(labels)} labels up to {int(labels.max())}.",
-            fix="Delete the folder, and fetch it again: python -m jobs.prepare fashion_mnist",
-        )
+        what = f"The images and labels of '{split}' in {folder} do not belong together."
+        raise damaged("fashion_mnist", what, f"{len(images)} images, {len(labels)} labels up to {int(labels.max())}.")
     return images[:, None].expand(-1, in_chans, -1, -1), labels
 
 
@@ -112,8 +108,4 @@ def read_idx(path: Path) -> Tensor:
         why = "Its first four bytes are not those of such a file."
     except (OSError, struct.error, RuntimeError, ValueError) as error:
         why = f"{error}."
-    raise UserError(
-        f"{path} is no IDX file of bytes.",
-        why=why,
-        fix="Delete it, and fetch it again: python -m jobs.prepare fashion_mnist",
-    )
+    raise damaged("fashion_mnist", f"{path} is no IDX file of bytes.", why)

@@ -77,8 +77,6 @@ def build(
 
     ``file``: the CSV file, in ``root``.
     """
-    locate(root, file=file, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction,
-           test_fraction=test_fraction)  # fmt: skip
     rows = _read(root / file)
     classes = _classes(rows)
     parts = [TableSamples(root, part, classes, in_chans) for part in _split(rows, val_fraction, test_fraction)]

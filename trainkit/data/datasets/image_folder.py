@@ -23,7 +23,7 @@ from trainkit.errors import UserError
 
 
 def build(
-    root: Path | Files,
+    files: Files,
     *,
     image_size: int = 224,
     in_chans: int = 3,
@@ -34,21 +34,18 @@ def build(
     """Either ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``: without val it is split off train, without
     test it is val. Or ``root/CLASS/*``, split three ways. Splits are stratified and depend on the files' names only.
     """
-    if isinstance(root, Path):
-        locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction, test_fraction=test_fraction)
-        root = Files.walk(*layout(root))
-    first = "train" if "train" in root.splits else ""
-    classes = require_classes(root.folder / first, root.splits[first])
-    held_out = {name: read_split(root, name, classes, in_chans) for name in ("val", "test") if root.splits.get(name)}
-    images = images_of(root, first, classes, in_chans)
-    for label in sorted(set(range(len(classes))) - set(images.labels)):
-        raise no_images(root.folder / first / classes[label])
+    first = "train" if "train" in files.splits else ""
+    folder = files.folder / first
+    classes = require_classes(folder, files.splits[first])
+    held_out = {name: read_split(files, name, classes, in_chans) for name in ("val", "test") if files.splits.get(name)}
+    train = images_of(files, first, classes, in_chans)
+    for label in sorted(set(range(len(classes))) - set(train.labels)):
+        raise no_images(folder / classes[label])
     if not first:
-        train, val, test = _split(images, root.folder, classes, (val_fraction, test_fraction))
-    elif "val" in held_out:
-        train, val, test = images, held_out["val"], held_out.get("test", held_out["val"])
+        train, val, test = _split(train, folder, classes, (val_fraction, test_fraction))
     else:
-        train, val = _split(images, root.folder / first, classes, (val_fraction,))
+        if (val := held_out.get("val")) is None:
+            train, val = _split(train, folder, classes, (val_fraction,))
         test = held_out.get("test", val)
     return photo_splits("image_folder", classes, (train, val, test), image_size, in_chans, augment=augment)
 

@@ -8,20 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, cast
 
+from trainkit.data import download
 from trainkit.data.base import Splits, require_options
-from trainkit.data.download import (
-    HashingReader,
-    Say,
-    complete_folder,
-    extract,
-    given_or_in,
-    md5_of,
-    opened_tar,
-    regular,
-    require_names,
-    unpacked,
-)
-from trainkit.data.folders import Files, Layout, image_files, photo_splits, read_split, require_classes, require_splits
+from trainkit.data.download import HashingReader, Say, complete_folder, opened_tar, regular
+from trainkit.data.folders import Files, Layout, image_files, photo_splits, read_splits, require_splits
 from trainkit.errors import UserError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -33,16 +23,12 @@ MD5S = {
 OFFICIAL_COUNTS = {TRAIN: 1_281_167, VAL: 50_000}
 
 
-def build(root: Path | Files, *, image_size: int = 224, augment: bool = True) -> Splits:
+def build(files: Files, *, image_size: int = 224, augment: bool = True) -> Splits:
     """1,281,167 + 50,000 photos of 1,000 classes. The labels of the test images were never published: test is val.
 
     Augmented by a random part of the photo and mirroring; evaluated on the centre.
     """
-    if isinstance(root, Path):
-        locate(root, image_size=image_size)
-        root = Files.walk(*layout(root))
-    classes = require_classes(root.folder / "train", root.splits["train"])
-    train, val = (read_split(root, split, classes, in_chans=3) for split in ("train", "val"))
+    classes, (train, val) = read_splits(files, ("train", "val"))
     return photo_splits("imagenet", classes, (train, val, val), image_size, augment=augment)
 
 
@@ -63,12 +49,11 @@ def locate(root: Path, **options: Any) -> None:
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
     """Unpack the archives into their layout, and count. What is there already is left; an interrupted call goes on."""
     final = root / "imagenet"
-    todo = [name for name, split in ((TRAIN, "train"), (VAL, "val")) if not (final / split).is_dir()]
-    if not todo:
-        say(f"{final} is already there.")
+    if download.is_there(final, ("train", "val"), say):
         return
-    require_names(archives, MD5S)
-    found = {name: given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
+    todo = [name for name, split in ((TRAIN, "train"), (VAL, "val")) if not (final / split).is_dir()]
+    download.require_names(archives, MD5S)
+    found = {name: download.given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
     paths = {name: path for name, path in found.items() if path is not None}
     if absent := [name for name in found if name not in paths]:
         raise UserError(
@@ -87,8 +72,7 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
     """The class (WNID) of each validation image, in the order of their numbers."""
     from scipy.io import loadmat  # type: ignore[import-untyped]  # comes with scikit-learn
 
-    if md5_of(archive) != MD5S[DEVKIT]:
-        say(f"Note: {archive} is not the official development kit (another MD5). Taking it as it is.")
+    download.is_official(archive, download.md5_of(archive), MD5S[DEVKIT], say)
     content: dict[str, bytes] = {}
     with opened_tar(archive) as tar:
         for member in regular(tar, 1 << 28):
@@ -100,11 +84,8 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
         wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["num_children"]) == 0}
         return [wnids[int(line)] for line in content["ILSVRC2012_validation_ground_truth.txt"].split()]
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{archive} is no development kit of ILSVRC 2012.",
-            why=f"Its meta.mat or validation_ground_truth.txt is missing or other ({type(error).__name__}: {error}).",
-            fix=f"Fetch {DEVKIT} again; it is 2.5 MB.",
-        ) from None
+        why = f"Its meta.mat or validation_ground_truth.txt is missing or other ({type(error).__name__}: {error})."
+        raise download.other_archive(archive, "development kit of ILSVRC 2012", why, f"{DEVKIT} (2.5 MB)") from None
 
 
 def _unpack_train(archive: Path, final: Path, say: Say) -> None:
@@ -119,7 +100,7 @@ def _unpack_train(archive: Path, final: Path, say: Say) -> None:
                 packed = cast(IO[bytes], outer.extractfile(member))
                 with complete_folder(partial / wnid) as folder, opened_tar(packed) as inner:
                     for image in regular(inner, 1 << 33):
-                        extract(inner, image, folder, Path(image.name).name)
+                        download.extract(inner, image, folder, Path(image.name).name)
         _verify(archive, TRAIN, reader.finish(), partial, say)
     say(f"{final} is complete.")
 
@@ -141,7 +122,7 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
 
     with (
         closing(HashingReader.of(archive, say)) as reader,
-        unpacked(reader, final, name_of, 1 << 35, say) as folder,
+        download.unpacked(reader, final, name_of, 1 << 35, say) as folder,
     ):
         _verify(archive, VAL, reader.finish(), folder, say)
 
@@ -149,16 +130,7 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
 def _verify(archive: Path, name: str, md5: str, folder: Path, say: Say) -> None:
     count = len(image_files(folder))
     if count == 0:
-        raise UserError(
-            f"{archive} holds no images.",
-            why=f"It is not laid out as {name}.",
-            fix="Fetch it again from https://image-net.org (ILSVRC 2012).",
-        )
-    if md5 != MD5S[name]:
-        say(f"Note: {archive} is not the official {name} (another MD5). It gave {count} images.")
-    elif count != OFFICIAL_COUNTS[name]:
-        raise UserError(
-            f"{archive} gave {count} images instead of {OFFICIAL_COUNTS[name]}.",
-            why=f"Unpacking lost some, or {folder} has some of another archive.",
-            fix=f"Delete {folder}, check the disk's free space and quota, and give this command again.",
-        )
+        why = f"It holds no images as {name} does."
+        raise download.other_archive(archive, "archive of ImageNet", why, f"{name} from https://image-net.org")
+    if download.is_official(archive, md5, MD5S[name], say):
+        download.require_count(archive, folder, count, OFFICIAL_COUNTS[name])

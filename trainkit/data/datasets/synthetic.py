@@ -36,12 +36,11 @@ def build(
     """
     from trainkit.data.loader import tensor_splits
 
-    sizes = {"train_size": train_size, "val_size": val_size, "test_size": test_size}
-    locate(root, num_classes=num_classes, image_size=image_size, in_chans=in_chans, noise=noise, **sizes)
+    sizes = (train_size, val_size, test_size)
     patterns = _patterns(num_classes, in_chans, image_size)
-    made = [_Made(patterns, noise, size, split=split) for split, size in enumerate(sizes.values())]
+    made = [_Made(patterns, noise, size, split=split) for split, size in enumerate(sizes)]
     small = image_size <= 64  # larger ones take long enough to make that loader processes pay
-    few = sum(sizes.values()) <= MOST_IN_MEMORY
+    few = sum(sizes) <= MOST_IN_MEMORY
     parts = [item.in_memory() if small and few else item for item in made]
     classes = tuple(f"class {label}" for label in range(num_classes))
     info = DataInfo("synthetic", num_classes, in_chans, image_size, classes, (0.5,) * in_chans, (0.25,) * in_chans)
