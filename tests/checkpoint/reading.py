@@ -28,3 +28,10 @@ def write(folder: Path, step: int, stems: Mapping[str, Mapping[str, Tensor]], st
             facts[f"{stem}.safetensors"] = checkpoint_tensors.write(out.write, held, held.__getitem__)
     format.commit(folder, Record(step, state, facts))
     return format.path_of(folder, step)
+
+
+def flip(file: Path) -> None:
+    """Change a bit of its last byte."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)

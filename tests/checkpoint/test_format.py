@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint import reading
+from tests.checkpoint.reading import flip
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import LONGEST, checksum
 from trainkit.checkpoint.save import Checkpoints, Restored
@@ -107,12 +108,6 @@ def two(tmp_path: Path) -> Path:
     return folder
 
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 def edited(**changes: Any) -> Callable[[Path], None]:
     """Somebody edits state.json, and knows how to renew its checksum."""
 
@@ -125,11 +120,22 @@ def edited(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
-def text(content: str) -> Callable[[Path], None]:
-    def put(checkpoint: Path) -> None:
-        (checkpoint / "state.json").write_text(content)
+def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else takes the place of a file of the checkpoint, or of its folder."""
 
-    return put
+    def replace(checkpoint: Path) -> None:
+        (checkpoint / name).rename(checkpoint.parent / "outside")
+        make(checkpoint / name)
+
+    return replace
+
+
+def text(content: str) -> Callable[[Path], None]:
+    return replaced("state.json", lambda file: file.write_text(content))
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda checkpoint: os.truncate(checkpoint / name, size)
 
 
 def named(name: str) -> Callable[[Path], None]:
@@ -142,32 +148,6 @@ def named(name: str) -> Callable[[Path], None]:
         edited(files={**body["files"], name.replace("HERE", str(checkpoint.parent)): facts})(checkpoint)
 
     return edit
-
-
-def linked(checkpoint: Path) -> None:
-    outside = checkpoint.parent / "outside.safetensors"
-    (checkpoint / "model.safetensors").rename(outside)
-    (checkpoint / "model.safetensors").symlink_to(outside)
-
-
-def folder_linked(checkpoint: Path) -> None:
-    checkpoint.rename(checkpoint.parent / "outside")
-    checkpoint.symlink_to("outside")
-
-
-def as_pipe(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    os.mkfifo(checkpoint / "model.safetensors")
-
-
-def as_file(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-    checkpoint.write_text("a file")
-
-
-def record_is_a_folder(checkpoint: Path) -> None:
-    (checkpoint / "state.json").unlink()
-    (checkpoint / "state.json").mkdir()
 
 
 def not_safetensors(checkpoint: Path) -> None:
@@ -187,17 +167,17 @@ def a_digit_changed(checkpoint: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit flipped in the weights": (lambda c: flip(c / "model.safetensors"), "content of model.safetensors"),
     "a bit flipped in the moments": (lambda c: flip(c / "optimizer.safetensors"), "content of optimizer.safetensors"),
-    "weights cut short": (lambda c: os.truncate(c / "model.safetensors", 50), "has 50 bytes instead of"),
-    "weights missing": (lambda c: (c / "model.safetensors").unlink(), "No such file"),
-    "weights are a link": (linked, "It is a link"),
-    "weights are a pipe": (as_pipe, "no regular file"),
+    "weights cut short": (cut("model.safetensors", 50), "has 50 bytes instead of"),
+    "weights missing": (replaced("model.safetensors", lambda file: None), "No such file"),
+    "weights are a link": (replaced("model.safetensors", lambda file: file.symlink_to("../outside")), "It is a link"),
+    "weights are a pipe": (replaced("model.safetensors", os.mkfifo), "no regular file"),
     "weights are no safetensors": (not_safetensors, "not readable"),
-    "the folder is a link": (folder_linked, "no folder"),
-    "the folder is a file": (as_file, "no folder"),
-    "state.json is missing": (lambda c: (c / "state.json").unlink(), "No such file"),
-    "state.json is a folder": (record_is_a_folder, "no regular file"),
+    "the folder is a link": (replaced("", lambda folder: folder.symlink_to("outside")), "no folder"),
+    "the folder is a file": (replaced("", Path.touch), "no folder"),
+    "state.json is missing": (replaced("state.json", lambda file: None), "No such file"),
+    "state.json is a folder": (replaced("state.json", Path.mkdir), "no regular file"),
     "state.json is empty": (text(""), "not readable"),
-    "state.json is cut short": (lambda c: os.truncate(c / "state.json", 40), "not readable"),
+    "state.json is cut short": (cut("state.json", 40), "not readable"),
     "state.json is a list": (text("[]"), "no checksum"),
     "state.json is deep": (text("[" * 100_000), "not readable"),
     "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.checkpoint.bucket import Trouble
-from tests.checkpoint.reading import write
+from tests.checkpoint.reading import flip, write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from trainkit.checkpoint import format, remote
 from trainkit.checkpoint.remote import Store, StoreError, Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
@@ -242,7 +242,7 @@ def test_a_change_on_the_way_is_seen_and_the_other_checkpoint_taken(
     sender.send(1, best=1)
     sender.send(2)
     weights = tmp_path / "far/first/checkpoints/step-00000002/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    flip(weights)
     run = fetch_run(sender.store.url, tmp_path / "elsewhere")
     assert format.pointed(run.checkpoints, "latest") == 1
     assert "the content of model.safetensors has changed" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.reading import tensors, write
+from tests.checkpoint.reading import flip, tensors, write
 from tests.rank_functions import QUICK, StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
@@ -92,17 +92,11 @@ def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str, str]
     return ending, result.step, result.which, said.getvalue()
 
 
-def flip(checkpoint: Path) -> None:
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(content)
-
-
 def test_a_run_whose_best_weights_are_lost_ends_and_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", SETTINGS, 22 + 5)
     assert format.pointed(folder / "checkpoints", "best") == BEST
-    flip(format.path_of(folder / "checkpoints", BEST))
+    flip(format.path_of(folder / "checkpoints", BEST) / "model.safetensors")
     ((ending, step, which, said),) = run_ranks(1, _go_on_and_evaluate, folder)
     assert ending == "finished"
     assert (step, which) == (24, "newest"), "nobody takes it for the best"
@@ -279,9 +273,7 @@ def _save_own(env: RankEnv, folder: Path, sees: list[bool], full: bool) -> str:
         return "saved"
 
 
-@pytest.mark.parametrize(
-    "sees", [[True, True], [True, False, True], [True, False, False]], ids=["all do", "some do", "none does"]
-)
+@pytest.mark.parametrize("sees", [[True, True], [True, False, True], [True, False, False]], ids=str)
 def test_each_rank_writes_its_part_or_rank_0_for_those_that_see_no_folder(tmp_path: Path, sees: list[bool]) -> None:
     count = len(sees)
     assert run_ranks(count, _save_own, tmp_path, sees, False) == ["saved"] * count
@@ -366,31 +358,24 @@ def contents(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize(
-    ("questions", "asynchronous"),
-    [(0, False), (1, False), (1, True)],
-    ids=["before it begins", "while it writes", "behind training"],
-)
+# Before it begins, while it writes, behind training.
+@pytest.mark.parametrize(("questions", "asynchronous"), [(0, False), (1, False), (1, True)])
 def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questions: int, asynchronous: bool) -> None:
-    dist, model = DIST, nn.Linear(2, 1)
-    Checkpoints(tmp_path, keep=1, dist=dist).save(model, None, step=1, state={}, best_step=1)
+    model = nn.Linear(2, 1)
+    Checkpoints(tmp_path, keep=1, dist=DIST).save(model, None, step=1, state={}, best_step=1)
     before = contents(tmp_path)
     may_write = held_for(questions)
-    checkpoints = Checkpoints(tmp_path, keep=1, dist=dist, may_write=may_write, asynchronous=asynchronous)
-
-    def save() -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST, may_write=may_write, asynchronous=asynchronous)
+    with pytest.raises(RefusedError, match="Another process"):  # noqa: PT012 - of either
         checkpoints.save(model, None, step=2, state={}, best_step=2)
         checkpoints.settle()
-
-    with pytest.raises(RefusedError, match="Another process"):
-        save()
     assert contents(tmp_path) == before
     assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
 
 
 def test_extra_tensors_come_back_with_their_checkpoint(tmp_path: Path) -> None:
-    dist, model = DIST, nn.Linear(2, 1)
-    checkpoints = Checkpoints(tmp_path, keep=1, dist=dist)
+    model = nn.Linear(2, 1)
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
     extra = {"common": {"theta": torch.arange(3.0), "momentum": torch.ones(3)}}
     checkpoints.save(model, None, step=1, state={"round": 4}, best_step=None, extra=extra)
     restored = checkpoints.restore(nn.Linear(2, 1), None, extra=("common",))

@@ -240,7 +240,9 @@ def test_digits_are_the_ones_that_scikit_learn_loads() -> None:
 
     theirs, data = load_digits(), build("digits")
     ours = [data_of[at] for data_of in (data.train, data.val, data.test) for at in range(len(data_of))]
-    expected = [(tuple((image * 255 / 16).round()), label) for image, label in zip(theirs.data, theirs.target, strict=True)]
+    expected = [
+        (tuple((image * 255 / 16).round()), label) for image, label in zip(theirs.data, theirs.target, strict=True)
+    ]
     assert sorted((tuple(image.flatten().tolist()), label) for image, label in ours) == sorted(expected)
     images = torch.stack([image for image, _ in ours])
     normal = normalize(images, data.info)

@@ -39,7 +39,7 @@ from trainkit.checkpoint import format
 from trainkit.checkpoint.format import BrokenCheckpointError, Record
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.run.events import Attempt, Holder, Writer, lease_on, read_events
+from trainkit.run.events import Attempt, Holder, Writer, attempts_that, lease_on
 from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
 from trainkit.run.snapshot import are_of_code, read_code
 
@@ -320,10 +320,9 @@ def _fetch_folder(store: Store, path: Path, weights_only: bool) -> None:
         with suppress(AbsentError):  # a run that was started without a snapshot
             unpack_code(store.read(CODE, limit=_LONGEST_CODE), stage)
         fileio.make_folder(run.logs, stage)
-        for event in read_events(run, "started"):  # their numbers are taken
-            if type(event.get("attempt")) is int:
-                fileio.make_folder(run.attempt_logs(event["attempt"]), stage)
-                fileio.write(CLAIM.at(run.attempt_logs(event["attempt"]), 0), "", stage)
+        for number in attempts_that(run, "started"):  # their numbers are taken
+            fileio.make_folder(run.attempt_logs(number), stage)
+            fileio.write(CLAIM.at(run.attempt_logs(number), 0), "", stage)
         fetch_checkpoints(store, run, weights_only=weights_only)
         stage.rename(path)
 

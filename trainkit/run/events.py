@@ -79,6 +79,11 @@ def read_events(run_dir: RunDir, kind: str | tuple[str, ...] | None = None) -> l
     return [event for raw in records if (kinds is None or raw.get("event") in kinds) and (event := typed_event(raw))]
 
 
+def attempts_that(run_dir: RunDir, kind: str) -> list[int]:
+    """Numbers of the attempts that have an event of a kind."""
+    return [event["attempt"] for event in read_events(run_dir, kind) if event.get("attempt") is not None]
+
+
 def typed_event(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """An event as others may rely on it; None without its kind. Fields of another type than theirs are left out, and
     text is one line: it is shown on terminals."""
@@ -106,13 +111,11 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "job_id": lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,63}", value) is not None,
     **dict.fromkeys(_COUNTS, lambda value: value is None or fileio.is_whole(value)),
     **dict.fromkeys(_TEXTS, lambda value: isinstance(value, str)),
-    **dict.fromkeys(("hosts", "signals"), lambda value: _is_list_of(str, value)),
-    "exit_codes": lambda value: _is_list_of(int, value),
+    **{
+        name: lambda value, kind=kind: isinstance(value, list) and all(isinstance(item, kind) for item in value)
+        for name, kind in (("hosts", str), ("signals", str), ("exit_codes", int))
+    },
 }
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 # What becomes of a run, as it is written down
@@ -176,11 +179,11 @@ def submitted(
         continues: job id of the link before it, in a chain of jobs that nobody but the first has asked for.
         adopted: whoever queued it did not come to write this, and the job was found later.
     """
-    more = process.fields() if process is not None else {}
-    more |= ({"continues": continues} if continues else {}) | ({"adopted": True} if adopted else {})
+    given = {"continues": continues, "adopted": adopted}
+    more = {**(process.fields() if process else {}), **{key: value for key, value in given.items() if value}}
     before = len(run.attempts()) if attempts_before is None else attempts_before
     append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **more)
-    folder.note_job(run.path, executor, job_id, process.word() if process is not None else "")
+    folder.note_job(run.path, executor, job_id, process.word() if process else "")
 
 
 def job_of(env: Mapping[str, str]) -> str:
@@ -219,8 +222,7 @@ class Attempt:
         Raises:
             UserError: the log folder cannot be written.
         """
-        over = [event["attempt"] for event in read_events(run, "ended") if type(event.get("attempt")) is int]
-        number = max(over, default=-1) + 1
+        number = max(attempts_that(run, "ended"), default=-1) + 1
         while True:
             claim = CLAIM.at(run.attempt_logs(number), node_rank)
             try:
@@ -257,8 +259,8 @@ class Attempt:
     def successor(self) -> int | None:
         """A newer attempt that writes the run, or has: SLURM took the node for dead, and ranks or script of this one
         live on. None while this is the newest."""
-        started = [event["attempt"] for event in read_events(self.run, "started") if type(event.get("attempt")) is int]
-        newest = max([*started, writing_attempt(self.run) or 0])
+        there = _read(self.run.lease)
+        newest = max([*attempts_that(self.run, "started"), (there and there.holder.attempt) or 0])
         return newest if newest > self.number else None
 
     @property
@@ -398,7 +400,7 @@ def history_of(run: RunDir) -> RunHistory:
             submitting["cancelled"] = True
         elif kind == "submitted":
             submitting = None
-            same = all(event.get(key) == jobs[-1][0].get(key) for key in ("executor", "job_id")) if jobs[-1] else False
+            same = jobs[-1] and all(event.get(key) == jobs[-1][0].get(key) for key in ("executor", "job_id"))
             if same and event.get("job_id") and ProcessId.from_fields(event) is None:
                 continue  # the job itself, or who has adopted it, was faster than the command that queued it
             jobs.append([event])
@@ -412,8 +414,8 @@ def history_of(run: RunDir) -> RunHistory:
             elif kind in attempts and attempt is not None:
                 attempts[kind].add(attempt)
             elif kind == "failed":
-                told = {key: event.get(key, "") for key in ("host", "error")}
-                failures.append(RankFailure(attempt, event.get("rank"), time=event.get("time", 0.0), **told))
+                host, error = event.get("host", ""), event.get("error", "")
+                failures.append(RankFailure(attempt, event.get("rank"), host, error, event.get("time", 0.0)))
                 outcome = "FAILED"
             elif kind == "ended":
                 outcome = event.get("state") or "UNKNOWN"
@@ -466,6 +468,7 @@ class ProcessId:
     host: str
     pid: int
     started: str
+    """When, as text that no other process of that number has."""
     space: str = ""
     """Where the number counts: a container, or a machine before and after a restart, may have the same host name."""
 
@@ -485,9 +488,8 @@ class ProcessId:
 
     def fields(self) -> dict[str, Any]:
         """Plain values for a record."""
-        return {
-            "host": self.host, "pid": self.pid, "process_started": self.started, "process_space": self.space
-        }  # fmt: skip
+        started = {"process_started": self.started, "process_space": self.space}
+        return {"host": self.host, "pid": self.pid, **started}
 
     @classmethod
     def seen_from_here(cls, word: str) -> ProcessId | None:
@@ -592,9 +594,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise StaleAttemptError unless this is still the writer. Reads a small file: call it before every write."""
-        there = _read(self._run.lease)
-        if there is None:  # being replaced on a file system that is not quite atomic, or removed by hand
-            time.sleep(_MOMENT)
+        if (there := _read(self._run.lease)) is None:
+            time.sleep(_MOMENT)  # being replaced on a file system that is not quite atomic, or removed by hand
             there = _read(self._run.lease)
         if there is None or there.token != self._token:
             raise _stale(self._run, there.holder if there is not None else "somebody who has removed its lease.json")
@@ -606,12 +607,6 @@ class Lease:
     def _is_mine(self) -> bool:
         there = _read(self._run.lease)
         return there is not None and there.token == self._token
-
-
-def writing_attempt(run: RunDir) -> int | None:
-    """The attempt that holds the lease; None if none does."""
-    there = _read(run.lease)
-    return there.holder.attempt if there is not None else None
 
 
 @contextmanager
@@ -698,17 +693,16 @@ def _stale(run: RunDir, who: object) -> StaleAttemptError:
 
 def _put(mine: Path, lease: Path) -> bool:
     """Put ``mine`` where no lease is; False if somebody was faster."""
-    try:
+    with suppress(FileExistsError):
         try:
             os.link(mine, lease)
         except FileExistsError:
-            raise
+            return False
         except OSError:  # a file system without hard links
             with fileio.create(lease, lease.parent) as out:
                 out.write(fileio.read_bytes(mine))
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _replace(mine: Path, run: RunDir, token: str) -> bool:
@@ -790,8 +784,7 @@ def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Writer]:
         StaleAttemptError: a newer attempt has begun to train already.
     """
     with lease_on(attempt.run, Holder.me(job_id=job_id, attempt=attempt.number)) as lease:
-        newer = attempt.successor()
-        if newer is not None:
+        if (newer := attempt.successor()) is not None:
             raise StaleAttemptError(
                 f"Attempt {attempt.number} of {attempt.run.name} is not the newest: attempt {newer} has trained.",
                 why="SLURM has started the job again, and these ranks come late.",
