@@ -60,16 +60,21 @@ def test_images_change_as_their_keys_say_whatever_batch_they_are_in(settings: di
     assert not torch.equal(images, prepared(settings, KEYS_AUGMENT + 1)[0])
 
 
+def shares(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of mixed images the other labels, and the share of the first."""
+    assert target.others is not None
+    assert target.share is not None
+    return target.others, target.share
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_of_mixed_images_is_timms_of_the_mixed_labels(smoothing: float) -> None:
     soft = cast(Any, cross_entropy).SoftTargetCrossEntropy()
     one_hot: Any = mixup.mixup_target
     _, target = prepared({"mixup_alpha": 0.8, "cutmix_alpha": 1.0})
-    assert target.others is not None
-    assert target.share is not None
-    ones = torch.ones(64, 1)
-    one, other = (one_hot(labels, 7, ones, smoothing) for labels in (target.labels, target.others))
-    share = target.share[:, None]
+    (others, share), ones = shares(target), torch.ones(64, 1)
+    one, other = (one_hot(labels, 7, ones, smoothing) for labels in (target.labels, others))
+    share = share[:, None]
     expected = soft(LOGITS, one * share + other * (1 - share))
     task = Classification(parts_of().splits.info, smoothing, None)
     assert training_losses(task, LOGITS, target).plain.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -79,12 +84,11 @@ def test_the_loss_of_mixed_images_is_timms_of_the_mixed_labels(smoothing: float)
 
 def test_mixed_images_of_weighted_classes_count_by_both_labels() -> None:
     _, target = prepared({"mixup_alpha": 0.8})
-    assert target.others is not None
-    assert target.share is not None
+    others, share = shares(target)
     weights = torch.arange(1, 8).float()
     losses = training_losses(Classification(parts_of().splits.info, 0.0, weights.tolist()), LOGITS, target)
-    soft = torch.zeros(64, 7).scatter_(1, target.labels[:, None], target.share[:, None])
-    soft = soft.scatter_add(1, target.others[:, None], 1 - target.share[:, None])
+    soft = torch.zeros(64, 7).scatter_(1, target.labels[:, None], share[:, None])
+    soft = soft.scatter_add(1, others[:, None], 1 - share[:, None])
     expected = functional.cross_entropy(LOGITS, soft, weight=weights)  # torch divides by the number of samples
     assert losses.weighted.item() == pytest.approx(expected.item(), rel=1e-5)
     assert losses.plain.item() == pytest.approx(functional.cross_entropy(LOGITS, soft).item(), rel=1e-5)
@@ -168,24 +172,20 @@ def test_the_shares_are_of_the_beta_distribution(alpha: float) -> None:
 
 def test_mixup_blends_neighbours_pixel_by_pixel_and_label_by_label() -> None:
     images, mixed = mixing(mixup=0.8)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
-    assert mixed.share is not None
-    assert mixed.others is not None
-    share = torch.where(mixed.labels == LABELS_MIXING, mixed.share, 1 - mixed.share).view(-1, 1, 1, 1)
+    others, most = shares(mixed)
+    share = torch.where(mixed.labels == LABELS_MIXING, most, 1 - most).view(-1, 1, 1, 1)
     assert torch.allclose(images, IMAGES_MIXING * share + partner(IMAGES_MIXING) * (1 - share), atol=1e-6)
-    assert 0.5 <= mixed.share.min() < mixed.share.max() <= 1.0
-    two = torch.stack([mixed.labels, mixed.others]).sort(0).values
+    assert 0.5 <= most.min() < most.max() <= 1.0
+    two = torch.stack([mixed.labels, others]).sort(0).values
     assert torch.equal(two, torch.stack([LABELS_MIXING, partner(LABELS_MIXING)]).sort(0).values)
 
 
 def test_cutmix_pastes_a_rectangle_of_the_neighbour_and_counts_its_pixels() -> None:
     images, mixed = mixing(cutmix=1.0)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
-    assert mixed.share is not None
     pasted = (images == partner(IMAGES_MIXING)).squeeze(1)
-    assert torch.equal(
-        images.squeeze(1), torch.where(pasted, partner(IMAGES_MIXING).squeeze(1), IMAGES_MIXING.squeeze(1))
-    )
+    assert torch.equal(images, torch.where(pasted[:, None], partner(IMAGES_MIXING), IMAGES_MIXING))
     own = 1 - pasted.float().mean(dim=(1, 2))
-    assert torch.allclose(torch.where(own >= 0.5, own, 1 - own), mixed.share, atol=1e-6)
+    assert torch.allclose(torch.where(own >= 0.5, own, 1 - own), shares(mixed)[1], atol=1e-6)
     assert torch.equal(mixed.labels, torch.where(own >= 0.5, LABELS_MIXING, partner(LABELS_MIXING)))
     rows, columns = pasted.any(2), pasted.any(1)
     assert torch.equal(pasted, rows[:, :, None] & columns[:, None, :])
@@ -194,8 +194,6 @@ def test_cutmix_pastes_a_rectangle_of_the_neighbour_and_counts_its_pixels() -> N
 
 
 def test_the_rectangles_are_timms_mixing() -> None:
-    from timm.data import mixup
-
     sides = mixing(cutmix=1.0).draw(KEYS_MIXING, 20, 30)
     again = torch.rand(COUNT_MIXING, generator=RANDOM).double()
     theirs_of: Any = mixup.cutmix_bbox_and_lam

@@ -83,12 +83,9 @@ def test_seeds_have_32_bits_and_are_the_same_in_every_version() -> None:
     assert derive_seed(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
 
 
-def test_the_remainder_of_an_epoch_is_dropped() -> None:
-    assert [steps_per_epoch(samples, 64) for samples in (64, 1257)] == [1, 19]
-
-
 @pytest.mark.parametrize(("samples", "fits"), [(1, 1), (50, 32), (63, 32)])
-def test_data_smaller_than_a_global_batch_is_refused_with_the_size_that_fits(samples: int, fits: int) -> None:
+def test_an_epoch_drops_its_remainder_and_data_for_no_step_is_refused(samples: int, fits: int) -> None:
+    assert [steps_per_epoch(whole, 64) for whole in (64, 1257)] == [1, 19]
     with pytest.raises(UserError, match=rf"train.global_batch_size=64 is larger[\s\S]*global_batch_size={fits},"):
         steps_per_epoch(samples, 64)
 
@@ -146,12 +143,6 @@ def test_numbers_below_an_end_are_equally_likely() -> None:
     counts = torch.bincount(base.below(KEYS, 0, 9), minlength=9)
     assert len(counts) == 9
     assert ((counts - 100_000 / 9).abs() < 5 * (100_000 / 9) ** 0.5).all()
-
-
-def test_two_draws_of_a_sample_have_nothing_to_do_with_each_other() -> None:
-    one, other = base.uniform(KEYS, 0), base.uniform(KEYS, 1)
-    assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.015
-    assert abs(torch.corrcoef(torch.stack([one[1:], one[:-1]]))[0, 1]) < 0.015
 
 
 def test_uniform_numbers_fill_the_open_interval() -> None:

@@ -25,6 +25,7 @@ from trainkit.data import build_data, check_data, pack_data
 from trainkit.data import pack as data_pack
 from trainkit.data.base import Batch, EvalBatch, Splits
 from trainkit.data.datasets import image_folder
+from trainkit.data.download import Say
 from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
 from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, train_batches
 from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_pack
@@ -54,9 +55,17 @@ def root_pack(tmp_path: Path) -> Path:
     return root
 
 
-def pack_pack(root: Path, kind: Kind = "jpeg", *, side: int = 64, workers: int = 1) -> Pack:
+def pack_pack(
+    root: Path, kind: Kind = "jpeg", *, side: int = 64, workers: int = 1, say: Say = lambda line: None
+) -> Pack:
     layout = image_folder.layout(root)
-    return write_pack(root / f"image_folder-{side}.pack", layout, side, kind, workers=workers, say=lambda line: None)
+    return write_pack(root / f"image_folder-{side}.pack", layout, side, kind, workers=workers, say=say)
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
 
 
 def config(root: Path, **more: object) -> DataConfig:
@@ -148,9 +157,7 @@ def test_a_damaged_pack_is_named(root_pack: Path, file: str, damage: str) -> Non
 
 def test_a_bit_that_flipped_is_found_by_reading_and_by_preparing_again(root_pack: Path) -> None:
     packed = pack_pack(root_pack)
-    content = bytearray((packed.folder / "images.bin").read_bytes())
-    content[100] ^= 1
-    (packed.folder / "images.bin").write_bytes(content)
+    flip(packed.folder / "images.bin", 100)
     with pytest.raises(UserError, match=r"pack .*image_folder-64\.pack is damaged[\s\S]*train/cat/0\.jpg"):
         Pack(packed.folder).read(0, 3)
     with pytest.raises(UserError, match=r"is damaged[\s\S]*train/cat/0\.jpg"):
@@ -213,7 +220,7 @@ def slowly(root: Path, after: int) -> None:
         if seen == after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write_pack(root / "image_folder-64.pack", image_folder.layout(root), 64, "jpeg", workers=1, say=count)
+    pack_pack(root, say=count)
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -233,7 +240,7 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
             with (going / file).open("ab") as out:
                 out.write(b"half a record")
     said: list[str] = []
-    write_pack(final, image_folder.layout(root_pack), 64, "jpeg", workers=1, say=said.append)
+    pack_pack(root_pack, say=said.append)
     whole = [(final / file).read_bytes() for file in ("images.bin", "index.bin")]
     assert said[0] == "Going on after 53 of 132 images."
     final.rename(root_pack / "other.pack")
@@ -269,9 +276,7 @@ def pack_staging(tmp_path: Path, write_images: Callable[..., None]) -> Pack:
     root = tmp_path / "images"
     for split in ("train", "val"):
         write_images(root / split, {"cat": 3, "dog": 3})
-    return write_pack(
-        root / "image_folder-8.pack", image_folder.layout(root), 8, "raw", workers=1, say=lambda line: None
-    )
+    return pack_pack(root, "raw", side=8)
 
 
 @pytest.fixture
@@ -300,9 +305,7 @@ def test_a_copy_is_the_pack_and_a_second_job_copies_nothing(
     monkeypatch.setattr(fileio, "copy", None)
     assert stage(pack_staging.folder, disk) == ""
     copy = Pack(staged_folder(pack_staging.folder, disk))
-    assert all(
-        torch.equal(copy.read(position, 3), pack_staging.read(position, 3)) for position in range(len(pack_staging))
-    )
+    assert all(torch.equal(copy.read(at, 3), pack_staging.read(at, 3)) for at in range(len(pack_staging)))
     about = pack_staging.folder / "pack.json"
     about.write_text(about.read_text() + " ")
     assert staged(pack_staging.folder, disk) is None, "a copy of an older pack is not taken for the new"
@@ -344,9 +347,7 @@ def test_a_copy_that_another_user_has_laid_out_is_never_read(pack_staging: Pack,
     disk.chmod(0o1777)
     final = staged_folder(pack_staging.folder, disk)
     shutil.copytree(pack_staging.folder, final)
-    poisoned = bytearray((final / "images.bin").read_bytes())
-    poisoned[5] ^= 1
-    (final / "images.bin").write_bytes(poisoned)
+    flip(final / "images.bin", 5)
     final.parent.chmod(0o700)
     for path in (final.parent, final, *final.iterdir()):
         os.chown(path, 65534, 65534)
@@ -371,9 +372,7 @@ def test_no_copy_is_made_where_others_get_at_it(spoil: str, pack_staging: Pack, 
 
 
 def test_a_damaged_pack_is_not_staged(pack_staging: Pack, disk: Path) -> None:
-    content = bytearray((pack_staging.folder / "images.bin").read_bytes())
-    content[5] ^= 1
-    (pack_staging.folder / "images.bin").write_bytes(content)
+    flip(pack_staging.folder / "images.bin", 5)
     with pytest.raises(UserError, match=r"damaged[\s\S]*train/cat/000\.jpg"):
         stage(pack_staging.folder, disk)
     assert [found.suffix for found in disk.glob("*/*")] == [".lock"]

@@ -41,7 +41,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.events import Attempt, Holder, Writer, attempts_that, lease_on
 from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
-from trainkit.run.snapshot import are_of_code, read_code
+from trainkit.run.snapshot import are_of_code, read_code, write_tree
 
 PLACE, POINTERS, CODE = REMOTE.name, "pointers.json", "code.tar.gz"
 _RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
@@ -139,10 +139,11 @@ class Store:
 
     def names(self, folder: str) -> list[str]:
         """Names of files and folders in a folder; none where there is no such folder."""
-        path, listed = self._path(folder), list[str]()
+        path = self._path(folder)
         with suppress(AbsentError):
             listed = [str(item).rstrip("/") for item in self._call("ls", path, limit=self._seconds, detail=False)]
-        return [item.rpartition("/")[2] for item in listed if not item.endswith(path)]
+            return [item.rpartition("/")[2] for item in listed if not item.endswith(path)]
+        return []
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -407,9 +408,7 @@ def unpack_code(packed: bytes, into: Path) -> None:
             raise tarfile.TarError("its names are no code's")
     except fileio.BROKEN_TAR as error:
         raise StoreError(f"{CODE} is not what a run has written ({terminal.one_line(error)})") from None
-    for name, data_of in found.items():
-        fileio.make_folder((into / name).parent, into)
-        fileio.write(into / name, data_of, into)
+    write_tree(found, into, into)
 
 
 class Uploads:
@@ -611,13 +610,13 @@ class Uploads:
     def _say(self, kind: str, **facts: object) -> None:
         with suppress(TrainkitError, OSError):
             self._writer.attempt.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
-        told, again = "", terminal.command("resume", self._writer.run.path)
-        if kind == "upload_failed":
-            told = f"Not sent to {self._store.url} for now: {facts['why']}. Training goes on."
-        elif kind == "not_uploaded":
-            told = f"The newest checkpoint is not in {self._store.url} yet. It goes there by: {again}"
-        if told:
-            print(told, file=sys.stderr, flush=True)
+        again = terminal.command("resume", self._writer.run.path)
+        said = {
+            "upload_failed": f"Not sent to {self._store.url} for now: {facts.get('why')}. Training goes on.",
+            "not_uploaded": f"The newest checkpoint is not in {self._store.url} yet. It goes there by: {again}",
+        }
+        if kind in said:
+            print(said[kind], file=sys.stderr, flush=True)
 
 
 def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:

@@ -196,13 +196,12 @@ def named(reference: str) -> list[Path]:
     for everywhere in (False, True):
         found: dict[Path, None] = {}
         for run in known(everywhere=everywhere):
-            in_sweep = run.name.isdecimal() and is_sweep(run.parent)
-            if reference == (f"{run.parent.name}/{run.name}" if run.name.isdecimal() else run.name):
-                found[run] = None
-            elif in_sweep and reference == run.parent.name:
-                found[run.parent] = None
-            elif not in_sweep and reference == run.name:  # a run whose name is a number
-                found[run] = None
+            names = {run.name: run}
+            if run.name.isdecimal():  # of a sweep, or a run whose name is a number
+                names = {run.parent.name: run.parent} if is_sweep(run.parent) else names
+                names[f"{run.parent.name}/{run.name}"] = run
+            if reference in names:
+                found[names[reference]] = None
         if found:
             return list(found)
     return []

@@ -22,13 +22,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit import fileio, importing
+from trainkit import importing
 from trainkit.config.loading import OPEN_MAPPINGS, PACKAGED, Loaded, flatten
 from trainkit.config.schema import Config, reach
 from trainkit.errors import RefusedError
 from trainkit.run import folder as run_folder
 from trainkit.run.folder import RunDir
-from trainkit.run.snapshot import code_digest, has_code_in_place, not_code, read_code
+from trainkit.run.snapshot import code_digest, has_code_in_place, not_code, read_code, write_tree
 
 _OWN_WORDS = ("flag", "override", "environment", "default")
 _PROGRAM = ("jobs", "trainkit", "configs")
@@ -209,10 +209,9 @@ def _why_writable(path: Path, owners: Sequence[int], *, above: bool = False) -> 
     if found.st_mode & stat.S_IWOTH:
         return f"Anybody may write to {path}."
     if found.st_mode & stat.S_IWGRP and not (_is_private(found.st_gid) and not _has_access_list(path)):
-        try:
+        group: object = found.st_gid
+        with suppress(KeyError):
             group = grp.getgrgid(found.st_gid).gr_name
-        except KeyError:
-            group = str(found.st_gid)
         return f"The members of group {group} may write to {path}."
     return ""
 
@@ -243,8 +242,5 @@ def _private_copy(files: Mapping[str, bytes]) -> Path:
     """The modules whose digest was checked, where nobody can change them before they are imported."""
     _COPIES.append(tempfile.TemporaryDirectory(prefix="trainkit-code-"))
     top = Path(_COPIES[-1].name)
-    for name, content in files.items():
-        if name.partition(os.sep)[0] not in _PROGRAM:
-            fileio.make_folder((top / name).parent)
-            fileio.write(top / name, content)
+    write_tree({name: data for name, data in files.items() if name.partition(os.sep)[0] not in _PROGRAM}, top, top)
     return top

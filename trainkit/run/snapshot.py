@@ -158,7 +158,7 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
     sources, withheld = _sources(own)
     content = {name: fileio.read_bytes(source, 16 * LARGEST_CODE, follow=True) for name, source in sources.items()}
     if store is None or not _share(run_dir, content, store):
-        _write_tree(content, run_dir.code, run_dir.path)
+        write_tree(content, run_dir.code, run_dir.path)
     return withheld
 
 
@@ -195,7 +195,7 @@ def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) ->
             _say_once(f"{run_dir.name}: its code was changed in {run_dir.code.resolve()}; code.zip is used.")
     new, old = (run_dir.path / f".partial-{token_hex(4)}-code" for _ in range(2))
     try:
-        _write_tree(content, new, run_dir.path)
+        write_tree(content, new, run_dir.path)
         with suppress(FileNotFoundError):
             run_dir.code.rename(old)
         new.rename(run_dir.code)
@@ -266,7 +266,7 @@ def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
         if not folder.exists():
             partial = store / f".partial-{token_hex(4)}-{name}"
             try:
-                _write_tree(content, partial, store, read_only=True)
+                write_tree(content, partial, store, read_only=True)
                 partial.rename(folder)
             except OSError:
                 _remove(partial)
@@ -321,7 +321,8 @@ def _remove_unused(store: Path) -> None:
             _remove(archive, *copies)
 
 
-def _write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
+def write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
+    """Write new files below ``top`` by their names there."""
     for name, data in content.items():
         file = top / name
         make_folder(file.parent, within)
