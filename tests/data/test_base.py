@@ -7,17 +7,6 @@ import pytest
 import torch
 
 from trainkit.data import base
-from trainkit.data.base import (
-    DataInfo,
-    derive_seed,
-    epoch_order,
-    global_batch,
-    normalize,
-    share_of,
-    size_left,
-    steps_per_epoch,
-    stratified_split,
-)
 from trainkit.errors import UserError
 
 
@@ -25,7 +14,7 @@ def test_bytes_become_floats_of_zero_mean_and_unit_variance() -> None:
     images = torch.randint(0, 256, (64, 3, 4, 4), dtype=torch.uint8)
     before, scaled = images.clone(), images.double() / 255
     mean, std = (tuple(of.tolist()) for of in (scaled.mean((0, 2, 3)), scaled.std((0, 2, 3))))
-    normal = normalize(images, DataInfo("x", 2, 3, 4, ("a", "b"), mean, std))
+    normal = base.normalize(images, base.DataInfo("x", 2, 3, 4, ("a", "b"), mean, std))
     assert normal.dtype == torch.float32
     assert torch.allclose(normal.mean((0, 2, 3)), torch.zeros(3), atol=1e-5)
     assert torch.allclose(normal.std((0, 2, 3)), torch.ones(3), atol=1e-5)
@@ -34,7 +23,7 @@ def test_bytes_become_floats_of_zero_mean_and_unit_variance() -> None:
 
 def test_parts_cover_everything_once_and_each_class_in_the_same_proportion() -> None:
     labels = [0] * 100 + [1] * 300
-    parts = stratified_split(labels, (0.1,))
+    parts = base.stratified_split(labels, (0.1,))
     assert sorted(index for part in parts for index in part) == list(range(400))
     assert all(part == sorted(part) for part in parts)
     assert [sum(labels[i] == label for i in parts[1]) for label in (0, 1)] == [10, 30]
@@ -47,63 +36,67 @@ def test_parts_cover_everything_once_and_each_class_in_the_same_proportion() -> 
 def test_a_class_gives_each_part_a_sample_and_keeps_one(
     labels: list[int], fractions: tuple[float, ...], parts: list[int]
 ) -> None:
-    assert [len(part) for part in stratified_split(labels, fractions)] == parts
-    assert size_left(Counter(labels).values(), fractions) == parts[0]
+    assert [len(part) for part in base.stratified_split(labels, fractions)] == parts
+    assert base.size_left(Counter(labels).values(), fractions) == parts[0]
 
 
 def test_a_new_file_moves_no_other_file_to_another_part() -> None:
     names = [f"{number}.jpg" for number in range(100)]
-    _, before = stratified_split([0] * 100, (0.2,), keys=names)
-    _, after = stratified_split([0] * 101, (0.2,), keys=[*names, "new.jpg"])
+    _, before = base.stratified_split([0] * 100, (0.2,), keys=names)
+    _, after = base.stratified_split([0] * 101, (0.2,), keys=[*names, "new.jpg"])
     moved = {names[i] for i in before} - {[*names, "new.jpg"][i] for i in after}
     assert len(moved) <= 1
 
 
 def test_the_split_never_changes() -> None:
     # Results of two versions of the kit are comparable only if this number stays.
-    parts = stratified_split([index % 10 for index in range(1797)], (0.15, 0.15))
+    parts = base.stratified_split([index % 10 for index in range(1797)], (0.15, 0.15))
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:12] == "84b73f7ea22e"
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(4, 4), (3, 5), (3 + 2**32, 4), (4, 3)])
 def test_another_seed_or_epoch_is_another_order(seed: int, epoch: int) -> None:
-    assert not torch.equal(epoch_order(100, seed=3, epoch=4), epoch_order(100, seed=seed, epoch=epoch))
+    assert not torch.equal(base.epoch_order(100, seed=3, epoch=4), base.epoch_order(100, seed=seed, epoch=epoch))
 
 
 def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -> None:
     before = torch.get_rng_state()
-    generator = torch.Generator().manual_seed(derive_seed(5, 2))
-    assert torch.equal(epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
+    generator = torch.Generator().manual_seed(base.derive_seed(5, 2))
+    assert torch.equal(base.epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_seeds_have_32_bits_and_are_the_same_in_every_version() -> None:
-    assert max(derive_seed(0, index) for index in range(1000)) in range(2**31, 2**32)
-    assert derive_seed(1) != derive_seed(1 + 2**32)
-    assert derive_seed(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
+    assert max(base.derive_seed(0, index) for index in range(1000)) in range(2**31, 2**32)
+    assert base.derive_seed(1) != base.derive_seed(1 + 2**32)
+    assert (
+        base.derive_seed(1, 2, 3) == 3_922_471_037
+    )  # or a run that a newer version goes on with would see another order
 
 
 @pytest.mark.parametrize(("samples", "fits"), [(1, 1), (50, 32), (63, 32)])
 def test_an_epoch_drops_its_remainder_and_data_for_no_step_is_refused(samples: int, fits: int) -> None:
-    assert [steps_per_epoch(whole, 64) for whole in (64, 1257)] == [1, 19]
+    assert [base.steps_per_epoch(whole, 64) for whole in (64, 1257)] == [1, 19]
     with pytest.raises(UserError, match=rf"train.global_batch_size=64 is larger[\s\S]*global_batch_size={fits},"):
-        steps_per_epoch(samples, 64)
+        base.steps_per_epoch(samples, 64)
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 16), (1, 4), (2, 8), (2, 2), (4, 4), (4, 1), (8, 2)])
 def test_ranks_share_a_global_batch_whatever_their_number(world_size: int, micro_batch_size: int) -> None:
-    order = epoch_order(100, seed=0, epoch=0)
-    shares = [share_of(order[32:48], micro_batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    order = base.epoch_order(100, seed=0, epoch=0)
+    shares = [
+        base.share_of(order[32:48], micro_batch_size, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     in_step_order = torch.stack(shares, dim=1).flatten().tolist()
     assert in_step_order == order[32:48].tolist()
 
 
 @pytest.mark.parametrize(("position", "epoch", "step"), [(0, 0, 0), (4, 0, 4), (5, 1, 0), (12, 2, 2)])
 def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: int, epoch: int, step: int) -> None:
-    order = epoch_order(22, 7, epoch)
+    order = base.epoch_order(22, 7, epoch)
     there = order[4 * step : 4 * step + 4]
-    taken = {int(index) for rank in (0, 1) for index in share_of(there, 2, rank=rank, world_size=2).flatten()}
-    found = global_batch(22, seed=7, position=position, global_batch_size=4)
+    taken = {int(index) for rank in (0, 1) for index in base.share_of(there, 2, rank=rank, world_size=2).flatten()}
+    found = base.global_batch(22, seed=7, position=position, global_batch_size=4)
     assert len(found) == 4
     assert set(found) == taken
 

@@ -22,22 +22,9 @@ from torchvision.transforms import v2
 from tests.data.test_datasets import build
 from tests.rank_functions import run_ranks
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data
+from trainkit.data import build_data, folders
 from trainkit.data.base import ModelInput, Splits
-from trainkit.data.folders import (
-    BrokenImageError,
-    BrokenImages,
-    Files,
-    ImageFiles,
-    class_folders,
-    counted,
-    image_files,
-    images_of,
-    photo_transforms,
-    random_part,
-    read_image,
-    read_split,
-)
+from trainkit.data.folders import BrokenImageError, BrokenImages, Files
 from trainkit.data.loader import eval_batches, train_batches
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
@@ -48,9 +35,9 @@ def test_a_sample_is_a_decoded_image_and_its_label_in_every_process(
     tmp_path: Path, write_images: Callable[..., None]
 ) -> None:
     write_images(tmp_path, {"cat": 1, "Grüße": 2})
-    samples = images_of(Files.walk(tmp_path, ("",)), "", ["Grüße", "cat"], 3)
+    samples = folders.images_of(Files.walk(tmp_path, ("",)), "", ["Grüße", "cat"], 3)
     for held in (samples, pickle.loads(pickle.dumps(samples))):  # what macOS does for each worker
-        assert isinstance(held, ImageFiles)
+        assert isinstance(held, folders.ImageFiles)
         assert [(tuple(image.shape), label) for image, label in (held[at] for at in range(len(held)))] == [
             ((3, 16, 20), 0), ((3, 16, 20), 0), ((3, 16, 20), 1)
         ]  # fmt: skip
@@ -70,10 +57,10 @@ def test_a_held_out_split_has_some_of_the_classes_and_no_other(
     write_images(tmp_path, counts)
     files = Files.walk(tmp_path, ("",))
     if isinstance(expected, list):
-        assert list(read_split(files, "", ["cat", "dog"], 3).labels) == expected
+        assert list(folders.read_split(files, "", ["cat", "dog"], 3).labels) == expected
         return
     with pytest.raises(UserError, match=expected):
-        read_split(files, "", ["cat", "dog"], 3)
+        folders.read_split(files, "", ["cat", "dog"], 3)
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -87,11 +74,11 @@ def test_visible_classes_and_the_images_below_them_are_found_in_order(tmp_path: 
         (tmp_path / name).mkdir()
     fill(tmp_path, *(f"a/{name}" for name in ("2.JPEG", "1.png", "deep/0.jpg", ".hidden.jpg", "x.txt", ".trash/9.jpg")))
     (tmp_path / "notes.txt").touch()
-    assert class_folders(tmp_path) == ["a", "b"]
-    assert class_folders(tmp_path / "no") == []
-    assert image_files(tmp_path / "a") == ["1.png", "2.JPEG", "deep/0.jpg"]
-    assert counted(tmp_path) == [3, 0]
-    assert counted(tmp_path, most=4) is None, "files of other kinds count too: a million are not counted"
+    assert folders.class_folders(tmp_path) == ["a", "b"]
+    assert folders.class_folders(tmp_path / "no") == []
+    assert folders.image_files(tmp_path / "a") == ["1.png", "2.JPEG", "deep/0.jpg"]
+    assert folders.counted(tmp_path) == [3, 0]
+    assert folders.counted(tmp_path, most=4) is None, "files of other kinds count too: a million are not counted"
 
 
 def test_a_list_is_the_same_after_its_way_to_another_rank(tmp_path: Path) -> None:
@@ -167,7 +154,7 @@ def test_every_kind_of_file_becomes_bytes_in_colours_or_gray(tmp_path: Path, nam
     path = red(tmp_path, name, mode)
     if name == "jpg.png":  # it is read by what it is
         path = path.rename(tmp_path / "n01.JPEG")
-    image, gray = read_image(path, in_chans=3), read_image(path, in_chans=1)
+    image, gray = folders.read_image(path, in_chans=3), folders.read_image(path, in_chans=1)
     assert (image.dtype, tuple(image.shape), tuple(gray.shape)) == (torch.uint8, (3, 8, 12), (1, 8, 12))
     assert (image.float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 12
     assert abs(float(gray.float().mean()) - (0.299 * 200 + 0.587 * 30 + 0.114 * 40)) < 5
@@ -176,7 +163,7 @@ def test_every_kind_of_file_becomes_bytes_in_colours_or_gray(tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, name: str) -> None:
     Image.fromarray(numpy.full((8, 12), 0x8000, dtype=numpy.uint16)).save(tmp_path / name)
-    assert bool((read_image(tmp_path / name, in_chans=1) == 128).all())
+    assert bool((folders.read_image(tmp_path / name, in_chans=1) == 128).all())
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "photo.png", "photo.gif", "photo.webp"])
@@ -186,7 +173,7 @@ def test_a_truncated_image_of_any_kind_is_named(tmp_path: Path, name: str) -> No
     for share in (0.5, 0.2, 0.0):
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
         with pytest.raises(BrokenImageError, match=rf"Cannot decode the image .*{name}"):
-            read_image(path, in_chans=3)
+            folders.read_image(path, in_chans=3)
 
 
 def test_what_is_no_file_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -194,7 +181,7 @@ def test_what_is_no_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "link.jpg").symlink_to("/nowhere/y.png")
     for name, fix in (("gone", "Put it back"), ("pipe", "Check the file"), ("link", "It is a link to /nowhere/y.png")):
         with pytest.raises(UserError, match=rf"Cannot read .*{name}\.jpg") as caught:
-            read_image(tmp_path / f"{name}.jpg", in_chans=3)
+            folders.read_image(tmp_path / f"{name}.jpg", in_chans=3)
         assert caught.value.fix.startswith(fix)
 
 
@@ -205,7 +192,7 @@ def test_a_jpegs_pixels_are_pillows(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.jpg"
         Image.fromarray(grid.astype(numpy.uint8)).save(path, **options)
         expected = torch.from_numpy(numpy.array(Image.open(path))).permute(2, 0, 1)
-        assert torch.equal(read_image(path, in_chans=3), expected)
+        assert torch.equal(folders.read_image(path, in_chans=3), expected)
 
 
 # Files that a stranger could have made
@@ -230,7 +217,7 @@ def read_damaged(folder: Path) -> None:
         for content in damaged(whole.read_bytes(), seed=number):
             path.write_bytes(content)
             with suppress(UserError):
-                assert read_image(path, in_chans=3).dtype == torch.uint8
+                assert folders.read_image(path, in_chans=3).dtype == torch.uint8
         path.unlink()
 
 
@@ -256,7 +243,7 @@ def test_a_thumbnail_that_claims_to_be_enormous_is_refused(tmp_path: Path) -> No
     content[frame + 5 : frame + 9] = (60000).to_bytes(2, "big") * 2
     path.write_bytes(content)
     with pytest.raises(UserError, match="Cannot decode"):
-        read_image(path, in_chans=3)
+        folders.read_image(path, in_chans=3)
 
 
 @pytest.fixture
@@ -331,12 +318,12 @@ def photo() -> Tensor:
 @pytest.mark.parametrize("shape", [(3, 300, 500), (3, 40, 20), (1, 64, 64), (3, 8, 400)])
 def test_photos_of_any_size_get_the_asked_size_and_are_augmented_in_training(shape: tuple[int, ...]) -> None:
     image = torch.randint(0, 256, shape, dtype=torch.uint8)
-    train, evaluate = photo_transforms(32, augment=True)
+    train, evaluate = folders.photo_transforms(32, augment=True)
     for transform in (train, evaluate):
         assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
     first = train(image)  # of a very long photo the part is always the middle: then only mirroring differs
     assert any(not torch.equal(train(image), first) for _ in range(64))
-    plain, _ = photo_transforms(32, augment=False)
+    plain, _ = folders.photo_transforms(32, augment=False)
     assert torch.equal(plain(image), evaluate(image))
 
 
@@ -345,14 +332,16 @@ def test_photos_for_pretrained_weights_are_resized_and_cropped_as_those_were(
     interpolation: str, crop: float, photo: Tensor
 ) -> None:
     expected = ModelInput("some", (0.5,) * 3, (0.5,) * 3, interpolation, crop)
-    train, evaluate = photo_transforms(38, expected, augment=True)
+    train, evaluate = folders.photo_transforms(38, expected, augment=True)
     mode = v2.InterpolationMode(interpolation)
     resized = v2.functional.resize(photo, [round(38 / crop)], interpolation=mode, antialias=True)
     assert torch.equal(evaluate(photo), v2.functional.center_crop(resized, [38, 38]))
     torch.manual_seed(3)
     made = train(photo)
     torch.manual_seed(3)
-    part = v2.functional.resized_crop(photo, *random_part(427, 640), [38, 38], interpolation=mode, antialias=True)
+    part = v2.functional.resized_crop(
+        photo, *folders.random_part(427, 640), [38, 38], interpolation=mode, antialias=True
+    )
     assert torch.equal(made, part.flip(-1) if torch.rand(()).item() < 0.5 else part)
 
 
@@ -360,7 +349,7 @@ def test_random_parts_are_drawn_as_torchvision_draws_them() -> None:
     """Mean and deviation of their area, ratio and place, within three standard errors."""
     torch.manual_seed(0)
     photo, count = torch.empty(3, 375, 500), 3000
-    ours = [random_part(375, 500) for _ in range(count)]
+    ours = [folders.random_part(375, 500) for _ in range(count)]
     theirs = [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [photo]) for _ in range(count)]
     boxes = [(made["top"], made["left"], made["height"], made["width"]) for made in theirs]
 

@@ -22,18 +22,7 @@ from torchvision.transforms.v2 import functional
 from tests.rank_functions import _CONTEXT
 from trainkit.data import base, loader
 from trainkit.data.base import Batch, DataInfo, Splits, epoch_order
-from trainkit.data.loader import (
-    Batches,
-    TensorSamples,
-    TensorTransform,
-    default_workers,
-    eval_batches,
-    on_gpu,
-    resolve_workers,
-    tensor_splits,
-    to_device,
-    train_batches,
-)
+from trainkit.data.loader import Batches, TensorSamples, TensorTransform, tensor_splits
 from trainkit.errors import UserError
 
 SIZE = 50
@@ -89,7 +78,7 @@ SETTINGS = {"seed": 0, "start_step": 0, "stop_step": 10, "global_batch_size": 16
 
 
 def batches(data: Splits | None = None, **changes: Any) -> Batches[Batch]:
-    return train_batches(data or splits(), **{**SETTINGS, **changes})
+    return loader.train_batches(data or splits(), **{**SETTINGS, **changes})
 
 
 def joined(found: Iterable[Any]) -> list[Tensor]:
@@ -193,7 +182,7 @@ def test_workers_end_with_the_loop_and_not_by_a_stop_signal(before: set[int]) ->
 
 def test_a_worker_that_hangs_is_killed(before: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "SHUTDOWN_SECONDS", 0.3)
-    found = eval_batches(Hanging(), same, batch_size=4, rank=0, world_size=1, workers=1)
+    found = loader.eval_batches(Hanging(), same, batch_size=4, rank=0, world_size=1, workers=1)
     (worker,) = started_by(found, before)
     found.close()
     assert not worker.is_running()
@@ -251,7 +240,7 @@ def test_more_than_the_data_holds_is_refused_before_any_worker_starts() -> None:
 @pytest.mark.parametrize("size", [1, 7, 12, 50])
 def test_evaluation_counts_every_sample_once_in_equal_batches(size: int, world: int) -> None:
     per_rank = [
-        list(eval_batches(Numbers(size), same, batch_size=4, rank=rank, world_size=world, workers=0))
+        list(loader.eval_batches(Numbers(size), same, batch_size=4, rank=rank, world_size=world, workers=0))
         for rank in range(world)
     ]
     assert len({len(of_rank) for of_rank in per_rank}) == 1
@@ -265,25 +254,25 @@ def test_evaluation_counts_every_sample_once_in_equal_batches(size: int, world: 
 def test_neither_workers_nor_memory_change_what_evaluation_sees(world: int, size: int) -> None:
     for rank in range(world):
         where: Any = {"batch_size": size, "rank": rank, "world_size": world}
-        whole = [*eval_batches(PICTURES, IN_MEMORY.eval_transform, **where, workers=0)]
-        single = [*eval_batches(PICTURES, lambda image: IN_MEMORY.eval_transform(image), **where, workers=rank)]
+        whole = [*loader.eval_batches(PICTURES, IN_MEMORY.eval_transform, **where, workers=0)]
+        single = [*loader.eval_batches(PICTURES, lambda image: IN_MEMORY.eval_transform(image), **where, workers=rank)]
         assert_same(whole, single)
 
 
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 0), (2, 1), (8, 7), (64, 16)])
 def test_a_rank_keeps_one_cpu_for_itself(cpus: int, workers: int) -> None:
-    assert default_workers(cpus) == resolve_workers("auto", splits(), cpus) == workers
-    assert resolve_workers("auto", splits(in_memory=True), cpus) == 0
-    assert resolve_workers(3, splits(in_memory=True), cpus) == 3
+    assert loader.default_workers(cpus) == loader.resolve_workers("auto", splits(), cpus) == workers
+    assert loader.resolve_workers("auto", splits(in_memory=True), cpus) == 0
+    assert loader.resolve_workers(3, splits(in_memory=True), cpus) == 3
 
 
 @pytest.mark.parametrize(("granted", "workers"), [("1", 0), ("512", None), ("0", None)])
 def test_slurms_share_counts_where_it_is_less_than_the_machine(
     granted: str, workers: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = default_workers()
+    whole = loader.default_workers()
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", granted)
-    assert default_workers() == (whole if workers is None else workers)
+    assert loader.default_workers() == (whole if workers is None else workers)
 
 
 class Counted(Numbers):
@@ -333,9 +322,9 @@ def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * size * free, 0))
     monkeypatch.setattr(Tensor, "to", lambda tensor, device: tensor)
     gpu: Any = Gpu()
-    found: Any = to_device(IN_MEMORY, where, gpu, workers=workers)
+    found: Any = loader.to_device(IN_MEMORY, where, gpu, workers=workers)
     assert all((part is not PICTURES) == there for part in (found.train, found.val, found.test))
-    assert to_device(IN_MEMORY, where, torch.device("cpu"), workers=workers) is IN_MEMORY
+    assert loader.to_device(IN_MEMORY, where, torch.device("cpu"), workers=workers) is IN_MEMORY
 
 
 def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +346,7 @@ def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monk
     three = [Batch(torch.full((1,), number), torch.ones(1), torch.zeros(1)) for number in range(3)]
     error = UserError("Broken.", why="It is.", fix="Mend it.")
     seen = []
-    for batch in on_gpu(iter([*three, error]), torch.device("cpu")):
+    for batch in loader.on_gpu(iter([*three, error]), torch.device("cpu")):
         log.append("compute")
         seen.append(batch)
     assert [int(batch.images) for batch in seen[:3]] == [0, 1, 2]

@@ -24,24 +24,8 @@ from typing import Any
 import pytest
 
 from trainkit.errors import RunFailedError, UserError
-from trainkit.run import events as module
-from trainkit.run.events import (
-    EXPIRY_SECONDS,
-    Attempt,
-    Holder,
-    Lease,
-    ProcessId,
-    StaleAttemptError,
-    Writer,
-    append_event,
-    cancelled,
-    history_of,
-    lease_on,
-    never_began,
-    read_events,
-    submitted,
-    writing,
-)
+from trainkit.run import events
+from trainkit.run.events import Attempt, Holder, ProcessId
 from trainkit.run.folder import RunDir
 
 
@@ -51,9 +35,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> None:
-    append_event(run, "unanswered", error="x" * 100_000_000)
+    events.append_event(run, "unanswered", error="x" * 100_000_000)
     assert run.events.stat().st_size < 100_000
-    assert [event["event"] for event in read_events(run)] == ["unanswered"]
+    assert [event["event"] for event in events.read_events(run)] == ["unanswered"]
 
 
 PROJECT = Path(__file__).parents[2]
@@ -72,9 +56,9 @@ def test_nothing_else_writes_events() -> None:
 
 def test_each_event_says_what_it_is_of(run: RunDir) -> None:
     here = socket.gethostname()
-    submitted(run, "slurm", "4711", attempts_before=3)
-    cancelled(run, "4711")
-    never_began(run, "4711", "CANCELLED")
+    events.submitted(run, "slurm", "4711", attempts_before=3)
+    events.cancelled(run, "4711")
+    events.never_began(run, "4711", "CANCELLED")
     attempt = Attempt(run, 4)
     attempt.started(step=5, world_size=2)
     attempt.saved(6, epoch=1.5)
@@ -84,7 +68,7 @@ def test_each_event_says_what_it_is_of(run: RunDir) -> None:
     attempt.failed("it broke there", rank=None, host="n2")
     attempt.remark("skipped", step=7)
     attempt.ended("FAILED", job_id="4711", exit_codes=[1])
-    assert [{key: value for key, value in event.items() if key != "time"} for event in read_events(run)] == [
+    assert [{key: value for key, value in event.items() if key != "time"} for event in events.read_events(run)] == [
         {"event": "submitted", "executor": "slurm", "job_id": "4711", "attempts_before": 3},
         {"event": "cancelled", "job_id": "4711"},
         {"event": "ended", "state": "CANCELLED", "job_id": "4711"},
@@ -97,7 +81,7 @@ def test_each_event_says_what_it_is_of(run: RunDir) -> None:
         {"event": "skipped", "attempt": 4, "step": 7},
         {"event": "ended", "attempt": 4, "state": "FAILED", "job_id": "4711", "exit_codes": [1]},
     ]
-    (saved,) = read_events(run, "saved")
+    (saved,) = events.read_events(run, "saved")
     assert saved["step"] == 6
     assert abs(saved["time"] - time.time()) < 60
 
@@ -113,7 +97,7 @@ def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: 
     assert Attempt.begin(run, node_rank=3).number == 2, "and not what is over, or was deleted"
     claimed = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there")).logs / "node-0"
     assert claimed.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(UserError, match="Cannot write into"), lease_on(RunDir(tmp_path / "gone"), me()):
+    with pytest.raises(UserError, match="Cannot write into"), events.lease_on(RunDir(tmp_path / "gone"), me()):
         pass
 
 
@@ -126,7 +110,7 @@ def test_half_an_attempt_in_the_environment_is_refused() -> None:
 
 def test_a_whole_life_is_read_back(run: RunDir) -> None:
     me = ProcessId("n1", 7, "123", "space")
-    submitted(run, "local", "7", me)
+    events.submitted(run, "local", "7", me)
     first = Attempt.begin(run)
     first.started(step=0, world_size=2)
     first.saved(10)
@@ -137,7 +121,7 @@ def test_a_whole_life_is_read_back(run: RunDir) -> None:
     second.started(step=12, world_size=2)
     second.failed("ValueError: bad", rank=1, host="n2")
     second.ended("FAILED", job_id="7", exit_codes=[0, 1])
-    life = history_of(run)
+    life = events.history_of(run)
     assert life.submission is not None
     assert (life.submission.job_id, life.submission.process, life.submission.ended) == ("7", me, "FAILED")
     assert life.handed_back == life.requeued == {0}
@@ -148,46 +132,46 @@ def test_a_whole_life_is_read_back(run: RunDir) -> None:
 
 
 def test_what_happened_before_a_submission_is_not_its_ending(run: RunDir) -> None:
-    submitted(run, "slurm", "1")
-    cancelled(run, "1")
+    events.submitted(run, "slurm", "1")
+    events.cancelled(run, "1")
     Attempt.begin(run).ended("CANCELLED")
-    submitted(run, "slurm", "2")
-    first, second = history_of(run).submissions
+    events.submitted(run, "slurm", "2")
+    first, second = events.history_of(run).submissions
     assert (first.cancelled, first.ended, second.cancelled, second.ended) == (True, "CANCELLED", False, None)
     assert second.attempts_before == 1
-    assert history_of(run).outcome is None
+    assert events.history_of(run).outcome is None
 
 
 def test_a_training_that_came_to_its_end_has_finished_whatever_follows(run: RunDir) -> None:
     Attempt(run, 0).ended("COMPLETED", step=380)
     Attempt(run, 0).ended("FAILED", exit_codes=[1])
-    assert history_of(run).finished
+    assert events.history_of(run).finished
 
 
 def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
-    append_event(run, "submitted", executor=["slurm"], job_id={"a": 1}, attempts_before="x", pid="7", host=3)
-    append_event(run, "failed", attempt="0", rank=True, host=None, error=["x"])
-    append_event(run, "handed_back", attempt=-1)
-    append_event(run, "ended", state=5.5)
+    events.append_event(run, "submitted", executor=["slurm"], job_id={"a": 1}, attempts_before="x", pid="7", host=3)
+    events.append_event(run, "failed", attempt="0", rank=True, host=None, error=["x"])
+    events.append_event(run, "handed_back", attempt=-1)
+    events.append_event(run, "ended", state=5.5)
     with run.events.open("a") as out:
         out.write('{"event": "submitted", "time": "abc"}\n[1]\n{"event": ["x"]}\nnonsense\n')
-    life = history_of(run)
+    life = events.history_of(run)
     assert [(item.executor, item.job_id, item.process) for item in life.submissions] == [("", "", None)] * 2
     assert (life.failures[0].rank, life.failures[0].error, life.handed_back) == (None, "", frozenset())
     assert life.outcome is None
-    assert len(read_events(run)) >= 5
+    assert len(events.read_events(run)) >= 5
 
 
 @pytest.fixture
-def both(run: RunDir) -> Iterator[tuple[Writer, Writer]]:
+def both(run: RunDir) -> Iterator[tuple[events.Writer, events.Writer]]:
     """The first attempt's writer, and that of the second, which has taken over."""
     with ExitStack() as stack:
-        first = stack.enter_context(writing(Attempt.begin(run), job_id="7"))
+        first = stack.enter_context(events.writing(Attempt.begin(run), job_id="7"))
         first.attempt.started(step=0)
-        yield first, stack.enter_context(writing(Attempt.begin(run), job_id="7"))
+        yield first, stack.enter_context(events.writing(Attempt.begin(run), job_id="7"))
 
 
-def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[Writer, Writer]) -> None:
+def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[events.Writer, events.Writer]) -> None:
     before = run.events.read_bytes()
     writes: tuple[Callable[[Attempt], None], ...] = (
         lambda attempt: attempt.failed("connection reset", rank=0),
@@ -195,7 +179,7 @@ def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[
         lambda attempt: attempt.remark("skipped", step=10),
     )
     for write in writes:
-        with pytest.raises(StaleAttemptError, match=r"has another writer now: job 7, .* attempt 1"):
+        with pytest.raises(events.StaleAttemptError, match=r"has another writer now: job 7, .* attempt 1"):
             write(both[0].attempt)
     assert run.events.read_bytes() == before
     writes[0](both[1].attempt)
@@ -204,9 +188,9 @@ def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[
 
 def test_an_attempt_that_comes_after_a_newer_one_has_trained_never_begins(run: RunDir) -> None:
     late, newer = Attempt.begin(run), Attempt.begin(run)
-    with writing(newer, job_id="7"):
+    with events.writing(newer, job_id="7"):
         newer.started(step=0)
-    with pytest.raises(StaleAttemptError, match="attempt 1 has trained"), writing(late, job_id="7"):
+    with pytest.raises(events.StaleAttemptError, match="attempt 1 has trained"), events.writing(late, job_id="7"):
         pass
     assert not run.lease.exists()
 
@@ -214,7 +198,7 @@ def test_an_attempt_that_comes_after_a_newer_one_has_trained_never_begins(run: R
 def test_a_script_knows_the_attempt_that_has_taken_over_from_its_own(run: RunDir) -> None:
     first, second = Attempt.begin(run), Attempt.begin(run)
     assert first.successor() is None, "the newer one has only been begun"
-    with writing(second, job_id="7"):
+    with events.writing(second, job_id="7"):
         assert (first.successor(), second.successor()) == (1, None)
         second.started(step=0)
     assert (first.successor(), second.successor()) == (1, None)
@@ -227,12 +211,12 @@ def test_a_failure_that_cannot_be_written_down_is_said(
     Attempt(run, 0).failed("OSError: No space left on device", rank=0)
     assert "OSError: No space left on device\n(not written down: " in capsys.readouterr().err
     run.events.rmdir()
-    assert read_events(run) == []
+    assert events.read_events(run) == []
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(events, "RENEW_SECONDS", 0.2)
 
 
 def me(**changes: object) -> Holder:
@@ -257,17 +241,17 @@ def age(run: RunDir, seconds: float) -> None:
 
 
 def test_a_second_writer_is_refused_and_told_who_holds_it(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(lease_on(run, Holder.me(job_id="4711", attempt=2)))
+    held.enter_context(events.lease_on(run, Holder.me(job_id="4711", attempt=2)))
     assert run.lease.stat().st_mode & 0o777 == 0o600
     who = f"job 4711, process {os.getpid()} on {socket.gethostname()}, attempt 2"
-    with pytest.raises(UserError, match=rf"is being written by {who}"), lease_on(run, me()):
+    with pytest.raises(UserError, match=rf"is being written by {who}"), events.lease_on(run, me()):
         pass
     assert str(Holder.me()) == f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def test_it_is_free_again_after_its_holder_has_left(run: RunDir) -> None:
     for _ in range(2):
-        with lease_on(run, me()) as lease:
+        with events.lease_on(run, me()) as lease:
             lease.check()
     assert not run.lease.exists()
     assert [path.name for path in run.path.iterdir() if "lease" in path.name] == []
@@ -275,42 +259,42 @@ def test_it_is_free_again_after_its_holder_has_left(run: RunDir) -> None:
 
 def test_a_holder_that_was_killed_here_is_replaced_at_once(run: RunDir, held: ExitStack) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        held.enter_context(lease_on(run, Holder(ProcessId.of(process.pid), attempt=3)))
+        held.enter_context(events.lease_on(run, Holder(ProcessId.of(process.pid), attempt=3)))
         process.kill()
-    held.enter_context(lease_on(run, me(), patience=0.0)).check()
+    held.enter_context(events.lease_on(run, me(), patience=0.0)).check()
 
 
 def test_one_elsewhere_that_does_not_renew_is_waited_for_then_replaced(
     run: RunDir, held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held.enter_context(lease_on(run, elsewhere()))
-    monkeypatch.setattr(Lease, "_renew", lambda self: None)
-    age(run, EXPIRY_SECONDS - 1)
+    held.enter_context(events.lease_on(run, elsewhere()))
+    monkeypatch.setattr(events.Lease, "_renew", lambda self: None)
+    age(run, events.EXPIRY_SECONDS - 1)
     began = time.monotonic()
-    held.enter_context(lease_on(run, me(), patience=10.0)).check()
+    held.enter_context(events.lease_on(run, me(), patience=10.0)).check()
     assert 0.5 < time.monotonic() - began < 8
 
 
 def test_one_elsewhere_that_renews_is_alive_and_refuses(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(lease_on(run, elsewhere()))
+    held.enter_context(events.lease_on(run, elsewhere()))
     began = time.monotonic()
     with pytest.raises(UserError, match=r"is being written by process .* on far"):
-        held.enter_context(lease_on(run, me(), patience=10.0))
+        held.enter_context(events.lease_on(run, me(), patience=10.0))
     assert time.monotonic() - began < 8, "as soon as it is seen to renew"
 
 
 def test_a_job_that_slurm_starts_again_takes_over_at_once(run: RunDir, held: ExitStack) -> None:
-    before = held.enter_context(lease_on(run, elsewhere(job_id="7", attempt=0)))
-    after = held.enter_context(lease_on(run, me(job_id="7", attempt=1)))
+    before = held.enter_context(events.lease_on(run, elsewhere(job_id="7", attempt=0)))
+    after = held.enter_context(events.lease_on(run, me(job_id="7", attempt=1)))
     after.check()
     with pytest.raises(RunFailedError, match="has another writer now: job 7"):
         before.check()
 
 
 def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(lease_on(run, elsewhere(job_id="7", attempt=1)))
-    with pytest.raises(StaleAttemptError, match=r"has another writer now: job 7, process .* on far, attempt 1"):
-        held.enter_context(lease_on(run, me(job_id="7", attempt=0), patience=0.0))
+    held.enter_context(events.lease_on(run, elsewhere(job_id="7", attempt=1)))
+    with pytest.raises(events.StaleAttemptError, match=r"has another writer now: job 7, process .* on far, attempt 1"):
+        held.enter_context(events.lease_on(run, me(job_id="7", attempt=0), patience=0.0))
 
 
 @pytest.mark.parametrize(
@@ -321,27 +305,27 @@ def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, hel
 def test_only_a_later_attempt_of_the_same_job_takes_over(
     run: RunDir, held: ExitStack, theirs: str, mine: dict[str, Any]
 ) -> None:
-    held.enter_context(lease_on(run, elsewhere(job_id=theirs, attempt=0)))
+    held.enter_context(events.lease_on(run, elsewhere(job_id=theirs, attempt=0)))
     with pytest.raises(UserError):
-        held.enter_context(lease_on(run, replace(Holder.me(), **mine), patience=0.0))
+        held.enter_context(events.lease_on(run, replace(Holder.me(), **mine), patience=0.0))
 
 
 def test_what_the_scheduler_knows_to_be_dead_is_not_waited_for(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(lease_on(run, elsewhere(job_id="7")))
-    held.enter_context(lease_on(run, me(), is_dead=lambda other: other.job_id == "7", patience=0.0)).check()
+    held.enter_context(events.lease_on(run, elsewhere(job_id="7")))
+    held.enter_context(events.lease_on(run, me(), is_dead=lambda other: other.job_id == "7", patience=0.0)).check()
 
 
 def test_a_command_that_starts_a_job_is_waited_for_by_that_job(run: RunDir, held: ExitStack) -> None:
     with ExitStack() as command:
-        command.enter_context(lease_on(run, Holder.me()))
+        command.enter_context(events.lease_on(run, Holder.me()))
         threading.Timer(0.5, command.pop_all().close).start()
-        held.enter_context(lease_on(run, me(), patience=10.0)).check()
+        held.enter_context(events.lease_on(run, me(), patience=10.0)).check()
 
 
 def test_who_was_taken_for_dead_notices_and_leaves_the_new_lease_alone(run: RunDir) -> None:
     with ExitStack() as second:
-        with lease_on(run, elsewhere()) as lost:
-            second.enter_context(lease_on(run, me(), is_dead=lambda other: True))
+        with events.lease_on(run, elsewhere()) as lost:
+            second.enter_context(events.lease_on(run, me(), is_dead=lambda other: True))
             lost._renew()
             with pytest.raises(RunFailedError) as error:
                 lost.check()
@@ -350,7 +334,7 @@ def test_who_was_taken_for_dead_notices_and_leaves_the_new_lease_alone(run: RunD
 
 
 def test_a_lease_that_was_removed_is_lost_and_neither_renewed_nor_released(run: RunDir) -> None:
-    with lease_on(run, me()) as lease:
+    with events.lease_on(run, me()) as lease:
         run.lease.unlink()
         with pytest.raises(RunFailedError, match="somebody who has removed"):
             lease.check()
@@ -359,7 +343,7 @@ def test_a_lease_that_was_removed_is_lost_and_neither_renewed_nor_released(run: 
 
 
 def test_one_that_is_being_replaced_is_looked_at_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    with lease_on(run, me()) as lease:
+    with events.lease_on(run, me()) as lease:
         aside = run.lease.rename(run.path / "aside")
         monkeypatch.setattr(time, "sleep", lambda seconds: aside.rename(run.lease))
         lease.check()
@@ -372,23 +356,23 @@ def test_a_file_system_without_hard_links_will_do(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    held.enter_context(lease_on(run, me(job_id="7"))).check()
+    held.enter_context(events.lease_on(run, me(job_id="7"))).check()
     assert run.lease.stat().st_mode & 0o777 == 0o600
     words = run.lease.read_bytes()
     with pytest.raises(UserError, match="job 7"):
-        held.enter_context(lease_on(run, me()))
+        held.enter_context(events.lease_on(run, me()))
     # Of two that found none, the second finds the first one's.
     other = run.path / "other"
     other.write_text("{}")
-    assert not module._put(other, run.lease)
+    assert not events._put(other, run.lease)
     assert run.lease.read_bytes() == words
 
 
 def left_by_a_dead_one(run: RunDir) -> str:
-    with lease_on(run, elsewhere()):
+    with events.lease_on(run, elsewhere()):
         words = run.lease.read_text()
     run.lease.write_text(words)
-    age(run, EXPIRY_SECONDS + 1)
+    age(run, events.EXPIRY_SECONDS + 1)
     return words
 
 
@@ -398,7 +382,7 @@ def test_who_died_while_taking_over_hinders_others_for_a_while_only(run: RunDir,
     right.touch()
     os.utime(right, (time.time() - left_for,) * 2)
     with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
-        taking = threads.submit(lambda: stack.enter_context(lease_on(run, me(), patience=0.0)))
+        taking = threads.submit(lambda: stack.enter_context(events.lease_on(run, me(), patience=0.0)))
         assert bool(wait([taking], 5.0 if left_for else 0.4).done) == bool(left_for)
         right.unlink(missing_ok=True)
         taking.result(10).check()
@@ -407,11 +391,11 @@ def test_who_died_while_taking_over_hinders_others_for_a_while_only(run: RunDir,
 @pytest.mark.parametrize("words", ["[1, 2", "{}", '{"token": null, "attempt": "3"}', None])
 def test_a_lease_that_nobody_can_read_expires_like_any_other(run: RunDir, words: str | None) -> None:
     run.lease.write_text(words) if words is not None else os.mkfifo(run.lease)
-    with pytest.raises(UserError) as refused, lease_on(run, me(), patience=0.0):
+    with pytest.raises(UserError) as refused, events.lease_on(run, me(), patience=0.0):
         pass
     assert refused.value.what == f"{run.name} is being written by process 0 on an unknown machine."
-    age(run, EXPIRY_SECONDS + 1)
-    with lease_on(run, me(), patience=0.0) as lease:
+    age(run, events.EXPIRY_SECONDS + 1)
+    with events.lease_on(run, me(), patience=0.0) as lease:
         lease.check()
 
 
@@ -419,10 +403,10 @@ def test_of_many_that_want_a_dead_ones_lease_exactly_one_gets_it(run: RunDir) ->
     left_by_a_dead_one(run)
     start = threading.Barrier(12)
 
-    def want(stack: ExitStack) -> Lease | None:
+    def want(stack: ExitStack) -> events.Lease | None:
         start.wait()
         try:
-            return stack.enter_context(lease_on(run, me(), patience=0.0))
+            return stack.enter_context(events.lease_on(run, me(), patience=0.0))
         except UserError:
             return None
 

@@ -13,28 +13,7 @@ from trainkit import fileio
 from trainkit.config.components import LOSS
 from trainkit.run import metrics
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import (
-    MOST_NAMES,
-    OTHERS,
-    Contribution,
-    Contributions,
-    Counted,
-    Forecast,
-    Metric,
-    RunProgress,
-    TaskMetrics,
-    best_evaluation,
-    best_of,
-    describe,
-    described,
-    divergence_of,
-    forecast,
-    progress_of,
-    read_metrics,
-    read_thinned,
-    setbacks_of,
-    typed_contributions,
-)
+from trainkit.run.metrics import Forecast
 
 
 @pytest.fixture
@@ -48,19 +27,19 @@ def record(run: RunDir, *records: dict[str, Any]) -> None:
 
 
 def test_records_are_in_order_of_step_and_the_newer_one_of_a_step_counts(run: RunDir) -> None:
-    assert read_metrics(run) == []
+    assert metrics.read_metrics(run) == []
     record(run, {"step": 20}, {"loss": 3.0}, {"loss": 2.0, "new": "x"}, {"split": "val"}, {"split": "test"})
-    assert read_metrics(run, "train") == [
+    assert metrics.read_metrics(run, "train") == [
         {"split": "train", "step": 1, "loss": 2.0, "new": "x"}, {"split": "train", "step": 20}
     ]  # fmt: skip
-    assert read_metrics(run, "val") == [{"split": "val", "step": 1}]
-    assert len(read_metrics(run)) == 4
+    assert metrics.read_metrics(run, "val") == [{"split": "val", "step": 1}]
+    assert len(metrics.read_metrics(run)) == 4
 
 
 def test_a_line_without_a_split_and_a_step_is_passed_over(run: RunDir) -> None:
     for odd in ({}, {"split": "train"}, {"step": 1}, {"split": "train", "step": "x"}):
         fileio.append_jsonl(run.metrics, odd)
-    assert read_metrics(run) == []
+    assert metrics.read_metrics(run) == []
 
 
 def huge(run: RunDir, records: int, validate_every: int = 1000) -> None:
@@ -73,7 +52,7 @@ def huge(run: RunDir, records: int, validate_every: int = 1000) -> None:
 
 def test_of_an_enormous_file_few_train_records_are_read_and_all_others(run: RunDir) -> None:
     huge(run, 10_050)
-    records, every, _ = read_thinned(run, most=200)
+    records, every, _ = metrics.read_thinned(run, most=200)
     steps = [record["step"] for record in records if record["split"] == "train"]
     assert 45 <= every <= 55
     assert 170 <= len(steps) <= 230
@@ -85,13 +64,13 @@ def test_a_file_of_usual_size_is_read_whole(run: RunDir) -> None:
     huge(run, 300, 100)
     with run.metrics.open("a") as file:
         file.write('{"step": 301, "spl')
-    assert read_thinned(run) == (read_metrics(run), 1, [])
+    assert metrics.read_thinned(run) == (metrics.read_metrics(run), 1, [])
 
 
 def test_what_a_restart_has_done_again_is_not_drawn_twice(run: RunDir) -> None:
     huge(run, 5000)
     huge(run, 3000)  # a second attempt, from the beginning
-    records, _, outliers = read_thinned(run, most=100)
+    records, _, outliers = metrics.read_thinned(run, most=100)
     assert max(record["step"] for record in outliers) <= 3000
     assert max(record["step"] for record in records) == 3000
     assert [record["step"] for record in records if record["split"] == "val"] == [1000, 2000, 3000]
@@ -103,7 +82,7 @@ def test_a_line_that_stands_out_of_an_enormous_file_is_an_outlier(run: RunDir, w
     odd = {1234: "1000000000.0", 1235: "1e-09", 4321: "null", 4322: "null", 7777: "NaN", 8888: "1e999"}
     lines = [f'{{"step": {step}, "split": "train", "loss": {odd.get(step, 0.5)}}}\n' for step in range(10_000)]
     run.metrics.write_text("".join([*lines[:5000], without, *lines[5000:]]))
-    found = read_thinned(run, most=100)
+    found = metrics.read_thinned(run, most=100)
     told = {record["step"]: record.get("loss") for record in [*found.records, *found.outliers]}
     assert {step: told[step] for step in (1234, 1235, 4321, 7777)} == {1234: 1e9, 1235: 1e-9, 4321: None, 7777: None}
     assert told[8888] is None, "of any size that JSON has"
@@ -116,30 +95,30 @@ def test_a_line_that_stands_out_of_an_enormous_file_is_an_outlier(run: RunDir, w
 def test_a_validation_whose_loss_was_not_finite_is_never_the_best_one() -> None:
     lost = {"split": "val", "step": 1, "acc1": 90.0, "loss": None}
     good = [{"split": "val", "step": step, "acc1": 10.0 * step, "loss": 2.0} for step in (2, 3)]
-    assert best_of([lost, *good], 2) is good[0]
-    assert best_of([lost, *good], None) is good[1]
-    assert best_of([lost], 1) is None
+    assert metrics.best_of([lost, *good], 2) is good[0]
+    assert metrics.best_of([lost, *good], None) is good[1]
+    assert metrics.best_of([lost], 1) is None
 
 
 def test_the_newest_evaluation_of_the_best_weights_counts(run: RunDir) -> None:
-    assert best_evaluation(run) is None
+    assert metrics.best_evaluation(run) is None
     own = {"split": "test", "step": 3, "checkpoint": "best", "settings": []}
     for acc1, other in (
         (1.0, {}), (2.0, {}), (3.0, {"split": "val"}), (4.0, {"checkpoint": "latest"}), (5.0, {"settings": ["a.b=1"]})
     ):  # fmt: skip
         fileio.append_jsonl(run.evaluations, {**own, "acc1": acc1, **other})
-    assert (best_evaluation(run) or {})["acc1"] == 2.0
+    assert (metrics.best_evaluation(run) or {})["acc1"] == 2.0
 
 
-REGRESSION = TaskMetrics("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
+REGRESSION = metrics.TaskMetrics("mae", {"loss": LOSS, "mae": metrics.Metric("years", False, "Mean absolute error")})
 
 
 def test_a_run_describes_its_metrics_and_an_older_one_classifies(run: RunDir) -> None:
-    found = described(run)
+    found = metrics.described(run)
     assert (found.headline, list(found.metrics)) == ("acc1", ["loss", "acc1", "acc5"])
-    assert found.metrics["acc5"] == Metric("%", True, "Top-5 accuracy")
-    describe(run, REGRESSION)
-    assert described(run) == REGRESSION
+    assert found.metrics["acc5"] == metrics.Metric("%", True, "Top-5 accuracy")
+    metrics.describe(run, REGRESSION)
+    assert metrics.described(run) == REGRESSION
 
 
 @pytest.mark.parametrize(
@@ -147,14 +126,14 @@ def test_a_run_describes_its_metrics_and_an_older_one_classifies(run: RunDir) ->
 )
 def test_a_damaged_description_is_passed_over(run: RunDir, content: str) -> None:
     run.task.write_text(content)
-    assert described(run).headline == "acc1"
+    assert metrics.described(run).headline == "acc1"
 
 
 def test_what_a_stranger_describes_is_one_line_each_and_bounded(run: RunDir) -> None:
     about = {"unit": "\x1b[2J" * 50, "label": "two\nlines", "higher_is_better": "yes"}
     named = {f"m{number}": about for number in range(1000)} | {"<script>": about}
     run.task.write_text(json.dumps({"headline": "m0", "metrics": named}))
-    found = described(run)
+    found = metrics.described(run)
     assert len(found.metrics) <= 51
     assert found.metrics["m0"].label == "two lines"
     assert "\x1b" not in found.metrics["m0"].unit
@@ -163,37 +142,39 @@ def test_what_a_stranger_describes_is_one_line_each_and_bounded(run: RunDir) -> 
 
 def test_of_errors_the_lowest_is_the_best_and_one_over_100_is_no_mistake(run: RunDir) -> None:
     val = [{"split": "val", "step": step, "mae": mae} for step, mae in ((1, 3.0), (2, 1.0), (3, 2.0))]
-    assert best_of(val, None, REGRESSION) == val[1]
-    describe(run, REGRESSION)
+    assert metrics.best_of(val, None, REGRESSION) == val[1]
+    metrics.describe(run, REGRESSION)
     record(run, {"split": "val", "mae": 250.0, "loss": "low"})
-    assert read_metrics(run) == [{"split": "val", "step": 1, "mae": 250.0}]
+    assert metrics.read_metrics(run) == [{"split": "val", "step": 1, "mae": 250.0}]
 
 
 def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
-    assert progress_of(run) == RunProgress()
+    assert metrics.progress_of(run) == metrics.RunProgress()
     run.metrics.touch()
-    assert progress_of(run, pace_since=0.0) == RunProgress()
+    assert metrics.progress_of(run, pace_since=0.0) == metrics.RunProgress()
     # After a restart, and after `evaluate` has measured the best weights.
     record(run, {"split": "val", "step": 20}, {"step": 90}, {"step": 30, "epoch": 3.0}, {"split": "test", "step": 50})
     with run.metrics.open("a") as file:
         file.write('{"split": "val", "step": 40')
-    found = progress_of(run)
+    found = metrics.progress_of(run)
     assert (found.step, found.val["step"], found.last["epoch"]) == (30, 20, 3.0)
 
 
 def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "TAIL_BYTES", 100)
     record(run, {"split": "val", "step": 0, "acc1": 10.0}, *({"step": step, "loss": 1.0} for step in range(100)))
-    assert progress_of(run).val["acc1"] == 10.0
+    assert metrics.progress_of(run).val["acc1"] == 10.0
 
 
 def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
     times = ((0.0, 10), (1000.0, 20), (2000.0, 20), (2010.0, 25), (2030.0, 30))
     record(run, *({"time": time, "step": step} for time, step in times))
-    found = progress_of(run, pace_since=1999.0)
+    found = metrics.progress_of(run, pace_since=1999.0)
     assert [found.seconds_per_step, found.seconds_to(130), found.seconds_to(20)] == [3.0, 300.0, 0.0]
     assert found.seconds_to(None) is None
-    assert [progress_of(run, pace_since=since).seconds_per_step for since in (2030.0, 9999.0, None)] == [None] * 3
+    assert [metrics.progress_of(run, pace_since=since).seconds_per_step for since in (2030.0, 9999.0, None)] == [
+        None
+    ] * 3
 
 
 def attempts(*times: tuple[float, float | None, str]) -> list[dict[str, Any]]:
@@ -233,7 +214,7 @@ USR2, TERM = "SIGUSR2", "SIGTERM"
 def test_each_further_attempt_is_taken_to_cost_what_those_before_have_cost(
     events: list[dict[str, Any]], training: float, now: float, limit: float, runs: bool, expected: Forecast
 ) -> None:
-    assert forecast(events, training, now=now, attempt_seconds=limit, runs=runs) == expected
+    assert metrics.forecast(events, training, now=now, attempt_seconds=limit, runs=runs) == expected
 
 
 def event(kind: str, step: int, **more: Any) -> dict[str, Any]:
@@ -269,7 +250,7 @@ def test_setbacks_are_counted_once_and_most_updates_lost_is_a_divergence(
     events: list[dict[str, Any]], losses: tuple[float | None, ...], steps: int, words: str, diverged: bool
 ) -> None:
     train = [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
-    setbacks = setbacks_of(events, train, steps)
+    setbacks = metrics.setbacks_of(events, train, steps)
     assert (setbacks.in_words(), setbacks.diverged) == (words, diverged)
 
 
@@ -279,7 +260,7 @@ def test_odd_events_are_passed_over() -> None:
         {"event": "nonfinite", "step": "3"},
         {"event": "else", "step": 1},
     ]
-    assert setbacks_of(odd, [], 5).lost == 0
+    assert metrics.setbacks_of(odd, [], 5).lost == 0
 
 
 def test_updates_that_were_saved_and_not_recorded_count(tmp_path: Path) -> None:
@@ -289,45 +270,45 @@ def test_updates_that_were_saved_and_not_recorded_count(tmp_path: Path) -> None:
         fileio.append_jsonl(run.events, {"event": "nonfinite", "step": step})
     fileio.append_jsonl(run.events, {"event": "saved", "step": 4})
     fileio.append_jsonl(run.events, {"event": "saved", "step": None})  # as a stranger may have written it
-    assert divergence_of(run) == "loss nan from step 2, 3 of 4 updates skipped"
+    assert metrics.divergence_of(run) == "loss nan from step 2, 3 of 4 updates skipped"
 
 
 @pytest.mark.parametrize(
     ("rounds", "expected"),
     [
         (
-            [[Counted("anna", 100, 5), Counted("bo", 300, 7)], [Counted("anna", 500, 5)]],
-            [Contribution("anna", 2, 600, 120.0, 10), Contribution("bo", 1, 300, 60.0, 7)],
+            [[metrics.Counted("anna", 100, 5), metrics.Counted("bo", 300, 7)], [metrics.Counted("anna", 500, 5)]],
+            [metrics.Contribution("anna", 2, 600, 120.0, 10), metrics.Contribution("bo", 1, 300, 60.0, 7)],
         ),
         # Two peers of one name have one round and twice the hours.
-        ([[Counted("anna", 100), Counted("anna", 50)]], [Contribution("anna", 1, 150, 120.0)]),
-        *(([[Counted("anna", weight)]], []) for weight in (0, -5, float("nan"), float("inf"), 1e300)),
+        ([[metrics.Counted("anna", 100), metrics.Counted("anna", 50)]], [metrics.Contribution("anna", 1, 150, 120.0)]),
+        *(([[metrics.Counted("anna", weight)]], []) for weight in (0, -5, float("nan"), float("inf"), 1e300)),
         (
-            [[Counted(str(number), 1) for number in range(MOST_NAMES + 50)], []],
-            [Contribution(OTHERS, 1, 50, 3000.0), Contribution("0", 1, 1, 60.0)],
+            [[metrics.Counted(str(number), 1) for number in range(metrics.MOST_NAMES + 50)], []],
+            [metrics.Contribution(metrics.OTHERS, 1, 50, 3000.0), metrics.Contribution("0", 1, 1, 60.0)],
         ),
     ],
     ids=lambda value: str(value)[:50],
 )
 def test_contributions_add_up_by_name_best_first_over_restarts(
-    run: RunDir, rounds: list[list[Counted]], expected: list[Contribution]
+    run: RunDir, rounds: list[list[metrics.Counted]], expected: list[metrics.Contribution]
 ) -> None:
     for counted in rounds:
-        ledger = Contributions.of(run)
+        ledger = metrics.Contributions.of(run)
         ledger.add(60.0, counted)
         ledger.write(run)
-    assert Contributions.of(run).best_first()[:2] == expected
+    assert metrics.Contributions.of(run).best_first()[:2] == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"contributions": 3}', '{"contributions": [3, {"name": "x"}]}'])
 def test_a_broken_file_of_contributions_is_none(run: RunDir, text: str) -> None:
     run.contributions.write_text(text)
-    assert Contributions.of(run).best_first() == []
+    assert metrics.Contributions.of(run).best_first() == []
 
 
 def test_names_of_contributors_are_plain_text_and_of_bounded_length() -> None:
-    ledger = Contributions()
-    ledger.add(60.0, [Counted("\x1b]0;evil\x07an\nna", 1), Counted("x" * 1000, 1)])
+    ledger = metrics.Contributions()
+    ledger.add(60.0, [metrics.Counted("\x1b]0;evil\x07an\nna", 1), metrics.Counted("x" * 1000, 1)])
     assert [len(item.name) < 70 and item.name.isprintable() for item in ledger.best_first()] == [True, True]
     row = {"name": "a\nb", "rounds": 1, "samples": 1, "seconds": 1, "bytes": 1}
-    assert [item.name for item in typed_contributions([row])] == ["a b"]
+    assert [item.name for item in metrics.typed_contributions([row])] == ["a b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -74,13 +75,10 @@ def train_size(config: DataConfig) -> int | None:
     if ":" in config.name or config.pack is not None:
         return None
     dataset = _dataset(config.name)
-    if not hasattr(dataset, "train_size"):
-        return None
     options = plugins.fill(dataset.build, config.options, where="data")
-    try:
-        return dataset.train_size(Path(config.root), **options)
-    except OSError:  # reading the data says it better
-        return None
+    with suppress(OSError):  # reading the data says it better
+        return dataset.train_size(Path(config.root), **options) if hasattr(dataset, "train_size") else None
+    return None
 
 
 def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:

@@ -293,7 +293,7 @@ def global_batch(num_samples: int, seed: int, position: int, global_batch_size: 
     """Indices of the samples in the ``position``-th global batch of a run, from 0."""
     epoch, step = divmod(position, steps_per_epoch(num_samples, global_batch_size))
     first = step * global_batch_size
-    return epoch_order(num_samples, seed, epoch)[first : first + global_batch_size].tolist()  # type: ignore[no-any-return]
+    return epoch_order(num_samples, seed, epoch)[first : first + global_batch_size].tolist()
 
 
 # Random numbers of samples. int64 tensors overflow as unsigned numbers do; only shifting to the right needs a mask.

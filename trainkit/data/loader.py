@@ -425,7 +425,7 @@ def _random_state(key: int) -> Iterator[None]:
     """Draw from torch's default generator as if seeded with ``key``; afterwards it is as it was.
 
     transforms.v2 take their random numbers from the default generator and offer no other way. Saving and restoring
-    costs 2 us; `torch.random.fork_rng` would touch every GPU's generator as well.
+    costs 2 us; `torch.random.fork_rng` costs several times that.
     """
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(key)

@@ -26,16 +26,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio, terminal
+from trainkit.data import folders
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import (
-    BrokenImageError,
-    Files,
-    Layout,
-    decode_image,
-    decode_pixels,
-    parse_list,
-    read_content,
-)
+from trainkit.data.folders import BrokenImageError, Files, Layout, read_content
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import end_with_parent, node_disk
 
@@ -77,7 +70,7 @@ class Pack(Files):
             for file in content:
                 if _sha256(content[file]) != about["sha256"][file]:
                     raise ValueError(f"{file} has another hash")
-            super().__init__(folder, *parse_list(content[FILES]))
+            super().__init__(folder, *folders.parse_list(content[FILES]))
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
             if len(self._index) != len(self) or (folder / IMAGES).stat().st_size != self.size:
@@ -135,7 +128,7 @@ class Pack(Files):
         if kind == ENCODED:
             if zlib.crc32(data) != crc:
                 raise self._damaged(position)
-            return decode_image(data, in_chans, self.path(position))
+            return folders.decode_image(data, in_chans, self.path(position))
         pixels = numpy.frombuffer(data, numpy.uint8).reshape(height, width, 3)
         if in_chans == 1:
             from PIL import Image
@@ -336,7 +329,7 @@ def _record(path: str, *, side: int, kind: Kind) -> Record:
 
     data = read_content(Path(path))
     try:
-        pixels = decode_pixels(data, 3, path)
+        pixels = folders.decode_pixels(data, 3, path)
     except BrokenImageError:
         return BROKEN, 0, 0, b""
     height, width = pixels.shape[:2]

@@ -111,11 +111,13 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "job_id": lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,63}", value) is not None,
     **dict.fromkeys(_COUNTS, lambda value: value is None or fileio.is_whole(value)),
     **dict.fromkeys(_TEXTS, lambda value: isinstance(value, str)),
-    **{
-        name: lambda value, kind=kind: isinstance(value, list) and all(isinstance(item, kind) for item in value)
-        for name, kind in (("hosts", str), ("signals", str), ("exit_codes", int))
-    },
+    **dict.fromkeys(("hosts", "signals"), lambda value: _is_list_of(str, value)),
+    "exit_codes": lambda value: _is_list_of(int, value),
 }
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 # What becomes of a run, as it is written down

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.data.base import DataInfo, Splits, require, require_options, stratified_split
 from trainkit.data.download import Say
 from trainkit.errors import UserError
 
-if TYPE_CHECKING:
-    import numpy
-
 
 def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool = True, shift: int = 1) -> Splits:
     """About 70 / 15 / 15 % train, val, test, stratified, whatever the seed. Augmented by shifts of up to ``shift``."""
+    import numpy
     import torch
 
     from trainkit.data.loader import TensorSamples, tensor_splits
 
-    table = torch.from_numpy(_table())
+    # What `sklearn.datasets.load_digits` reads, 64 pixels of 0 to 16 and the label, [1797, 65]. Read without it:
+    # importing scikit-learn takes every rank longer than an epoch does.
+    (package,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
+    table = torch.from_numpy(numpy.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=","))
     images = table[:, :-1].mul(255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8).expand(-1, in_chans, -1, -1)
     labels = table[:, -1].to(torch.int64)
     classes = tuple(str(digit) for digit in range(10))
@@ -28,19 +29,6 @@ def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool =
     parts = stratified_split(labels.tolist(), (0.15, 0.15))
     samples = [TensorSamples(images[part], labels[part]) for part in parts]
     return tensor_splits(info, samples, augment=augment, shift=shift, flip=False)
-
-
-def _table() -> numpy.ndarray[Any, Any]:
-    """64 pixels of 0 to 16 and the label, float64 [1797, 65]: what `sklearn.datasets.load_digits` reads.
-
-    Read without it, because importing scikit-learn takes every rank longer than an epoch does.
-    """
-    import numpy
-
-    spec = importlib.util.find_spec("sklearn")
-    assert spec is not None, "`locate` has looked"
-    assert spec.origin is not None, "a package has a file"
-    return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 def train_size(root: Path, **options: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,10 +30,6 @@ class _Row(NamedTuple):
     labels: tuple[str, ...]
     split: str
     """``train``, ``val`` or ``test``; empty without such a column."""
-
-
-def _classes(rows: Iterable[_Row]) -> list[str]:
-    return sorted({name for row in rows for name in row.labels})
 
 
 class TableSamples:
@@ -77,29 +73,36 @@ def build(
 
     ``file``: the CSV file, in ``root``.
     """
-    rows = _read(root / file)
-    classes = _classes(rows)
-    parts = [TableSamples(root, part, classes, in_chans) for part in _split(rows, val_fraction, test_fraction)]
+    classes, rows = _parts(root / file, val_fraction, test_fraction)
+    parts = [TableSamples(root, part, classes, in_chans) for part in rows]
     return photo_splits("image_csv", classes, parts, image_size, in_chans, augment=augment)
 
 
-def locate(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> None:
+def locate(root: Path, **options: Any) -> None:
     """Check the options, and that the file says what it should."""
-    require_options({**others, "val_fraction": val_fraction, "test_fraction": test_fraction})
-    rows = _read(root / file)
-    if not _classes(rows):
-        raise UserError(f"{root / file} has no labels.", why="Its column labels is empty.", fix=_EXAMPLE)
-    if not all(_split(rows, val_fraction, test_fraction)):
-        raise UserError(
-            f"{root / file} has too few images to split.",
-            why=f"It has {len(rows)}; training, validation and test need one or more each.",
-            fix="Add rows, or correct the column split.",
-        )
+    require_options(options)
+    train_size(root, **options)
 
 
 def train_size(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> int:
     """Images to train on."""
-    return len(_split(_read(root / file), val_fraction, test_fraction)[0])
+    return len(_parts(root / file, val_fraction, test_fraction)[1][0])
+
+
+def _parts(file: Path, val_fraction: float, test_fraction: float) -> tuple[list[str], list[list[_Row]]]:
+    """The classes; and the rows of train, val and test. Raises UserError where one of these has none."""
+    rows = _read(file)
+    classes = sorted({name for row in rows for name in row.labels})
+    if not classes:
+        raise UserError(f"{file} has no labels.", why="Its column labels is empty.", fix=_EXAMPLE)
+    parts = _split(rows, val_fraction, test_fraction)
+    if not all(parts):
+        raise UserError(
+            f"{file} has too few images to split.",
+            why=f"It has {len(rows)}; training, validation and test need one or more each.",
+            fix="Add rows, or correct the column split.",
+        )
+    return classes, parts
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainkit.data import folders
 from trainkit.data.base import Splits, require_options, size_left, stratified_split
 from trainkit.data.download import Say
-from trainkit.data.folders import (
-    Files,
-    ImageFiles,
-    Layout,
-    class_folders,
-    counted,
-    images_of,
-    no_images,
-    photo_splits,
-    read_split,
-    require_classes,
-)
+from trainkit.data.folders import Files, ImageFiles, Layout
 from trainkit.errors import UserError
 
 
@@ -36,18 +26,21 @@ def build(
     """
     first = "train" if "train" in files.splits else ""
     folder = files.folder / first
-    classes = require_classes(folder, files.splits[first])
-    held_out = {name: read_split(files, name, classes, in_chans) for name in ("val", "test") if files.splits.get(name)}
-    train = images_of(files, first, classes, in_chans)
+    classes = folders.require_classes(folder, files.splits[first])
+    held_out = {
+        name: folders.read_split(files, name, classes, in_chans) for name in ("val", "test") if files.splits.get(name)
+    }
+    train = folders.images_of(files, first, classes, in_chans)
     for label in sorted(set(range(len(classes))) - set(train.labels)):
-        raise no_images(folder / classes[label])
+        raise folders.no_images(folder / classes[label])
     if not first:
         train, val, test = _split(train, folder, classes, (val_fraction, test_fraction))
     else:
-        if (val := held_out.get("val")) is None:
-            train, val = _split(train, folder, classes, (val_fraction,))
+        if "val" not in held_out:
+            train, held_out["val"] = _split(train, folder, classes, (val_fraction,))
+        val = held_out["val"]
         test = held_out.get("test", val)
-    return photo_splits("image_folder", classes, (train, val, test), image_size, in_chans, augment=augment)
+    return folders.photo_splits("image_folder", classes, (train, val, test), image_size, in_chans, augment=augment)
 
 
 def layout(root: Path) -> Layout:
@@ -66,16 +59,16 @@ def locate(root: Path, **options: Any) -> None:
             fix=f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root.",
             key="data.root",
         )
-    require_classes(folder, class_folders(folder))
+    folders.require_classes(folder, folders.class_folders(folder))
 
 
 def train_size(root: Path, *, val_fraction: float, test_fraction: float, **others: Any) -> int | None:
     """Images to train on; None where counting them would take long."""
     folder, splits = layout(root)
-    counts = counted(folder / splits[0])
+    counts = folders.counted(folder / splits[0])
     if counts is None or splits == ("",):
         return size_left(counts, (val_fraction, test_fraction)) if counts else None
-    return sum(counts) if class_folders(folder / "val") else size_left(counts, (val_fraction,))
+    return sum(counts) if folders.class_folders(folder / "val") else size_left(counts, (val_fraction,))
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
