@@ -16,13 +16,17 @@ from trainkit.run.folder import RunDir, find_run, find_runs, list_runs, next_pat
 YAML = "seed: 0\n"
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 # Making
 
 
 def test_a_new_run_holds_its_configuration_and_a_place_for_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     run = RunDir.create(Path("runs/ddp-0001"), YAML)
     assert (run.path, run.config.read_text()) == (tmp_path / "runs" / "ddp-0001", YAML)
     assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "logs"]
@@ -93,18 +97,11 @@ def test_ids_count_up_over_all_runs_and_names_are_safe_in_shells_and_paths(tmp_p
 def test_runs_are_in_the_current_folder_or_where_the_user_wants_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert runs_root({}) == runs_root({"TRAINKIT_RUNS": ""}) == tmp_path / "runs"
     assert runs_root({"TRAINKIT_RUNS": "~/runs"}) == Path(os.environ["HOME"]) / "runs"
 
 
 # Finding
-
-
-@pytest.fixture
-def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.chdir(tmp_path)
-    return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
 
 
 @pytest.mark.parametrize(
@@ -118,26 +115,24 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("project/runs/4712", "4712"),
     ],
 )
-def test_a_run_is_found_by_its_path_and_by_its_name(
-    tmp_path: Path, env: dict[str, str], place: str, reference: str
-) -> None:
+def test_a_run_is_found_by_its_path_and_by_its_name(tmp_path: Path, place: str, reference: str) -> None:
     run = RunDir.create(tmp_path / place, YAML)
-    assert find_run(reference, env) == find_run(str(run.path), {}) == run
+    assert find_run(reference, {}) == find_run(str(run.path), {}) == run
 
 
-def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path, env: dict[str, str]) -> None:
+def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path) -> None:
     RunDir.create(tmp_path / "runs" / "ddp-0001", YAML)
     with pytest.raises(UserError) as caught:
-        find_run("ddp-001", env)
+        find_run("ddp-001", {})
     assert caught.value.fix == "Did you mean 'ddp-0001'?"
 
 
-def test_a_sweep_is_no_run_and_no_folder_to_remove(tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_sweep_is_no_run_and_no_folder_to_remove(tmp_path: Path) -> None:
     sweep = tmp_path / "runs" / "ddp-0003"
     (sweep / "logs").mkdir(parents=True)
     (sweep / "sweep.json").write_text("{}")
     with pytest.raises(UserError) as caught:
-        find_run("ddp-0003", env)
+        find_run("ddp-0003", {})
     assert caught.value.fix == "It is a sweep: name one of its runs, such as ddp-0003/0."
 
 
@@ -196,11 +191,10 @@ def sweep(folder: Path, count: int = 2) -> Path:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The runs folder of another project of this user's; the current folder is ``here``, with its own ``runs``."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    env.pop("TRAINKIT_RUNS")
     return tmp_path / "elsewhere" / "runs"
 
 
@@ -210,9 +204,7 @@ def here(name: str) -> Path:
 
 @pytest.mark.parametrize("other", ["run", "sweep", "nothing"])
 @pytest.mark.parametrize("kind", ["run", "sweep", "sweep elsewhere"])
-def test_what_is_here_is_meant_whatever_there_is_elsewhere(
-    elsewhere: Path, env: dict[str, str], kind: str, other: str
-) -> None:
+def test_what_is_here_is_meant_whatever_there_is_elsewhere(elsewhere: Path, kind: str, other: str) -> None:
     if kind == "sweep elsewhere":
         mine = sweep(elsewhere / "ddp-0001")
     else:
@@ -222,28 +214,26 @@ def test_what_is_here_is_meant_whatever_there_is_elsewhere(
             RunDir.create(theirs, YAML) if other == "run" else sweep(theirs)
     expected = [mine] if kind == "run" else [mine / "0", mine / "1"]
     for reference in ("ddp-0001", str(mine)):
-        assert sorted(run.path for run in find_runs(reference, env)) == expected
-    assert find_run("ddp-0001" if kind == "run" else "ddp-0001/1", env).path == expected[-1]
+        assert sorted(run.path for run in find_runs(reference, {})) == expected
+    assert find_run("ddp-0001" if kind == "run" else "ddp-0001/1", {}).path == expected[-1]
 
 
-def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path, env: dict[str, str]) -> None:
+def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path) -> None:
     Path("runs/ddp-0001/logs").mkdir(parents=True)
     RunDir.create(elsewhere / "ddp-0001", YAML)
     with pytest.raises(UserError, match="only half of one"):
-        find_runs("ddp-0001", env)
+        find_runs("ddp-0001", {})
 
 
 @pytest.mark.parametrize("kind", ["run", "sweep", "here"])
-def test_of_several_none_is_taken_and_all_are_listed(
-    elsewhere: Path, env: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_of_several_none_is_taken_and_all_are_listed(elsewhere: Path, tmp_path: Path, kind: str) -> None:
     if kind == "here":  # in the current folder, and in the runs folder
         paths = [RunDir.create(Path("ddp-0001"), YAML).path, here("ddp-0001")]
     else:
         paths = [sweep(elsewhere / "ddp-0001"), tmp_path / "third" / "ddp-0001"]
         RunDir.create(paths[1], YAML) if kind == "run" else sweep(paths[1])
     with pytest.raises(UserError) as caught:
-        find_runs("ddp-0001", env)
+        find_runs("ddp-0001", {})
     assert caught.value.why == ", ".join(map(str, paths))
 
 
@@ -255,36 +245,34 @@ def test_of_several_none_is_taken_and_all_are_listed(
         "0",  # nor is the number of a run in a sweep a name
     ],
 )  # fmt: skip
-def test_a_path_or_a_pattern_means_no_run_elsewhere(elsewhere: Path, env: dict[str, str], reference: str) -> None:
+def test_a_path_or_a_pattern_means_no_run_elsewhere(elsewhere: Path, reference: str) -> None:
     here("ddp-0003")
     RunDir.create(elsewhere / "ddp-0001", YAML)
     sweep(elsewhere / "ddp-0002", count=1)
     with pytest.raises(UserError, match="No run"):
-        find_runs(reference, env)
+        find_runs(reference, {})
 
 
 @pytest.mark.parametrize("reference", ["./ddp-0001", "../here/ddp-0001"])
-def test_a_path_does_not_mean_the_runs_folder(elsewhere: Path, env: dict[str, str], reference: str) -> None:
+def test_a_path_does_not_mean_the_runs_folder(elsewhere: Path, reference: str) -> None:
     mine = RunDir.create(Path("ddp-0001"), YAML).path
     here("ddp-0001")
-    assert find_run(reference, env).path.resolve() == mine
+    assert find_run(reference, {}).path.resolve() == mine
 
 
-def test_a_folder_of_that_name_that_is_no_run_hides_none(elsewhere: Path, env: dict[str, str]) -> None:
+def test_a_folder_of_that_name_that_is_no_run_hides_none(elsewhere: Path) -> None:
     Path("photos").mkdir()
     mine = here("photos")
-    assert find_run("photos", env).path == mine
+    assert find_run("photos", {}).path == mine
     (mine / "config.yaml").unlink()
     with pytest.raises(UserError, match="runs/photos is not a run folder"):
-        find_run("photos", env)
+        find_run("photos", {})
 
 
-def test_a_run_that_is_reached_by_two_names_is_one(
-    elsewhere: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_reached_by_two_names_is_one(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = here("ddp-0001")
     Path("ddp-0001").symlink_to(mine)
-    assert find_run("ddp-0001", env).path.resolve() == mine
+    assert find_run("ddp-0001", {}).path.resolve() == mine
     monkeypatch.chdir("runs")
     assert find_run("ddp-0001", {"TRAINKIT_RUNS": "."}).path == mine
 
@@ -292,7 +280,7 @@ def test_a_run_that_is_reached_by_two_names_is_one(
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 @pytest.mark.parametrize(("mode", "why"), [(0o755, "It belongs to root (mode 700)"), (0o700, "A folder on the way")])
 def test_a_run_of_somebody_else_is_no_run_of_that_name_elsewhere(
-    elsewhere: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch, mode: int, why: str
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, mode: int, why: str
 ) -> None:
     """And not half of one: what is in it nobody can tell."""
     RunDir.create(elsewhere / "ddp-0001", YAML)
@@ -348,7 +336,6 @@ def test_what_another_clone_has_started_is_known_to_who_asks_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the list of before each clone had its own."""
-    monkeypatch.chdir(tmp_path)
     theirs, both, old = (made(tmp_path / name) for name in ("theirs/run-0002", "theirs/run-0001", "old"))
     folder.remember(theirs)
     folder.remember(both)

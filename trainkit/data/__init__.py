@@ -33,7 +33,7 @@ class Dataset(Protocol):
     values as well. All but ``build`` run without torch.
     """
 
-    def build(self, root: Path, /, **options: Any) -> Splits:
+    def build(self, root: Path | Files, /, **options: Any) -> Splits:
         """Required: the data, ready to read, after ``locate``. With a ``layout`` it gets `Files` instead of a root."""
         ...
 
