@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.checkpoint import format
 from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import Record
 from trainkit.checkpoint.state import Entry, read_tensors
+from trainkit.distributed.process_group import Distributed
+from trainkit.ranks import RankEnv
+
+DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 
 
 def tensors(folder: Path, stem: str = "model", which: str = "latest") -> dict[str, Tensor]:

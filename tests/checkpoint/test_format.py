@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from tests.checkpoint import reading
-from tests.checkpoint.reading import flip
+from tests.checkpoint.reading import DIST, flip
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import LONGEST, checksum
 from trainkit.checkpoint.save import Checkpoints, Restored
-from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
 
 
 def write(folder: Path, step: int, value: float = 0.0) -> Path:
@@ -85,7 +83,6 @@ def test_other_weights_of_a_step_and_a_broken_checkpoint_are_replaced(tmp_path: 
     assert reading.tensors(tmp_path)["w"][0] == 2
 
 
-DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 OLD, NEW = 1, 2
 
 

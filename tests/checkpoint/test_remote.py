@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.bucket import Trouble
+from tests.checkpoint.conftest import Trouble
 from tests.checkpoint.reading import flip, write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from trainkit.checkpoint import format, remote

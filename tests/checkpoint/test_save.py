@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.reading import flip, tensors, write
+from tests.checkpoint.reading import DIST, flip, tensors, write
 from tests.rank_functions import QUICK, StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
@@ -30,7 +30,7 @@ from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import file_name
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
-from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.distributed.process_group import distributed
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
@@ -104,8 +104,6 @@ def test_a_run_whose_best_weights_are_lost_ends_and_says_so(tmp_path: Path) -> N
 
 
 # Training goes on while a checkpoint is written; what it says, and who waits for it.
-
-DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 
 
 class Gate:

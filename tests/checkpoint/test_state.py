@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from jobs import export as export_command
-from tests.checkpoint.reading import flip, tensors, write
+from tests.checkpoint.reading import DIST, flip, tensors, write
 from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import format
 from trainkit.checkpoint import state as checkpoint_tensors
@@ -30,8 +30,6 @@ from trainkit.errors import UserError
 from trainkit.models import timm_model, torchvision_model
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
-
-DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 
 
 class Odd(nn.Module):

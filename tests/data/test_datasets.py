@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import pytest
 import torch
 import torchvision
 
+from tests.data.samples import build, choice, write_images
 from tests.recipes.tiny import NAMES, WNIDS
 from trainkit import plugins
-from trainkit.config.schema import DataConfig
 from trainkit.data import Dataset, build_data, check_data
 from trainkit.data.base import Samples, Splits, normalize
 from trainkit.data.datasets import cifar10, fashion_mnist
@@ -26,7 +25,6 @@ from trainkit.data.folders import ImageFiles
 from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 
-NOWHERE = Path("nowhere")
 SETS = plugins.available("trainkit.data.datasets")
 
 
@@ -36,14 +34,6 @@ def sizes(data: Splits) -> list[int]:
 
 def labels(samples: Samples) -> list[int]:
     return [samples[index][1] for index in range(len(samples))]
-
-
-def choice(name: str = "digits", root: Path | str = NOWHERE, **options: Any) -> DataConfig:
-    return DataConfig.model_validate({"name": name, "root": str(root), **options})
-
-
-def build(name: str, root: Path | str = NOWHERE, **options: Any) -> Splits:
-    return build_data(choice(name, root, **options))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -289,7 +279,7 @@ def test_made_classes_can_be_told_apart() -> None:
 
 
 @pytest.fixture
-def split_folders(tmp_path: Path, write_images: Callable[..., None]) -> Path:
+def split_folders(tmp_path: Path) -> Path:
     for split, count in (("train", 10), ("val", 3), ("test", 2)):
         write_images(tmp_path / split, {"cat": count, "dog": count})
     return tmp_path
@@ -307,7 +297,7 @@ def test_without_val_it_is_split_off_train_and_without_test_it_is_val(
     assert sizes(build("image_folder", split_folders, val_fraction=0.2)) == expected
 
 
-def test_a_single_folder_of_classes_is_split_by_class(tmp_path: Path, write_images: Callable[..., None]) -> None:
+def test_a_single_folder_of_classes_is_split_by_class(tmp_path: Path) -> None:
     write_images(tmp_path, {"cat": 20, "dog": 40})
     data = build("image_folder", tmp_path)
     assert sizes(data) == [42, 9, 9]
@@ -331,7 +321,7 @@ def test_gray_photos_have_the_average_of_the_colours_statistics(split_folders: P
     ],
 )
 def test_a_folder_that_cannot_be_trained_on_is_refused(
-    tmp_path: Path, write_images: Callable[..., None], counts: dict[str, int] | None, says: str
+    tmp_path: Path, counts: dict[str, int] | None, says: str
 ) -> None:
     write_images(tmp_path, counts or {})
     with pytest.raises(UserError, match=says):
@@ -341,7 +331,7 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(
 # A table of one's own
 
 
-def test_an_image_of_a_table_has_several_labels(tmp_path: Path, write_images: Callable[..., None]) -> None:
+def test_an_image_of_a_table_has_several_labels(tmp_path: Path) -> None:
     write_images(tmp_path, {"a": 12})
     rows = [f"a/{number:03}.jpg,{'cat;dog' if number % 2 else 'cat'}" for number in range(12)]
     (tmp_path / "labels.csv").write_text("\n".join(["image,labels", *rows]))

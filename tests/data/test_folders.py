@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torchvision.transforms import v2
 
-from tests.data.test_datasets import build
+from tests.data.samples import build, write_images
 from tests.rank_functions import run_ranks
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, folders
@@ -31,9 +31,7 @@ from trainkit.errors import RunFailedError, UserError
 from trainkit.ranks import RankEnv
 
 
-def test_a_sample_is_a_decoded_image_and_its_label_in_every_process(
-    tmp_path: Path, write_images: Callable[..., None]
-) -> None:
+def test_a_sample_is_a_decoded_image_and_its_label_in_every_process(tmp_path: Path) -> None:
     write_images(tmp_path, {"cat": 1, "Grüße": 2})
     samples = folders.images_of(Files.walk(tmp_path, ("",)), "", ["Grüße", "cat"], 3)
     for held in (samples, pickle.loads(pickle.dumps(samples))):  # what macOS does for each worker
@@ -52,7 +50,7 @@ def test_a_sample_is_a_decoded_image_and_its_label_in_every_process(
     ],
 )
 def test_a_held_out_split_has_some_of_the_classes_and_no_other(
-    tmp_path: Path, write_images: Callable[..., None], counts: dict[str, int], expected: str | list[int]
+    tmp_path: Path, counts: dict[str, int], expected: str | list[int]
 ) -> None:
     write_images(tmp_path, counts)
     files = Files.walk(tmp_path, ("",))
@@ -247,7 +245,7 @@ def test_a_thumbnail_that_claims_to_be_enormous_is_refused(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def data(tmp_path: Path, write_images: Callable[..., None]) -> Splits:
+def data(tmp_path: Path) -> Splits:
     """Three splits of 2 x 8 images; of train number 3 and 4 are broken, and the last."""
     for split in ("train", "val"):
         write_images(tmp_path / split, {"cat": 8, "dog": 8}, size=(8, 8))

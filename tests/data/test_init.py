@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.test_datasets import SETS, choice
+from tests.data.samples import choice, write_images
+from tests.data.test_datasets import SETS
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, train_size
 from trainkit.data.datasets import cifar10
@@ -51,9 +51,7 @@ def test_data_that_is_not_there_is_refused_before_the_run(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("folders", ["train and val", "train alone", "classes"])
-def test_as_many_images_are_counted_as_are_trained_on(
-    folders: str, tmp_path: Path, write_images: Callable[..., None]
-) -> None:
+def test_as_many_images_are_counted_as_are_trained_on(folders: str, tmp_path: Path) -> None:
     train = tmp_path / "train" if "train" in folders else tmp_path
     write_images(train, {"cat": 11, "dog": 7})
     (train / "cat" / "notes.txt").write_text("no image")

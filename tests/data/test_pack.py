@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 from jobs import prepare
-from tests.data.test_datasets import build
+from tests.data.samples import build, write_images
 from tests.rank_functions import run_ranks
 from trainkit import fileio
 from trainkit.config.loading import load
@@ -109,7 +108,7 @@ def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root_pack: Pa
 
 
 @pytest.fixture
-def small_root(tmp_path: Path, write_images: Callable[..., None]) -> Path:
+def small_root(tmp_path: Path) -> Path:
     for split, count in (("train", 3), ("valid", 2), ("test", 1)):
         folder = tmp_path / "cinic10" / split
         write_images(folder, {"airplane": count, "cat": count}, suffix="png", size=(32, 32))
@@ -121,9 +120,7 @@ def small(root: Path) -> Splits:
     return build_data(DataConfig.model_validate({"name": "cinic10", "root": str(root), "pack": 32}))
 
 
-def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(
-    small_root: Path, write_images: Callable[..., None]
-) -> None:
+def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(small_root: Path) -> None:
     packed = small(small_root)
     assert isinstance(packed.train, TensorSamples)
     assert resolve_workers("auto", packed, cpus=8) == 0
@@ -187,7 +184,7 @@ def test_who_is_deaf_to_sigterm_packs_as_well(root_pack: Path) -> None:
 
 
 def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
-    root_pack: Path, monkeypatch: pytest.MonkeyPatch, write_images: Callable[..., None]
+    root_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_images(root_pack / "train", {"cat": 60, "dog": 60}, size=(90, 90))
 
@@ -224,9 +221,7 @@ def slowly(root: Path, after: int) -> None:
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
-    root_pack: Path, torn: bool, write_images: Callable[..., None]
-) -> None:
+def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(root_pack: Path, torn: bool) -> None:
     write_images(root_pack / "train", {"cat": 60, "dog": 60}, size=(90, 90))
     child = multiprocessing.get_context("forkserver").Process(target=slowly, args=(root_pack, 4))
     child.start()
@@ -272,7 +267,7 @@ def test_on_a_full_disk_it_is_said_what_stays_and_the_next_call_goes_on(
 
 
 @pytest.fixture
-def pack_staging(tmp_path: Path, write_images: Callable[..., None]) -> Pack:
+def pack_staging(tmp_path: Path) -> Pack:
     root = tmp_path / "images"
     for split in ("train", "val"):
         write_images(root / split, {"cat": 3, "dog": 3})

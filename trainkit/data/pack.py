@@ -78,11 +78,8 @@ class Pack(Files):
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise broken_pack(folder, str(error)) from None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"])  # type: ignore[misc]  # a worker that is not forked maps the files anew
+    def __reduce__(self) -> tuple[type[Pack], tuple[Path]]:
+        return Pack, (self.folder,)  # a worker that is not forked maps the files anew
 
     @cached_property
     def _images(self) -> memoryview:
