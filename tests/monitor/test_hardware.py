@@ -34,9 +34,9 @@ def sample_of(folder: Path, device: str = "cpu", meanwhile: Callable[[], object]
     return sample
 
 
-def compute(seconds: float) -> None:
-    began = time.process_time()
-    while time.process_time() - began < seconds:
+def compute(seconds: float, clock: Callable[[], float] = time.process_time) -> None:
+    began = clock()
+    while clock() - began < seconds:
         pass
 
 
@@ -62,13 +62,8 @@ def test_a_sample_has_what_waited_for_cpus_and_what_others_had_of_them(tmp_path:
     left = f"for i in $(seq {loops}); do {shlex.join(alone)} > /dev/null 2>&1 & echo $!; done"
 
     def sampled(folder: str) -> dict[str, Any]:
-        def compute() -> None:
-            until = time.monotonic() + 1.0
-            while time.monotonic() < until:
-                pass
-
         (tmp_path / folder).mkdir()
-        return sample_of(tmp_path / folder, meanwhile=compute)
+        return sample_of(tmp_path / folder, meanwhile=lambda: compute(1.0, time.monotonic))
 
     def spent() -> tuple[float, float]:
         """By all of this machine, and by this process and its children that have ended."""
@@ -300,19 +295,16 @@ def test_processors_count_each_package_once_though_its_counter_wraps(tmp_path: P
     assert meter.used([]) == {"cpu_kwh": pytest.approx((50.0 + 150.0) / KWH, rel=0.01)}
 
 
-def test_an_attempt_goes_on_where_the_one_before_has_ended_on_this_host(tmp_path: Path) -> None:
-    file = RunDir(tmp_path).hardware("n1")
-    assert last_sample(file) == {}
+def test_energy_goes_on_from_the_attempt_before_and_is_that_of_all_hosts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    file = run.hardware("n1")
+    assert (last_sample(file), energy_of(run)) == ({}, None)
     file.write_text('{"time": 1, "gpu_kwh": 2.0}\n{"time": 2, "gpu_kwh": 3.0}\n{"time": 3, "gp')  # it was killed
     gpus = Counted(g0=0.0)
     meter = Energy(gpus, last_sample(file), rapl=NONE)
     gpus.now[0] = 3.6e6
     assert meter.used([]) == {"gpu_kwh": 4.0}
 
-
-def test_the_energy_of_a_run_is_that_of_all_its_hosts(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert energy_of(run) is None
     for host, told in (("n1", {"gpu_kwh": 1.5}), ("n2", {"gpu_kwh": 2.0, "cpu_kwh": 0.25}), ("n3", {"gpu_kwh": "x"})):
         run.hardware(host).write_text(json.dumps({"time": 1.0, "gpu_kwh": 0.1}) + "\n" + json.dumps(told) + "\n")
     assert energy_of(run) == {"gpu_kwh": 3.5, "cpu_kwh": 0.25}

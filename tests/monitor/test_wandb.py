@@ -226,26 +226,13 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_all_that_was_logged_has_arrived_in_order_at_the_end(stand_in: RunDir) -> None:
-    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        for step in range(1, 6):
-            logger.log(record(step))
-    assert [item["step"] for item in noted("log")] == [1, 2, 3, 4, 5]
-    assert [item["kind"] for item in noted("finish", "teardown")] == ["finish", "teardown"]
-
-
 def test_whoever_trains_never_imports_it(stand_in: RunDir) -> None:
-    code = (
-        "import sys; from pathlib import Path; from trainkit.config.schema import Config; "
-        "from trainkit.monitor import open_loggers, prepare_loggers; "
-        "from trainkit.run.folder import RunDir\n"
-        "config = Config.model_validate({'monitor': {'loggers': ['wandb']}})\n"
-        f"with open_loggers(config, RunDir(Path({str(stand_in.path)!r})), total_steps=1, "
-        "prepared=prepare_loggers(config)): ...\n"
-        "print('wandb' in sys.modules)"
-    )
-    project = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": f"{project}:{os.environ['PYTHONPATH']}"}
+    code = f"""
+import sys
+from tests.monitor.test_wandb import CONFIG, Path, RunDir, open_loggers, prepare_loggers
+with open_loggers(CONFIG, RunDir(Path({str(stand_in.path)!r})), total_steps=1, prepared=prepare_loggers(CONFIG)): ...
+print('wandb' in sys.modules)"""
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ['PYTHONPATH']}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
     assert len(noted("init")) == 1
@@ -296,6 +283,7 @@ def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> Non
         assert time.monotonic() - began < 30
         process.resume()
     assert [item["step"] for item in noted("log")] == list(range(1, 101))
+    assert [item["kind"] for item in noted("finish", "teardown")] == ["finish", "teardown"]
 
 
 @pytest.mark.parametrize("why", ["its process has ended with exit code -9", "No module named wandb"])

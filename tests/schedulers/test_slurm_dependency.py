@@ -26,16 +26,13 @@ def find(tmp_path: Path) -> Callable[[str], Sequence[RunDir]]:
             append_event(run, "ended", attempt=0, state=ended)
         return run
 
-    runs = {
-        "waits": [make("waits", "17")],
-        "done": [make("done", "18", "COMPLETED")],
-        "failed": [make("failed", "19", "FAILED")],
-        "here": [make("here", "20", executor="local")],
-        "never": [make("never")],
-        "sweep": [make(f"s{index}", f"30_{index}") for index in range(3)],
-        "partly": [make("p0", "40_0", "COMPLETED"), make("p1", "40_1"), make("p2", "50_0")],
-        "4711": [make("4711", "21")],
-    }
+    alone = [
+        make("waits", "17"), make("done", "18", "COMPLETED"), make("failed", "19", "FAILED"), make("never"),
+        make("here", "20", executor="local"), make("4711", "21"),
+    ]  # fmt: skip
+    runs = {run.name: [run] for run in alone}
+    runs["sweep"] = [make(f"s{index}", f"30_{index}") for index in range(3)]
+    runs["partly"] = [make("p0", "40_0", "COMPLETED"), make("p1", "40_1"), make("p2", "50_0")]
 
     def find(name: str) -> Sequence[RunDir]:
         if name not in runs:

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -211,24 +210,6 @@ def test_a_job_that_was_cancelled_before_it_came_ends_before_it_trains(
     devcluster.wait_for("its end", lambda: in_queue(devcluster, run) == [])
     assert devcluster.events(run, "started") == []
     assert "CANCELLED" in devcluster.job("status", "unborn").stdout
-
-
-@pytest.mark.long
-def test_a_controller_that_is_gone_leaves_a_run_that_nobody_knows_the_job_of(
-    devcluster: Cluster, light: dict[str, str]
-) -> None:
-    """sbatch reaches nobody, nor does the one who looks; when SLURM is back and has no job, resume queues one."""
-    run = devcluster.home / "runs" / "gone"
-    words = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-    env = first_in_path(devcluster, "gone-bin", sbatch=TIMED_OUT, squeue=words, sacct=words)
-    done = submit(devcluster, "gone", *LATER, env={**light, **env}, check=False)
-    assert (done.returncode, "SLURM cannot be asked" in done.stderr) == (4, True)
-    began = time.monotonic()
-    devcluster.wait_for("no job", lambda: "NOT SUBMITTED" in devcluster.job("status", "gone").stdout)
-    assert time.monotonic() - began > 90, "what was on its way might have arrived"
-    devcluster.job("resume", "gone", env=light)
-    assert len(in_queue(devcluster, run)) == 1
-    devcluster.job("cancel", "gone")
 
 
 @pytest.mark.long

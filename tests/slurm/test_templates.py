@@ -54,11 +54,10 @@ def test_the_header_is_the_documented_one(template: str, tasks: int, cpus: int) 
     assert "\n".join(directives(template)) + "\n" == HEADER.format(tasks=tasks, cpus=cpus)
 
 
-def test_a_peer_of_an_array_is_one_node_with_its_gpus() -> None:
+def test_a_peer_of_an_array_is_one_node_and_its_token_no_argument() -> None:
     theirs = HEADER.format(tasks=1, cpus=4).replace("nodes=2", "array=0-7\n--nodes=1").replace("node=2", "node=1")
     theirs = theirs.replace("name=trainkit", "name=trainkit-peer").replace("slurm-%j", "slurm-%A_%a")
     assert "\n".join(directives("hivemind_peer.sbatch")) + "\n" == theirs
-
     # The token is no argument that others on the node can read.
     assert " --join --run-dir " in commands("hivemind_peer.sbatch")
     assert "$TRAINKIT_TOKEN" not in commands("hivemind_peer.sbatch")
@@ -76,7 +75,6 @@ def test_what_every_template_has_in_common(template: str) -> None:
     assert "srun --kill-on-bad-exit=1 " in said, "one failed rank ends the step"
     assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in said
     assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in said
-
     # The batch shell has SLURM_PROCID=0 and SLURM_NODEID=0 too: expanded there, every rank would be the first.
     # torchrun's `node` function is expanded by the node's shell.
     batch_shell = re.sub(r"^\w+\(\) \{.*?^\}", "", said, flags=re.M | re.S)

@@ -218,13 +218,17 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     """The measured values of a record, each with its name and unit; what is absent is left out."""
     head = metrics.headline
     others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
-    shown = {
-        "lr": lambda value: f"lr {number(value, '.2e')}",
-        "images_per_sec": lambda value: number(value, ",.0f", " images/s"),
-    }
-    keys = ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}")
-    known = [key for key in keys if key in record]
-    return [shown[key](record[key]) if key in shown else metrics.words(key, record[key]) for key in known]
+    words = []
+    for key in ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}"):
+        if key not in record:
+            continue
+        if key == "lr":
+            words.append(f"lr {number(record[key], '.2e')}")
+        elif key == "images_per_sec":
+            words.append(number(record[key], ",.0f", " images/s"))
+        else:
+            words.append(metrics.words(key, record[key]))
+    return words
 
 
 def progress_bar(*first: ProgressColumn | str, **how: Any) -> Progress:
@@ -245,8 +249,10 @@ def record_line(
         head += f"  epoch {number(record['epoch'], '6.2f')}"
     # A swarm's peers make as many updates as time allows: there is no total.
     of_total = f"/{total_steps}" if total_steps else ""
-    eta = [f"ETA {duration(eta_seconds)}"] if eta_seconds is not None else []
-    return "  ".join([f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics), *eta])
+    words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics)]
+    if eta_seconds is not None:
+        words.append(f"ETA {duration(eta_seconds)}")
+    return "  ".join(words)
 
 
 def setback_line(event: Mapping[str, Any]) -> str | None:

@@ -189,7 +189,9 @@ def _started_line(event: Mapping[str, Any]) -> str:
     if hosts := list(dict.fromkeys(event.get("hosts") or ())):
         who += f" on {', '.join(hosts[:4])}" + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     words = [who, *(f"{key} {event[key]}" for key in ("device", "precision") if key in event)]
-    return ", ".join(words + [f"{event['total_steps']} steps"] * ("total_steps" in event))
+    if "total_steps" in event:
+        words.append(f"{event['total_steps']} steps")
+    return ", ".join(words)
 
 
 class _LineView:

@@ -324,9 +324,11 @@ class Energy:
             if index not in counted and power is not None:
                 gpu.append((self._powers.get(index, power) + power) / 2 * (now - self._since))
                 self._powers[index] = power
-        # The counter wraps.
-        cpu = [(joules - self._cpu_joules[name][0]) % whole for name, (joules, whole) in packages.items()
-               if name in self._cpu_joules]  # fmt: skip
+        cpu = [
+            (joules - self._cpu_joules[name][0]) % whole  # the counter wraps
+            for name, (joules, whole) in packages.items()
+            if name in self._cpu_joules
+        ]
         for key, joules in zip(_ENERGY_KEYS, (gpu, cpu), strict=True):
             if joules:
                 self._total[key] = self._total.get(key, 0.0) + sum(joules) / _JOULES_PER_KWH

@@ -381,7 +381,7 @@ def _from_variables(read: Reader) -> RankEnv:
     """torch's variables, set by torchrun or by hand; by hand LOCAL_RANK may be missing: then there is one rank per
     machine, or all are on this one."""
     with_local_rank = read.launcher == "torchrun" or all(name in read.env for name in _TORCH_VARIABLES)
-    for name in ("RANK", "WORLD_SIZE", *(["LOCAL_RANK"] if with_local_rank else []), "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         read.text(name)
     rank, world_size, port = read.number("RANK"), read.number("WORLD_SIZE"), read.number("MASTER_PORT")
     addr, default = read.text("MASTER_ADDR"), None if with_local_rank else 1

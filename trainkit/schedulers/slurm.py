@@ -21,7 +21,7 @@ from trainkit.process import NoAnswer, NoProgram, scrubbed
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base, slurm_script, slurm_submission
-from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
+from trainkit.schedulers.base import Answer, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
 from trainkit.schedulers.slurm_submission import NAME, job_id_in, names, persist, run, told
 from trainkit.site.profile import Partition, Site, read_nodes, read_partitions
 
@@ -99,6 +99,7 @@ class Slurm(base.Scheduler):
 
     script = staticmethod(slurm_script.batch_script)
     with_job_ids = staticmethod(slurm_script.with_job_ids)
+    submit = staticmethod(slurm_submission.submit)
 
     def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> Start:
         try:
@@ -113,11 +114,6 @@ class Slurm(base.Scheduler):
         # A rank or a node that fails is a finding, and must not end the others.
         step = ["srun", *options, f"--time={minutes}", "--kill-on-bad-exit=0", "--no-kill", *command]
         return ["bash", "-c", "\n".join([*plan.setup, f"exec {shlex.join(step)}"])] if plan.setup else step
-
-    def submit(
-        self, folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
-    ) -> list[str]:
-        return slurm_submission.queue(folder, runs, plan, function, env)
 
     def adopt(self, cut_short: Sequence[tuple[RunDir, RunHistory]]) -> Mapping[Path, JobState]:
         return slurm_submission.search(cut_short)[0]

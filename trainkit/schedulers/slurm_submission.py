@@ -171,7 +171,9 @@ class SbatchError(SchedulerError):
     """The scheduler, or sbatch before it has asked, has said no."""
 
 
-def queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, env: Mapping[str, str]) -> list[str]:
+def submit(
+    folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
+) -> list[str]:
     """Queue the runs in ``folder`` as one job, or one array; the job id of each.
 
     Raises:
