@@ -246,7 +246,7 @@ def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRu
 def test_of_many_runs_each_has_a_row_of_what_differs_and_sentences_end(make_run: MakeRun) -> None:
     run, other = make_run(), make_run("b", "model.name=resnet18")
     runs = [*collect([run]), *(Facts(other, f"r{number}") for number in range(50))]
-    header, rows = comparison.differences(runs)
+    header, rows, *_ = comparison.differences(runs)
     assert header == ("run", "model.name")
     assert rows[:2] == [("ddp-0001", "fashion_cnn"), ("r0", "resnet18")]
     assert comparison.not_comparable(runs)[-1] == "And 10 more like these."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from trainkit import fileio
 from trainkit.config.loading import flatten
@@ -37,6 +38,10 @@ def is_about_speed(keys: Iterable[str]) -> bool:
     return any(key.startswith(_FOR_SPEED) for key in keys)
 
 
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value and other else None
+
+
 class _Pair:
     """A run beside the first: their ratios, and why they have none; each reason is empty where they compare."""
 
@@ -48,103 +53,98 @@ class _Pair:
             for key in {**own, **theirs}
             if own.get(key) != theirs.get(key)
         }
-        work = [said for key, said in self.differ.items() if key.startswith(_WORK) and key not in _NO_WORK]
+        work = [words for key, words in self.differ.items() if key.startswith(_WORK) and key not in _NO_WORK]
         self.other_work = ", ".join(work)
-        self.more = facts.processors / first.processors if facts.processors and first.processors else None
-        speed, reference = facts.images_per_sec, first.images_per_sec
-        ratio = speed / reference if speed and reference else None
+        self.more = _ratio(facts.processors, first.processors)
+        ratio = _ratio(facts.images_per_sec, first.images_per_sec)
         self.no_speed_up = self.other_work or self._hindered(ratio)
         self.speed_up = None if self.no_speed_up else ratio
-        self.other_length, self.other_pass = self._other_length(), self._other_pass()
 
     def _hindered(self, ratio: float | None) -> str:
         for item in self.both:
-            if hindered := item.hindered_by:
-                return f"of {item.label} {hindered}"
+            if item.hindered_by:
+                return f"of {item.label} {item.hindered_by}"
             if 0 < len(item.speeds) < _FEWEST:
-                return (
-                    f"{item.label} has {doc.plural(len(item.speeds), 'train record')}, and the first updates are slow"
-                )
+                records = doc.plural(len(item.speeds), "train record")
+                return f"{item.label} has {records}, and the first updates are slow"
         if not (ratio and self.more and self.more > 1 and ratio > self.more * _MOST_EFFICIENT):
             return ""
         came = f"it came to {ratio:.2f}{TIMES} the speed with {self.more:g}{TIMES} the processors"
         return f"{came}, so something held {self.first.label} up"
 
-    def _other_length(self) -> str:
+    @cached_property
+    def other_length(self) -> str:
         """Why the times of the two are not compared."""
         if unfinished := [item.label for item in self.both if not item.finished]:
             return f"{' and '.join(unfinished)} did not come to the end"
-        if paused := [(item.label, still) for item in self.both if (still := item.still_seconds)]:
-            return ", ".join(
-                f"{label} stood still for {doc.duration(still)} of its training" for label, still in paused
-            )
+        if paused := [(item.label, doc.duration(item.still_seconds)) for item in self.both if item.still_seconds]:
+            return ", ".join(f"{label} stood still for {still} of its training" for label, still in paused)
         theirs, own = (item.steps * item.count("train.global_batch_size") for item in self.both)
         return "" if own == theirs else f"it saw {own:,} images and not {theirs:,}"
 
-    def _other_pass(self) -> str:
+    @cached_property
+    def other_pass(self) -> str:
         """Why the memory of the two is not compared."""
         theirs, own = (item.started("micro_batch_size") for item in self.both)
         their_kind, kind = (item.started("device") for item in self.both)
         if None in (kind, their_kind) or (own is None) != (theirs is None):
             return "one of the two has not told its device or the images of a pass"
-        different = [] if own == theirs else [f"a rank takes {own} images in one pass and not {theirs}"]
-        if kind != their_kind:
-            different.append(f"it ran on {kind} and not {their_kind}")
         # On a CPU the memory is that of the process, which tried larger batches first.
-        tried = [item.label for item in self.both if item.last_event("probed")]
-        if kind == "cpu" and tried:
-            different.append(f"train.micro_batch_size=auto has tried sizes in the process of {' and '.join(tried)}")
-        return ", ".join(different)
+        tried = " and ".join(item.label for item in self.both if kind == "cpu" and item.last_event("probed"))
+        reasons = {
+            f"a rank takes {own} images in one pass and not {theirs}": own != theirs,
+            f"it ran on {kind} and not {their_kind}": kind != their_kind,
+            f"train.micro_batch_size=auto has tried sizes in the process of {tried}": bool(tried),
+        }
+        return ", ".join(reason for reason, is_one in reasons.items() if is_one)
 
     def _also_differs(self) -> str:
         """Other settings than strategy and ranks that change the speed."""
         known = ("strategy.", "launch.", "data.root")
-        found = {key: said for key, said in self.differ.items() if is_about_speed([key]) and not key.startswith(known)}
+        also = {key: words for key, words in self.differ.items() if is_about_speed([key]) and not key.startswith(known)}
         for key in ("precision", "device"):
             theirs, own = (item.started(key) for item in self.both)
-            if own and theirs and own != theirs and f"train.{key}" not in found:
-                found[key] = f"{key} {own} and not {theirs}"
-        return ", ".join(found.values())
+            if own and theirs and own != theirs and f"train.{key}" not in also:
+                also[key] = f"{key} {own} and not {theirs}"
+        return ", ".join(also.values())
 
-    def sentences(self) -> Iterator[str]:
+    def sentences(self) -> list[str]:
         """What does not compare, and why."""
         label = self.facts.label
         if not (self.facts.begun and self.first.begun):
-            return
+            return []
         if self.other_work:
-            yield f"{label} is not compared in speed, time and memory: {self.other_work}."
-            return
-        if self.no_speed_up:
-            yield f"{label} has no speed-up: {self.no_speed_up}."
-        elif also := self._also_differs():
-            yield f"The speed-up of {label} is also that of other settings: {also}."
-        if self.other_length:
-            yield f"{label} has no time ratio: {self.other_length}."
-        if self.other_pass:
-            yield f"{label} has no memory saved: {self.other_pass}."
+            return [f"{label} is not compared in speed, time and memory: {self.other_work}."]
+        also = "" if self.no_speed_up else self._also_differs()
+        told = {
+            f"{label} has no speed-up: {self.no_speed_up}.": self.no_speed_up,
+            f"The speed-up of {label} is also that of other settings: {also}.": also,
+            f"{label} has no time ratio: {self.other_length}.": self.other_length,
+            f"{label} has no memory saved: {self.other_pass}.": self.other_pass,
+        }
+        return [sentence for sentence, reason in told.items() if reason]
 
     def cells(self, name: str) -> dict[str, str]:
         """The row of `comparison_table`; ``name``: of the headline."""
         facts, first, metric = self.facts, self.first, self.facts.headline
-        unit, seconds, theirs = f" {metric.unit}".rstrip(), facts.train_seconds, first.train_seconds
-        same_time = not (self.no_speed_up or self.other_length)
-        used, first_used = (max(item.memory_of_ranks, default=None) for item in (facts, first))
-        same_pass = facts is not first and not self.other_work and not self.other_pass
-        saved = round(100 * (1 - used / first_used)) if same_pass and used and first_used else None
+        first_used, used = (max(item.memory_of_ranks, default=None) for item in self.both)
+        times, share = _ratio(first.train_seconds, facts.train_seconds), _ratio(used, first_used)
+        if facts is first or self.other_work or self.other_pass:
+            share = None
         return {
             "run": facts.label,
             "strategy": text(facts.setting("strategy.name")),
             "processors": text(facts.processors),
             "steps": str(facts.steps) if facts.begun else NONE,
-            f"val {name}": number(facts.best, metric.spec, unit),
-            f"test {name}": number(facts.tested, metric.spec, unit),
-            "training time": doc.duration(seconds),
+            f"val {name}": doc.measured(facts.best, metric),
+            f"test {name}": doc.measured(facts.tested, metric),
+            "training time": doc.duration(facts.train_seconds),
             "images/s": doc.rate(facts.images_per_sec),
             "speed-up": number(self.speed_up, ".2f", TIMES),
-            "efficiency": number(100 * self.speed_up / self.more if self.speed_up and self.more else None, ".0f", " %"),
-            "time ratio": number(theirs / seconds if same_time and seconds and theirs else None, ".2f", TIMES),
+            "efficiency": number(_ratio(100 * (self.speed_up or 0), self.more), ".0f", " %"),
+            "time ratio": number(None if self.no_speed_up or self.other_length else times, ".2f", TIMES),
             "peak memory of a rank": doc.memory(used),
-            "memory saved": number(saved, "+", " %"),
+            "memory saved": number(share and round(100 * (1 - share)), "+", " %"),
         }
 
 
@@ -152,14 +152,12 @@ def comparison(runs: Sequence[Facts]) -> doc.Section:
     """Every run against the first."""
     first = runs[0].label
     parts: list[doc.Part] = [comparison_table(runs), doc.Items([[sentence] for sentence in not_comparable(runs)])]
-    if simulated := [facts.label for facts in runs if facts.is_simulated]:
-        nodes = f"The nodes of {', '.join(simulated)} were simulated on one machine, whose processors their ranks share"
+    if simulated := ", ".join(facts.label for facts in runs if facts.is_simulated):
+        nodes = f"The nodes of {simulated} were simulated on one machine, whose processors their ranks share"
         parts.append(doc.Text([f"{nodes}: speed-up and efficiency say nothing of real nodes."]))
-    chart = _throughput(runs[:MOST_DRAWN])
+    chart, different = _throughput(runs[:MOST_DRAWN]), differences(runs)
     parts.append(doc.Charts("throughput", [chart], "images per second of every run", wide=True))
-    header, different = differences(runs)
-    if different:
-        parts += [doc.Heading("Settings that differ"), doc.Table(header, different)]
+    parts += [doc.Heading("Settings that differ"), different] if different else []
     note = (
         f"Speed-up: images/s relative to {first}. Efficiency: speed-up divided by how many times more processors there"
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
@@ -177,14 +175,14 @@ def comparison_table(runs: Sequence[Facts]) -> doc.Table:
 
 def not_comparable(runs: Sequence[Facts]) -> list[str]:
     """Which runs were not set against the first, and why, in sentences; of many the first ones."""
-    found = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
-    found += [sentence for facts in runs[1:] for sentence in _Pair(facts, runs[0]).sentences()]
-    more = len(found) - _MOST_SENTENCES
-    return [*found[:_MOST_SENTENCES], f"And {more} more like these."] if more > 0 else found
+    sentences = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
+    sentences += [sentence for facts in runs[1:] for sentence in _Pair(facts, runs[0]).sentences()]
+    more = len(sentences) - _MOST_SENTENCES
+    return sentences[:_MOST_SENTENCES] + [f"And {more} more like these."] * (more > 0)
 
 
-def differences(runs: Sequence[Facts]) -> tuple[doc.Row, list[doc.Row]]:
-    """Header and rows of the settings that are not the same in all runs: a column a run, of many runs a row each."""
+def differences(runs: Sequence[Facts]) -> doc.Table:
+    """The settings that are not the same in all runs: a column a run, of many runs a row each."""
     flat = [dict(flatten(facts.config)) for facts in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(_NOT_COMPARED))
     rows = [
@@ -194,22 +192,22 @@ def differences(runs: Sequence[Facts]) -> tuple[doc.Row, list[doc.Row]]:
     ]
     labels = [facts.label for facts in runs]
     if not rows or len(runs) <= _MOST_COLUMNS:
-        return ("setting", *labels), rows
+        return doc.Table(("setting", *labels), rows)
     header, *turned = zip(("run", *labels), *rows, strict=True)
-    return header, turned
+    return doc.Table(header, turned)
 
 
 def _throughput(runs: Sequence[Facts]) -> Picture | None:
     """A bar a run; no ratio where speeds do not compare, or where the first has none."""
-    known = [(facts, speed) for facts in runs if (speed := facts.images_per_sec)]
-    bars = []
-    for facts, speed in known:
-        (reference, first_speed), told, mark = known[0], doc.rate(speed), None
-        pair = _Pair(facts, reference)
-        if reference is runs[0] and facts is not reference and pair.speed_up:
-            told += f"  {pair.speed_up:.2f}{TIMES}"
-            mark = first_speed * pair.more if pair.more and pair.more != 1 else None
-        bars.append(Bar(facts.label, speed, told, GREY if facts is reference else 0, mark=mark))
+    bars: list[Bar] = []
+    for facts in runs:
+        if not (speed := facts.images_per_sec):
+            continue
+        words, pair, mark = doc.rate(speed), _Pair(facts, runs[0]), None
+        if bars and facts is not runs[0] and pair.speed_up:
+            words += f"  {pair.speed_up:.2f}{TIMES}"
+            mark = bars[0].value * pair.more if pair.more and pair.more != 1 else None
+        bars.append(Bar(facts.label, speed, words, 0 if bars else GREY, mark=mark))
     unit = "images/s, median" + "; |: linear scaling" * any(bar.mark for bar in bars)
     return doc.bar_chart("Training throughput", unit, bars)
 
@@ -222,30 +220,30 @@ def scaling(runs: Sequence[Facts]) -> doc.Section:
     known = [(facts, many, speed) for facts in runs if (many := facts.processors) and (speed := facts.images_per_sec)]
     known.sort(key=lambda item: item[1])
     reasons = {facts.label: _Pair(facts, known[0][0]).no_speed_up for facts, _, _ in known}
-    told = [item for item in known if not reasons[item[0].label]]
-    speeds = {many: statistics.median(speed for _, other, speed in told if other == many) for _, many, _ in told}
+    kept = [item for item in known if not reasons[item[0].label]]
+    speeds = {many: statistics.median(speed for _, other, speed in kept if other == many) for _, many, _ in kept}
     if len(speeds) < 2:
         return doc.Section("scaling", "Scaling", ())
     fewest, most = min(speeds), max(speeds)
 
-    def share(many: int, speed: float) -> tuple[float, float]:
+    def ratios(many: int, speed: float) -> tuple[float, float]:
         """Speed-up, and percent of efficiency."""
         return speed / speeds[fewest], 100 * speed / speeds[fewest] * fewest / many
 
-    up, percent = ([(float(many), share(many, speed)[at]) for many, speed in speeds.items()] for at in (0, 1))
+    up, percent = ([(float(many), ratios(many, speed)[at]) for many, speed in speeds.items()] for at in (0, 1))
     linear = Series("linear", [(float(fewest), 1.0), (float(most), most / fewest)], GREY, label="linear", dashed=True)
     measured = Series("measured", up, label=f"{up[-1][1]:.2f}{TIMES}")
     efficiency = Series("efficiency", percent, label=f"{percent[-1][1]:.0f} %")
     charts = [
-        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", low=0.0), [linear, measured], x_from=0.0),
-        line_chart(Axes("Efficiency", "%", "processors", "scaling", low=0.0, high=100.0), [efficiency], x_from=0.0),
+        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured]),
+        line_chart(Axes("Efficiency", "%", "processors", "scaling", 0.0, 100.0), [efficiency]),
     ]
     rows = [
-        (facts.label, str(many), doc.rate(speed), f"{ratio:.2f}{TIMES}", f"{used:.0f} %")
-        for facts, many, speed in told
-        for ratio, used in [share(many, speed)]
+        (facts.label, str(many), doc.rate(speed), f"{ratio:.2f}{TIMES}", f"{share:.0f} %")
+        for facts, many, speed in kept
+        for ratio, share in [ratios(many, speed)]
     ]
-    note = f"Median images/s against {told[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
+    note = f"Median images/s against {kept[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
     note += "".join(f" Without {label}: {reason}." for label, reason in reasons.items() if reason)
     table = doc.Table(("run", "processors", "images/s", "speed-up", "efficiency"), rows, 1)
     return doc.Section("scaling", "Scaling", [doc.Charts("scaling", charts, "speed-up and efficiency"), table], note)
@@ -260,12 +258,13 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
         unit = "In percent, over" if metric.unit == "%" else "Over"
         lines.append(f"{unit} the seeds: val {name} {val}" + f", test {name} {test}" * (test != NONE) + ".")
     elif first.best is not None:
-        tested = f", test {name} {metric.text(first.tested)}" if first.tested is not None else ""
+        tested = f", test {name} {metric.text(first.tested)}" * (first.tested is not None)
         equal = sum(facts.best == first.best for facts in runs) - 1
-        others = f" and {doc.plural(equal, 'other')}" if equal else ""
+        others = f" and {doc.plural(equal, 'other')}" * (equal > 0)
         unfinished = "" if first.finished else " It has not finished."
-        best = f"{first.label}{others}, val {name} {metric.text(first.best)}"
-        lines.append(f"Best by validation: {best}{tested}.{unfinished}")
+        lines.append(
+            f"Best by validation: {first.label}{others}, val {name} {metric.text(first.best)}{tested}.{unfinished}"
+        )
     elif any(facts.begun for facts in runs):
         lines.append("No validation was reached.")
     if diverged := [facts.label for facts in runs if facts.setbacks.diverged]:
@@ -276,14 +275,14 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
 def swept(runs: Sequence[Facts]) -> doc.Section:
     """The results of a sweep; ``runs`` has the best first."""
     every, *means = sweep_tables(runs)
-    keys = [key for key in runs[0].point if key != "seed"]
-    charts = doc.Charts("results", [_against(key, runs) for key in keys], "results against what was swept")
+    pictures = [_against(key, runs) for key in runs[0].point if key != "seed"]
+    charts = doc.Charts("results", pictures, "results against what was swept")
     parts: list[doc.Part] = [*means, *[charts] * bool(charts)]
     if len(runs) > _MOST_ROWS and parts:  # they would push what they come to off the screen
         parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)
-    note = "The best by validation first." if runs[0].best is not None else ""
+    note = "The best by validation first." * (runs[0].best is not None)
     return doc.Section("results", "Results", parts, note + " Dots: single runs; lines: their means." * bool(charts))
 
 
@@ -300,27 +299,25 @@ def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
         rows.append((facts.run_dir.path.name, *(facts.point.get(key, NONE) for key in keys), *best, *rest))
         groups.setdefault(tuple(facts.point.get(key, NONE) for key in others), []).append(facts)
     tables = [doc.Table(("folder", *keys, f"val {name}", "epoch", f"test {name}", "training time", ""), rows, 1)]
-    if "seed" not in keys:
-        return tables
 
     def mean(group: Sequence[Facts]) -> float:
+        """For sorting: the lowest is the best."""
         known = [facts.best for facts in group if facts.best is not None]
         return statistics.fmean(known) * (-1 if metric.higher_is_better else 1) if known else float("inf")
 
-    means: list[doc.Row] = [
-        (
-            *values,
-            str(len(group)),
-            *(spread([getattr(f, key) for f in group], metric.spec) for key in ("best", "tested")),
-        )
-        for values, group in sorted(groups.items(), key=lambda item: mean(item[1]))
-    ]
-    return [*tables, doc.Table((*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd"), means, 1)]
+    if "seed" in keys:
+        means: list[doc.Row] = []
+        for values, group in sorted(groups.items(), key=lambda item: mean(item[1])):
+            val, test = (spread(each, metric.spec) for each in ([f.best for f in group], [f.tested for f in group]))
+            means.append((*values, str(len(group)), val, test))
+        header = (*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd")
+        tables.append(doc.Table(header, means, 1))
+    return tables
 
 
 def _remark(facts: Facts) -> str:
     if facts.finished:
-        return "diverged" if facts.setbacks.diverged else ""
+        return "diverged" * facts.setbacks.diverged
     last = facts.last_event("failed", "ended")
     if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
         return str(last.get("state", "FAILED"))
@@ -355,8 +352,7 @@ def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
     for colour, (choice, own) in enumerate(list(choices.items())[:COLOURS]):
         means = [(at, statistics.fmean(own[at])) for at in sorted(own)]
         series.append(Series(choice or f"val {name}", means, colour, label=choice or f"{means[-1][1]:.3g}"))
-        for at, _ in means:
-            single = own[at] if len(own[at]) > 1 else []
-            series += [Series(f"{choice} single run".strip(), [(at, y)], colour, faint=True) for y in single]
-    title = f"{metric.label}, validation"
-    return line_chart(Axes(title, metric.unit, key, f"swept {key}", x_may_be_log=True), series)
+        single = [(at, y) for at, _ in means for y in own[at] if len(own[at]) > 1]
+        series += [Series(f"{choice} single run".strip(), [point], colour, faint=True) for point in single]
+    axes = Axes(f"{metric.label}, validation", metric.unit, key, f"swept {key}", x_may_be_log=True)
+    return line_chart(axes, series)

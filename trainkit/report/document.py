@@ -15,14 +15,14 @@ import statistics
 import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
 from trainkit import fileio
+from trainkit.config.components import Metric
 from trainkit.report.facts import Facts
 
 Point = tuple[float, float]
@@ -32,8 +32,7 @@ NONE = "–"  # noqa: RUF001  an en dash: a value that this run does not have
 MEASURE = ("measure", "value")
 WIDTH, HEIGHT = 400, 230
 """Of a line chart."""
-COLOURS = 8
-GREY = 7
+COLOURS, GREY = 8, 7
 STYLE = fileio.read_text(Path(__file__).parent / "chart.css", follow=True)
 _LEFT, _TOP, _FOOT = 44, 12, HEIGHT - 30
 _LETTER, _LINE = 6.6, 14.0
@@ -52,35 +51,28 @@ _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
     """An element of SVG. Text is escaped, None is left out; ``class_`` is class, ``data_x`` data-x."""
-    words = "".join(
-        f' {key if key == "viewBox" else key.rstrip("_").replace("_", "-")}="{escape(_written(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    return Markup(f"<{name}{words}>{joined(content)}</{name}>")
+    words = name
+    for key, value in attributes.items():
+        if value is not None:
+            written = escape(f"{value:.6g}" if isinstance(value, float) else value)
+            words += f' {key.rstrip("_").replace("_", "-")}="{written}"'
+    return Markup(f"<{words}>{joined(content)}</{name}>")
 
 
 def joined(parts: Iterable[object]) -> Markup:
     return Markup("").join(part for part in parts if part is not None)  # type: ignore[misc]  # escapes any object
 
 
-def _written(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One chart."""
+class Picture(NamedTuple):
+    """One chart; ``words`` say what it shows to readers who do not see it, and a width of 0 fills the page's."""
 
     title: str
     unit: str
     body: Markup
     words: str
-    """What it shows, for readers who do not see it."""
     height: float
     width: float = 0
-    """0: as wide as the place where it stands."""
-    data: Mapping[str, object] = field(default_factory=dict)
+    data: Mapping[str, object] = {}
 
     def svg(self, **place: object) -> Markup:
         """The element; ``place``: x, y, width and height inside of a drawing."""
@@ -89,8 +81,7 @@ class Picture:
         return tag("svg", self.body, **{**box, "role": "img", "aria_label": self.words, **self.data, **place})
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """One curve, its points in order of x."""
 
     name: str
@@ -110,9 +101,8 @@ class Series:
     """A point to stand out."""
 
 
-@dataclass(frozen=True)
-class Axes:
-    """What a line chart is about."""
+class Axes(NamedTuple):
+    """What a line chart is about. The horizontal axis begins at 0, or where the points do if it ``x_may_be_log``."""
 
     title: str
     unit: str
@@ -123,12 +113,16 @@ class Axes:
     low: float | None = None
     high: float | None = None
     """Ends of the vertical axis; None: as the values have it."""
+    x_to: float | None = None
+    """Right end; None: as the points have it."""
     may_be_log: bool = False
     x_may_be_log: bool = False
     x_ticks: Sequence[float] = ()
     """Values named at the horizontal axis; none: round ones."""
     lost: str = ""
     """What it means that a value is missing."""
+    restarts: Sequence[Point] = ()
+    """(x, colour) of vertical lines: where a later attempt went on."""
 
 
 class Bar(NamedTuple):
@@ -158,21 +152,21 @@ class Scale(NamedTuple):
 
     def ticks(self, most: int = 5) -> list[float]:
         """Round values inside the scale, about ``most``: multiples of 1, 2 or 5 times a power of ten."""
-        if not self.log:
-            if not self.high - self.low > _TINY:
-                return [self.low]
-            rough = (self.high - self.low) / most
-            power = 10.0 ** math.floor(math.log10(rough))
-            step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.9)
-            first, last = math.ceil(self.low / step - 1e-6), math.floor(self.high / step + 1e-6)
-            return [float(f"{at * step:.12g}") for at in range(first, last + 1)]
-        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for steps in ((1, 2, 5), (1, 3), (1,)):
-            every = [step * 10.0**power for power in powers for step in steps]
-            found = [value for value in every if self.low <= value <= self.high * (1 + 1e-9)]
-            if len(found) <= most + 1:
-                return found
-        return found[:: math.ceil(len(found) / most)]
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for steps in ((1, 2, 5), (1, 3), (1,)):
+                every = [step * 10.0**power for power in powers for step in steps]
+                inside = [value for value in every if self.low <= value <= self.high * (1 + 1e-9)]
+                if len(inside) <= most + 1:
+                    return inside
+            return inside[:: math.ceil(len(inside) / most)]
+        if not self.high - self.low > _TINY:
+            return [self.low]
+        rough = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.9)
+        first, last = math.ceil(self.low / step - 1e-6), math.floor(self.high / step + 1e-6)
+        return [float(f"{at * step:.12g}") for at in range(first, last + 1)]
 
 
 def shown(value: float, digits: int = 4) -> str:
@@ -190,60 +184,37 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
-def line_chart(
-    axes: Axes,
-    series: Iterable[Series],
-    *,
-    x_from: float | None = None,
-    x_to: float | None = None,
-    marks: Sequence[Point] = (),
-) -> Picture | None:
-    """Curves over one axis.
-
-    Args:
-        x_from, x_to: ends of the horizontal axis; None: as the points have it.
-        marks: (x, colour) of vertical lines: where a later attempt went on.
-    """
-    series = [item for item in series if item.points and _is_drawable(*item.points, *item.spread)]
-    places = [x for item in series for x, _ in item.points]
-    x_from = min(places, default=0.0) if x_from is None else x_from
-    x_to = max(places, default=0.0) if x_to is None else x_to
-    if not series or not _is_drawable((x_from, x_to)):
+def line_chart(axes: Axes, curves: Iterable[Series]) -> Picture | None:
+    """Curves over one axis."""
+    curves = [item for item in curves if item.points and _is_drawable(*item.points, *item.spread)]
+    places = [x for item in curves for x, _ in item.points]
+    x_from = min(places, default=0.0) if axes.x_may_be_log else 0.0
+    x_to = max(places, default=0.0) if axes.x_to is None else axes.x_to
+    if not curves or not _is_drawable((x_from, x_to)):
         return None
-    values = [
-        value for item in series for value in (*(y for _, y in item.points), *(e for ends in item.spread for e in ends))
-    ]
-    y = _vertical(axes, values)
-    labels = [item for item in series if item.label]
+    labels = [item for item in curves if item.label]
     margin = 10 + _LETTER * max((len(item.label) for item in labels), default=0) + 8 * bool(labels)
-    right = WIDTH - min(margin, WIDTH / 3)
+    right, y = WIDTH - min(margin, WIDTH / 3), _vertical(axes, curves)
     if axes.x_may_be_log and _is_wide([x_from, x_to], above=5):
         x = Scale(x_from / 1.2, x_to * 1.2, _LEFT, right, log=True)
     else:
         x = Scale(x_from, x_to if x_to - x_from > _TINY else x_from + 1, _LEFT, right)
-    body = _grid(axes, x, y)
-    body += [tag("path", d=f"M{x(at):.1f} {_TOP}V{_FOOT}", class_=f"restart c{colour:g}") for at, colour in marks]
-    body += [_curve(item, x, y) for item in series]
-    body += _end_labels(labels, x, y)
-    if axes.lost and (lost := [(item.colour, place) for item in series for place in item.lost]):
-        at_foot = sorted({(colour, round(x(place))) for colour, place in lost})
-        body += [tag("path", d=f"M{at} {_FOOT}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
-        goes_on = any(item.points[-1][0] > item.lost[0] for item in series if item.lost)
-        more = f" and {len(lost) - 1} more places" * (len(lost) > 1) if goes_on else " on"
-        words = f"{axes.lost} {'at' if goes_on else 'from'} {shown(min(place for _, place in lost))}{more}"
-        body.append(tag("text", words, x=_LEFT + 4, y=_FOOT - 11, class_="said c1"))
+    restarts = [
+        tag("path", d=f"M{x(at):.1f} {_TOP}V{_FOOT}", class_=f"restart c{colour:g}") for at, colour in axes.restarts
+    ]
+    parts = [*_grid(axes, x, y), *restarts, *(_curve(item, x, y) for item in curves), *_end_labels(labels, x, y)]
     data = {
         "data_group": axes.group, "data_x": axes.x, "data_plot": f"{x.start:g} {x.end:g} {y.end:g} {y.start:g}",
         "data_range": f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}",
         "data_log": "x" * x.log + "y" * y.log or None,
     }  # fmt: skip
-    told = "; ".join(
+    words = "; ".join(
         f"{item.name} from {shown(y0)} at {axes.x} {shown(x0)} to {shown(y1)} at {shown(x1)}"
-        for item in series[:12]
+        for item in curves[:12]
         for (x0, y0), (x1, y1) in [(item.points[0], item.points[-1])]
     )
-    unit = ", ".join(filter(None, [axes.unit, "log scale" * y.log]))
-    return Picture(axes.title, unit, joined(body), f"{axes.title}: {told}", HEIGHT, WIDTH, data)
+    body, unit = joined([*parts, *_losses(axes, curves, x)]), ", ".join(filter(None, [axes.unit, "log scale" * y.log]))
+    return Picture(axes.title, unit, body, f"{axes.title}: {words}", HEIGHT, WIDTH, data)
 
 
 def _is_drawable(*pairs: Point) -> bool:
@@ -256,33 +227,46 @@ def _is_wide(values: Sequence[float], above: float = 20) -> bool:
     return min(values) > _TINY and max(values) / min(values) > above
 
 
-def _vertical(axes: Axes, values: Sequence[float]) -> Scale:
+def _vertical(axes: Axes, curves: Iterable[Series]) -> Scale:
+    values = [y for item in curves for y in (*map(_y, item.points), *chain.from_iterable(item.spread))]
     low, high = min(values), max(values)
     if axes.may_be_log and _is_wide(values):
         return Scale(low / 1.1, high * 1.1, _FOOT, _TOP, log=True)
     low = low if axes.low is None else min(axes.low, low)
     high = high if axes.high is None else max(axes.high, high)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-    low = low if axes.low is not None else low - room
-    high = high if axes.high is not None else high + room
+    low, high = low - room * (axes.low is None), high + room * (axes.high is None)
     if axes.unit == "%":  # nothing is more than all
         low, high = max(low, min(0.0, *values)), min(high, max(100.0, *values))
     return Scale(low, high, _FOOT, _TOP)
 
 
 def _grid(axes: Axes, x: Scale, y: Scale) -> list[Markup]:
-    found = []
+    lines = []
     for value in y.ticks():
-        found.append(tag("path", d=f"M{_LEFT} {y(value):.1f}H{x.end:.1f}", class_="grid"))
-        found.append(tag("text", shown(value, 6), x=_LEFT - 6, y=y(value), dy="0.35em", class_="tick end"))
-    found.append(tag("path", d=f"M{_LEFT} {_FOOT}H{x.end:.1f}", class_="axis c7"))
+        lines.append(tag("path", d=f"M{_LEFT} {y(value):.1f}H{x.end:.1f}", class_="grid"))
+        lines.append(tag("text", shown(value, 6), x=_LEFT - 6, y=y(value), dy="0.35em", class_="tick end"))
+    lines.append(tag("path", d=f"M{_LEFT} {_FOOT}H{x.end:.1f}", class_="axis c7"))
     last_end = -1e9
     for value in axes.x_ticks or x.ticks(6):
         half = len(shown(value)) * _LETTER / 2
         if x(value) - half > last_end + 4:
-            found.append(tag("text", shown(value), x=x(value), y=_FOOT + 14, class_="tick middle"))
+            lines.append(tag("text", shown(value), x=x(value), y=_FOOT + 14, class_="tick middle"))
             last_end = x(value) + half
-    return [*found, tag("text", axes.x, x=x.end, y=HEIGHT - 3, class_="tick end")]
+    return [*lines, tag("text", axes.x, x=x.end, y=HEIGHT - 3, class_="tick end")]
+
+
+def _losses(axes: Axes, curves: Sequence[Series], x: Scale) -> list[Markup]:
+    """Marks at the foot where values are missing, and in words from where on."""
+    lost = [(item.colour, place) for item in curves for place in item.lost]
+    if not axes.lost or not lost:
+        return []
+    at_foot = sorted({(colour, round(x(place))) for colour, place in lost})
+    goes_on = any(item.points[-1][0] > item.lost[0] for item in curves if item.lost)
+    more = f" and {len(lost) - 1} more places" * (len(lost) > 1) if goes_on else " on"
+    words = f"{axes.lost} {'at' if goes_on else 'from'} {shown(min(place for _, place in lost))}{more}"
+    marks = [tag("path", d=f"M{at} {_FOOT}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
+    return [*marks, tag("text", words, x=_LEFT + 4, y=_FOOT - 11, class_="said c1")]
 
 
 def _curve(item: Series, x: Scale, y: Scale) -> Markup:
@@ -305,11 +289,11 @@ def _curve(item: Series, x: Scale, y: Scale) -> Markup:
 
 
 def _path(points: Sequence[Point], lost: Sequence[float], x: Scale, y: Scale) -> str:
-    words = [f"M{x(points[0][0]):.1f} {y(points[0][1]):.1f}"]
+    words = f"M{x(points[0][0]):.1f} {y(points[0][1]):.1f}"
     for before, after in pairwise(points):
         broken = bisect_left(lost, after[0]) > bisect_right(lost, before[0])
-        words.append(f"{'M' if broken else 'L'}{x(after[0]):.1f} {y(after[1]):.1f}")
-    return "".join(words)
+        words += f"{'M' if broken else 'L'}{x(after[0]):.1f} {y(after[1]):.1f}"
+    return words
 
 
 def _y(point: Point) -> float:
@@ -342,15 +326,13 @@ def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Markup]:
     places: list[float] = []
     for wanted, _ in ends:
         places.append(max([wanted, *(place + _LINE for place in places[-1:])]))
-    limit = float(_FOOT)
-    for at in reversed(range(len(places))):
-        places[at] = min(places[at], limit)
-        limit = places[at] - _LINE
-    found = []
-    for (_, item), place in zip(ends, places, strict=True):
-        found.append(tag("circle", cx=x.end + 6, cy=place, r=3, class_=f"dot c{item.colour % COLOURS}"))
-        found.append(tag("text", item.label, x=x.end + 13, y=place, dy="0.35em", class_="label"))
-    return found
+    limit, parts = float(_FOOT), []
+    for place, (_, item) in zip(reversed(places), reversed(ends), strict=True):
+        at = min(place, limit)
+        limit = at - _LINE
+        parts.append(tag("circle", cx=x.end + 6, cy=at, r=3, class_=f"dot c{item.colour % COLOURS}"))
+        parts.append(tag("text", item.label, x=x.end + 13, y=at, dy="0.35em", class_="label"))
+    return parts[::-1]
 
 
 def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None = None) -> Picture | None:
@@ -362,12 +344,11 @@ def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None 
     longest = max(len(bar.name) for bar in bars)
     above = longest > 16  # names stand above their bars
     begins = 0 if above else min(34, 6 + 2 * longest)  # percent of the width
-    room, step = 72 - begins, 22 + 16 * above
+    room, step, body = 72 - begins, 22 + 16 * above, []
 
     def wide(value: float) -> float:
         return room * min(max(value / most, 0.0), 1.0)
 
-    body = []
     for at, bar in enumerate(bars):
         y = step * at + 16 * above
         name = bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…"
@@ -376,43 +357,37 @@ def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None 
         body.append(tag("rect", **place, width=f"{room}%", height=13, class_="track"))
         body.append(tag("rect", **place, width=f"{wide(bar.value):.2f}%", height=13, class_=style))
         body.append(tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"))
-        for ends, y1, y2, style in (
-            (bar.spread, y + 10.5, y + 10.5, "whisker"),
-            (bar.mark and (bar.mark, bar.mark), y + 1, y + 20, "mark c1"),
-        ):
-            if ends:
-                x1, x2 = (f"{begins + wide(end):.2f}%" for end in ends)
-                body.append(tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=style))
+        if bar.spread:
+            x1, x2 = (f"{begins + wide(end):.2f}%" for end in bar.spread)
+            body.append(tag("line", x1=x1, x2=x2, y1=y + 10.5, y2=y + 10.5, class_="whisker"))
+        if bar.mark:
+            x = f"{begins + wide(bar.mark):.2f}%"
+            body.append(tag("line", x1=x, x2=x, y1=y + 1, y2=y + 20, class_="mark c1"))
     words = "; ".join(f"{bar.name} {bar.text or shown(bar.value)}" for bar in bars)
     return Picture(title, unit, joined(body), f"{title}: {words}", step * len(bars) + 2)
 
 
 def drawing(
-    pictures: Sequence[Picture | None],
-    *,
-    title: str = "",
-    legend: Sequence[tuple[str, int]] = (),
-    foot: str = "",
+    pictures: Iterable[Picture | None], *, title: str = "", legend: Sequence[tuple[str, int]] = (), foot: str = "",
     columns: int = 2,
-) -> str:
+) -> str:  # fmt: skip
     """The text of an ``.svg`` file with these charts side by side; it needs nothing beside it. Empty without charts.
 
     Args:
         legend: (name, colour) of curves that all charts share.
         foot: what the charts come to, in words.
     """
-    there = [picture for picture in pictures if picture is not None]
-    if not there:
+    charts = [picture for picture in pictures if picture is not None]
+    if not charts:
         return ""
-    narrow = all(item.width for item in there)
-    columns = min(columns, len(there)) if narrow else columns
+    narrow = all(chart.width for chart in charts)
+    columns = min(columns, len(charts)) if narrow else columns
     edge, gap, width = 16, 28, WIDTH if narrow or columns > 1 else 2 * WIDTH
     whole = columns * (width + gap) - gap + 2 * edge
-    body, y, letters = [], float(edge), int((whole - 2 * edge) / _LETTER)
+    body, x, y, letters = [], float(edge), float(edge), int((whole - 2 * edge) / _LETTER)
     for line in textwrap.wrap(title, letters):
         body.append(tag("text", line, x=edge, y=y + 12, class_="tick"))
         y += 20
-    x = float(edge)
     for name, colour in legend:
         needed = 24 + _LETTER * len(name) + 18
         if x > edge and x + needed > whole - edge:
@@ -421,23 +396,22 @@ def drawing(
         body.append(tag("text", name, x=x + 24, y=y + 12))
         x += needed
     y += 26 * bool(legend)
-    for first in range(0, len(there), columns):
-        row = there[first : first + columns]
-        for left, picture in zip(range(edge, whole, width + gap), row, strict=False):
-            unit = tag("tspan", picture.unit, class_="tick", dx=6)
-            body.append(tag("text", picture.title, unit, x=left, y=y + 12, class_="title"))
-            body.append(picture.svg(x=left, y=y + 22, width=picture.width or width, height=picture.height))
-        y += 22 + max(picture.height for picture in row) + 18
+    for first in range(0, len(charts), columns):
+        row = charts[first : first + columns]
+        for left, chart in zip(range(edge, whole, width + gap), row, strict=False):
+            unit = tag("tspan", chart.unit, class_="tick", dx=6)
+            body.append(tag("text", chart.title, unit, x=left, y=y + 12, class_="title"))
+            body.append(chart.svg(x=left, y=y + 22, width=chart.width or width, height=chart.height))
+        y += 22 + max(chart.height for chart in row) + 18
     for line in textwrap.wrap(foot, letters):
         body.append(tag("text", line, x=edge, y=y + 8))
         y += 18
-    high = y + edge - 8
-    whole_svg = tag(
+    svg = tag(
         "svg", tag("style", Markup(STYLE)), tag("rect", width="100%", height="100%", class_="paper"), *body,
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {whole} {high:g}", width=whole, height=high, role="img",
-        aria_label="; ".join(picture.words for picture in there),
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {whole} {y + edge - 8:g}", width=whole, height=y + edge - 8,
+        role="img", aria_label="; ".join(chart.words for chart in charts),
     )  # fmt: skip
-    return _NOT_OF_XML.sub("\N{REPLACEMENT CHARACTER}", whole_svg) + "\n"
+    return _NOT_OF_XML.sub("\N{REPLACEMENT CHARACTER}", svg) + "\n"
 
 
 class Code(str):
@@ -446,8 +420,7 @@ class Code(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table, or nothing where it has no rows. Columns from ``numbers_from`` on are numbers."""
 
     header: Row
@@ -459,9 +432,8 @@ class Table:
         return bool(self.rows)
 
 
-@dataclass(frozen=True)
-class Charts:
-    """Charts side by side; in the log book they are one file of that name."""
+class Charts(NamedTuple):
+    """Charts side by side, or one below the other if ``wide``; in the log book they are one file of that name."""
 
     name: str
     pictures: Sequence[Picture | None]
@@ -470,14 +442,12 @@ class Charts:
     legend: Sequence[tuple[str, int]] = ()
     """(name, colour) of runs or parts."""
     wide: bool = False
-    """One below the other."""
 
     def __bool__(self) -> bool:
         return any(self.pictures)
 
 
-@dataclass(frozen=True)
-class Items:
+class Items(NamedTuple):
     """A list; of the words of a line those that are `Code` are shown as such."""
 
     lines: Sequence[Sequence[str]]
@@ -531,8 +501,7 @@ class Gallery(NamedTuple):
 Part = Table | Charts | Text | Items | Block | Heading | Fold | Gallery
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of the report, with its name for links; left out where it has no parts."""
 
     name: str
@@ -545,11 +514,11 @@ def of_each(name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]) 
     """A section with the parts of each run, under its label where there are several."""
 
     def section(runs: Sequence[Facts]) -> Section:
-        found: list[Part] = []
+        whole: list[Part] = []
         for facts in runs:
             parts = [part for part in parts_of(facts) if part]
-            found += [Heading(facts.label)] * (len(runs) > 1 and bool(parts)) + parts
-        return Section(name, title, found)
+            whole += [Heading(facts.label)] * (len(runs) > 1 and bool(parts)) + parts
+        return Section(name, title, whole)
 
     return section
 
@@ -564,14 +533,17 @@ def number(value: Any, spec: str, unit: str = "") -> str:
     return format(value, spec) + unit if fileio.is_number(value) else NONE
 
 
+def measured(value: Any, metric: Metric) -> str:
+    """A value of a metric with its unit, or a dash."""
+    return number(value, metric.spec, f" {metric.unit}".rstrip())
+
+
 def duration(seconds: float | None) -> str:
     """``40 ms``, ``12.3 s``, ``4 min 05 s``, ``1 h 30 min``."""
-    if seconds is None or not fileio.is_number(seconds):
+    if not fileio.is_number(seconds):
         return NONE
-    if 0 < seconds < 0.05:
-        return f"{seconds * 1000:.2g} ms"
     if seconds < 59.95:
-        return f"{seconds:.1f} s"
+        return f"{seconds * 1000:.2g} ms" if 0 < seconds < 0.05 else f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,23 +59,19 @@ class Usage(NamedTuple):
     highest: float
 
 
-@dataclass(frozen=True)
 class HostSamples:
     """Hardware samples of one host: of the machine, and of each of its GPUs by NVML's index."""
 
-    host: str
-    samples: list[dict[str, Any]]
-
-    @cached_property
-    def _curves(self) -> dict[tuple[int | None, str], list[tuple[float, float]]]:
-        found = defaultdict(list)
-        for sample in self.samples:
-            each = [gpu for gpu in list_of(sample.get("gpus")) if isinstance(gpu, dict)]
-            for index, holder in [(None, sample), *((gpu.get("index"), gpu) for gpu in each)]:
+    def __init__(self, host: str, samples: list[dict[str, Any]]) -> None:
+        self.host, self.samples = host, samples
+        self._curves = defaultdict[tuple[int | None, str], list[tuple[float, float]]](list)
+        for sample in samples:
+            gpus = [gpu for gpu in list_of(sample.get("gpus")) if isinstance(gpu, dict)]
+            indexed = [(gpu["index"], gpu) for gpu in gpus if fileio.is_whole(gpu.get("index"))]
+            for index, holder in [(None, sample), *indexed]:
                 for key, value in holder.items():
-                    if fileio.is_number(value) and (holder is sample or fileio.is_whole(index)):
-                        found[index, key].append((sample["time"], value))
-        return found
+                    if fileio.is_number(value):
+                        self._curves[index, key].append((sample["time"], value))
 
     def gpus(self) -> list[int]:
         """The sampled GPUs."""
@@ -112,20 +108,23 @@ class Span:
     def went_well(self) -> bool:
         return self.how.startswith(("finished", "told to stop", "requeued", "PREEMPTED"))
 
-    def tell(self, kind: Any, event: Mapping[str, Any]) -> None:
+    def reach(self, time: Any, step: Any) -> None:
+        """It went on until then, at least."""
+        self.ended = max(self.ended, time or 0.0)
+        self.to_step = max(self.to_step, step if isinstance(step, int) else 0)
+
+    def take_in(self, event: Mapping[str, Any]) -> None:
         """Take in an event of the attempt."""
-        self.ended = max(self.ended, event.get("time") or 0.0)
-        if isinstance(step := event.get("step"), int):
-            self.to_step = max(self.to_step, step)
+        self.reach(event.get("time"), event.get("step"))
+        kind, state = event.get("event"), event.get("state")
         if kind == "handed_back":
             signals = ", ".join(dict.fromkeys(event.get("signals") or ()))
             self.how = self.how or f"told to stop{f' ({signals})' if signals else ''}, saved"
         elif kind == "requeued":
-            self.how = f"{self.how}, requeued" if self.how else "requeued"
+            self.how = f"{self.how}, requeued".removeprefix(", ")
         elif kind == "failed" and not self.how.startswith("failed"):
             self.how = f"failed on rank {event.get('rank', '?')}: {event.get('error', 'unknown')}"
         elif kind == "ended" and not self.how:
-            state = event.get("state")
             self.how = "finished" if state == "COMPLETED" else str(state or "ended")
 
 
@@ -175,10 +174,6 @@ class Facts:
     def headline(self) -> Metric:
         """The metric to judge by."""
         return self.described.metrics[self.described.headline]
-
-    def headline_of(self, record: Mapping[str, Any] | None) -> float | None:
-        """Its value in a record; None where there is none."""
-        return next(iter(numbers([(record or {}).get(self.described.headline)])), None)
 
     @cached_property
     def metrics(self) -> recorded.Thinned:
@@ -256,11 +251,6 @@ class Facts:
         )
 
     @property
-    def memory_of_ranks(self) -> list[float]:
-        """Peak memory of every rank in MB; of a run that has not ended that of rank 0, if it is known."""
-        return numbers(list_of(self.summary.get("max_memory_mb_of_ranks"))) or numbers([self.max_memory_mb])
-
-    @property
     def steps(self) -> int:
         """Optimizer updates that were done."""
         steps = self.summary.get("steps")
@@ -274,8 +264,7 @@ class Facts:
     @property
     def is_simulated(self) -> bool:
         """Whether several nodes were one machine."""
-        hosts, nodes = self.started("hosts"), self.setting("launch.nodes")
-        return isinstance(hosts, list) and len(hosts) == 1 and isinstance(nodes, int) and nodes > 1
+        return len(list_of(self.started("hosts"))) == 1 and self.count("launch.nodes") > 1
 
     @property
     def finished(self) -> bool:
@@ -289,12 +278,15 @@ class Facts:
     @property
     def best(self) -> float | None:
         """The headline of the best checkpoint on validation data."""
-        return self.headline_of(self.best_val)
+        return self._headline_of(self.best_val)
 
     @property
     def tested(self) -> float | None:
         """The headline on test data."""
-        return self.headline_of(self.test)
+        return self._headline_of(self.test)
+
+    def _headline_of(self, record: Mapping[str, Any] | None) -> float | None:
+        return next(iter(numbers([(record or {}).get(self.described.headline)])), None)
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -313,19 +305,22 @@ class Facts:
         """Median over the train records, so that neither slow first steps nor pauses count."""
         return statistics.median(self.speeds) if self.speeds else None
 
+    def _stretches(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The train records, each with the step of the one before it."""
+        return zip([0, *(record["step"] for record in self.train)], self.train)  # noqa: B905  one step more
+
     @property
     def train_seconds(self) -> float | None:
         """Time in training steps over all attempts; before the end, from the speed of the records."""
         seconds = self.summary.get("train_seconds")
         if fileio.is_number(seconds):
             return float(seconds)
-        batch, total, before = self.setting("train.global_batch_size"), 0.0, 0
-        for record in self.train:
+        batch, total = self.setting("train.global_batch_size"), 0.0
+        for before, record in self._stretches():
             speed = record.get("images_per_sec")
             if not (fileio.is_number(batch) and fileio.is_number(speed) and speed > 0):
                 return None
             total += (record["step"] - before) * batch / speed
-            before = record["step"]
         return total or None
 
     @property
@@ -335,25 +330,24 @@ class Facts:
         Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
         """
         begins = [step for event in self.events_of("started") if fileio.is_whole(step := event.get("step"))]
-        batch, usual, still, before = self.count("train.global_batch_size"), self.images_per_sec, 0.0, 0
-        for record in self.train:
+        batch, usual, still = self.count("train.global_batch_size"), self.images_per_sec, 0.0
+        for before, record in self._stretches():
             step, speed = record["step"], record.get("images_per_sec")
             is_first = any(before <= begun < step for begun in begins)
             if usual and fileio.is_number(speed) and 0 < speed < usual / 10 and not is_first:
                 still += (step - before) * batch * (1 / speed - 1 / usual)
-            before = step
         return still if still > _STILL * (self.train_seconds or 0.0) else 0.0
 
     @cached_property
     def spent(self) -> dict[str, float]:
         """Seconds of rank 0 by activity, over all attempts; before the end, as far as recorded."""
-        told = self.summary.get("seconds")
-        if not isinstance(told, dict):
-            told = defaultdict(float)
+        seconds = self.summary.get("seconds")
+        if not isinstance(seconds, dict):
+            seconds = defaultdict(float)
             for key, value in (item for record in self.train for item in record.items()):
                 if key.startswith("seconds_") and fileio.is_number(value):
-                    told[key.removeprefix("seconds_")] += value * self.metrics.every
-        return {name: float(value) for name, value in told.items() if fileio.is_number(value) and value > 0}
+                    seconds[key.removeprefix("seconds_")] += value * self.metrics.every
+        return {name: float(value) for name, value in seconds.items() if fileio.is_number(value) and value > 0}
 
     @property
     def wall_seconds(self) -> float | None:
@@ -368,6 +362,11 @@ class Facts:
         return max(numbers(item.get("max_memory_mb") for item in (self.summary, *self.train)), default=None)
 
     @property
+    def memory_of_ranks(self) -> list[float]:
+        """Peak memory of every rank in MB; of a run that has not ended that of rank 0, if it is known."""
+        return numbers(list_of(self.summary.get("max_memory_mb_of_ranks"))) or numbers([self.max_memory_mb])
+
+    @property
     def attempts(self) -> int:
         """How often it was started."""
         return max(len(self.run_dir.attempts()), len(self.events_of("started")))
@@ -379,9 +378,10 @@ class Facts:
 
     def restarts(self, by: str) -> list[float]:
         """The places, in "step" or "epoch", at which later attempts went on."""
-        resumed = [event for event in self.events_of("started") if event.get("step")]
-        each = [1 if by == "step" else event.get("steps_per_epoch") for event in resumed]
-        return [event["step"] / steps for event, steps in zip(resumed, each, strict=True) if steps]
+        resumed = [
+            (event["step"], event.get("steps_per_epoch")) for event in self.events_of("started") if event.get("step")
+        ]
+        return [step / (1 if by == "step" else per_epoch) for step, per_epoch in resumed if by == "step" or per_epoch]
 
     @property
     def processors(self) -> int | None:
@@ -400,35 +400,34 @@ class Facts:
         if self.started("device") != "cpu":
             return ""
         ranks, threads, cpus, hosts = (self.started(key) for key in ("world_size", "threads", "cpus", "hosts"))
-        known = all(map(fileio.is_whole, (ranks, threads, cpus))) and isinstance(hosts, list) and hosts
-        each = -(-ranks // len(hosts)) if known else 0
-        if known and each * threads > cpus:
-            return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
-        taken, load = (
-            [usage.mean for host in self.hosts if (usage := host.usage(key))] for key in ("cpu_taken", "load")
-        )
-        return cpus_taken(max(taken, default=None), max(load, default=0.0))
+        if all(map(fileio.is_whole, (ranks, threads, cpus))) and list_of(hosts):
+            each = -(-ranks // len(hosts))
+            if each * threads > cpus:
+                return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
+        known = [[usage.mean for host in self.hosts if (usage := host.usage(key))] for key in ("cpu_taken", "load")]
+        return cpus_taken(max(known[0], default=None), max(known[1], default=0.0))
 
     @cached_property
     def spans(self) -> list[Span]:
         """The attempts that began to train, in order."""
-        found: list[Span] = []
+        spans: list[Span] = []
         for event in self.events:
             kind, time, step = (event.get(key) for key in ("event", "time", "step"))
-            newest = found[-1].number if found and kind in ("handed_back", "requeued", "failed", "ended") else None
+            newest = spans[-1].number if spans and kind in ("handed_back", "requeued", "failed", "ended") else None
             attempt = event.get("attempt", newest)
             if kind == "started" and time is not None:
                 hosts = [host for host in event.get("hosts") or () if isinstance(host, str)]
-                number, step = attempt if isinstance(attempt, int) else len(found), step if isinstance(step, int) else 0
-                found.append(Span(number, time, time, step, step, event.get("world_size"), hosts))
-            elif span := next((span for span in reversed(found) if span.number == attempt), None):
-                span.tell(kind, event)
-        for before, until in zip(found, [*(span.began for span in found[1:]), float("inf")], strict=False):
+                number, step = attempt if isinstance(attempt, int) else len(spans), step if isinstance(step, int) else 0
+                spans.append(Span(number, time, time, step, step, event.get("world_size"), hosts))
+            elif span := next((span for span in reversed(spans) if span.number == attempt), None):
+                span.take_in(event)
+        for span, until in zip(spans, [*(span.began for span in spans[1:]), float("inf")], strict=False):
             # After the last event of an attempt that was killed, or goes on, there are still its records.
-            late = [] if before.how else [r for r in self.metrics.records if before.ended < r.get("time", 0.0) < until]
-            for record in late:
-                before.ended, before.to_step = max(before.ended, record["time"]), max(before.to_step, record["step"])
-        return found
+            last = span.ended
+            for record in self.metrics.records if not span.how else ():
+                if last < record.get("time", 0.0) < until:
+                    span.reach(record["time"], record["step"])
+        return spans
 
     @property
     def processor_hours(self) -> float | None:

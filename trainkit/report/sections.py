@@ -25,15 +25,13 @@ from trainkit.report.figures import attempts, classes, curves, hardware, mistake
 from trainkit.run.folder import REMOTE
 
 _NOT_OF_THE_TRAINING = ("launch.", "monitor.", "collaborative.initial_peers", "data.root")
-_MOST_SHOWN, _MOST_NAMES = 200, 100
+_MOST_SETTINGS, _MOST_NAMES, _MOST_RANKS = 200, 100, 64
 
 
 def of_several(runs: Sequence[Facts]) -> list[doc.Section]:
     """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
-    if not is_sweep(runs):
-        return [section(runs) for section in SEVERAL]
-    about_speed = is_about_speed(key for facts in runs for key in facts.point)
-    return [swept(runs), *([section(runs) for section in SEVERAL] if about_speed else [])]
+    about_speed = not is_sweep(runs) or is_about_speed(key for facts in runs for key in facts.point)
+    return [swept(runs)] * is_sweep(runs) + [section(runs) for section in SEVERAL if about_speed]
 
 
 def of_runs(runs: Sequence[Facts]) -> list[doc.Section]:
@@ -48,27 +46,26 @@ def is_sweep(runs: Sequence[Facts]) -> bool:
 
 def headline(facts: Facts) -> tuple[str, str]:
     """How far a run came, and what went wrong."""
-    told = facts.setbacks.in_words()
-    alarm = f"It has diverged: {told}." if facts.setbacks.diverged else f"{told.capitalize()}." if told else ""
+    setbacks, lost = facts.setbacks, facts.setbacks.in_words()
+    alarm = f"It has diverged: {lost}." if setbacks.diverged else f"{lost.capitalize()}." if lost else ""
     if facts.finished:
         early = facts.summary.get("stopped_early")
-        early = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
-        return f"Finished after {facts.steps:,} steps.{early}", alarm
+        why = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
+        return f"Finished after {facts.steps:,} steps.{why}", alarm
     if not facts.begun:
         return "It has not begun.", alarm
-    total = facts.started("total_steps")
-    of = f" of {total:,}" if isinstance(total, int) else ""
     # A failure after which a further attempt has started is on the time line.
-    last = facts.last_event("failed", "handed_back", "started")
+    last, total = facts.last_event("failed", "handed_back", "started"), facts.started("total_steps")
     if last.get("event") == "failed":
         words = (str(last.get("error") or "").splitlines() or ["unknown"])[0].rstrip(".")
-        alarm = f"It has failed on rank {last.get('rank', '?')}: {words}. {alarm}".rstrip()
+        alarm = f"It has failed on rank {last.get('rank', '?')}: {words}. {alarm}"
     elif last.get("event") == "handed_back":
-        alarm = f"It was told to stop and saved. {alarm}".rstrip()
-    return f"Not finished: {facts.steps:,}{of} steps.", alarm
+        alarm = f"It was told to stop and saved. {alarm}"
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    return f"Not finished: {facts.steps:,}{of} steps.", alarm.rstrip()
 
 
-def _known(header: doc.Row, rows: Sequence[doc.Row]) -> list[doc.Part]:
+def _told(header: doc.Row, rows: Sequence[doc.Row]) -> list[doc.Part]:
     """A table of what the run has."""
     return [doc.Table(header, [row for row in rows if row[1] != NONE])]
 
@@ -84,10 +81,8 @@ def asked(facts: Facts) -> list[doc.Part]:
     keys = [key for key in own if theirs is not None and own[key] != theirs.get(key)]
     # The keys of a mapping that was given are settings.
     keys += [key for key in [*given, *facts.point] if not any(name.startswith(f"{key}.") for name in own)]
-    keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)]
-    rows = [
-        (key, _line(own.get(key)), NONE if theirs is None else _line(theirs.get(key))) for key in keys[:_MOST_SHOWN]
-    ]
+    keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)][:_MOST_SETTINGS]
+    rows = [(key, *(_line(each and each.get(key)) for each in (own, theirs))) for key in keys]
     parts: list[doc.Part] = [doc.Block(shlex.join(command))] if command else []
     parts.append(doc.Table(("setting", "this run", "the preset"), rows))
     if preset and not rows:
@@ -108,22 +103,21 @@ def where(facts: Facts) -> list[doc.Part]:
     """Nodes, GPUs, jobs, software."""
     hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
     device, host = facts.started("device"), facts.manifest.get("host")
-    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if facts.is_simulated else ""
-    jobs = [event for event in facts.events if event.get("event") == "submitted"]
-    ids = ", ".join(dict.fromkeys(f"{event.get('executor', '?')} {event.get('job_id', '?')}" for event in jobs))
+    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " * facts.is_simulated
+    jobs = [f"{job.get('executor', '?')} {job.get('job_id', '?')}" for job in facts.events_of("submitted")]
     versions = {"Python": facts.manifest.get("python")}
-    for told in (facts.manifest.get("packages"), facts.started("versions")):
-        versions |= told if isinstance(told, Mapping) else {}
+    for packages in (facts.manifest.get("packages"), facts.started("versions")):
+        versions |= packages if isinstance(packages, Mapping) else {}
     gpus = "none: trained on the CPU" if device == "cpu" else f"{facts.processors or '?'} of {device}"
     rows = [
         ("nodes", f"{simulated}{fold(hosts)}" if hosts else NONE),
         ("GPUs", gpus if isinstance(device, str) else NONE),
-        ("job", ids or NONE),
+        ("job", ", ".join(dict.fromkeys(jobs)) or NONE),
         ("submitted from", host if isinstance(host, str) else NONE),
         ("system", _line(facts.manifest.get("platform"))),
         ("software", ", ".join(f"{name} {it}" for name, it in versions.items() if isinstance(it, str)) or NONE),
     ]
-    return _known(("", "what"), rows)
+    return _told(("", "what"), rows)
 
 
 def settings(facts: Facts) -> list[doc.Part]:
@@ -144,40 +138,32 @@ def settings(facts: Facts) -> list[doc.Part]:
         ("seed", text(get("seed"))),
         ("code", _commit(facts)),
     ]
-    return _known(("setting", "value"), rows)
+    return _told(("setting", "value"), rows)
 
 
 def results(facts: Facts) -> list[doc.Part]:
     """The best and the last validation and the test."""
-    found: list[doc.Row] = []
     best, last, metrics = facts.best_val, facts.val[-1] if facts.val else None, facts.described.metrics
     step = facts.summary.get("best_step")
     tested = best if best is not None and best["step"] == step else {"step": step}
-    rows = (
-        ("val, best checkpoint", best, best),
-        ("val, last", last, last),
-        ("test, best checkpoint", facts.test, tested),
-    )
-    for (name, record, at), prefix in product(rows, ("", "ema_")):
-        if record is None or at is None or (prefix and "ema_loss" not in record):
-            continue
-        values = (
-            number(record.get(prefix + key), each.spec, f" {each.unit}".rstrip()) for key, each in metrics.items()
-        )
-        whose = name + ", averaged weights" * bool(prefix)
-        found.append((whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
-    return [doc.Table(("split", "step", "epoch", *metrics), found, 1)]
+    of_val = (("val, best checkpoint", best, best), ("val, last", last, last))
+    rows: list[doc.Row] = []
+    for (name, record, at), prefix in product((*of_val, ("test, best checkpoint", facts.test, tested)), ("", "ema_")):
+        if record is not None and at is not None and (not prefix or "ema_loss" in record):
+            values = (doc.measured(record.get(prefix + key), metric) for key, metric in metrics.items())
+            whose = name + ", averaged weights" * bool(prefix)
+            rows.append((whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
+    return [doc.Table(("split", "step", "epoch", *metrics), rows, 1)]
 
 
 def cost(facts: Facts) -> list[doc.Part]:
     """Time, speed, memory, energy, restarts."""
-    estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
-    seconds, ranks, speed = facts.train_seconds, facts.memory_of_ranks, facts.images_per_sec
-    kept = numbers(list_of(facts.summary.get("max_memory_reserved_mb_of_ranks")))
-    on_cpu, hours = facts.started("device") == "cpu", facts.processor_hours
-    of_process = " (of its process, on the CPU)" if facts.max_memory_mb and on_cpu else ""
-    gpu_hours = number(hours, ".3g")
-    if on_cpu and hours is not None:
+    get, seconds, speed = facts.summary.get, facts.train_seconds, facts.images_per_sec
+    estimated = "" if fileio.is_number(get("train_seconds")) else " (estimated from the records)"
+    ranks, kept = facts.memory_of_ranks, numbers(list_of(get("max_memory_reserved_mb_of_ranks")))
+    on_cpu, gpu_hours = facts.started("device") == "cpu", number(facts.processor_hours, ".3g")
+    of_process = " (of its process, on the CPU)" * bool(facts.max_memory_mb and on_cpu)
+    if on_cpu and gpu_hours != NONE:
         gpu_hours = f"none; {gpu_hours} rank-hours on the CPU"
     rows = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
@@ -188,85 +174,84 @@ def cost(facts: Facts) -> list[doc.Part]:
         ("peak memory of every rank", _each(ranks) if len(ranks) > 1 else NONE),
         ("and reserved by its allocator", _each(kept) if kept else NONE),
         ("GPU utilisation, mean", _utilisation(facts, on_cpu)),
-        ("model FLOPs utilisation", number(facts.summary.get("mfu"), ".1f", " %")),
+        ("model FLOPs utilisation", number(get("mfu"), ".1f", " %")),
         ("GPU-hours", gpu_hours),
-        ("energy", _energy(facts.summary.get("energy"))),
+        ("energy", _energy(get("energy"))),
         ("updates that came to nothing", facts.setbacks.in_words() or NONE),
-        ("would be faster", text(facts.summary.get("advice"))),
+        ("would be faster", text(get("advice"))),
         ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
     ]
-    return _known(doc.MEASURE, rows)
+    return _told(doc.MEASURE, rows)
 
 
 def rounds(facts: Facts) -> list[doc.Part]:
     """Of a collaborative run: its rounds and what was sent in them, and who has contributed how much."""
-    told = [record for record in facts.train if fileio.is_number(record.get("round"))]
     rows: list[doc.Row] = []
-    if told:
+    if done := [record for record in facts.train if fileio.is_number(record.get("round"))]:
         keys = ("parts", "parts_expected", "bytes_up", "bytes_down")
-        parts, expected, up, down = (sum(numbers(record.get(key) for record in told)) for key in keys)
-        planned, groups = facts.setting("collaborative.rounds"), numbers(record.get("peers") for record in told)
+        parts, expected, up, down = (sum(numbers(record.get(key) for record in done)) for key in keys)
+        planned, groups = facts.setting("collaborative.rounds"), numbers(record.get("peers") for record in done)
         together = [int(group) for group in groups if group > 1]
         rows = [
-            ("rounds", f"{told[-1]['round']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")),
+            ("rounds", f"{done[-1]['round']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")),
             ("averaged with others", f"{len(together):,}, by up to {max(together)} peers" if together else "none"),
             ("parts received", number(100 * parts / expected, ".1f", " %") if expected else NONE),
             ("sent", terminal.size(int(up))),
             ("received", terminal.size(int(down))),
         ]
-    shown, more = facts.contributions[:_MOST_NAMES], facts.contributions[_MOST_NAMES:]
-    samples = sum(item.samples for item in facts.contributions)
-    given = [
-        (item.name, item.samples, f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"),
+    everybody, more = facts.contributions, facts.contributions[_MOST_NAMES:]
+    samples, others = sum(item.samples for item in everybody), sum(item.samples for item in more)
+
+    def share(own: float) -> doc.Row:
+        return number(own, ",.0f"), number(100 * own / samples, ".1f", " %")
+
+    names: list[doc.Row] = [
+        (item.name, *share(item.samples), f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"),
          terminal.size(item.bytes) if item.bytes else NONE)
-        for item in shown
+        for item in everybody[:_MOST_NAMES]
     ]  # fmt: skip
-    given += [(f"{len(more)} more", sum(item.samples for item in more), NONE, NONE, NONE)] * bool(more)
+    names += [(f"{len(more)} more", *share(others), NONE, NONE, NONE)] if more else []
     header = ("name", "samples", "of all", "rounds", "hours", "received from it")
-    table = [(name, number(own, ",.0f"), number(100 * own / samples, ".1f", " %"), *rest) for name, own, *rest in given]
-    return [doc.Table(doc.MEASURE, rows), doc.Table(header, table, 1, "Contributions")]
+    return [doc.Table(doc.MEASURE, rows), doc.Table(header, names, 1, "Contributions")]
 
 
 def missing(facts: Facts) -> list[doc.Part]:
     """What a reader may look for and the run does not have, each with the reason."""
-    found: list[Sequence[str]] = []
-    if not facts.train:
-        found.append(["training metrics: metrics.jsonl has none"])
-    if not facts.val:
-        found.append(["validation metrics: no evaluation was reached"])
-    if facts.test is None:
-        found.append(["test metrics: ", doc.Code(terminal.command("evaluate", facts.run_dir.path)), " measures them"])
-    has_classes = facts.run_dir.confusion.exists() or not facts.run_dir.task.exists()
-    if facts.val and has_classes and not facts.run_dir.mistakes("val").exists():
-        measure = doc.Code(terminal.command("evaluate", facts.run_dir.path, "--split", "val"))
-        found.append(["images that were told wrong: ", measure, " keeps them"])
-    if not facts.summary:
-        found.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
-    if facts.summary.get("energy", 0) is None:
-        found.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
-    if not facts.hosts:
-        found.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
-    return [doc.Items(found)]
+    run = facts.run_dir
+    has_classes = run.confusion.exists() or not run.task.exists()
+    test, val = (doc.Code(terminal.command("evaluate", run.path, *split)) for split in ((), ("--split", "val")))
+    lines: dict[Sequence[str], bool] = {
+        ("training metrics: metrics.jsonl has none",): not facts.train,
+        ("validation metrics: no evaluation was reached",): not facts.val,
+        ("test metrics: ", test, " measures them"): facts.test is None,
+        ("images that were told wrong: ", val, " keeps them"):
+            bool(facts.val) and has_classes and not run.mistakes("val").exists(),
+        ("final numbers (summary.json): the run has not ended, or was stopped; times are estimates",):
+            not facts.summary,
+        ("energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)",):
+            facts.summary.get("energy", 0) is None,
+        ("hardware samples: no system-<host>.jsonl with a whole line in it",): not facts.hosts,
+    }  # fmt: skip
+    return [doc.Items([line for line, is_missing in lines.items() if is_missing])]
 
 
 def places(facts: Facts) -> list[doc.Part]:
     """Where the files of the run are."""
-    run_dir = facts.run_dir
-    lines: list[Sequence[str]] = [["run folder: ", doc.Code(terminal.path(run_dir.path))]]
-    best = run_dir.checkpoints / "best"
+    run, path = facts.run_dir, terminal.path
+    best, bucket = run.checkpoints / "best", fileio.plain(fileio.read_object(REMOTE.at(run.path))).get("url")
+    lines: list[Sequence[str]] = [["run folder: ", doc.Code(path(run.path))]]
     if os.path.islink(best) and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
-        lines.append(["best checkpoint: ", doc.Code(terminal.path(best)), f" (step {int(step[1])})"])
-    place = fileio.plain(fileio.read_object(REMOTE.at(run_dir.path))).get("url")
-    if isinstance(place, str):
-        lines.append(["in the bucket: ", doc.Code(place), ", with the best weights"])
-    if os.path.isdir(run_dir.code):
-        lines.append(["code as it ran: ", doc.Code(terminal.path(run_dir.code))])
-    if run_dir.tensorboard.is_dir():
-        lines.append(["curves: ", doc.Code(f"tensorboard --logdir {terminal.path(run_dir.tensorboard)}")])
-    if any(run_dir.wandb.glob("offline-run-*")):
-        upload = f"wandb sync {terminal.path(run_dir.wandb)}/offline-run-*"
-        lines.append(["upload to Weights & Biases: ", doc.Code(upload)])
-    return [doc.Items([*lines, ["repeat it: ", doc.Code(terminal.command("submit", run_dir.config, "--again"))]])]
+        lines.append(["best checkpoint: ", doc.Code(path(best)), f" (step {int(step[1])})"])
+    if isinstance(bucket, str):
+        lines.append(["in the bucket: ", doc.Code(bucket), ", with the best weights"])
+    if os.path.isdir(run.code):
+        lines.append(["code as it ran: ", doc.Code(path(run.code))])
+    if run.tensorboard.is_dir():
+        lines.append(["curves: ", doc.Code(f"tensorboard --logdir {path(run.tensorboard)}")])
+    if any(run.wandb.glob("offline-run-*")):
+        lines.append(["upload to Weights & Biases: ", doc.Code(f"wandb sync {path(run.wandb)}/offline-run-*")])
+    lines.append(["repeat it: ", doc.Code(terminal.command("submit", run.config, "--again"))])
+    return [doc.Items(lines)]
 
 
 SEVERAL: Sequence[Callable[[Sequence[Facts]], doc.Section]] = (comparison, scaling)
@@ -289,24 +274,27 @@ RUNS: Sequence[Callable[[Sequence[Facts]], doc.Section]] = (
 )
 
 
+def _line(value: Any) -> str:
+    return NONE if value is None else terminal.one_line(value)
+
+
 def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
     """``ddp (bucket_cap_mb: 50)``: a plugin and those of its options that are set."""
     if not isinstance(section, dict):
         return NONE
-    options = {key: value for key, value in section.items() if key not in ("name", *hide) and value not in (None, [])}
-    told = ", ".join(f"{key}: {value}" for key, value in options.items())
-    return text(section.get("name")) + (f" ({told})" if told else "")
+    options = [f"{key}: {it}" for key, it in section.items() if key not in ("name", *hide) and it not in (None, [])]
+    return text(section.get("name")) + (f" ({', '.join(options)})" if options else "")
 
 
 def _ranks(facts: Facts) -> str:
-    world_size, hosts = facts.started("world_size"), facts.started("hosts") or []
+    world_size, hosts, nodes = facts.started("world_size"), facts.started("hosts") or [], facts.count("launch.nodes")
     if not isinstance(world_size, int):
         return NONE
-    nodes = told if isinstance(told := facts.setting("launch.nodes"), int) and told > 0 else 1
-    simulated = " simulated on one machine" if len(hosts) == 1 else ""
-    per_node = f" ({nodes} nodes {TIMES} {world_size // nodes}{simulated})"
-    on_hosts = f" on {fold(hosts)}" if hosts else ""
-    return f"{world_size}" + per_node * (nodes > 1 and world_size % nodes == 0) + on_hosts
+    whole, on_hosts = str(world_size), f" on {fold(hosts)}" if hosts else ""
+    if nodes > 1 and world_size % nodes == 0:
+        simulated = " simulated on one machine" * (len(hosts) == 1)
+        whole += f" ({nodes} nodes {TIMES} {world_size // nodes}{simulated})"
+    return whole + on_hosts
 
 
 def _input(expected: Any) -> str:
@@ -319,12 +307,11 @@ def _input(expected: Any) -> str:
 
 def _batch(facts: Facts) -> str:
     size = facts.setting("train.global_batch_size")
-    micro, passes = facts.summary.get("micro_batch_size"), facts.summary.get("grad_accum_steps")
+    micro, passes = (facts.summary.get(key) for key in ("micro_batch_size", "grad_accum_steps"))
     if not isinstance(micro, int) or not isinstance(passes, int):
         return text(size)
-    ranks = facts.started("world_size")
-    whole = f"{size} = {plural(ranks, 'rank')} {TIMES} {micro}"
-    return whole + (f" {TIMES} {passes} accumulated passes" if passes > 1 else "")
+    accumulated = f" {TIMES} {passes} accumulated passes" * (passes > 1)
+    return f"{size} = {plural(facts.started('world_size'), 'rank')} {TIMES} {micro}{accumulated}"
 
 
 def _optimizer(optim: Any) -> str:
@@ -343,8 +330,7 @@ def _schedule(facts: Facts) -> str:
     schedule = facts.setting("schedule")
     if not isinstance(schedule, dict):
         return NONE
-    epochs = schedule.get("warmup_epochs", 0)
-    total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
+    epochs, total, per_epoch = schedule.get("warmup_epochs", 0), *map(facts.started, ("total_steps", "steps_per_epoch"))
     told = f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'s' * (epochs != 1)}"
     known = all(map(fileio.is_number, (epochs, total, per_epoch)))
     # Training warms up for at most half of a run, and not at all for a single update.
@@ -355,16 +341,15 @@ def _length(facts: Facts) -> str:
     total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
     if not isinstance(total, int):
         return NONE
-    done = f"{facts.steps} of {total} steps" if facts.steps != total else f"{total} steps"
-    if not isinstance(per_epoch, int) or not per_epoch:
-        return done
-    return f"{done} = {facts.steps / per_epoch:g} epochs of {per_epoch}"
+    done = f"{facts.steps} of " * (facts.steps != total) + f"{total} steps"
+    epochs = isinstance(per_epoch, int) and per_epoch and f" = {facts.steps / per_epoch:g} epochs of {per_epoch}"
+    return done + (epochs or "")
 
 
 def _commit(facts: Facts) -> str:
     git, mark = facts.manifest.get("git"), facts.manifest.get("fingerprint")
     if isinstance(git, dict) and git.get("commit"):
-        return f"commit {str(git['commit'])[:12]}" + (", with uncommitted changes" if git.get("diff") else "")
+        return f"commit {str(git['commit'])[:12]}" + ", with uncommitted changes" * bool(git.get("diff"))
     return f"no git repository; its files have the fingerprint {mark[:12]}" if isinstance(mark, str) and mark else NONE
 
 
@@ -375,16 +360,15 @@ def _largest_batch(facts: Facts) -> str:
     if not fileio.is_whole(micro) or not fileio.is_whole(ranks) or not ranks:
         return NONE
     used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
-    share = facts.count("train.global_batch_size") // ranks
-    more = "; more would fit, this is all of train.global_batch_size" if micro == share else ""
+    is_all = micro == facts.count("train.global_batch_size") // ranks
+    more = "; more would fit, this is all of train.global_batch_size" * is_all
     return f"{micro * ranks} = {plural(ranks, 'rank')} {TIMES} {micro} in one pass; {used}{more}"
 
 
 def _each(ranks: Sequence[float]) -> str:
     """Of every rank, in order; of very many the extremes."""
-    if len(ranks) > 64:
-        return f"{memory(min(ranks))} to {memory(max(ranks))}"
-    return ", ".join(map(memory, ranks))
+    many = len(ranks) > _MOST_RANKS
+    return " to ".join(map(memory, (min(ranks), max(ranks)))) if many else ", ".join(map(memory, ranks))
 
 
 def _utilisation(facts: Facts, on_cpu: bool) -> str:
@@ -395,10 +379,7 @@ def _utilisation(facts: Facts, on_cpu: bool) -> str:
 
 
 def _energy(energy: Any) -> str:
-    told = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"} if isinstance(energy, dict) else {}
-    kwh = [f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in told.items() if key in energy]
-    return ", ".join(kwh) or NONE
-
-
-def _line(value: Any) -> str:
-    return NONE if value is None else terminal.one_line(value)
+    keys = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"} if isinstance(energy, dict) else {}
+    return (
+        ", ".join(f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in keys.items() if key in energy) or NONE
+    )

@@ -40,44 +40,35 @@ _MOST_LINES = 12
 def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
     """Write ``out/logbook.md`` and its charts; the paths, the log book first. Refused where no run has begun."""
     _require_something(runs)
-    with written_to(out / "logbook.md"):
-        book = _Book(out)
+    with _book(out, "logbook.md") as book:
         if len(runs) == 1:
             book.run(runs[0], "# Log book: ", "##")
-            return book.write("logbook.md")
-        book.lines.append(f"# Log book of {len(runs)} runs")
-        book.compare(runs)
-        book.runs(
-            runs[:MOST_DRAWN],
-            runs[MOST_DRAWN:],
-            f"Here are pictures of the first {MOST_DRAWN}; every other has its own",
-        )
-        for facts in runs[MOST_DRAWN:]:
-            book.run(facts, "## ", "###", draw=False)
-        return book.write("logbook.md")
+        else:
+            book.lines.append(f"# Log book of {len(runs)} runs")
+            book.compare(runs)
+            book.runs(runs, MOST_DRAWN, f"Here are pictures of the first {MOST_DRAWN}; every other has its own")
+            for facts in runs[MOST_DRAWN:]:
+                book.run(facts, "## ", "###", draw=False)
+    return book.written
 
 
 def write_sweep(sweep: Path, runs: Sequence[Facts], out: Path) -> list[Path]:
     """Write ``out/logbook.md`` of a sweep: its results, the best first, and the log books of the best runs."""
-    found = sorted(runs, key=lambda facts: facts.rank)
-    with written_to(out / "logbook.md"):
-        book = _Book(out)
+    ranked = sorted(runs, key=lambda facts: facts.rank)
+    with _book(out, "logbook.md") as book:
         name = terminal.literal(terminal.one_line(sweep.name))
-        book.lines += [f"# Log book of the sweep {name}", terminal.literal(" ".join(outcome(found)))]
-        book.sections([*of_several(found), curves(found[:COLOURS])], "##")
-        book.runs(
-            found[:COLOURS], found[COLOURS:], f"Here are the best {COLOURS} of them; every other has its log book"
-        )
-        return book.write("logbook.md")
+        book.lines += [f"# Log book of the sweep {name}", terminal.literal(" ".join(outcome(ranked)))]
+        book.sections([*of_several(ranked), curves(ranked[:COLOURS])], "##")
+        book.runs(ranked, COLOURS, f"Here are the best {COLOURS} of them; every other has its log book")
+    return book.written
 
 
 def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]:
     """Write ``out/comparison.md``, the comparison alone, with its charts; its table, and the paths."""
     _require_something(runs)
-    with written_to(out / "comparison.md"):
-        book = _Book(out)
+    with _book(out, "comparison.md") as book:
         book.compare(runs)
-        return _table(comparison_table(runs)), book.write("comparison.md")
+    return _table(comparison_table(runs)), book.written
 
 
 def write_results(runs: Sequence[Facts], out: Path) -> str:
@@ -88,38 +79,43 @@ def write_results(runs: Sequence[Facts], out: Path) -> str:
     return text
 
 
+@contextmanager
+def _book(out: Path, name: str) -> Iterator[_Book]:
+    """A file in Markdown, which is written at the end."""
+    with written_to(out / name) as path:
+        book = _Book(out)
+        yield book
+        fileio.write(path, "\n\n".join(filter(None, book.lines)) + "\n", run_at(out))
+        book.written.insert(0, path)
+
+
 class _Book:
-    """A file in Markdown that is being written, with the charts beside it that are written already."""
+    """The text of a file in Markdown, and the files that are written already: the charts beside it."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.charts = out, list[Path]()
+        self.out, self.written = out, list[Path]()
         self.lines = [f"{_BY}. A new report replaces this file: copy it before you edit it. -->"]
-
-    def write(self, name: str) -> list[Path]:
-        """Write it; its path, and those of the charts."""
-        fileio.write(self.out / name, "\n\n".join(filter(None, self.lines)) + "\n", run_at(self.out))
-        return [self.out / name, *self.charts]
 
     def compare(self, runs: Sequence[Facts]) -> None:
         """The sections that set runs against each other, and their curves."""
         self.sections([*(section(runs) for section in SEVERAL), curves(runs[:MOST_DRAWN])], "##")
 
-    def runs(self, drawn: Sequence[Facts], others: Sequence[Facts], words: str) -> None:
-        """The sections on each of the runs that are drawn, and in ``words`` what becomes of the others."""
-        if others:
-            one = terminal.code(terminal.command("report", others[0].run_dir.path))
+    def runs(self, runs: Sequence[Facts], most: int, words: str) -> None:
+        """The sections on each of the first runs, and in ``words`` what becomes of the others."""
+        if runs[most:]:
+            one = terminal.code(terminal.command("report", runs[most].run_dir.path))
             self.lines.append(f"{words} by {one}.")
-        for facts in drawn:
+        for facts in runs[:most]:
             self.run(facts, "## ", "###")
 
     def run(self, facts: Facts, title: str, heading: str, *, draw: bool = True) -> None:
         """The sections on one run. Its charts have names of their own, also where two runs' would be alike."""
-        started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
+        started = next((event["time"] for event in facts.events_of("started") if "time" in event), None)
         when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
-        told, alarm = map(terminal.literal, headline(facts))
-        self.lines += [f"{title}{terminal.literal(facts.label)}", told + f" **{alarm}**" * bool(alarm) + when]
+        words, alarm = map(terminal.literal, headline(facts))
+        self.lines += [f"{title}{terminal.literal(facts.label)}", words + f" **{alarm}**" * bool(alarm) + when]
         slug = re.sub(r"[^A-Za-z0-9_.]+", "-", facts.label)[:_LONGEST_SLUG].strip("-.") or "run"
-        taken = {path.name.rpartition("-")[0] for path in self.charts}
+        taken = {path.name.rpartition("-")[0] for path in self.written}
         own = next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
         self.sections(of_runs([facts]), heading, f"{own}-" if draw else None)
 
@@ -133,9 +129,15 @@ class _Book:
     def _part(self, part: doc.Part, heading: str, prefix: str | None) -> str:
         match part:
             case doc.Table():
-                return (f"{terminal.literal(part.caption)}:\n\n" if part.caption else "") + _table(part)
-            case doc.Charts():
-                return "" if prefix is None else self._charts(part, self.out / f"{prefix}{part.name}.svg")
+                return f"{terminal.literal(part.caption)}:\n\n" * bool(part.caption) + _table(part)
+            case doc.Charts() if prefix is None:
+                return ""
+            case doc.Charts(name, pictures, title, legend, wide):
+                path = self.out / f"{prefix}{name}.svg"
+                svg = doc.drawing(pictures, legend=legend, columns=1 if wide else 2)
+                fileio.write(path, svg.encode(errors="replace"), run_at(self.out))
+                self.written.append(path)
+                return f"![{terminal.literal(title)}]({path.name})"
             case doc.Items(lines):
                 return "\n".join(f"- {_words(line)}" for line in lines)
             case doc.Text(words):
@@ -150,12 +152,6 @@ class _Book:
             case doc.Gallery(photos):
                 rows = [(photo.label, photo.told, photo.sure) for photo in photos]
                 return _table(doc.Table(("class", "taken for", "sure"), rows, 2))
-
-    def _charts(self, part: doc.Charts, path: Path) -> str:
-        text = doc.drawing(part.pictures, legend=part.legend, columns=1 if part.wide else 2)
-        fileio.write(path, text.encode(errors="replace"), run_at(self.out))
-        self.charts.append(path)
-        return f"![{terminal.literal(part.title)}]({path.name})"
 
 
 def _table(part: doc.Table) -> str:
@@ -246,21 +242,19 @@ def _lead(runs: Sequence[Facts], sweep: bool) -> list[tuple[str, str]]:
         return [(sentence, "") for sentence in [*outcome(runs), *more]]
     lines = []
     for facts in runs[:_MOST_LINES]:
-        name = f"{facts.label}: " if len(runs) > 1 else ""
         about = ", ".join(str(item) for key in ("model", "data", "strategy") if (item := facts.setting(f"{key}.name")))
-        told, alarm = headline(facts)
-        lines.append((f"{name}{about}{'. ' if about else ''}{told}", alarm))
+        words, alarm = headline(facts)
+        lines.append((f"{facts.label}: " * (len(runs) > 1) + about + ". " * bool(about) + words, alarm))
     return lines
 
 
 def _figures(facts: Facts) -> list[tuple[str, str]]:
     """What a reader wants to know first, where it is known."""
     name, metric, loss = facts.described.headline, facts.headline, (facts.test or {}).get("loss")
-    unit = f" {metric.unit}".rstrip()
     pairs = [
-        (f"best val {name}", number(facts.best, metric.spec, unit)),
-        (f"test {name}", number(facts.tested, metric.spec, unit)),
-        ("test loss", number(loss, ".4f") if name != "loss" else NONE),
+        (f"best val {name}", doc.measured(facts.best, metric)),
+        (f"test {name}", doc.measured(facts.tested, metric)),
+        ("test loss", NONE if name == "loss" else number(loss, ".4f")),
         ("training time", duration(facts.train_seconds)),
         ("images/s, median", rate(facts.images_per_sec)),
         ("peak memory", memory(facts.max_memory_mb)),
