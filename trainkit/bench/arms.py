@@ -61,26 +61,29 @@ def _leanest(results: Results) -> tuple[float, str]:
     return min(shares, default=(1.0, ""))
 
 
+def _fastest(results: Results) -> tuple[Row, str]:
+    """The fastest arm of those that compare, and how fast it is in words; none else than the first if none gains."""
+    first, best = results.rows[0].name, max(results.compared, key=lambda row: row.speed)
+    trains = f"{best.name} trains {best.speed:.2f} x as fast"
+    slower = f"Nothing is clearly faster than {first} here, {trains}"
+    return best, f"{trains} as {first} here" if best.speed > 1 else slower
+
+
 def amp_meaning(results: Results) -> str:
-    first, told = results.rows[0], results.compared
-    share, lean = _leanest(results)
-    if not told:
-        more = f" {lean} takes {share:.2f} of the memory of {first.name}." if lean else ""
-        return results.no_difference() + more
-    best = max(told, key=lambda row: row.speed)
+    first, (share, lean) = results.rows[0], _leanest(results)
+    if not results.compared:
+        return results.no_difference() + f" {lean} takes {share:.2f} of the memory of {first.name}." * bool(lean)
+    best, gain = _fastest(results)
     if best.speed <= 1:
-        spared = f", or {lean} for {share:.2f} of the memory" if lean else ""
-        slower = f"{best.name} trains {best.speed:.2f} x as fast"
-        use = f"use train.precision={first.name}{spared}{results.untold()}"
-        return f"Nothing is clearly faster than {first.name} here, {slower}; {use}."
-    memory = worse = ""
+        spared = f", or {lean} for {share:.2f} of the memory" * bool(lean)
+        return f"{gain}; use train.precision={first.name}{spared}{results.untold()}."
+    worse, updates = "", f"after {results.updates} updates"
     if best.memory_ratio is not None:
-        memory = f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
+        gain += f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
     if first.loss is not None and best.loss is None:
-        worse = f"; but its loss is not finite after {results.updates} updates"
+        worse = f"; but its loss is not finite {updates}"
     elif first.loss is not None and best.loss is not None and best.loss > first.loss * (1 + base.LOSS_TOLERANCE):
-        worse = f"; but its loss after {results.updates} updates is {best.loss:.3g}, against {first.loss:.3g}"
-    gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here{memory}"
+        worse = f"; but its loss {updates} is {best.loss:.3g}, against {first.loss:.3g}"
     return f"{gain}; use train.precision={best.name}{worse}{results.untold()}."
 
 
@@ -122,14 +125,16 @@ def batch_size_stops(arm: Arm, trials: Mapping[str, Mapping[str, Any]], room_mb:
 
 def batch_size_meaning(results: Results) -> str:
     first, ran = results.rows[0], [row for row in results.ran if not row.failed]
-    told = [row for row in ran if row.ratio is not None]
+    if not ran:
+        return results.no_difference()
     last = f"the largest that ran is {max(ran, key=lambda row: row.arm.size).name}"
-    if not told:
+    compared = [row for row in ran if row.ratio is not None]
+    if not compared:
         return f"{results.no_difference()[:-1]}; {last}."
-    best = max(row.speed for row in told)
+    best = max(row.speed for row in compared)
     if best <= 1:
         return f"No micro batch trains faster than {first.name} here; {last}."
-    enough = min((row for row in told if row.speed >= ENOUGH * best), key=lambda row: row.arm.size)
+    enough = min((row for row in compared if row.speed >= ENOUGH * best), key=lambda row: row.arm.size)
     return (
         f"Micro batches of {enough.name} train {enough.speed:.2f} x as fast as {first.name} here, "
         f"larger ones hardly faster, and {last}; use train.micro_batch_size={enough.name}."
@@ -187,23 +192,19 @@ def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> lis
 
 
 def dp_inference_meaning(results: Results) -> str:
-    one = [row for row in results.series(ONE) if row.rates]
-    split = [row for row in results.series(ALL) if row.rates]
+    one, split = ([row for row in results.series(series) if row.rates] for series in (ONE, ALL))
     alone = ""
     if one:
-        best = max(one, key=lambda row: row.median)
-        about = "roughly " * bool(results.problem)
+        best, about = max(one, key=lambda row: row.median), "roughly " * bool(results.problem)
         alone = f"One device classifies most, {about}{rate(best.median)} images/s, in batches of {best.arm.size}"
     if not split:
         return f"{alone}; DataParallel takes two GPUs, so there is nothing to compare it with."
-    faster = [row for row in split if row.ratio is not None and row.speed > 1]
+    faster = [row for row in split if row.speed > 1]
     if not faster:
         return f"DataParallel is not faster than one device with any of these batches. {alone}."
     first, most = min(faster, key=lambda row: row.arm.size), max(faster, key=lambda row: row.speed)
-    return (
-        f"DataParallel is faster than one device from batches of {first.arm.size} on, at most {most.speed:.2f} x, with "
-        f"{most.arm.size}. {alone}."
-    )
+    gain = f"from batches of {first.arm.size} on, at most {most.speed:.2f} x, with {most.arm.size}"
+    return f"DataParallel is faster than one device {gain}. {alone}."
 
 
 def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
@@ -243,17 +244,15 @@ def scaling_meaning(results: Results) -> str:
     for series, how in ((STRONG, "with the same batch"), (WEAK, "with as much for each")):
         own = results.series(series)
         row = next((row for row in own if row.arm.x == most), None)
-        share = None if row is None else efficiency(row, results)
-        if row is not None and share is not None:
-            parts.append((f"{row.speed:.2f} x as fast as {ranks(int(own[0].arm.x))} {how}", share, row))
+        if row is not None and (share := efficiency(row, results)) is not None:
+            gain = f"{row.speed:.2f} x as fast as {ranks(int(own[0].arm.x))} {how} (efficiency {percent(share)})"
+            parts.append((gain, share, row.extra.get("exposed_share", 0.0)))
     if not parts:
         return results.no_difference()
-    exposed = max(row.extra.get("exposed_share", 0.0) for _, _, row in parts)
-    said = " and ".join(f"{text} (efficiency {percent(share)})" for text, share, _ in parts)
+    exposed, strong = max(exposed for *_, exposed in parts), parts[0][1]
     waits = f"; {percent(exposed)} of an update is communication that no computation hides"
-    strong = parts[0][1]
     worth = "they are worth it" if strong >= 0.8 else "they help" if strong * most > 1.1 else "they are not worth it"
-    return f"{ranks(int(most))} train {said}{waits}: {worth}."
+    return f"{ranks(int(most))} train {' and '.join(gain for gain, *_ in parts)}{waits}: {worth}."
 
 
 def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
@@ -279,15 +278,12 @@ def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Ar
 
 
 def strategy_meaning(results: Results) -> str:
-    first, losses = results.rows[0], _losses(results)
+    first, losses, (share, lean) = results.rows[0], _losses(results), _leanest(results)
     if not results.compared:
         return f"{results.no_difference()} {losses}".rstrip()
-    best = max(results.compared, key=lambda row: row.speed)
-    trains, use = f"{best.name} trains {best.speed:.2f} x as fast", best.name if best.speed > 1 else first.name
-    faster, slower = f"{trains} as {first.name} here", f"Nothing is clearly faster than {first.name} here, {trains}"
-    gain = faster if best.speed > 1 else slower
-    share, lean = _leanest(results)
-    spared = f", and {lean} needs the least memory of a rank, {share:.2f} of {first.name}'s" if share < 1 else ""
+    best, gain = _fastest(results)
+    spared = f", and {lean} needs the least memory of a rank, {share:.2f} of {first.name}'s" * bool(lean)
+    use = best.name if best.speed > 1 else first.name
     named = "fsdp strategy.shard_within=node" if use == "hsdp" else use
     return f"{gain}{spared}; use strategy.name={named}{results.untold()}. {losses}".rstrip()
 
@@ -297,12 +293,12 @@ def _losses(results: Results) -> str:
     ran = results.ran
     if len(ran) < 2 or ran[0].loss is None:
         return ""
-    first = ran[0].loss
+    first, updates = ran[0].loss, f"after {results.updates} updates"
     other = [row for row in ran if row.loss is None or abs(row.loss - first) > base.LOSS_TOLERANCE * abs(first)]
     if not other:
-        return f"All come to the same loss after {results.updates} updates."
-    told = ", ".join(f"{row.name} {row.loss:.3g}" if row.loss is not None else f"{row.name} none" for row in other)
-    return f"But after {results.updates} updates the loss differs: {ran[0].name} {first:.3g}, {told}."
+        return f"All come to the same loss {updates}."
+    losses = [f"{row.name} none" if row.loss is None else f"{row.name} {row.loss:.3g}" for row in other]
+    return f"But {updates} the loss differs: {ran[0].name} {first:.3g}, {', '.join(losses)}."
 
 
 def strategy_notes(config: Config, where: Where) -> list[str]:

@@ -169,8 +169,8 @@ class Where:
 
     def in_words(self) -> str:
         hosts = list(dict.fromkeys(place.host for place in self.places))
-        shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        return f"{ranks(self.world_size)} on {shown}, {self.places[0].device}"
+        more = f" and {len(hosts) - 4} more" * (len(hosts) > 4)
+        return f"{ranks(self.world_size)} on {', '.join(hosts[:4])}{more}, {self.places[0].device}"
 
 
 @dataclass
@@ -203,9 +203,8 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """The ratio, where there is one."""
-        assert self.ratio is not None
-        return self.ratio
+        """The ratio; 0 where there is none."""
+        return self.ratio or 0.0
 
 
 @dataclass(frozen=True)
@@ -246,13 +245,13 @@ class Results:
 
     def no_difference(self) -> str:
         """Why no ratio is printed."""
-        ran = self.ran
-        if not ran and not self.ended:
+        if not self.ran and not self.ended:
             return "There is nothing to compare yet: no arm has been measured."
-        if len(ran) < 2:
-            which = f"only {ran[0].name} could run" if ran else "nothing could run"
-            return f"There is nothing to compare: {which} here."
-        whys = dict.fromkeys(row.why_none for row in ran if row.why_none)
+        if len(self.ran) < 2:
+            return (
+                f"There is nothing to compare: {f'only {self.ran[0].name}' if self.ran else 'nothing'} could run here."
+            )
+        whys = dict.fromkeys(row.why_none for row in self.ran if row.why_none)
         return f"No difference can be told here: {'; '.join(whys)}."
 
     def untold(self) -> str:
@@ -319,20 +318,22 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.0f} %"
 
 
-def _number(value: float | None, text: str) -> str:
-    return NONE if value is None else text.format(value)
+def _number(name: str, key: str, text: str) -> Column:
+    """A number of a row."""
+    return name, lambda row, results: NONE if getattr(row, key) is None else text.format(getattr(row, key))
+
+
+def _spread(row: Row, results: Results) -> str:
+    return f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE
 
 
 ARM: Column = ("arm", lambda row, results: row.name)
 RATE: Column = ("images/s", lambda row, results: rate(row.median))
-SPREAD: Column = (
-    "min to max",
-    lambda row, results: f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE,
-)
-SPEED: Column = ("speed", lambda row, results: _number(row.ratio, "{:.2f} x"))
-MEMORY: Column = ("memory", lambda row, results: _number(row.memory_mb, "{:,.0f} MiB"))
-MEMORY_RATIO: Column = ("of first", lambda row, results: _number(row.memory_ratio, "{:.2f}"))
-LOSS: Column = ("loss", lambda row, results: _number(row.loss, "{:.4g}"))
+SPREAD: Column = ("min to max", _spread)
+SPEED = _number("speed", "ratio", "{:.2f} x")
+MEMORY = _number("memory", "memory_mb", "{:,.0f} MiB")
+MEMORY_RATIO = _number("of first", "memory_ratio", "{:.2f}")
+LOSS = _number("loss", "loss", "{:.4g}")
 EXPOSED: Column = ("exposed", lambda row, results: percent(row.extra.get("exposed_share")))
 TIMED = (ARM, RATE, SPREAD, SPEED)
 COMPARED = (*TIMED, MEMORY, MEMORY_RATIO)

@@ -36,9 +36,6 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
         kinds[str(record.get("kind"))].append(record)
     began, ended = (kinds["began"] or [{}])[-1], kinds["ended"]
     rows = {arm["name"]: Row(arm["name"], _arm(arm)) for arm in began.get("arms", [])}
-    for row in rows.values():
-        row.failed = next((str(told.get("why", "")) for told in kinds["failed"] if told.get("arm") == row.name), "")
-        row.largest = next((told.get("size") for told in kinds["largest"] if told.get("arm") == row.name), None)
     samples = [one for one in kinds["sample"] if one.get("seconds") and one.get("arm") in {*rows, CONTROL}]
     by_arm: dict[str, dict[int, Sample]] = defaultdict(dict)
     for one in samples:
@@ -50,19 +47,18 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
     first = next((name for name in rows if name in costs), "")
     before, again = costs.get(first, {}), costs.get(CONTROL, {})
     control = [before[number] / again[number] for number in sorted(before.keys() & again.keys())]
-    taken_by_others = _numbers(one.get("cpu_taken") for one in samples)
-    busy = cpus_taken(statistics.median(taken_by_others) if taken_by_others else None)
-    problem = _problem(control, first) or busy
+    problem = _problem(control, first) or cpus_taken(_median(one.get("cpu_taken") for one in samples))
     for name, row in rows.items():
-        own, against = costs.get(name, {}), row.arm.base or first
+        row.failed = next((str(record.get("why", "")) for record in kinds["failed"] if record.get("arm") == name), "")
+        row.largest = next((record.get("size") for record in kinds["largest"] if record.get("arm") == name), None)
+        own, against, taken = costs.get(name, {}), row.arm.base or first, list(by_arm[name].values())
         row.rates = [bench.scale / cost for cost in own.values()]
-        taken = list(by_arm[name].values())
-        losses = _numbers(one.get("loss") for one in taken)
         row.memory_mb = _memory(taken)
-        row.loss = statistics.median(losses) if losses and len(losses) == len(taken) else None
+        is_finite = all(isinstance(one.get("loss"), int | float) for one in taken)
+        row.loss = _median(one.get("loss") for one in taken) if is_finite else None
         for key in sorted({key for one in taken for key in one.get("extra", {})}):
-            if values := _numbers(one.get("extra", {}).get(key) for one in taken):
-                row.extra[key] = statistics.median(values)
+            if (value := _median(one.get("extra", {}).get(key) for one in taken)) is not None:
+                row.extra[key] = value
         if name != against and row.rates and costs.get(against):
             # The first arm took the mean of its two turns.
             twice = again if against == first else {}
@@ -74,25 +70,16 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
         _refuse_miracles(list(rows.values()))
     _compare_memory(list(rows.values()), first, _memory(by_arm[CONTROL].values()))
     complete = min((len(row.rates) for row in rows.values() if row.rates and not row.failed), default=0)
-    notes = [str(note) for note in began.get("notes", [])]
-    if ended and ended[-1].get("why"):
-        notes.append(str(ended[-1]["why"]))
+    notes = [str(note) for note in [*began.get("notes", []), *(record.get("why") for record in ended[-1:])] if note]
     if not ended:
-        trying = kinds["trying"]
-        last = f"; it had begun with {trying[-1].get('arm')}" if trying and not samples else ""
+        trying = kinds["trying"] if not samples else []
+        last = "".join(f"; it had begun with {record.get('arm')}" for record in trying[-1:])
         notes.append(f"It has not come to its end: {complete} of {request.rounds} rounds are complete{last}.")
+    left_out = [(str(one["name"]), str(one["why"])) for one in began.get("left_out", [])]
+    updates = int((samples or [{}])[0].get("updates", 0) or 0)
+    where = str(began.get("where", ""))
     return Results(
-        bench=bench,
-        request=request,
-        rows=list(rows.values()),
-        left_out=[(str(one["name"]), str(one["why"])) for one in began.get("left_out", [])],
-        control=control,
-        problem=problem,
-        rounds=complete,
-        updates=int((samples or [{}])[0].get("updates", 0) or 0),
-        where=str(began.get("where", "")),
-        ended=bool(ended),
-        notes=notes,
+        bench, request, list(rows.values()), left_out, control, problem, complete, updates, where, bool(ended), notes
     )
 
 
@@ -102,13 +89,14 @@ def _arm(told: Mapping[str, Any]) -> Arm:
     return Arm(overrides=tuple(told.get("overrides", ())), ranks=None if ranks is None else tuple(ranks), **known)
 
 
-def _numbers(values: Iterable[Any]) -> list[float]:
-    return [value for value in values if isinstance(value, int | float)]
+def _median(values: Iterable[Any]) -> float | None:
+    """Of those that are numbers; None where there are none."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(numbers) if numbers else None
 
 
 def _memory(samples: Iterable[Sample]) -> float | None:
-    peaks = [max(one["memory_mb"]) for one in samples if one.get("memory_mb")]
-    return statistics.median(peaks) if peaks else None
+    return _median(max(one["memory_mb"]) for one in samples if one.get("memory_mb"))
 
 
 def _problem(control: Sequence[float], first: str) -> str:
@@ -169,8 +157,6 @@ def _compare_memory(rows: Sequence[Row], first: str, again: float | None) -> Non
 
 def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
     """Everything, samples included, so that whoever doubts a figure can compute it."""
-    low, high = noise(results.control) if results.control else (None, None)
-    median = statistics.median(results.control) if results.control else None
     same = ("name", "ratio", "ratios", "memory_mb", "memory_ratio", "loss", "failed")
     arms = [
         {key: getattr(row, key) for key in same}
@@ -179,19 +165,20 @@ def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
         | {"rate_max": max(row.rates, default=None), **row.extra}
         for row in results.rows
     ]
+    control, bench = results.control, results.bench
     return {
-        "bench": results.bench.name,
-        "question": results.bench.question,
-        "meaning": results.meaning,
+        "bench": bench.name,
+        "question": bench.question,
         "preset": results.request.preset,
-        **{key: getattr(results, key) for key in ("where", "ended", "rounds", "updates")},
-        "unit": results.bench.unit,
-        "control": {"ratios": results.control, "median": median, "noise": [low, high]},
+        "unit": bench.unit,
+        **{key: getattr(results, key) for key in ("meaning", "where", "ended", "rounds", "updates", "notes")},
+        "control": {
+            "ratios": control, "median": _median(control), "noise": list(noise(control)) if control else [None, None]
+        },
         "arms": arms,
         "left_out": [{"name": name, "why": why} for name, why in results.left_out],
-        "notes": results.notes,
         "samples": list(samples),
-    }
+    }  # fmt: skip
 
 
 def read_results(run: BenchDir) -> tuple[Results, list[dict[str, Any]]]:
@@ -220,9 +207,8 @@ def page(run: BenchDir) -> list[str]:
 
 def lines(results: Results) -> list[str]:
     """The table with everything that belongs to it, for a terminal."""
-    bench = results.bench
-    preset = f", preset {results.request.preset}" if results.request.preset else ""
-    head = f"{bench.question} {bench.name}{preset}; {results.where or 'it has not begun'}."
+    bench, preset = results.bench, results.request.preset
+    head = f"{bench.question} {bench.name}{f', preset {preset}' * bool(preset)}; {results.where or 'it has not begun'}."
     # Columns that say something of any row.
     shown = {
         name: cell for name, cell in bench.columns
@@ -230,60 +216,55 @@ def lines(results: Results) -> list[str]:
     }  # fmt: skip
     rows = [[terminal.one_line(cell(row, results)) for cell in shown.values()] for row in results.rows]
     rows += [[name] + [NONE] * (len(shown) - 1) for name, _ in results.left_out]
-    notes = [terminal.one_line(row.failed) for row in results.rows]
-    notes += [f"left out: {terminal.one_line(why)}" for _, why in results.left_out]
-    dispensable = [name for name in bench.dispensable if name in shown]
-    said = []
-    if results.control:
-        spread = f"{min(results.control):.2f} to {max(results.control):.2f}"
-        control = f"{results.ran[0].name} to itself {statistics.median(results.control):.2f} x ({spread})"
-        said.append(f"{plural(results.rounds, 'round')}. Control: {control}.")
-    said += [f"Note: {note}" for note in results.notes]
+    notes = [row.failed for row in results.rows] + [f"left out: {why}" for _, why in results.left_out]
+    below = []
+    if control := results.control:
+        itself = f"{results.ran[0].name} to itself {statistics.median(control):.2f} x"
+        below.append(
+            f"{plural(results.rounds, 'round')}. Control: {itself} ({min(control):.2f} to {max(control):.2f})."
+        )
+    below += [f"Note: {note}" for note in results.notes]
     no_ratio = "No ratio" if base.SPEED[1] in shown.values() else "Roughly"
     whys = dict.fromkeys(row.why_none for row in results.rows if row.why_none)
-    said += [f"{no_ratio}: {why}." for why in whys if why not in results.meaning]
-    table = terminal.table(list(shown), rows, notes, dispensable=dispensable)
-    below = [line for words in (*said, results.meaning) for line in terminal.wrapped(terminal.one_line(words))]
-    return [*terminal.wrapped(terminal.one_line(head)), "", *table, "", *below]
+    below += [f"{no_ratio}: {why}." for why in whys if why not in results.meaning]
+    dispensable = [name for name in bench.dispensable if name in shown]
+    table = terminal.table(list(shown), rows, [*map(terminal.one_line, notes)], dispensable=dispensable)
+    wrapped = [line for words in (*below, results.meaning) for line in terminal.wrapped(terminal.one_line(words))]
+    return [*terminal.wrapped(terminal.one_line(head)), "", *table, "", *wrapped]
 
 
 def picture(results: Results) -> str:
     """An SVG: how fast each arm is, with its lowest and highest round, and its memory. Empty without rates."""
-    unit = results.bench.unit
     rates = {row.name: (row.median, (min(row.rates), max(row.rates))) for row in results.ran}
     memory = {row.name: (row.memory_mb, None) for row in results.ran if row.memory_mb is not None}
-    charts = [_chart(results, "Speed", unit, rates), _chart(results, "Peak memory of a rank", "MiB", memory)]
+    charts = [
+        _chart(results, "Speed", results.bench.unit, rates), _chart(results, "Peak memory of a rank", "MiB", memory)
+    ]  # fmt: skip
     names = list(dict.fromkeys(row.arm.series for row in results.ran)) if results.bench.axis else []
     legend = [(_label(name), _colour(name, names)) for name in names] if len(names) > 1 else []
     return drawing(charts, title=f"{results.bench.question} {results.where}", legend=legend, foot=results.meaning)
 
 
 def _chart(results: Results, title: str, unit: str, values: Values) -> Picture | None:
+    """A bar an arm; or, where arms have an x, a line a series, with the ceiling and what is ideal."""
     if not results.bench.axis:
         return bar_chart(title, unit, [Bar(name, value, spread=spread) for name, (value, spread) in values.items()])
-    return _lines(results, title, unit, values)
-
-
-def _lines(results: Results, title: str, unit: str, values: Values) -> Picture | None:
-    """A line for each series of arms over their x; one for the ceiling, whatever x is, and one for what is ideal."""
-    rows = [row for row in results.ran if row.name in values]
+    rows = sorted((row for row in results.ran if row.name in values), key=lambda row: row.arm.x)
     places = sorted({row.arm.x for row in rows if row.arm.work != "ceiling"})
-    names = list(dict.fromkeys(row.arm.series for row in results.ran))
-    found = []
+    names, curves = list(dict.fromkeys(row.arm.series for row in results.ran)), []
     for name in names:
-        own = sorted((row for row in rows if row.arm.series == name), key=lambda row: row.arm.x)
+        own = [row for row in rows if row.arm.series == name]
         points = [(row.arm.x, values[row.name][0]) for row in own]
         spread = [ends for row in own if (ends := values[row.name][1])]
         is_ceiling = bool(own) and own[0].arm.work == "ceiling"
         if is_ceiling:
             points, spread = [(place, points[0][1]) for place in places], []
         elif results.bench.ideal and spread:
-            (first, begun), (last, _) = points[0], points[-1]
-            ideal = [(first, begun), (last, begun * last / first)]
-            found.append(Series("as if all ranks were worth as much as the first", ideal, GREY, dashed=True))
-        found.append(Series(_label(name), points, _colour(name, names), dashed=is_ceiling, spread=spread))
-    axes = Axes(title, unit, results.bench.axis, low=0, x_may_be_log=True, x_ticks=places)
-    return line_chart(axes, found)
+            (first, speed), (last, _) = points[0], points[-1]
+            ideal = [(first, speed), (last, speed * last / first)]
+            curves.append(Series("as if all ranks were worth as much as the first", ideal, GREY, dashed=True))
+        curves.append(Series(_label(name), points, _colour(name, names), dashed=is_ceiling, spread=spread))
+    return line_chart(Axes(title, unit, results.bench.axis, low=0, x_may_be_log=True, x_ticks=places), curves)
 
 
 def _label(series: str) -> str:

@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -86,8 +86,7 @@ class Worker:
     def do_data(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Open the data, all ranks together, for the orders to come."""
         config = self._config(order)
-        splits = build_data(config.data, dist)
-        self._splits[_data_key(config)] = splits
+        splits = self._splits[_data_key(config)] = build_data(config.data, dist)
         gauge, held = _gauge(dist)
         room = None if gauge is None else (gauge.room() - held) / _MB
         model = build_hollow(config, splits.info) if order.get("count") else None
@@ -98,20 +97,19 @@ class Worker:
         """Make ``updates`` updates, as training makes them."""
         gauge, before = _gauge(dist)
         parts = self._built(dist, order)
-        made = _updates(parts, int(order["updates"]), gauge, self.beat)
+        made = self._trained(parts, order, gauge)
         return made | {"memory_mb": _peak_mb(gauge, before), "params": parts.num_parameters}
 
     def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make the same updates with a few images that are in memory."""
         parts = self._built(dist, order)
         with parts.batches(0, 1, workers=0) as batches:
-            kept = list(itertools.islice(batches, parts.grad_accum_steps))
-        return _updates(parts, int(order["updates"]), None, self.beat, batches=nullcontext(itertools.cycle(kept)))
+            kept = itertools.cycle(list(itertools.islice(batches, parts.grad_accum_steps)))
+        return self._trained(parts, order, batches=nullcontext(kept))
 
     def do_feed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Load without training, then train."""
-        parts = self._built(dist, order)
-        updates = int(order["updates"])
+        parts, updates = self._built(dist, order), order["updates"]
         with parts.batches(0, WARM_UP + updates) as batches:
 
             def load() -> None:
@@ -119,17 +117,16 @@ class Worker:
                     next(batches)
 
             seconds = max(dist.gather_json(self._timed(dist, updates, load)))
-        made = _updates(parts, updates, None, self.beat)
+        made = self._trained(parts, order)
         return made | {"extra": {"loads_per_sec": made["images"] / seconds}}
 
     def do_infer(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make forward passes of one batch that is in memory."""
         gauge, before = _gauge(dist)
-        parts = self._built(dist, order, micro=1)
+        parts, passes = self._built(dist, order, micro=1), order["updates"]
         with parts.batches(0, 1, workers=0) as batches:
             images = next(batches).images[:1]
-        images = images.expand(int(order["size"]), *images.shape[1:]).contiguous()
-        passes = int(order["updates"])
+        images = images.expand(order["size"], *images.shape[1:]).contiguous()
         parts.model.eval()
 
         def infer() -> None:
@@ -141,8 +138,7 @@ class Worker:
 
     def do_reduce(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Sum messages over the ranks. ``bytes``: 2 (n - 1) / n of the messages, the bus bandwidth of nccl-tests."""
-        times = int(order["updates"])
-        message = torch.zeros(max(int(order["size"]) // 4, 1), device=dist.device)
+        times, message = order["updates"], torch.zeros(max(order["size"] // 4, 1), device=dist.device)
         seconds = self._timed(dist, times, lambda: dist.all_reduce_sum(message))
         moved = 2 * (dist.world_size - 1) / dist.world_size * 4 * len(message) * times
         return {"seconds": seconds, "bytes": moved, "updates": times, "extra": {"seconds": seconds / times}}
@@ -165,13 +161,51 @@ class Worker:
         began = 0.0
         for number in range(WARM_UP + times):
             if number == WARM_UP:
-                _wait(dist)
-                dist.barrier()
-                began = time.perf_counter()
+                began = _begin(dist)
             self.beat()
             step()
         _wait(dist)
         return time.perf_counter() - began
+
+    def _trained(
+        self, parts: TrainState, order: Order, gauge: MemoryGauge | None = None, *,
+        batches: AbstractContextManager[Iterator[Batch]] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Make the updates of an order, after some that warm up; their time, loss and parts."""
+        dist, config, total = parts.dist, parts.config, WARM_UP + order["updates"]
+        clock = (StreamClock if dist.device.type == "cuda" else Clock)(time.perf_counter())
+        update, spent = Updater(parts, beat=self.beat, clock=clock), Progress()
+        losses: list[torch.Tensor] = []
+        parts.model.train()
+        step = ema_updates = 0
+        began = 0.0
+        with batches or parts.batches(0, total) as given:
+            for position in range(total):
+                if position == WARM_UP // 2 and gauge is not None:
+                    gauge.start()  # libraries have tried their algorithms by now
+                if position == WARM_UP:
+                    began = _begin(dist)
+                    clock.lap(spent)
+                made = update(given, lr=parts.lr_at(step), seed=derive_seed(config.seed, position))
+                counts = made.stepped.skip is None
+                if parts.ema is not None and counts:
+                    parts.ema.update(made.stepped.nonfinite, updates=ema_updates)
+                    ema_updates += 1
+                step += counts
+                losses.append(made.loss)
+            _wait(dist)
+            seconds = time.perf_counter() - began
+            lap = clock.lap(spent)
+        last = [loss for each in dist.gather_json([loss.item() for loss in losses[-_LAST:]]) for loss in each]
+        mean = sum(last) / len(last)
+        return {
+            "seconds": seconds,
+            "images": order["updates"] * config.train.global_batch_size,
+            "updates": order["updates"],
+            "loss": mean if math.isfinite(mean) else None,
+            "parts": {part: round(seconds, 6) for part, seconds in lap.seconds.items() if seconds},
+            "skipped": total - step,
+        }
 
     def _built(self, dist: Distributed, order: Order, micro: int | None = None) -> TrainState:
         config, splits = self._prepared(dist, order, micro)
@@ -210,53 +244,11 @@ def _data_key(config: Config) -> str:
     return config.data.model_dump_json(exclude={"workers"})
 
 
-def _updates(
-    parts: TrainState,
-    updates: int,
-    gauge: MemoryGauge | None,
-    beat: Callable[[], None],
-    *,
-    batches: AbstractContextManager[Iterator[Batch]] | None = None,
-) -> dict[str, Any]:
-    """Make ``updates`` updates after some that warm up; their time, loss and parts."""
-    dist, config = parts.dist, parts.config
-    clock = (StreamClock if dist.device.type == "cuda" else Clock)(time.perf_counter())
-    update, spent = Updater(parts, beat=beat, clock=clock), Progress()
-    last: list[torch.Tensor] = []
-    parts.model.train()
-    total = WARM_UP + updates
-    step = ema_updates = 0
-    began = 0.0
-    with batches or parts.batches(0, total) as given:
-        for position in range(total):
-            if position == WARM_UP // 2 and gauge is not None:
-                gauge.start()  # libraries have tried their algorithms by now
-            if position == WARM_UP:
-                _wait(dist)
-                dist.barrier()
-                clock.lap(spent)
-                began = time.perf_counter()
-            made = update(given, lr=parts.lr_at(step), seed=derive_seed(config.seed, position))
-            counts = made.stepped.skip is None
-            if parts.ema is not None and counts:
-                parts.ema.update(made.stepped.nonfinite, updates=ema_updates)
-                ema_updates += 1
-            step += counts
-            if total - position <= _LAST:
-                last.append(made.loss)
-        _wait(dist)
-        seconds = time.perf_counter() - began
-        lap = clock.lap(spent)
-    losses = dist.gather_json([value.item() for value in last])
-    mean = sum(sum(each) for each in losses) / sum(map(len, losses))
-    return {
-        "seconds": seconds,
-        "images": updates * config.train.global_batch_size,
-        "updates": updates,
-        "loss": mean if math.isfinite(mean) else None,
-        "parts": {part: round(seconds, 6) for part, seconds in lap.seconds.items() if seconds},
-        "skipped": total - step,
-    }
+def _begin(dist: Distributed) -> float:
+    """The time when all ranks are ready."""
+    _wait(dist)
+    dist.barrier()
+    return time.perf_counter()
 
 
 def _wait(dist: Distributed) -> None:
@@ -326,22 +318,24 @@ class _Driver:
     """Found micro batches, where they are to be found."""
 
     def drive(self) -> str:
-        attempt, where = self.writer.attempt, self.where
+        attempt, where, rounds = self.writer.attempt, self.where, self.request.rounds
         hosts = list(dict.fromkeys(place.host for place in where.places))
         attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
-        told = self._ask(Arm("data", work="data"), count=self.bench.amount == "bytes")
-        where = self.where = replace(where, train_images=told[0]["train_images"], params=told[0]["params"])
+        data = self._ask(Arm("data", work="data"), count=self.bench.amount == "bytes")
+        where = self.where = replace(where, train_images=data[0]["train_images"], params=data[0]["params"])
         found = self.bench.arms(self.config, where, self.request.arms)
         arms = [arm for arm in found if isinstance(arm, Arm)]
-        self._write(
-            "began",
-            arms=[asdict(arm) for arm in arms],
-            left_out=[asdict(one) for one in found if isinstance(one, LeftOut)],
-            where=where.in_words(),
-            notes=self.bench.notes(self.config, where),
-        )
-        room = min((one["room_mb"] for one in told if one["room_mb"]), default=0.0)
-        arms = self._tried(arms, room)
+        left_out = [asdict(one) for one in found if isinstance(one, LeftOut)]
+        about = {"where": where.in_words(), "notes": self.bench.notes(self.config, where)}
+        self._write("began", arms=[asdict(arm) for arm in arms], left_out=left_out, **about)
+        room = min((one["room_mb"] for one in data if one["room_mb"]), default=0.0)
+        for arm in arms:
+            if self.stop.requested:
+                break
+            self._write("trying", arm=arm.name)
+            with self._failing(arm):
+                self._try(arm, room)
+        arms = [arm for arm in arms if arm.name in self.trials]
         if not arms:
             self._end("No arm could run.")
             raise RunFailedError(
@@ -350,40 +344,30 @@ class _Driver:
                 fix="Each one's reason stands in the table; try other settings.",
             )
         done = self._rounds(arms)
-        stopped = done < self.request.rounds and self.stop.requested
-        self._end(f"It was told to stop after {done} of {self.request.rounds} rounds." if stopped else "")
+        stopped = done < rounds and self.stop.requested
+        self._end(f"It was told to stop after {done} of {rounds} rounds." if stopped else "")
         attempt.ended("COMPLETED")  # an early end is one as well: there is nothing to go on with
         return "stopped" if stopped else "finished"
 
-    def _tried(self, arms: Sequence[Arm], room: float) -> list[Arm]:
-        """Those that run, each tried once."""
-        for arm in arms:
-            if self.stop.requested:
-                break
-            self._write("trying", arm=arm.name)
-            why = self.bench.stops(arm, self.trials, room)
-            try:
-                if why:
-                    raise ArmFailedError(why)
-                if any(word.startswith("data.") and not word.startswith("data.workers") for word in arm.overrides):
-                    self._ask(Arm(arm.name, arm.overrides, work="data"))
-                auto = self.config.train.micro_batch_size == "auto"
-                if arm.work == "train" and (auto or (self.bench.largest and self.where.gpu)):
-                    self._find_largest(arm)
-                self.trials[arm.name] = self._measured(arm, _TRIAL)
-                self._write("trial", arm=arm.name, **self.trials[arm.name])
-            except ArmFailedError as error:
-                self._fail(arm, str(error))
-        return [arm for arm in arms if arm.name in self.trials]
+    def _try(self, arm: Arm, room: float) -> None:
+        """Run it once, for as long as tells what it costs."""
+        if why := self.bench.stops(arm, self.trials, room):
+            raise ArmFailedError(why)
+        if any(word.startswith("data.") and not word.startswith("data.workers") for word in arm.overrides):
+            self._ask(Arm(arm.name, arm.overrides, work="data"))
+        auto = self.config.train.micro_batch_size == "auto"
+        if arm.work == "train" and (auto or (self.bench.largest and self.where.gpu)):
+            self._find_largest(arm)
+        self.trials[arm.name] = self._measured(arm, _TRIAL)
+        self._write("trial", arm=arm.name, **self.trials[arm.name])
 
     def _find_largest(self, arm: Arm) -> None:
         """What fits; it also is what the arm trains with, where that was to be found."""
         train = self.config.train
         ranks = self.where.world_size if arm.ranks is None else len(arm.ranks)
         shares = micro_batch_sizes(train.global_batch_size // ranks, even=self.config.augment.mixes)
-        sizes = {1 << power for power in range(1, _LARGEST.bit_length())}
-        told = self._ask(Arm(arm.name, arm.overrides, arm.ranks, "largest"), sizes=sorted(sizes | set(shares)))
-        size = min(int(one["size"]) for one in told)
+        sizes = sorted({1 << power for power in range(1, _LARGEST.bit_length())} | set(shares))
+        size = min(one["size"] for one in self._ask(replace(arm, work="largest"), sizes=sizes))
         self._write("largest", arm=arm.name, size=size)
         if train.micro_batch_size == "auto":
             self.micro[arm.name] = max((one for one in shares if one <= size), default=1)
@@ -396,18 +380,12 @@ class _Driver:
             for arm, name in turns if number % 2 == 0 else turns[::-1]:
                 if self.stop.requested:
                     return number
-                if arm.name in self.failures:
-                    continue
-                waits = CpuWaits(self.where.world_size)
-                try:
-                    sample = self._measured(arm, updates[arm.name])
-                except ArmFailedError as error:
-                    self._fail(arm, str(error))
-                    if arm is arms[0]:  # the others go on without a control, and get no ratio
-                        self.failures[CONTROL] = str(error)
-                    continue
-                waited = {} if self.where.gpu else waits.since()
-                self._write("sample", arm=name, round=number, **waited, **sample)
+                if arm.name not in self.failures:  # without the first the others go on, and get no ratio
+                    waits = CpuWaits(self.where.world_size)
+                    with self._failing(arm):
+                        sample = self._measured(arm, updates[arm.name])
+                        waited = {} if self.where.gpu else waits.since()
+                        self._write("sample", arm=name, round=number, **waited, **sample)
         return self.request.rounds
 
     def _updates(self, arms: Sequence[Arm]) -> dict[str, int]:
@@ -421,32 +399,33 @@ class _Driver:
 
     def _measured(self, arm: Arm, updates: int) -> dict[str, Any]:
         """One turn: the figures of all ranks together. The slowest one's time counts."""
-        told = self._ask(arm, updates=updates)
-        sample: dict[str, Any] = {
-            key: told[0][key] for key in ("images", "bytes", "updates", "loss", "skipped", "params") if key in told[0]
-        }
-        sample["extra"] = dict(told[0].get("extra", {}))
-        sample["seconds"] = max(one["seconds"] for one in told)
-        if all(one.get("memory_mb") is not None for one in told):
-            sample["memory_mb"] = [one["memory_mb"] for one in told]
-        if "parts" in told[0]:
-            sample["parts"] = told[0]["parts"]
-            training = sum(told[0]["parts"].values())
-            exposed = max(one["parts"].get("exposed", 0.0) for one in told)
-            data = told[0]["parts"].get("data", 0.0)
-            sample["extra"] |= {"exposed_share": exposed / training, "data_share": data / training}
+        ranks = self._ask(arm, updates=updates)
+        keys = ("images", "bytes", "updates", "loss", "skipped", "params", "parts")
+        sample = {key: ranks[0][key] for key in keys if key in ranks[0]}
+        sample |= {"extra": dict(ranks[0].get("extra", {})), "seconds": max(one["seconds"] for one in ranks)}
+        if all(one.get("memory_mb") is not None for one in ranks):
+            sample["memory_mb"] = [one["memory_mb"] for one in ranks]
+        if parts := sample.get("parts"):
+            exposed = max(one["parts"].get("exposed", 0.0) for one in ranks)
+            shares = {"exposed_share": exposed, "data_share": parts.get("data", 0.0)}
+            sample["extra"] |= {name: seconds / sum(parts.values()) for name, seconds in shares.items()}
         return sample
 
     def _ask(self, arm: Arm, **more: Any) -> list[dict[str, Any]]:
         overrides = list(arm.overrides)
         if arm.name in self.micro:
             overrides.append(f"train.micro_batch_size={self.micro[arm.name]}")
-        ranks = None if arm.ranks is None else list(arm.ranks)
+        ranks = list(arm.ranks or range(self.where.world_size))
         return self.team.ask({"work": arm.work, "ranks": ranks, "overrides": overrides, "size": arm.size, **more})
 
-    def _fail(self, arm: Arm, why: str) -> None:
-        self.failures[arm.name] = why
-        self._write("failed", arm=arm.name, why=why)
+    @contextmanager
+    def _failing(self, arm: Arm) -> Iterator[None]:
+        """Write down that an arm failed, and go on without it."""
+        try:
+            yield
+        except ArmFailedError as error:
+            self.failures[arm.name] = str(error)
+            self._write("failed", arm=arm.name, why=str(error))
 
     def _end(self, why: str) -> None:
         self._write("ended", why=why)
@@ -454,9 +433,8 @@ class _Driver:
 
     def _write(self, kind: str, **fields: Any) -> None:
         self.writer.check()
-        fileio.append_jsonl(
-            BenchDir(self.writer.run.path).samples, {"kind": kind, "time": round(time.time(), 3), **fields}
-        )
+        line = {"kind": kind, "time": round(time.time(), 3), **fields}
+        fileio.append_jsonl(BenchDir(self.writer.run.path).samples, line)
 
 
 class ArmFailedError(Exception):
@@ -490,11 +468,10 @@ class Team:
             ArmFailedError: it failed; with the reason.
         """
         self._number += 1
-        ranks = order["ranks"] or [place.rank for place in self.places]
-        order = {**order, "ranks": ranks, "group": self._group}
+        order = {**order, "group": self._group}
         self.store.set(f"order/{self._number}", json.dumps(order))
         self._carry_out(order)
-        answers = [json.loads(self._told(f"answer/{self._number}/{rank}")) for rank in ranks]
+        answers = [json.loads(self._told(f"answer/{self._number}/{rank}")) for rank in order["ranks"]]
         failed = [answer for answer in answers if "error" in answer]
         if failed:
             self._group += 1  # nobody uses it again
