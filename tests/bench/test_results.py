@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,24 @@ NOISY = [1.0, 1.25, 0.8, 1.0, 1.0]
 
 
 def records(
-    seconds: dict[str, list[float]], memory: dict[str, float] | None = None, *, images: int = 640, ended: bool = True
-) -> list[dict[str, Any]]:
-    """As a job writes them: what each arm took in each round; the control's are under its own name."""
+    seconds: dict[str, list[float]], memory: dict[str, float] | None = None, *, ended: bool = True,
+    about: Callable[[str], dict[str, Any]] = lambda name: {},
+) -> list[dict[str, Any]]:  # fmt: skip
+    """As a job writes them: what each arm took in each round; the control's are under its own name.
+
+    ``about``: further fields of an arm of that name.
+    """
     names = [name for name in seconds if name != CONTROL]
-    found: list[dict[str, Any]] = [
-        {"kind": "began", "where": "1 rank on here, cpu", "arms": [asdict(Arm(name)) for name in names], "notes": []}
-        | {"left_out": [asdict(LeftOut("tf32", "not here"))]}
+    arms, left_out = [asdict(Arm(name)) | about(name) for name in names], [asdict(LeftOut("tf32", "not here"))]
+    lines: list[dict[str, Any]] = [
+        {"kind": "began", "where": "1 rank on here, cpu", "arms": arms, "notes": [], "left_out": left_out}
     ]
     for name, taken in seconds.items():
-        first = names[0] if name == CONTROL else name
+        peak = (memory or {}).get(names[0] if name == CONTROL else name, 100.0)
         for number, one in enumerate(taken):
-            sample = {"kind": "sample", "arm": name, "round": number, "images": images, "seconds": one, "updates": 10}
-            found.append(sample | {"memory_mb": [(memory or {}).get(first, 100.0), 1.0], "loss": 1.0})
-    return [*found, {"kind": "ended", "why": ""}] if ended else found
+            sample = {"kind": "sample", "arm": name, "round": number, "images": 640, "seconds": one, "updates": 10}
+            lines.append(sample | {"memory_mb": [peak, 1.0], "loss": 1.0})
+    return [*lines, {"kind": "ended", "why": ""}] if ended else lines
 
 
 def results(told: list[dict[str, Any]], name: str = "amp", rounds: int = 5) -> Results:
@@ -94,24 +99,19 @@ def test_no_ratio_where_rounds_contradict_each_other() -> None:
 
 
 def test_the_network_is_told_roughly_where_the_control_is_off() -> None:
-    told = records({"between, 1.0 MB": [1.0] * 3, "between, gradients, 4.0 MB": [2.0] * 3, CONTROL: [1.2] * 3})
-    for arm in told[0]["arms"]:
-        arm["series"] = "between"
+    seconds = {"between, 1.0 MB": [1.0] * 3, "between, gradients, 4.0 MB": [2.0] * 3, CONTROL: [1.2] * 3}
+    told = records(seconds, about=lambda name: {"series": "between"})
     for one in told[1:-1]:
         one["bytes"], one["extra"] = 5e9, {"seconds": one["seconds"] / 1000}
-    said = results(told, "network")
-    assert said.meaning == (
+    assert results(told, "network").meaning == (
         "An all-reduce moves roughly 5 GB/s between nodes; exchanging this model's gradients (4.0 MB) takes 2 ms an "
         "update."
     )
 
 
 def test_batches_are_recommended_up_to_where_they_hardly_gain() -> None:
-    told = records({"64": [1.0] * 3, "128": [0.5] * 3, "256": [0.49] * 3, "512": [0.6] * 3, CONTROL: [1.0] * 3})
-    for arm in told[0]["arms"]:
-        arm["size"] = int(arm["name"])
-    said = results(told, "batch-size")
-    assert said.meaning == (
+    seconds = {"64": [1.0] * 3, "128": [0.5] * 3, "256": [0.49] * 3, "512": [0.6] * 3, CONTROL: [1.0] * 3}
+    assert results(records(seconds, about=lambda name: {"size": int(name)}), "batch-size").meaning == (
         "Micro batches of 128 train 2.00 x as fast as 64 here, larger ones hardly faster, and the largest that ran is "
         "512; use train.micro_batch_size=128."
     )
@@ -125,10 +125,8 @@ def test_batches_are_recommended_up_to_where_they_hardly_gain() -> None:
     ],
 )
 def test_the_loader_is_judged_by_the_model_fed_from_memory(seconds: dict[str, float], words: str) -> None:
-    told = records({"model alone": [1.0] * 3, **{name: [one] * 3 for name, one in seconds.items()}, CONTROL: [1.0] * 3})
-    for arm in told[0]["arms"]:
-        arm["overrides"] = [f"data.workers={arm['name'][0]}"]
-    said = results(told, "loader")
+    taken = {"model alone": [1.0] * 3, **{name: [one] * 3 for name, one in seconds.items()}, CONTROL: [1.0] * 3}
+    said = results(records(taken, about=lambda name: {"overrides": [f"data.workers={name[0]}"]}), "loader")
     assert said.meaning.startswith(words)
     assert "use data.workers=2" in said.meaning
 
@@ -186,38 +184,44 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
         assert part in words
 
 
-def rate_curves(told: Results) -> list[ElementTree.Element]:
-    """The curves of the first of two charts; the second is of the memory."""
-    curves = [one for one in ElementTree.fromstring(picture(told)).iter() if one.get("data-name")]
-    return curves[: (len(curves) + 1) // 2]
+def rate_curves(results: Results) -> dict[str, ElementTree.Element]:
+    """The curves of the first of two charts, by name; the second is of the memory."""
+    curves = [one for one in ElementTree.fromstring(picture(results)).iter() if one.get("data-name")]
+    return {str(one.get("data-name")): one for one in curves[: (len(curves) + 1) // 2]}
 
 
 def test_a_line_goes_through_the_arms_of_a_series_and_one_along_the_ceiling() -> None:
-    told = records({"model alone": [1.0] * 3, "2 workers": [1.25] * 3, "0 workers": [2.0] * 3, CONTROL: [1.0] * 3})
-    for arm, x in zip(told[0]["arms"], (0, 2, 0), strict=True):
-        arm["x"], arm["work"] = x, "ceiling" if arm["name"] == "model alone" else "feed"
-        arm["series"] = "model alone" if arm["name"] == "model alone" else ""
-    curves = {one.get("data-name"): one for one in rate_curves(results(told, "loader"))}
+    ceiling = {"x": 0, "work": "ceiling", "series": "model alone"}
+    told = records(
+        {"model alone": [1.0] * 3, "2 workers": [1.25] * 3, "0 workers": [2.0] * 3, CONTROL: [1.0] * 3},
+        about=lambda name: ceiling if name == "model alone" else {"x": int(name[0]), "work": "feed"},
+    )
+    curves = rate_curves(results(told, "loader"))
     assert {name: (one.get("data-x"), one.get("data-y")) for name, one in curves.items()} == {
         "model alone": ("0 2", "640 640"), "as configured": ("0 2", "320 512")
     }  # fmt: skip
     assert ["dashed" in str(one[0].get("class")) for one in curves.values()] == [True, False]
 
 
+def of_ranks(name: str) -> dict[str, Any]:
+    return {"x": int(name[0]), "series": "same batch for all"}
+
+
 def test_scaling_has_its_efficiency_and_is_drawn_beside_what_would_be_ideal() -> None:
-    told = records({"1 rank": [1.0] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3})
-    for arm in told[0]["arms"]:
-        arm["x"], arm["series"] = int(arm["name"][0]), "same batch for all"
-    said = results(told, "scaling")
+    said = results(records({"1 rank": [1.0] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3}, about=of_ranks), "scaling")
     assert (said.rows[1].ratio, efficiency(said.rows[1], said)) == pytest.approx((1 / 0.4, 1 / 0.4 / 4))
     assert "4 ranks train 2.50 x as fast as 1 rank with the same batch (efficiency 62 %)" in said.meaning
-    drawn = {one.get("data-name"): one.get("data-y") for one in rate_curves(said)}
+    drawn = {name: one.get("data-y") for name, one in rate_curves(said).items()}
     assert drawn == {"as if all ranks were worth as much as the first": "640 2560", "same batch for all": "640 1600"}
 
 
 def test_more_ranks_are_not_faster_than_they_are_more() -> None:
-    told = records({"1 rank": [20.0] * 5, "2 ranks": [1.0] * 5, "4 ranks": [0.99] * 5, CONTROL: [20.0] * 5})
-    for arm, count in zip(told[0]["arms"], (1, 2, 4), strict=True):
-        arm |= {"x": count, "series": "same batch for all"}
-    row = results(told, "scaling").rows[1]
+    seconds = {"1 rank": [20.0] * 5, "2 ranks": [1.0] * 5, "4 ranks": [0.99] * 5, CONTROL: [20.0] * 5}
+    row = results(records(seconds, about=of_ranks), "scaling").rows[1]
     assert (row.ratio, row.why_none) == (None, "2 ranks came to 20.00 x with 2 x the ranks: 1 rank was held up")
+
+
+def test_batches_of_which_each_failed_half_way_are_told_without_one() -> None:
+    failed = [{"kind": "failed", "arm": name, "why": "out of memory"} for name in ("64", "128")]
+    told = records({"64": [1.0] * 3, "128": [0.5] * 3, CONTROL: [1.0] * 3}, about=lambda name: {"size": int(name)})
+    assert "the largest" not in results([*told, *failed], "batch-size").meaning

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,8 @@ def folder(
     tmp_path: Path, name: str, *asked: str, rounds: int = 3, updates: int | None = 2, **settings: Any
 ) -> BenchDir:
     words = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
-    config = load(
-        "single", ["model.name=bench_model:build", *words, "monitor.loggers=[]", "train.global_batch_size=32"]
-    ).config
+    model = "model.name=bench_model:build"  # before its options
+    config = load("single", [model, *words, "monitor.loggers=[]", "train.global_batch_size=32"]).config
     run = BenchDir(RunDir.create(tmp_path / "bench", to_yaml(config)).path)
     run.request.write_text(Request(name, "single", asked, rounds, 0.01, updates).to_json())
     return run
@@ -92,20 +91,29 @@ def test_inference_is_measured_by_batch_on_one_device(tmp_path: Path) -> None:
     assert lines(results)[-1].endswith("DataParallel takes two GPUs, so there is nothing to compare it with.")
 
 
+class Watched(StopFlag):
+    """A stop that is looked for whenever the job looks for one."""
+
+    def __init__(self, look: Callable[[], bool]) -> None:
+        self._look = look
+
+    @property
+    def requested(self) -> bool:
+        return self._look()
+
+    @requested.setter
+    def requested(self, value: bool) -> None: ...
+
+
 def test_the_configuration_of_an_arm_is_that_of_its_first_turn(tmp_path: Path) -> None:
     run = folder(tmp_path, "batch-size", "16")
 
-    class Watched(StopFlag):
-        @property
-        def requested(self) -> bool:
-            if run.samples.exists() and '"trial"' in run.samples.read_text():
-                run.config.write_text("not: [valid")
-            return False
+    def spoil() -> bool:
+        if run.samples.exists() and '"trial"' in run.samples.read_text():
+            run.config.write_text("not: [valid")
+        return False
 
-        @requested.setter
-        def requested(self, value: bool) -> None: ...
-
-    results, samples = measured(run, Watched())
+    results, samples = measured(run, Watched(spoil))
     assert [row.failed for row in results.rows] == [""]
     assert len(samples) == 2 * 3
 
@@ -122,16 +130,8 @@ def test_the_largest_batch_is_found_where_it_is_to_be(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_who_is_told_to_stop_ends_with_what_is_measured(tmp_path: Path) -> None:
     run = folder(tmp_path, "amp", "fp32", "bf16")
-
-    class Soon(StopFlag):
-        @property
-        def requested(self) -> bool:
-            return run.samples.exists() and run.samples.read_text().count('"sample"') >= 4
-
-        @requested.setter
-        def requested(self, value: bool) -> None: ...
-
-    results, samples = measured(run, Soon())
+    soon = Watched(lambda: run.samples.exists() and run.samples.read_text().count('"sample"') >= 4)
+    results, samples = measured(run, soon)
     assert len(samples) == 4
     assert results.notes[-1] == "It was told to stop after 1 of 3 rounds."
     assert results.rows[1].ratio is None

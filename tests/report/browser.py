@@ -44,9 +44,8 @@ class Browser:
         """A command of the DevTools protocol, and what it answers."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
-        os.write(
-            self._write, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
-        )
+        message |= {"sessionId": self._session} if self._session else {}
+        os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next(method)
             if answer.get("id") == self._number:
@@ -57,9 +56,8 @@ class Browser:
     def open(self, page: Path, *, width: int = 1200, dark: bool = False, scripts: bool = True) -> None:
         """Load a file, as a person would see it who sets such a width and such colours."""
         self._events.clear()
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
-        )
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         self.media(dark=dark)
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call("Page.navigate", url=page.absolute().as_uri())
@@ -96,12 +94,8 @@ class Browser:
 
     def complaints(self) -> list[Any]:
         """What went to the console: errors, warnings, refusals by the page's policy, exceptions."""
-        kinds = (
-            "Log.entryAdded",
-            "Runtime.consoleAPICalled",
-            "Runtime.exceptionThrown",
-            "Page.javascriptDialogOpening",
-        )
+        kinds = ["Log.entryAdded", "Page.javascriptDialogOpening"]
+        kinds += [f"Runtime.{kind}" for kind in ("consoleAPICalled", "exceptionThrown")]
         return [event["params"] for kind in kinds for event in self._since(kind)]
 
     def _since(self, method: str) -> list[dict[str, Any]]:

@@ -8,18 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainkit.report.document import (
-    HEIGHT,
-    Axes,
-    Bar,
-    Picture,
-    Scale,
-    Series,
-    bar_chart,
-    drawing,
-    line_chart,
-    time_unit,
-)
+from trainkit.report import document
+from trainkit.report.document import Axes, Bar, Picture, Scale, Series, bar_chart, drawing, line_chart
 
 LOSS = Axes("Loss", "", "epoch", may_be_log=True, lost="not finite")
 
@@ -86,7 +76,7 @@ def test_labels_at_the_end_of_equal_curves_are_apart(end: float) -> None:
     equal = [Series(f"run {n}", [(0.0, 1.0), (1.0, end)], n, label=f"run {n}") for n in range(3)]
     places = [float(y) for y in re.findall(r'y="([-\d.]+)" dy="0.35em" class="label"', body(line_chart(LOSS, equal)))]
     assert min(b - a for a, b in pairwise(places)) > 13.9
-    assert 0 < min(places) < max(places) <= HEIGHT - 30, "though the curves end at the top, or at the bottom"
+    assert 0 < min(places) < max(places) <= document.HEIGHT - 30, "though the curves end at the top, or at the bottom"
 
 
 def test_bars_are_as_long_as_their_values_and_say_them() -> None:
@@ -119,4 +109,4 @@ def test_a_file_stands_alone_and_what_a_run_says_in_it_is_text() -> None:
 
 @pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])
 def test_time_has_a_fitting_unit(seconds: float, unit: str) -> None:
-    assert time_unit(seconds)[0] == unit
+    assert document.time_unit(seconds)[0] == unit

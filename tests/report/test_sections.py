@@ -20,14 +20,8 @@ def settings(run_dir: RunDir) -> dict[str, str]:
 
 
 SHOWN: dict[Callable[[Any], str], dict[Any, str]] = {
-    document.duration: {
-        0.0: "0.0 s",
-        0.04: "40 ms",
-        12.34: "12.3 s",
-        59.97: "1 min 00 s",
-        245: "4 min 05 s",
-        5440: "1 h 30 min",
-    },
+    document.duration: {0.0: "0.0 s", 0.04: "40 ms", 12.34: "12.3 s"}
+    | {59.97: "1 min 00 s", 245: "4 min 05 s", 5440: "1 h 30 min"},
     document.memory: {812.4: "812 MB", 15565.0: "15.2 GB", None: "–"},  # noqa: RUF001
     document.rate: {2010.2: "2,010", 10.5: "10.5", 0.42: "0.42"},
 }

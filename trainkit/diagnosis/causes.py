@@ -18,23 +18,8 @@ import yaml
 from trainkit import fileio, terminal
 from trainkit.config.checks import smaller
 from trainkit.config.schema import SECTIONS
-from trainkit.diagnosis.evidence import (
-    STEPD,
-    Failure,
-    Quote,
-    Source,
-    facts_of,
-    failure_of,
-    is_lost_connection,
-    lagging_ranks,
-    of_the_batch,
-    places_of,
-    rank_log,
-    ranks_of,
-    sources_of,
-    until_ended,
-    words_of_state,
-)
+from trainkit.diagnosis import evidence
+from trainkit.diagnosis.evidence import Failure, Quote, Source, rank_log
 from trainkit.errors import UserError
 from trainkit.ranks import expand
 from trainkit.run.events import history_of
@@ -48,7 +33,7 @@ _COMMANDS = {"RESUME": RESUME, "AGAIN": AGAIN, "LOG": LOG, "WITHOUT": RESUME + "
 """Commands that the rows abbreviate."""
 _RECORDED = re.compile(r"^  recorded:\n(?:(?:   .*)?\n)*", re.MULTILINE)
 """The texts that prove a row: half of the file, and only the tests read them."""
-_TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
+_TOLD = re.compile(rf"^(srun: error|{evidence.STEPD}|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
@@ -196,13 +181,13 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     attempts = run.attempts()
     number = attempt if attempt is not None else attempts[-1] if attempts else 0
     waits = attempt is None and state.alive == "yes" and state.state != "COMPLETING"
-    newest = attempt is None or (state.alive != "yes" and number == (attempts[-1] if attempts else 0))
-    failure = None if waits else failure_of(run, number)
-    sources = sources_of(run, state, number, failure, newest=newest, waits=waits)
+    newest = attempt is None or (state.alive != "yes" and number in (attempts[-1:] or [0]))
+    failure = None if waits else evidence.failure_of(run, number)
+    sources = evidence.sources_of(run, state, number, failure, newest=newest, waits=waits)
     tried = rows()
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
-        tried, sources = tuple(row for row in tried if row.name == "launch-failure"), of_the_batch(run, number)
-    facts = "" if waits else facts_of(run, number)
+        tried, sources = tuple(row for row in tried if row.name == "launch-failure"), evidence.of_the_batch(run, number)
+    facts = "" if waits else evidence.facts_of(run, number)
     if fit := _first_that_fits(tried, sources, facts):
         return _cause(*fit, run, state, number, failure, sources)
     return _otherwise(run, state, number, failure, sources)
@@ -232,16 +217,15 @@ def _cause(
     found = fields(run, state, attempt, failure)
     if "{lagging}" in row.command:
         found.update(_behind(run, attempt))
-    groups = {name: value for name, value in match.groupdict().items() if value}
-    found.update({name: value.strip().rstrip(".") for name, value in groups.items()})
+    groups = {name: value.strip().rstrip(".") for name, value in match.groupdict().items() if value}
+    found.update(groups)
     if failure is not None and failure.error.endswith(f"(on {failure.host})") and source.place in ("rank", "batch"):
         found["error"] = source.quote(match.start()).text.rstrip(".")  # srun only knows that it exited
     if row.name == "missing-module":
         found["module"] = found["module"].partition(".")[0]
     fix, command = row.fix, row.command
     if "{host}" in command and _on_every_node(row, run, attempt, failure, found["hosts"]):
-        found["host"] = ""
-        fix = EVERY_NODE
+        found["host"], fix = "", EVERY_NODE
     if "task" in groups:
         found["unseeing"] = _host_of_task(run, found["hosts"], int(groups["task"]))
     if "failed" in groups:
@@ -254,27 +238,25 @@ def _cause(
     asks = _ASKS_SLURM.match(command)
     if asks and asks[1] not in built_in(state.executor).tools:  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
-    asked_for = set(_hosts_of(_directive(fileio.read_object(run.plan), "nodelist") or "").split(",")) - {""}
-    excluded = set(_hosts_of(found["failed_hosts"] or found["host"]).split(","))
-    if asked_for & excluded and " --exclude " in command:
+    asked_for = _hosts_of(_directive(fileio.read_object(run.plan), "nodelist") or "")
+    excluded = _hosts_of(found["failed_hosts"] or found["host"])
+    if asked_for and {*asked_for.split(",")} & {*excluded.split(",")} and " --exclude " in command:
         command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
         fix = "It asks for that very node (--nodelist): name another, or, when it is well again:"
-    return _where_it_started(
-        run, Cause(row.name, row.what.format_map(found), _once(quotes), fix, command, failure, row=row)
-    )
+    what = row.what.format_map(found)
+    return _where_it_started(run, Cause(row.name, what, _once(quotes), fix, command, failure, row=row))
 
 
 def _on_every_node(row: Row, run: RunDir, attempt: int, failure: Failure | None, hosts: str) -> bool:
     """Whether a rank of each node of the job, of several, ended with the same: then no single node is to blame."""
-    nodes = set(hosts.split(","))
-    if failure is None or len(nodes) < 2:
+    if failure is None or "," not in hosts:
         return False
     one_of_each = {_host_of_task(run, hosts, failure.rank): True}
-    for rank in ranks_of(run, attempt):
+    for rank in evidence.ranks_of(run, attempt):
         host = _host_of_task(run, hosts, rank)
         if host not in one_of_each:
             one_of_each[host] = row.find(rank_log(run, attempt, rank).error) is not None
-    return all(one_of_each.get(node, False) for node in nodes)
+    return all(one_of_each.get(node, False) for node in hosts.split(","))
 
 
 def _where_it_started(run: RunDir, cause: Cause) -> Cause:
@@ -298,9 +280,9 @@ def _otherwise(
         if state.alive == "yes" or not state.job_id or state.state == "UNKNOWN":
             return None
         batch = next((source.text for source in sources if source.place == "batch"), "")
-        told = _TOLD.search(until_ended(batch))
+        told = _TOLD.search(evidence.until_ended(batch))
         said = f": {told[0].strip()}" if told is not None else "."
-        what = f"The job ended ({words_of_state(state)}) before a rank of it said anything{said}"
+        what = f"The job ended ({evidence.words_of_state(state)}) before a rank of it said anything{said}"
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
 
     def answer(name: str, what: str, fix: str, command: str) -> Cause:
@@ -314,23 +296,21 @@ def _otherwise(
         with_changes = " ".join([command.format_map(found), *map(shlex.quote, changes)])
         why = failure.traceback[1][7:]
         return _where_it_started(run, Cause("said-by-the-kit", what, quotes, fix, with_changes, failure, why))
-    if is_lost_connection(failure.error):
+    if evidence.is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
         return answer("lost-connection", what, "", RESUME)
     if failure.traceback:
-        at = f", at {found['at']}" if found["at"] else ""
-        traceback = log.traceback
-        first = traceback.first if traceback is not None else failure.error
-        after = f" It began with {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
-        return answer("exception", f"{found['who']} raised {error}{at}.{after}", found["mend"], AGAIN)
+        traceback, after = log.traceback, ""
+        if traceback is not None and traceback.first != traceback.error:
+            after = f" It began with {traceback.first.rstrip('.')}."
+        return answer("exception", f"{found['who']} raised {error}{found['crashed_at']}.{after}", found["mend"], AGAIN)
     tail = [text for _, text in log.tail if text.strip()]
     words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
-    mute = failure.error.lower().startswith(("exited", "exit code"))
-    last = f"; its last words: {words[0].strip()}" if words and mute else ""
-    fix = "Its last words:"
-    if not log.path.exists():
-        fix = f"Its log is not here, but where it ran ({found['on_node']}); there:"
-    return answer("failed", f"{found['who']} failed: {error}{last.rstrip('.')}.", fix, LOG)
+    if words and failure.error.lower().startswith(("exited", "exit code")):
+        error += f"; its last words: {words[0].strip()}".rstrip(".")
+    elsewhere = f"Its log is not here, but where it ran ({found['on_node']}); there:"
+    fix = "Its last words:" if log.path.exists() else elsewhere
+    return answer("failed", f"{found['who']} failed: {error}.", fix, LOG)
 
 
 def _once(quotes: list[Quote]) -> tuple[Quote, ...]:
@@ -348,7 +328,8 @@ def _around(run: RunDir, failure: Failure | None, sources: list[Source]) -> list
     found = []
     for source in sources:
         if source.place == "batch":
-            found += [source.quote(match.start()) for match in list(_TOLD.finditer(until_ended(source.text)))[:2]]
+            lines = list(_TOLD.finditer(evidence.until_ended(source.text)))
+            found += [source.quote(match.start()) for match in lines[:2]]
         elif source.place == "rank" and source.where and failure is not None and failure.error in source.text:
             found += [] if source.aside else [source.quote(source.text.rindex(failure.error))]
     found += [Quote(source.where, source.text.strip()) for source in sources if source.place == "job"]
@@ -384,7 +365,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     lr = config.get("lr") or 11.0  # the default in place of one that no optimizer trains with
     memory = _more_memory(plan) if built_in(state.executor).batch else ""
     hours, minutes = divmod(max(2 * seconds // 60, 1), 60) if fileio.is_whole(seconds) else (2, 0)
-    places, own = places_of(failure.traceback if failure is not None else ())
+    places, own = evidence.places_of(failure.traceback if failure is not None else ())
     at, own_at = [f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else "" for found in (own or places, own)]
     mend = f"Mend {own_at}:" if own[-1:] == places[-1:] else f"Look at {own_at}, which called this:"
     place, moved_by = _place_of(failure)
@@ -428,7 +409,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
 
 def _behind(run: RunDir, attempt: int) -> dict[str, str]:
     """The fields that name the ranks for which others waited; every rank's log is read for them."""
-    ranks = lagging_ranks(run, attempt)
+    ranks = evidence.lagging_ranks(run, attempt)
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return {
         "behind": f"rank{'s' * (len(ranks) > 1)} {named}" if ranks else "another rank",
@@ -468,9 +449,8 @@ def _settings(run: RunDir) -> dict[str, float]:
 
 def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
     """The node of a task that has not named its own."""
-    each = fileio.read_object(run.plan).get("ntasks_per_node")
-    names = hosts.split(",")
-    index = task // each if fileio.is_whole(each) and each else len(names)
+    each, names = fileio.read_object(run.plan).get("ntasks_per_node"), hosts.split(",")
+    index = task // each if fileio.is_whole(each) and each else 0
     return names[index] if index < len(names) else names[0]
 
 
@@ -531,17 +511,17 @@ def on_every_machine(run: RunDir, command: str) -> str:
     verb = after.partition(" ")[0]
     if one or not isinstance(typed, list) or "jobs.launch" not in typed or verb not in ("resume", "submit"):
         return command
-    words: list[str] = []
-    options: list[str] = []
+    words, options = list[str](), list[str]()
     rest = [str(word) for word in typed[typed.index("jobs.launch") + 1 :]]
     while rest:
         word = rest.pop(0)
+        both = [word]
         if not word.startswith("-"):
             words.append(word)
-            continue
-        both = [word, rest.pop(0)] if "=" not in word and rest and word != "--allow-code" else [word]
-        if word.partition("=")[0] not in ("--run-dir", "--master-port"):  # a further start gets these anew
-            options += both
+        elif "=" not in word and rest and word != "--allow-code":
+            both.append(rest.pop(0))
+        if word.startswith("-") and word.partition("=")[0] not in ("--run-dir", "--master-port"):
+            options += both  # a further start gets those two anew
     if verb == "resume":
         return before + shlex.join(["python", "-m", "jobs.launch", str(run.path), *options])
     settings = [word for word in shlex.split(after)[2:] if "=" in word]

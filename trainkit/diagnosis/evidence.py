@@ -288,10 +288,8 @@ def rank_log(run: RunDir, attempt: int, rank: int) -> RankLog:
 
 def ranks_of(run: RunDir, attempt: int, kind: str = "err") -> list[int]:
     """The ranks of which there is a log of that kind, ``err`` or ``out``."""
-    names = [
-        path.stem.removeprefix("rank-") for path in run.attempt_logs(attempt).glob(f"rank-*.{kind}") if path.is_file()
-    ]
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    logs = [path.stem for path in run.attempt_logs(attempt).glob(f"rank-*.{kind}") if path.is_file()]
+    return sorted(int(match[1]) for name in logs if (match := re.fullmatch("rank-([0-9]+)", name)))
 
 
 @dataclass(frozen=True)
@@ -330,10 +328,9 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     for rank in ranks_of(run, attempt):  # of a thousand ranks, one log at a time is in memory
         log = rank_log(run, attempt, rank)
         if log.traceback:
-            failure = Failure(attempt, rank, log.traceback.error, log.traceback.lines)
-            written.append((log.path.stat().st_mtime, failure))
-    written.sort(key=lambda item: item[0])
-    found = [*hard, *said, *exited, *(failure for _, failure in written)]
+            age = log.path.stat().st_mtime
+            written.append((age, Failure(attempt, rank, log.traceback.error, log.traceback.lines)))
+    found = [*hard, *said, *exited, *(failure for _, failure in sorted(written, key=lambda item: item[0]))]
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
     # A task that SLURM ended with the step is no cause; but where all others only miss one, it is the one to look at.
     return next(iter(causes or late or found), None)
@@ -346,13 +343,13 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
     found: tuple[list[Failure], list[Failure], list[Failure]] = ([], [], [])
     for match in _SRUN.finditer(text):
         host, rank, words = match[1], int(match[2]), match[3].strip()
-        own, error, with_the_step = rank_log(run, attempt, rank), f"{words} (on {host})", match.start() > whole
+        error, with_the_step = f"{words} (on {host})", match.start() > whole
         if _HARD.match(words):
             found[2 if with_the_step else 0].append(Failure(attempt, rank, error, (), host))
-        elif not with_the_step and _CRASHED.match(words):
-            found[1].append(Failure(attempt, rank, error, own.crash, host))
         elif not with_the_step:
-            found[1].append(Failure(attempt, rank, own.error or error, own.words, host))
+            own, crashed = rank_log(run, attempt, rank), _CRASHED.match(words)
+            said = (error, own.crash) if crashed else (own.error or error, own.words)
+            found[1].append(Failure(attempt, rank, *said, host))
     return found
 
 
@@ -450,11 +447,7 @@ def sources_of(
     found = _of_the_job(run, state, attempt) if newest else []
     if waits:
         return found
-    found += [
-        *of_the_batch(run, attempt, failure),
-        *_of_logs_elsewhere(run, state, failure),
-        *_of_the_rank(run, failure),
-    ]
+    found += of_the_batch(run, attempt, failure) + _of_logs_elsewhere(run, state, failure) + _of_the_rank(run, failure)
     if newest:
         found += _of_the_code(run, attempt, failure)
         found += _of_the_folder(run) if failure is None or not failure.traceback else []
