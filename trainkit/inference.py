@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,14 +94,14 @@ def evaluate_checkpoint(
     Raises:
         UserError: as `_opened`, or the checkpoint is broken.
     """
+    batch_size = min(config.train.global_batch_size, 256)
     with _opened(config, run_dir, which, weights, same_classes=True) as (step, checkpoints, has_average, parts):
-        how: dict[str, Any] = {
-            "kinds": [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)],
-            "batch_size": min(config.train.global_batch_size, 256),
-            "or_newest": which in ("best", "latest"),
-        }
-        step, found = measure_saved(parts, checkpoints, step, getattr(parts.splits, split), confusion=True, **how)
-        if how["or_newest"] and format.pointed(run_dir.checkpoints, which) != step:
+        kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)]
+        samples, or_newest = getattr(parts.splits, split), which in ("best", "latest")
+        step, found = measure_saved(
+            parts, checkpoints, step, samples, kinds=kinds, batch_size=batch_size, or_newest=or_newest, confusion=True
+        )
+        if or_newest and format.pointed(run_dir.checkpoints, which) != step:
             which = "newest"
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():

@@ -133,6 +133,7 @@ def _unknown(name: str, known: list[str], library: str | None) -> UserError:
     for package in [library] if library else ["timm", "torchvision"]:
         if importlib.util.find_spec(package) is None:
             why, fix = f"{package} is not installed here.", f"pip install {package}"
+            break
     return UserError(f"Unknown model '{name}'.", why=why, fix=fix, key="model.name")
 
 
