@@ -21,11 +21,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return 0
     verb = argv[0]
     if verb not in known:
-        raise UserError(
-            f"Unknown command '{verb}'.",
-            why=f"There are: {', '.join(known)}.",
-            fix=did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does."),
-        )
+        why = f"There are: {', '.join(known)}."
+        fix = did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does.")
+        raise UserError(f"Unknown command '{verb}'.", why=why, fix=fix)
     code: int = importlib.import_module(f"jobs.{verb}").main(argv[1:], env)
     return code
 

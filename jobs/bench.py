@@ -44,10 +44,8 @@ def parser() -> cli.Parser:
     parser.add_argument(
         "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the folder to make (default: runs/bench-NAME-<id>)"
     )
-    cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
-    login_node.add_host_flag(parser)
-    return parser
+    return parser.taking("--allow-code", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -12,8 +12,7 @@ from trainkit.run.folder import find_runs
 def parser() -> cli.Parser:
     parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
-    login_node.add_host_flag(parser)
-    return parser
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -44,6 +44,26 @@ RESOURCES: dict[str, tuple[str | None, str, str]] = {
     "mail-user": (None, "ADDRESS", "mail address"),
     "mail-type": (None, "EVENTS", "mail on: BEGIN,END,FAIL"),
 }
+# What several verbs take, see `Parser.taking`.
+COMMON: dict[str, dict[str, Any]] = {
+    "run": {"metavar": "RUN", "help": "a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"},
+    "overrides": {"nargs": "*", "metavar": "section.key=value", "help": "settings, such as data.root=/elsewhere"},
+    "--checkpoint": {"default": "best", "metavar": "best|latest|STEP", "help": "which weights (default: best)"},
+    "--weights": {
+        "choices": ("raw", "ema"), "help": "the model's own, or the averaged ones (default: those, if the run has them)"
+    },
+    "--join": {
+        "metavar": "TOKEN", "nargs": "?", "const": "",
+        "help": "join that swarm, as one peer with all ranks of the job, and with its creator's settings "
+        "(default: that in TRAINKIT_TOKEN, or a file with it)",
+    },
+    "--allow-code": {"action": "store_true", "help": "run, and send to, what somebody else's run or settings name"},
+    "--force": {"action": "store_true", "help": "also if nobody can tell whether its job has ended"},
+    "--host": {
+        "metavar": "USER@LOGIN",
+        "help": "do it on this login node, over ssh: user@login, or user@login:FOLDER if it is not ~/trainkit there",
+    },
+}  # fmt: skip
 
 
 def new_folder(text: str) -> Path:
@@ -102,6 +122,12 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
+
+    def taking(self, *names: str) -> Parser:
+        """This parser, with arguments of `COMMON`."""
+        for name in names:
+            self.add_argument(name, **COMMON[name])
+        return self
 
     def error(self, message: str) -> NoReturn:
         what, why, fix = message, f"It was given to `{self.prog}`.", f"`{self.prog} --help` lists the flags."
@@ -214,37 +240,6 @@ def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> st
     return f"Did you mean '{own}'?" if own in known else ""
 
 
-def add_run_to_read(parser: argparse.ArgumentParser) -> None:
-    """``RUN`` and ``--checkpoint``, for verbs that read the weights of a run (`run_to_read`)."""
-    parser.add_argument(
-        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
-    )
-    parser.add_argument(
-        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
-    )
-
-
-def add_weights_flag(parser: argparse.ArgumentParser) -> None:
-    """``--weights``, for verbs that take one kind of weights."""
-    parser.add_argument(
-        "--weights",
-        choices=("raw", "ema"),
-        help="the model's own, or the averaged ones (default: those, if the run has them)",
-    )
-
-
-def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
-    """``--allow-code``, for verbs that start code of a run (`trainkit.run.ownership`)."""
-    parser.add_argument(
-        "--allow-code", action="store_true", help="run, and send to, what somebody else's run or settings name"
-    )
-
-
-def add_force_flag(parser: argparse.ArgumentParser) -> None:
-    """``--force``, for commands that start a job on a run that may have one."""
-    parser.add_argument("--force", action="store_true", help="also if nobody can tell whether its job has ended")
-
-
 def add_resource_flags(parser: argparse.ArgumentParser) -> None:
     """Add sbatch's flags. Their values stay text here; the configuration checks them."""
     group = parser.add_argument_group("resources (sbatch's own flags)")
@@ -257,14 +252,11 @@ def add_resource_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that start a job: executor, cluster, following, resources."""
-    parser.add_argument("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
-    parser.add_argument(
-        "--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
-    parser.add_argument(
-        "--preflight", action="store_true", help="check the job's nodes before its ranks start; go on without a bad one"
-    )
+    add = parser.add_argument
+    add("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
+    add("--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file")
+    add("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
+    add("--preflight", action="store_true", help="check the nodes before the ranks start; go on without a bad one")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
     group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")

@@ -50,9 +50,7 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
         listed = [(name, value, f"{source}: {reason}" if reason else source) for name, value, source, reason in rows]
         print("\n".join(terminal.listing(listed, shutil.get_terminal_size().columns)), file=sys.stderr)
         return
-    first, second, third = (max(len(row[column]) for row in rows) for column in range(3))
-    for name, value, source, reason in rows:
-        print(f"{name:{first}}  {value:{second}}  {source:{third}}  {reason}".rstrip(), file=sys.stderr)
+    print("\n".join(terminal.table(rows[0], rows[1:])), file=sys.stderr)
 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
@@ -67,13 +65,14 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
 
 def _steps(config: Config) -> Row:
     train, images = config.train, train_size(config.data)
+    total, why = train.max_steps, "the images are counted when the run starts"
+    if images is not None:
+        per_epoch = steps_per_epoch(images, train.global_batch_size)
+        by = f"{train.epochs} epochs, " if total is None else "train.max_steps; "
+        why = f"{by}{per_epoch} an epoch: {images:,} images in batches of {train.global_batch_size}"
+        total = total or train.epochs * per_epoch
     early = ", fewer if it stops early" if train.early_stopping_patience is not None else ""
-    if images is None:
-        return "total_steps", str(train.max_steps or "?"), DERIVED, f"the images are counted when the run starts{early}"
-    per_epoch = steps_per_epoch(images, train.global_batch_size)
-    by = "train.max_steps; " if train.max_steps is not None else f"{train.epochs} epochs, "
-    why = f"{by}{per_epoch} an epoch: {images:,} images in batches of {train.global_batch_size}{early}"
-    return "total_steps", str(train.max_steps or train.epochs * per_epoch), DERIVED, why
+    return "total_steps", str(total or "?"), DERIVED, f"{why}{early}"
 
 
 def _precision(plan: Plan, config: Config) -> Row:
@@ -157,16 +156,13 @@ def estimate(
             starts[name] = Start(refusal=error.what)
             continue
         calls += 1
-        if calls > MOST:
-            starts[name] = Start(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
-            continue
-        scheduler = named(plan.executor)
-        starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
+        scheduler, refusal = named(plan.executor), f"not asked: it is {MOST} at a time; give --partition {name}"
+        script = scheduler.script(plan, folder, cwd) or ""
+        starts[name] = scheduler.earliest_start(script, name, env) if calls <= MOST else Start(refusal=refusal)
     if not starts:
+        fix = "Ask for one with --partition NAME, or try again when one is up."
         raise RefusedError(
-            "No partition of this cluster takes jobs.",
-            why="sinfo and scontrol name none that is up.",
-            fix="Ask for one with --partition NAME, or try again when one is up.",
+            "No partition of this cluster takes jobs.", why="sinfo and scontrol name none that is up.", fix=fix
         )
     now, width = datetime.now(), max(map(len, starts))
     for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):

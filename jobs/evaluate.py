@@ -24,19 +24,12 @@ _SHOWN = 5
 
 def parser() -> cli.Parser:
     parser = cli.Parser("evaluate", __doc__)
-    cli.add_run_to_read(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
-    parser.add_argument(
-        "--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("raw", "ema", "both"),
-        help="the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)",
-    )
-    cli.add_allow_code_flag(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+    add = parser.add_argument
+    add("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
+    weights = "the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)"
+    add("--weights", choices=("raw", "ema", "both"), help=weights)
+    add("--json", action="store_true", help="print one JSON object")
+    return parser.taking("run", "overrides", "--checkpoint", "--allow-code")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -77,7 +70,7 @@ def _record(run: RunDir, of: dict[str, Any], done: Evaluation) -> None:
         append_jsonl(run.evaluations, record)
     except (OSError, UserError) as error:  # another user's run, or an archive: the result is still printed
         why = error.what if isinstance(error, UserError) else f"{error.strerror}."
-        print(terminal.one_line(f"Not recorded in {run.evaluations}: {why}", terminal.LONG_LINE), file=sys.stderr)
+        print(terminal.long_line(f"Not recorded in {run.evaluations}: {why}"), file=sys.stderr)
 
 
 def _worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], whose: str) -> list[str]:

@@ -12,9 +12,8 @@ from trainkit.errors import UserError
 
 def parser() -> cli.Parser:
     parser = cli.Parser("export", __doc__)
-    cli.add_run_to_read(parser)
+    parser.taking("run", "--checkpoint", "--weights")
     parser.add_argument("file", metavar="FILE.safetensors", help="replaced, once the new one is complete")
-    cli.add_weights_flag(parser)
     return parser
 
 
@@ -23,11 +22,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(argv)
     file = Path(args.file).expanduser()
     if file.suffix != ".safetensors":
-        raise UserError(
-            f"'{file.name}' is no name for a file of safetensors.",
-            why="Libraries go by its end.",
-            fix=f"Give {file.with_suffix('.safetensors')}.",
-        )
+        why, fix = "Libraries go by its end.", f"Give {file.with_suffix('.safetensors')}."
+        raise UserError(f"'{file.name}' is no name for a file of safetensors.", why=why, fix=fix)
     stems = {"raw": ("model",), "ema": ("ema",), None: ("ema", "model")}[args.weights]
     with cli.run_to_read(args.run, env) as run_dir:
         config = load(str(run_dir.config), []).config

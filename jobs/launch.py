@@ -135,35 +135,28 @@ def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
     try:
         os.execvpe(words[0], words, inside)
     except OSError as error:
-        raise RefusedError(
-            f"Cannot start {words[0]}.",
-            why=f"{error.strerror}; launch.container_image={node.plan.container and node.plan.container.image}.",
-            fix=f"Install {words[0]}, set launch.container_runtime, or train without: --container-image none.",
-        ) from None
+        why = f"{error.strerror}; launch.container_image={node.plan.container and node.plan.container.image}."
+        fix = f"Install {words[0]}, set launch.container_runtime, or train without: --container-image none."
+        raise RefusedError(f"Cannot start {words[0]}.", why=why, fix=fix) from None
 
 
 def parser() -> cli.Parser:
     parser = cli.Parser("launch", DESCRIPTION)
-    parser.add_argument("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0 (0)")
-    parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="GPUs of each node; 0 trains on CPU (all that are here)"
+    add = parser.add_argument
+    add("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
+    add("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
+    add("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0 (0)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node; 0 trains on CPU (all that are here)")
+    add("--ntasks-per-node", type=int, metavar="N", help="ranks per node (one per GPU, or one on CPU)")
+    add("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
+    add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})")
+    add(
+        "--secret-file", type=Path, metavar="FILE", help="holds the word that ranks must know to join (TRAINKIT_SECRET)"
     )
-    parser.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks per node (one per GPU, or one on CPU)")
-    parser.add_argument("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
-    parser.add_argument(
-        "--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})"
-    )
-    parser.add_argument(
-        "--secret-file", type=Path, metavar="FILE", help="only ranks that know what it holds may join (TRAINKIT_SECRET)"
-    )
-    parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
-    parser.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be started here; write nothing")
-    cli.add_allow_code_flag(parser)
-    return parser
+    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
+    add("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
+    add("--dry-run", action="store_true", help="print what would be started here; write nothing")
+    return parser.taking("overrides", "--allow-code")
 
 
 def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:

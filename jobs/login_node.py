@@ -27,16 +27,10 @@ from trainkit.site.ssh import Host, Word, run_there, script
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
 
-HELP = "do it on this login node, over ssh: user@login, or user@login:FOLDER if it is not ~/trainkit there"
 _LONGEST = 1 << 28
 """Bytes of a report."""
 _IN_MEMORY = 1 << 24
 _OF_A_REPORT = re.compile(r"(logbook|comparison|results)\.md|report\.html|[\w.-]+\.(svg|png)", re.ASCII)
-
-
-def add_host_flag(parser: argparse.ArgumentParser) -> None:
-    """``--host``, of the verbs that work from a laptop."""
-    parser.add_argument("--host", metavar="USER@LOGIN", help=HELP)
 
 
 def forward(verb: str, argv: Sequence[str], host: str, env: Mapping[str, str]) -> int:

@@ -17,23 +17,20 @@ from trainkit.finish import full_name, watch
 from trainkit.monitor.follow import LogTail, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
-from trainkit.terminal import LONG_LINE, one_line
 
 POLL_SECONDS = 0.5
 
 
 def parser() -> cli.Parser:
     parser = cli.Parser("logs", "Print the log of a run's rank; of a failed run, the failing rank's traceback first.")
-    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
-    parser.add_argument(
-        "--rank", metavar="N", help="which ranks (default: 0): 0,4-7, or all; each line says whose it is"
-    )
-    parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
-    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
-    parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
-    login_node.add_host_flag(parser)
-    return parser
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's name or folder")
+    add("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
+    add("--rank", metavar="N", help="which ranks (default: 0): 0,4-7, or all; each line says whose it is")
+    add("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
+    add("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
+    add("--err", action="store_true", help="stderr instead of stdout")
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -63,14 +60,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if missing or not logs:
         # The folder exists a moment before the ranks start.
         if ranks and not (asked in (None, (0,)) and state.alive != "no"):
-            raise UserError(
-                f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}.",
-                why=_have("ranks", ranks),
-                fix="Give others with --rank, or another --attempt.",
-            )
+            what = f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}."
+            raise UserError(what, why=_have("ranks", ranks), fix="Give others with --rank, or another --attempt.")
         print(f"{run.name}: {_words(state)}; no rank has started.")
-        for line in last_words(run):
-            print(terminal.lines(line))
+        print("".join(f"{terminal.lines(line)}\n" for line in last_words(run)), end="")
         return 0
     for log in logs:
         _print(log, to_the_end=True)
@@ -113,7 +106,7 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
     if disk := fileio.full(run.path):
-        print(f"--- {one_line(disk, LONG_LINE)}: what came after that is not written down.")
+        print(f"--- {terminal.long_line(disk)}: what came after that is not written down.")
     cause = cause_of(run, state, attempt)
     failure = cause.failure if cause is not None else None
     words = last_words(run) if failure is None else failure.traceback or [text for _, text in failure.log(run).tail]
@@ -121,12 +114,12 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
         print(f"--- {full_name(run)}: {_words(state)}")
         print(terminal.lines("\n".join(words)))
         return
-    print(f"--- {full_name(run)}: {state.state}. {one_line(cause.what, LONG_LINE)}")
+    print(f"--- {full_name(run)}: {state.state}. {terminal.long_line(cause.what)}")
     if cause.why:
         print(f"--- why: {cause.shown}")
     elif words:
         print(terminal.lines("\n".join(words)))
-    print(f"--- fix: {one_line(cause.advice, LONG_LINE)}")
+    print(f"--- fix: {terminal.long_line(cause.advice)}")
     rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
     print(f"--- {rest} of rank 0:")
 

@@ -26,16 +26,14 @@ _SHOWN = 5
 
 def parser() -> cli.Parser:
     parser = cli.Parser("predict", __doc__)
-    cli.add_run_to_read(parser)
-    parser.add_argument("folder", metavar="FOLDER", help="images at any depth of it; or one image")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
-    parser.add_argument("--out", metavar="FILE.csv", help="default: standard output")
-    parser.add_argument("--top", metavar="K", type=int, default=1, help="the K most probable classes (default: 1)")
-    parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="images at a time (default: 64)")
-    parser.add_argument("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
-    cli.add_weights_flag(parser)
-    cli.add_allow_code_flag(parser)
-    return parser
+    add = parser.add_argument
+    parser.taking("run")
+    add("folder", metavar="FOLDER", help="images at any depth of it; or one image")
+    add("--out", metavar="FILE.csv", help="default: standard output")
+    add("--top", metavar="K", type=int, default=1, help="the K most probable classes (default: 1)")
+    add("--batch-size", metavar="N", type=int, default=64, help="images at a time (default: 64)")
+    add("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
+    return parser.taking("overrides", "--checkpoint", "--weights", "--allow-code")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -19,27 +19,16 @@ def parser() -> cli.Parser:
         "Download or unpack a data set, and verify it.\n"
         "A second call says that it is there. On a machine without internet it says which files to bring.",
     )
-    parser.add_argument("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
-    parser.add_argument("--root", metavar="FOLDER", default="data", help="folder of the data sets (default: data)")
-    parser.add_argument(
-        "--archive", metavar="FILE", nargs="+", default=[], help="archives fetched before; also looked for in --root"
-    )
-    parser.add_argument(
-        "--pack",
-        type=_side,
-        metavar="SIDE",
-        help="also pack all images into one file that is mapped into memory, their shorter side SIDE pixels (256 for "
-        "training at 224); several times faster to read. A call that was killed goes on where it was",
-    )
-    parser.add_argument(
-        "--pack-format",
-        choices=("jpeg", "raw"),
-        default="raw",
-        help="raw: pixels, some 360 GB for ImageNet; jpeg: quality 90, some 33 GB, half as fast (default: raw)",
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes that pack (default: CPUs)"
-    )
+    add = parser.add_argument
+    add("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
+    add("--root", metavar="FOLDER", default="data", help="folder of the data sets (default: data)")
+    add("--archive", metavar="FILE", nargs="+", default=[], help="archives fetched before; also looked for in --root")
+    pack = "also pack all images into one file that is mapped into memory, their shorter side SIDE pixels (256 for "
+    pack += "training at 224); several times faster to read. A call that was killed goes on where it was"
+    add("--pack", type=_side, metavar="SIDE", help=pack)
+    formats = "raw: pixels, some 360 GB for ImageNet; jpeg: quality 90, some 33 GB, half as fast (default: raw)"
+    add("--pack-format", choices=("jpeg", "raw"), default="raw", help=formats)
+    add("--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes that pack (default: CPUs)")
     return parser
 
 

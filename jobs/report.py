@@ -24,8 +24,7 @@ def parser() -> cli.Parser:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)"
     )
-    login_node.add_host_flag(parser)
-    return parser
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -15,14 +15,8 @@ def parser() -> cli.Parser:
     parser = cli.Parser(
         "resume", "Queue a run again, or what has failed of a sweep. Resources may change, settings may not."
     )
-    parser.add_argument(
-        "run", metavar="RUN", help="a run's name or folder, or the URL of its copy: s3://bucket/prefix/NAME"
-    )
-    cli.add_force_flag(parser)
-    cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
-    login_node.add_host_flag(parser)
-    return parser
+    return parser.taking("run", "--force", "--allow-code", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -19,21 +19,12 @@ from trainkit.diagnosis.evidence import course_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.monitor import number
-from trainkit.run import folder
+from trainkit.run import folder, metrics
 from trainkit.run.events import RunHistory, history_of, read_events
-from trainkit.run.folder import RunDir, find_runs, list_runs, runs_root
-from trainkit.run.metrics import (
-    FORECAST_EVENTS,
-    Forecast,
-    RunProgress,
-    described,
-    divergence_of,
-    forecast,
-    progress_of,
-    typed_record,
-)
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Forecast, RunProgress
 from trainkit.schedulers.base import KEPT_SECONDS, JobState, job_states
-from trainkit.terminal import LONG_LINE, age, one_line
+from trainkit.terminal import age, long_line, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,6 +41,8 @@ GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 MOST_BARS = 6
 _TAIL_BYTES = 16384
 _RECORDS = 24
+_HIDDEN = ("time", "event", "process_started", "process_space")
+"""Fields of events that a list of them leaves out."""
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _STYLES = {
     "RUNNING": "cyan", "COMPLETED": "green", "FAILED": "bold red", "TIMEOUT": "red", "CANCELLED": "yellow",
@@ -78,10 +71,9 @@ class StatusRow:
 
     @property
     def cause(self) -> Cause | None:
-        try:
+        with suppress(TrainkitError):  # shown in its row
             return cause_of(self.run, self.state)
-        except TrainkitError:  # shown in its row
-            return None
+        return None
 
     @property
     def notes(self) -> list[str]:
@@ -106,12 +98,12 @@ class StatusRow:
 
 def parser() -> cli.Parser:
     parser = cli.Parser("status", "Runs in the runs folder, and those submitted from other folders.")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
-    parser.add_argument("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
-    parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
-    login_node.add_host_flag(parser)
-    return parser
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
+    add("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
+    add("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
+    add("--json", action="store_true", help="a list of objects, for programs")
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -120,13 +112,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return login_node.forward("status", argv, args.host, env)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
-    root = runs_root(env)
+    root = folder.runs_root(env)
 
     def chosen() -> list[RunDir]:
         """The runs to show, of which those that were not named may be too many."""
         if args.runs:
-            return [run for reference in args.runs for run in find_runs(reference, env)]
-        found = [*(RunDir(path) for path in folder.known(everywhere=args.all)), *list_runs(root)]
+            return [run for reference in args.runs for run in folder.find_runs(reference, env)]
+        found = [*(RunDir(path) for path in folder.known(everywhere=args.all)), *folder.list_runs(root)]
         return sorted({run.path: run for run in found}.values(), key=RunDir.made)
 
     shown = slice(0 if args.all or args.runs else -LISTED, None)
@@ -135,8 +127,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         others = "" if args.all else " (--all looks at those of other clones too)"
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return 0
-    if args.watch:
-        _watch(lambda: chosen()[shown], root)  # chosen anew: runs may start meanwhile
+    if args.watch:  # chosen anew: runs may start meanwhile
+        _watch(lambda: chosen()[shown], root)
     ages: list[float] = []
     rows = look(runs[shown], root, aged=ages.append)
     if args.json:
@@ -178,29 +170,29 @@ def look(
         state, progress, ends, problems = states[run.path], RunProgress(), None, list[str]()
         since = history.started.get("time", 0.0) if state.state in GOING_ON else None
         try:
-            progress = progress_of(run, pace_since=since)
+            progress = metrics.progress_of(run, pace_since=since)
             ends = forecast_of(run, state, history, progress)
         except TrainkitError as error:
             problems.append(f"{error.what} {error.why}")
         if not os.path.isfile(run.config):
             problems.append("config.yaml is no file")
-        lost = divergence_of(run) if progress.train.get("loss", 0.0) is None else ""  # only then read the whole record
+        lost = (
+            metrics.divergence_of(run) if progress.train.get("loss", 0.0) is None else ""
+        )  # only then read the whole record
         rows[run] = StatusRow(run, names[run], state, history, progress, problems, ends, lost)
     return [rows[run] for run in runs]
 
 
 def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
     """Redraw until Ctrl-C: read records often, ask the scheduler rarely."""
-    states: dict[Path, JobState] | None = None
     asked, rows = 0.0, list[StatusRow]()
 
     def text() -> str:
-        nonlocal states, asked, rows
-        runs = chosen()
-        if time.monotonic() - asked >= ASK_SECONDS or any(run.path not in (states or {}) for run in runs):
-            states, asked = None, time.monotonic()
-        rows = look(runs, root, states)
-        states = {row.run.path: row.state for row in rows}
+        nonlocal asked, rows
+        runs, states = chosen(), {row.run.path: row.state for row in rows}
+        is_old = time.monotonic() - asked >= ASK_SECONDS or any(run.path not in states for run in runs)
+        asked = time.monotonic() if is_old else asked
+        rows = look(runs, root, None if is_old else states)
         return "\n".join(_table(rows))
 
     terminal.watch(text, every=LOOK_SECONDS, view=lambda height: view(_table(rows), rows, height))
@@ -213,20 +205,13 @@ def _table(rows: Sequence[StatusRow]) -> list[str]:
 
 
 def _cells(row: StatusRow) -> list[str]:
-    last, val, metrics = row.progress.last, row.progress.val, described(row.run)
-    measured = [key for key in (metrics.headline, "loss") if val.get(key) is not None][:1]
+    last, val, of_task = row.progress.last, row.progress.val, metrics.described(row.run)
+    measured = [key for key in (of_task.headline, "loss") if val.get(key) is not None][:1]
     of_all = f"/{row.total_steps}" if row.total_steps is not None else ""
-    cells = (
-        row.name,
-        row.state.state,
-        row.state.job_id,
-        str(len(row.run.attempts()) or ""),
-        f"{last['step']}{of_all}" if last else "",
-        f"{last['epoch']:.1f}" if "epoch" in last else "",
-        "".join(metrics.words(key, val[key]).removesuffix(" %") for key in measured),
-        age(row.forecast.seconds) if row.forecast is not None else "",
-        age(time.time() - row.run.made()),
-    )
+    cells = [row.name, row.state.state, row.state.job_id, str(len(row.run.attempts()) or "")]
+    cells += [f"{last['step']}{of_all}" if last else "", f"{last['epoch']:.1f}" if "epoch" in last else ""]
+    cells.append("".join(of_task.words(key, val[key]).removesuffix(" %") for key in measured))
+    cells += [age(row.forecast.seconds) if row.forecast is not None else "", age(time.time() - row.run.made())]
     return [one_line(cell or "-") for cell in cells]
 
 
@@ -260,14 +245,17 @@ def _as_object(row: StatusRow, asked: float) -> dict[str, Any]:
 
 
 def _print_detail(row: StatusRow) -> None:
-    facts = {"folder": one_line(row.run.path, LONG_LINE), "nodes": one_line(row.state.nodes)}
-    if cause := row.cause:
-        facts |= {"cause": one_line(cause.what, LONG_LINE), "why": cause.shown if cause.why else ""}
-        facts["fix"] = one_line(cause.advice, LONG_LINE)
-    if row.forecast is not None:
-        facts["ends"] = f"about {_clock(time.time() + row.forecast.seconds)[:16]}, {words(row.forecast)}"
-    if isinstance(hint := fileio.read_object(row.run.summary).get("advice"), str):
-        facts["faster"] = one_line(hint)
+    cause, ends = row.cause, row.forecast
+    hint = fileio.read_object(row.run.summary).get("advice")
+    facts = {
+        "folder": long_line(row.run.path),
+        "nodes": one_line(row.state.nodes),
+        "cause": long_line(cause.what) if cause else "",
+        "why": cause.shown if cause and cause.why else "",
+        "fix": long_line(cause.advice) if cause else "",
+        "ends": f"about {_clock(time.time() + ends.seconds)[:16]}, {words(ends)}" if ends else "",
+        "faster": one_line(hint) if isinstance(hint, str) else "",
+    }
     print("\n" + "\n".join(f"{name:6}  {fact}" for name, fact in facts.items() if fact))
     try:
         for smell in course_of(row.run).smells if row.state.state == "RUNNING" else ():
@@ -279,10 +267,9 @@ def _print_detail(row: StatusRow) -> None:
         # Of consecutive checkpoints only the last: a long training would fill pages.
         if event["event"] == "saved" and all(event.get(key) == following.get(key) for key in ("event", "attempt")):
             continue
-        hidden = ("time", "event", "process_started", "process_space")
         shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in event.items()}
-        told = " ".join(f"{key}={value}" for key, value in shown.items() if key not in hidden)
-        print(f"{_clock(event.get('time', 0))}  {event['event']:10} {told}")
+        fields = " ".join(f"{key}={value}" for key, value in shown.items() if key not in _HIDDEN)
+        print(f"{_clock(event.get('time', 0))}  {event['event']:10} {fields}")
 
 
 def _clock(seconds: float) -> str:
@@ -301,7 +288,8 @@ def forecast_of(run: RunDir, state: JobState, history: RunHistory, progress: Run
         with suppress(OSError, ValueError, TrainkitError):  # runs of templates have no plan
             plan = Plan.read(run.plan)
             limit = max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)
-    return forecast(read_events(run, FORECAST_EVENTS), left, now=now, attempt_seconds=limit, runs=runs)
+    events = read_events(run, metrics.FORECAST_EVENTS)
+    return metrics.forecast(events, left, now=now, attempt_seconds=limit, runs=runs)
 
 
 def words(found: Forecast) -> str:
@@ -354,9 +342,8 @@ def losses_of_late(run: RunDir) -> list[float | None]:
         text = fileio.read_end(run.metrics, _TAIL_BYTES)
     except OSError:
         return []
-    metrics = described(run)
-    parsed = (fileio.parse_object(line) for line in text.splitlines())
-    records = [typed_record(raw, metrics) for raw in parsed if raw is not None]
+    of_task, parsed = metrics.described(run), map(fileio.parse_object, text.splitlines())
+    records = [metrics.typed_record(raw, of_task) for raw in parsed if raw is not None]
     return [r["loss"] for r in records if r is not None and r["split"] == "train" and "loss" in r][-_RECORDS:]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,42 +24,24 @@ DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this mach
 
 def parser() -> cli.Parser:
     parser = cli.Parser("submit", DESCRIPTION)
-    parser.add_argument(
-        "preset", nargs="?", metavar="PRESET|RUN",
-        help="a preset in configs/, a YAML file, or a run to repeat; without any word the presets are listed",
-    )  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
-    parser.add_argument(
-        "--sweep",
-        metavar="KEY=A,B,C",
-        action="append",
-        default=[],
-        help="one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations",
-    )
-    parser.add_argument("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
-    parser.add_argument(
-        "--join", metavar="TOKEN", nargs="?", const="",
-        help="join that swarm, as a peer with all GPUs of the job (default: that in TRAINKIT_TOKEN, or a file with it)",
-    )  # fmt: skip
-    parser.add_argument("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
-    parser.add_argument("--again", action="store_true", help="train it once more where the same run is there already")
-    parser.add_argument(
-        "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)"
-    )
-    parser.add_argument(
-        "--estimate", action="store_true", help="say when it would start in each partition; queue nothing"
-    )
-    parser.add_argument(
-        "--settings", metavar="SECTION", nargs="?", const="", help="list what can be set, of a section or all; then end"
-    )
-    cli.add_allow_code_flag(parser)
+    add = parser.add_argument
+    preset = "a preset in configs/, a YAML file, or a run to repeat; without any word the presets are listed"
+    add("preset", nargs="?", metavar="PRESET|RUN", help=preset)
+    add("overrides", nargs="*", metavar="section.key=value", help="training settings")
+    sweep = "one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations"
+    add("--sweep", metavar="KEY=A,B,C", action="append", default=[], help=sweep)
+    add("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
+    add("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
+    add("--again", action="store_true", help="train it once more where the same run is there already")
+    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
+    add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
+    add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
     cli.add_launch_flags(parser)
-    login_node.add_host_flag(parser)
-    return parser
+    return parser.taking("--join", "--allow-code", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(list(argv))
+    args = parser().parse_intermixed_args(argv)
     if args.settings is not None:
         return _print_settings(args.settings or None)
     if args.preset is None:
@@ -109,15 +89,11 @@ def _print_presets() -> int:
 def _print_settings(section: str | None) -> int:
     from trainkit.config.json_schema import settings
 
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for item in settings(section):
         name = f"{item.key}={item.default}  ({item.type})"
         text = f"{f'{item.of}: ' if item.of else ''}{item.sentence}"
-        if len(name) + 2 + len(text) <= room:
-            print(f"{name}  {text}")
-        else:
-            print(textwrap.fill(name, room, subsequent_indent="    "))
-            print(textwrap.fill(text, room, initial_indent="    ", subsequent_indent="    "))
+        one = terminal.wrapped(f"{name}  {text}")
+        print(*(one if len(one) == 1 else [*terminal.wrapped(name), *terminal.wrapped(f"    {text}")]), sep="\n")
     return 0
 
 

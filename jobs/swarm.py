@@ -72,14 +72,14 @@ def _parser(verb: str) -> cli.Parser:
         add("--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port")
         add("--open", action="store_true", help="whoever has an address may join; else only the invited")
         add("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
-        cli.add_allow_code_flag(parser)
+        parser.taking("--allow-code")
     elif verb == "invite":
         add("--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)")
         add("--reduce", action="store_true", help=_TRUST)
     elif verb == "anchor":
         add("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
         add("--announce", metavar="HOST[:PORT]", help="the router that forwards the port, if there is one")
-        cli.add_allow_code_flag(parser)
+        parser.taking("--allow-code")
         add_peer_flags(parser, host="0.0.0.0")
     elif verb == "doctor":
         add("words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run")

@@ -25,19 +25,11 @@ from trainkit.worker import own_attempt, train
 
 def parser() -> cli.Parser:
     parser = cli.Parser("train", __doc__)
-    parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument(
-        "--run-dir", type=cli.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there"
-    )
-    parser.add_argument("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
-    parser.add_argument(
-        "--join", metavar="TOKEN", nargs="?", const="",
-        help="join that swarm, with its creator's settings (default: that in TRAINKIT_TOKEN, or a file with it)",
-    )  # fmt: skip
-    cli.add_force_flag(parser)
-    cli.add_allow_code_flag(parser)
-    return parser
+    add = parser.add_argument
+    add("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
+    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there")
+    add("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
+    return parser.taking("overrides", "--join", "--force", "--allow-code")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -22,8 +22,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
     parser.add_argument("run", metavar="RUN", help="a run's or a sweep's name or folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
-    login_node.add_host_flag(parser)
-    return parser
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -15,16 +15,8 @@ from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserErr
 from trainkit.fileio import FileWatcher
 from trainkit.run.events import cancelled, history_of
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import (
-    JobState,
-    Poller,
-    Scheduler,
-    built_in,
-    job_state,
-    job_states,
-    named,
-    not_known_as_its_own,
-)
+from trainkit.schedulers import base
+from trainkit.schedulers.base import JobState, Poller, Scheduler, job_state, named
 
 if TYPE_CHECKING:
     from trainkit.diagnosis.causes import Cause
@@ -45,13 +37,12 @@ class Watch:
 
     def is_alive(self) -> bool:
         """Whether the run may still write. Prints once if the scheduler cannot tell."""
-        state = self.poller.state(soon=history_of(self.run).outcome is not None)
-        words = ""
+        state, words = self.poller.state(soon=history_of(self.run).outcome is not None), ""
         if state.alive == "unknown":
             job = state.living()[0]
             words = f"Nobody can tell what job {job.job_id or '?'} does ({job.reason}); asking on."
-        if words and words != self.said:
-            print(words, file=sys.stderr, flush=True)
+            if words != self.said:
+                print(words, file=sys.stderr, flush=True)
         self.said = words
         return state.alive != "no"
 
@@ -160,30 +151,26 @@ def end_of(run: RunDir, state: JobState) -> int:
         if cause is not None and cause.why:
             raise refusal(run, cause, heading)
         failure = cause.failure if cause is not None else None
-        words = failure.traceback[-60:] if failure is not None else last_words(run)
-        if words:
+        if words := failure.traceback[-60:] if failure is not None else last_words(run):
             print("\n".join(words), file=sys.stderr)
         if cause is not None:
             raise RunFailedError(f"{heading} {cause.what}", why=cause.shown, fix=cause.advice)
     logs, resume = terminal.command("logs", run.path), terminal.command("resume", run.path)
-    raise RunFailedError(
-        heading,
-        why=state.reason or f"Its log is in {run.logs}.",
-        fix=f"`{logs}` shows more; `{resume}` goes on where it saved.",
-    )
+    why, fix = state.reason or f"Its log is in {run.logs}.", f"`{logs}` shows more; `{resume}` goes on where it saved."
+    raise RunFailedError(heading, why=why, fix=fix)
 
 
 def cancel(runs: Sequence[RunDir]) -> None:
     """Cancel all jobs of these runs. Raises RefusedError for jobs that may be another user's or another run's."""
     for run in runs:
         _require_own(run)
-    states = dict(zip(runs, job_states(runs), strict=True))
+    states = dict(zip(runs, base.job_states(runs), strict=True))
     for run, state in states.items():
         if state.alive == "no":
             why = f" ({state.reason})" if state.reason else ""
-            print(f"{terminal.one_line(run.path, terminal.LONG_LINE)}: nothing to cancel, it is {state.state}{why}.")
+            print(f"{terminal.long_line(run.path)}: nothing to cancel, it is {state.state}{why}.")
     jobs = [(run, job) for run, state in states.items() for job in state.living()]
-    strange = not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
+    strange = base.not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
     groups: dict[Scheduler, list[tuple[RunDir, JobState]]] = {}
     for run, job in jobs:
         if job.job_id and (run, job) not in strange:
@@ -193,7 +180,7 @@ def cancel(runs: Sequence[RunDir]) -> None:
     for run, job in jobs:
         if not job.job_id:
             cancelled(run, "")
-            place = terminal.one_line(run.path, terminal.LONG_LINE)
+            place = terminal.long_line(run.path)
             print(f"{place}: no job is known, and one that comes is cancelled ({job.reason}).", flush=True)
     if strange:
         run, job = strange[0]
@@ -201,7 +188,7 @@ def cancel(runs: Sequence[RunDir]) -> None:
             f"Not ended: {', '.join(f'{each.job_id} of {folder.name}' for folder, each in strange)}.",
             why="Only the record in the run's folder names it, and whoever wrote that could name any of yours: neither "
             "your own list of jobs nor the scheduler knows it as that run's.",
-            fix=f"If it is that run's and yours: {built_in(job.executor).by_hand(run, job)}",
+            fix=f"If it is that run's and yours: {base.built_in(job.executor).by_hand(run, job)}",
         )
 
 
@@ -212,15 +199,13 @@ def _require_own(run: RunDir) -> None:
     except OSError:
         return  # without a record there is nothing to trust
     if owner != os.geteuid():
-        raise RefusedError(
-            f"{run.name} is not yours.",
-            why=f"User {owner} wrote what is known of its job.",
-            fix="Ask them. A job of your own you can still end by its number: scancel NUMBER, or kill.",
-        )
+        why = f"User {owner} wrote what is known of its job."
+        fix = "Ask them. A job of your own you can still end by its number: scancel NUMBER, or kill."
+        raise RefusedError(f"{run.name} is not yours.", why=why, fix=fix)
 
 
 def _say_cancelled(run: RunDir, job: JobState) -> None:
     """Print the run's whole path, as its name alone may be ambiguous."""
-    batch, place = named(job.executor).batch, terminal.one_line(run.path, terminal.LONG_LINE)
+    batch, place = named(job.executor).batch, terminal.long_line(run.path)
     doubt = f"; whether it still ran, nobody could tell ({job.reason})" if batch and job.alive == "unknown" else ""
     print(f"{place}: cancelled {'' if batch else 'local '}job {job.job_id}{doubt}.", flush=True)

@@ -81,11 +81,8 @@ class Run:
     def resume(self, *, force: bool = False, allow_code: bool = False, **flags: Flag) -> None:
         """Queue it again from its newest checkpoint. ``flags`` as in `submit`."""
         if resumption.is_by_hand(self._folder):
-            raise UserError(
-                f"{self.name} is a swarm that was started in a terminal.",
-                why="There it goes on, until its end.",
-                fix=f"`{terminal.command('resume', self.path)}`",
-            )
+            why, fix = "There it goes on, until its end.", f"`{terminal.command('resume', self.path)}`"
+            raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
         asked = resumption.Asked(_launch_settings(flags, self.resume), force, allow_code)
         resumption.resume([self._folder], asked, dict(os.environ))
 
@@ -168,9 +165,7 @@ def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> di
     known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
     for name in flags:
         if name not in LaunchConfig.model_fields:
-            raise UserError(
-                f"There is no {name}= (--{name.replace('_', '-')}).",
-                why="The flags are the command's, with underscores.",
-                fix=did_you_mean(name, known, otherwise="`python -m jobs.submit --help` lists them."),
-            )
+            why = "The flags are the command's, with underscores."
+            fix = did_you_mean(name, known, otherwise="`python -m jobs.submit --help` lists them.")
+            raise UserError(f"There is no {name}= (--{name.replace('_', '-')}).", why=why, fix=fix)
     return start.launch_settings(flags)

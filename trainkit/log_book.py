@@ -30,11 +30,9 @@ def report_on(
         print("\n".join(page(bench)))
         return
     if compare and len(runs) < 2:
-        raise UserError(
-            "--compare needs two runs or more.",
-            why="There is nothing to set this one against.",
-            fix=f"Name the reference first: `{terminal.command('report', 'REFERENCE', runs[0].path, '--compare')}`.",
-        )
+        why = "There is nothing to set this one against."
+        fix = f"Name the reference first: `{terminal.command('report', 'REFERENCE', runs[0].path, '--compare')}`."
+        raise UserError("--compare needs two runs or more.", why=why, fix=fix)
     sweep, facts = runs[0].path.parent, collect(runs) if len(runs) == 1 else _readable(collect(runs), compare)
     out = (out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()
     try:

@@ -23,7 +23,7 @@ from trainkit.launch.batch_job import excluded_nodes
 from trainkit.launch.plan import Plan, validate
 from trainkit.run import folder as run_folder
 from trainkit.run.events import Holder, RunHistory, history_of, lease_on
-from trainkit.run.folder import RunDir, runs_root
+from trainkit.run.folder import RunDir
 from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import JobState, job_states, named, require_no_job
@@ -122,24 +122,20 @@ def _lost(runs: Sequence[RunDir], *, force: bool) -> list[RunDir]:
         if state.alive == "unknown":
             require_no_job(run, force=False)
     told = ", ".join(sorted({state.state for state in states.values()}))
-    raise UserError(
-        f"Nothing of this sweep is to be queued again: its {len(runs)} runs are {told}.",
-        why="Only what has failed, or was stopped, needs that.",
-        fix=f"`{terminal.command('status', runs[0].path.parent)}` shows them.",
-    )
+    why = "Only what has failed, or was stopped, needs that."
+    fix = f"`{terminal.command('status', runs[0].path.parent)}` shows them."
+    raise UserError(f"Nothing of this sweep is to be queued again: its {len(runs)} runs are {told}.", why=why, fix=fix)
 
 
 def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
     """Download a run from its remote copy. Raises RefusedError unless its code may be run."""
     if not allow_code:
-        raise RefusedError(
-            f"{url} brings the program that it runs.",
-            why="Whoever can write there decides what that program does here, with your rights.",
-            fix="If only you, or people you trust, can write there, give the same command with --allow-code.",
-        )
+        why = "Whoever can write there decides what that program does here, with your rights."
+        fix = "If only you, or people you trust, can write there, give the same command with --allow-code."
+        raise RefusedError(f"{url} brings the program that it runs.", why=why, fix=fix)
     from trainkit.checkpoint.remote import fetch_run
 
-    run = fetch_run(url, runs_root(env))
+    run = fetch_run(url, run_folder.runs_root(env))
     run_folder.remember(run.path)  # now it is found by its name
     print(f"Fetched {url} to {run.path}.", flush=True)
     return run

@@ -33,10 +33,6 @@ _ESCAPED = {"'": "\\'", "\\": "\\\\"}
 _COLOUR = re.compile(r"[\d;:]*m")
 
 
-LONG_LINE = 5000
-"""Longest line of what must not be cut where it is shown alone: a path, a cause with its fix."""
-
-
 def one_line(value: object, longest: int = 500) -> str:
     """A name or a remark from a record, as one line of plain text."""
     text = str(value)[: 4 * longest]
@@ -44,6 +40,11 @@ def one_line(value: object, longest: int = 500) -> str:
         text = _plain(text)
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def long_line(value: object) -> str:
+    """The same, of what is shown alone and must not be cut: a path, a cause with its fix."""
+    return one_line(value, 5000)
 
 
 _FORMULA = "=+-@'\uff1d\uff0b\uff0d\uff20"
