@@ -149,12 +149,7 @@ def _model(config: Config) -> Callable[[], Any]:
 
 
 def _train(
-    config: Config,
-    env: RankEnv,
-    stop: StopFlag,
-    writer: Writer,
-    ranks: list[dict[str, Any]],
-    beat: Callable[[], None],
+    config: Config, env: RankEnv, stop: StopFlag, writer: Writer, ranks: list[dict[str, Any]], beat: Callable[[], None]
 ) -> str:
     run, steps, model = writer.run, config.train.max_steps or STEPS, _model(config)
     file = run.path / STATE

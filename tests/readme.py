@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
@@ -28,6 +32,15 @@ def marked(page: Path = README, *, typed: bool = False) -> list[tuple[str | None
     found = re.findall(r"(?:<!-- run: ([\w ]+) -->\n)?```bash\n(.*?)```", text, re.DOTALL)
     as_they_are = typed or page == README
     return [(mark or None, (block if as_they_are else by_module(block)).splitlines()) for mark, block in found]
+
+
+def type_in(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line on a machine without SLURM, with this environment active."""
+    scripts, words = Path(sys.executable).parent, shlex.split(line)
+    if words[0] == "trainkit" and not (scripts / "trainkit").exists():  # an environment older than the command
+        words[:1] = [sys.executable, "-m", "trainkit"]
+    env = {**os.environ, "PATH": str(scripts), "TRAINKIT_RUNS": "runs", "PYTHONPATH": str(README.parent)}
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def by_module(text: str) -> str:

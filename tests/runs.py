@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -25,6 +26,18 @@ def last_event(run: RunDir, kind: str) -> dict[str, Any] | None:
     """The newest event of a kind."""
     events = read_events(run, kind)
     return events[-1] if events else None
+
+
+T = TypeVar("T")
+
+
+def wait_until(look: Callable[[], T | None], seconds: float = 60.0) -> T:
+    """What ``look`` returns as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (seen := look()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.05)
+    return seen
 
 
 def script(file: Path, body: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shell import python
 from trainkit import plugins
 from trainkit.run import folder as run_folder
 
@@ -25,11 +26,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 # Floors, from the ground up. Imports go down only: not up, not sideways between the rooms of one floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    (
-        "trainkit.errors",
-        "trainkit.importing",
-        "trainkit.terminal",
-    ),
+    ("trainkit.errors", "trainkit.importing", "trainkit.terminal"),
     ("trainkit.process",),
     ("trainkit.fileio", "trainkit.workarounds"),
     ("trainkit.plugins",),
@@ -202,18 +199,17 @@ TOP = {
 
 SHORTEST = 60
 SHORT = {
-    **{f"jobs/{verb}.py": "a verb has a file of its name" for verb in ("cancel", "export", "report", "resume")},
+    **{
+        f"jobs/{verb}.py": "a verb has a file of its name"
+        for verb in ("cancel", "export", "prepare", "report", "resume")
+    },
     **{f"{package}/__main__.py": "Python wants this name for what is typed" for package in ("jobs", "trainkit")},
     "trainkit/errors.py": "every module imports it, and it none",
     "trainkit/importing.py": "is loaded before any library",
     "trainkit/log_book.py": "what `report` does, and notebooks too",
 }
 """Files of fewer code lines than SHORTEST, besides plugins, and why."""
-TWICE: dict[str, str] = {}
-"""Names that files of two rooms have, besides base.py, and why."""
 LONGEST_NAME = 72
-LONG_NAMES: dict[str, int] = {}
-"""Folder of tests -> how many names of tests in it are longer; to come to nothing."""
 
 
 @dataclass(frozen=True)
@@ -550,6 +546,7 @@ def test_only_the_modules_that_are_listed_do_so(name: str) -> None:
     found = {it for it, tree in trees().items() if not it.startswith(rule.free) and rule.does(tree)}
     assert listed(found - {*rule.may}) == [], f"{name}, and is not listed"
     assert listed({*rule.may} - found) == [], f"{name} no longer: take it off the list"
+    assert len(ENVIRONMENT) <= 8
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -559,20 +556,13 @@ def test_a_rule_tells_what_it_is_about_from_what_it_is_not(name: str) -> None:
     assert [code for code in rule.unseen if rule.does(ast.parse(IMPORTED + code))] == []
 
 
-def test_the_environment_is_read_at_eight_doors_at_most() -> None:
-    assert len(ENVIRONMENT) <= 8
-
-
 def test_commands_and_a_dry_run_never_load_torch(tmp_path: Path) -> None:
     names = sorted(name for name in modules() if name.startswith("jobs."))
     code = (
         f"import os, sys, {', '.join(names)}; jobs.submit.main(['ddp', '--nodes', '2', '--dry-run'], dict(os.environ));"
         f"print([m for m in {sorted(HEAVY | {'submitit', 'rich'})} if m in sys.modules])"
     )
-    env = {**os.environ, "PYTHONPATH": str(PROJECT), "PATH": str(tmp_path)}  # without a SLURM
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    done = python("-c", code, cwd=tmp_path, PATH=str(tmp_path))  # without a SLURM
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
@@ -640,19 +630,14 @@ def test_no_file_is_short_but_those_with_a_reason() -> None:
 def test_a_file_name_stands_for_one_thing() -> None:
     """Each room may have a base; a verb of ``jobs`` may be called as what it is the command of."""
     names = Counter(Path(name).name for name in own_files() if not name.startswith("jobs/"))
-    assert {name for name, count in names.items() if count > 1 and name != "base.py"} == TWICE.keys()
+    assert {name for name, count in names.items() if count > 1 and name != "base.py"} == set()
 
 
 def test_names_of_tests_can_be_read_at_a_glance() -> None:
-    long = Counter(
-        "/".join(name.split("/")[:2])
-        for name in tracked()
-        if name.startswith("tests/") and name.endswith(".py")
-        for test in re.findall(r"^ *(?:async )?def (test_\w+)", (PROJECT / name).read_text("utf-8"), re.MULTILINE)
-        if len(test) > LONGEST_NAME
-    )
-    assert {place: count for place, count in long.items() if count > LONG_NAMES.get(place, 0)} == {}
-    assert LONG_NAMES.keys() - long.keys() == set(), "it has none any more: take it off the list"
+    files = [PROJECT / name for name in tracked() if name.startswith("tests/") and name.endswith(".py")]
+    tests = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
+    names = [name for file in files for name in tests.findall(file.read_text("utf-8"))]
+    assert [name for name in names if len(name) > LONGEST_NAME] == []
 
 
 # Speed
@@ -677,12 +662,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 @pytest.mark.parametrize(
     ("arguments", "limit"),
-    [
-        ("--help", 2),
-        ("ddp --nodes 2 --dry-run", 8),
-        ("ddp optim.wieght_decay=1", 5),
-        ("ddp model.name=resnett18", 7),
-    ],
+    [("--help", 2), ("ddp --nodes 2 --dry-run", 8), ("ddp optim.wieght_decay=1", 5), ("ddp model.name=resnett18", 7)],
 )
 def test_an_answer_comes_at_once(arguments: str, limit: float, control: float, tmp_path: Path) -> None:
     times = (cpu_seconds("-m", "jobs.submit", *arguments.split(), cwd=tmp_path) for _ in range(3))

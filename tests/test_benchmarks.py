@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, mer
 from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
 from tests.benchmarks.swarms import Trained
+from tests.runs import wait_until
 
 PROJECT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "tests.benchmarks"]
@@ -187,10 +187,7 @@ def test_a_killed_measurement_leaves_no_process_and_no_namespace() -> None:
         found = psutil.Process(process.pid).children(recursive=True)
         return found if sum("tests.benchmarks.slow_link" in child.cmdline() for child in found) == 2 else []
 
-    deadline = time.monotonic() + 60
-    while not (children := started()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    children = wait_until(started)
     spaces = {os.readlink(f"/proc/{child.pid}/ns/net") for child in children} - {os.readlink("/proc/self/ns/net")}
     assert len(spaces) == 3, "two machines and their switch"
     os.kill(process.pid, signal.SIGKILL)

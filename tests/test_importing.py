@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.shell import PROJECT, python
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import write_code
 from trainkit.schedulers.base import BEGIN
 
-PROJECT = Path(__file__).parents[1]
 STRAY = ("torch", "yaml", "typing", "numpy", "argparse", "json", "sitecustomize")
 IMPORTED = "of the folder was imported"
 FIRST = "from trainkit import importing; importing.installed_first(); "
@@ -35,13 +32,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    own = {**os.environ, "PYTHONPATH": str(PROJECT), **env}
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=own, capture_output=True, text=True, check=False)
-
-
 def test_a_command_is_given_in_a_folder_with_files_named_as_libraries(folder: Path) -> None:
-    done = start("-m", "jobs.submit", "ddp", "model.name=my_net:net", "--dry-run", cwd=folder)
+    done = python("-m", "jobs.submit", "ddp", "model.name=my_net:net", "--dry-run", cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
@@ -50,13 +42,13 @@ def test_a_job_takes_the_users_modules_from_its_snapshot_and_no_libraries(folder
         (folder / package).symlink_to(PROJECT / package)
     (folder / "sitecustomize.py").unlink()  # which no snapshot has
     code = f"{BEGIN}import torch, yaml, my_net; print(my_net.__file__)"
-    done = start("-c", code, cwd=PROJECT, PYTHONPATH=str(folder))
+    done = python("-c", code, cwd=PROJECT, PYTHONPATH=str(folder))
     assert done.stdout.strip() == str(folder / "my_net.py"), done.stderr
 
 
 def test_a_program_of_the_users_own_that_imports_trainkit_is_left_as_it_is(folder: Path) -> None:
     (folder / "script.py").write_text("import trainkit, json\n")
-    assert f"json.py {IMPORTED}" in start("script.py", cwd=folder).stderr
+    assert f"json.py {IMPORTED}" in python("script.py", cwd=folder).stderr
 
 
 def test_a_library_elsewhere_on_pythonpath_comes_before_the_installed_one(folder: Path, tmp_path: Path) -> None:
@@ -64,7 +56,7 @@ def test_a_library_elsewhere_on_pythonpath_comes_before_the_installed_one(folder
     newer.mkdir()
     (newer / "yaml.py").write_text("")
     (folder / "sitecustomize.py").unlink()
-    done = start("-c", f"{FIRST}import yaml; print(yaml.__file__)", cwd=folder, PYTHONPATH=f"{PROJECT}:{newer}")
+    done = python("-c", f"{FIRST}import yaml; print(yaml.__file__)", cwd=folder, PYTHONPATH=f"{PROJECT}:{newer}")
     assert done.stdout.strip() == str(newer / "yaml.py"), done.stderr
 
 
@@ -114,7 +106,7 @@ def test_trainkit_trains_in_a_folder_with_its_own_jobs(
         (thesis / "jobs").rename(thesis / "old_jobs")
         (thesis / own).write_text(f"raise RuntimeError('{own} {IMPORTED}')\n")
     flags = () if verb == "train" else ("--gpus-per-node", "0")
-    done = start(*command, verb, "single", *flags, *QUICK, cwd=thesis, PATH="", TRAINKIT_RUNS="runs")
+    done = python(*command, verb, "single", *flags, *QUICK, cwd=thesis, PATH="", TRAINKIT_RUNS="runs")
     assert done.returncode == 0, done.stderr
     run = thesis / "runs" / "single-0001"
     assert (run / "summary.json").is_file()
@@ -127,7 +119,7 @@ def test_trainkit_trains_in_a_folder_with_its_own_jobs(
 def test_who_imports_a_jobs_of_their_own_is_told_what_it_is_behind(thesis: Path, model: str, line: str) -> None:
     (thesis / "jobs" / "util.py").touch()
     (thesis / "my_net.py").write_text(f"{line}\ndef net(info): ...\n")
-    done = start(*SCRIPT, "submit", "single", f"model.name={model}", "--dry-run", cwd=thesis)
+    done = python(*SCRIPT, "submit", "single", f"model.name={model}", "--dry-run", cwd=thesis)
     what, why, fix = done.stderr.splitlines()
     assert done.returncode == 2
     assert "which would be trainkit's own package 'jobs'" in what
@@ -139,7 +131,7 @@ def test_who_imports_a_jobs_of_their_own_is_told_what_it_is_behind(thesis: Path,
 def test_a_trainkit_of_the_users_own_is_named_before_it_runs(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("raise RuntimeError('it ran')\n")
-    done = start("-m", "jobs.submit", "single", cwd=tmp_path)
+    done = python("-m", "jobs.submit", "single", cwd=tmp_path)
     what, why, fix = done.stderr.splitlines()
     assert done.returncode == 2
     assert what == f"{tmp_path / name} would be imported in place of trainkit's own package."
@@ -163,7 +155,7 @@ def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
     run: RunDir, tmp_path: Path, whose: str, flags: tuple[str, ...]
 ) -> None:
     state = {} if whose == "mine" else {"XDG_STATE_HOME": str(tmp_path / "another-user")}
-    done = start("-m", "jobs.evaluate", str(run.path), *flags, cwd=tmp_path, **state)
+    done = python("-m", "jobs.evaluate", str(run.path), *flags, cwd=tmp_path, **state)
     assert (done.returncode, "No checkpoint 'best'" in done.stderr) == (2, True), done.stderr
 
 
@@ -176,7 +168,7 @@ def test_ones_own_snapshot_gives_its_modules_and_no_libraries(run: RunDir, tmp_p
         f"plugins.search_snapshot(Path({str(run.code)!r}), own=True); "
         "print(plugins.load('trainkit.models', 'strange:net')(None))"
     )
-    done = start("-c", code, cwd=PROJECT)
+    done = python("-c", code, cwd=PROJECT)
     assert done.stdout == "Identity()\n", done.stderr
     assert (tmp_path / "beside-ran").exists()
 
@@ -188,7 +180,7 @@ def test_a_strangers_run_shadows_no_library_from_a_bucket_or_from_within(run: Ru
     stranger = {"XDG_STATE_HOME": str(tmp_path / "another-user")}
     copy = ("-m", "jobs.predict", f"file://{run.path}", str(run.path / "pictures"))
     for words, cwd in ((copy, tmp_path), (("-m", "jobs.evaluate", str(run.path)), run.code)):
-        done = start(*words, cwd=cwd, **stranger)
+        done = python(*words, cwd=cwd, **stranger)
         assert done.returncode in (1, 2)
         assert IMPORTED not in done.stderr
         assert "Traceback" not in done.stderr

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[1]
+from tests.shell import PROJECT, python
+
 FILES = {
     "strategies": 'RANKS = "one"\n\ndef build(dist, *, rings: int = 2): ...\n',
     "data/datasets": "def build(root, *, size: int = 8): ...\n",
@@ -65,9 +63,7 @@ def answers(ours: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Exit code and words of a dry run for each thing that is wrong, or nothing, all by one process."""
     asked = ["", *WRONG]
     arguments = json.dumps([[*CHOOSE, *filter(None, [wrong])] for wrong in asked])
-    command, home = [sys.executable, "-c", ALL_AT_ONCE, arguments], tmp_path_factory.mktemp("home")
-    env = {**os.environ, "PYTHONPATH": str(ours)}
-    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
+    done = python("-c", ALL_AT_ONCE, arguments, cwd=tmp_path_factory.mktemp("home"), PYTHONPATH=str(ours))
     assert done.returncode == 0, done.stderr
     return {key: tuple(json.loads(line)) for key, line in zip(asked, done.stdout.splitlines(), strict=True)}
 

@@ -225,42 +225,32 @@ def refusal(model: str, *overrides: str) -> UserError:
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("text", "words"),
     [
         (
-            {"broken.py": "import os\n\ndef build(info:\n    return None\n"},
-            ["/broken.py:3 is not valid Python.", "'(' was never closed: def build(info"],
+            "import os\n\ndef build(info:\n    return None\n",
+            ["/whole.py:3 is not valid Python.", "'(' was never closed: def build(info"],
         ),
         (
-            {"asks.py": "import os\nimport no_such_package.layers\n\ndef build(info): ...\n"},
-            ["/asks.py:2 imports 'no_such_package.layers', which is not there."],
+            "import os\nimport no_such_package.layers\n\ndef build(info): ...\n",
+            ["/whole.py:2 imports 'no_such_package.layers', which is not there."],
         ),
         (
-            {
-                "whole.py": "from part import Body, WIDTH, hed\n\ndef build(info): ...\n",
-                "part.py": "def head(): ...\nclass Body: ...\nWIDTH: int = 2\n",
-            },
+            "from part import Body, WIDTH, hed\n\ndef build(info): ...\n",
             ["/whole.py:1 imports 'hed' from 'part', which does not have it.", "Did you mean 'head'?"],
         ),
-        (
-            {"user.py": "import bad_part\n\ndef build(info): ...\n", "bad_part.py": "x = = 1\n"},
-            ["/bad_part.py:1 is not valid Python."],
-        ),
-        (
-            {"named.py": "def bild(info): ...\n"},
-            ["Module 'named' has no 'build'.", "Did you mean 'bild'?"],
-        ),
+        ("import bad_part\n\ndef build(info): ...\n", ["/bad_part.py:1 is not valid Python."]),
+        ("def bild(info): ...\n", ["Module 'whole' has no 'build'.", "Did you mean 'bild'?"]),
     ],
     ids=["a syntax error", "a missing module", "a missing name", "a broken part", "a missing function"],
 )
-def test_a_users_module_that_a_job_cannot_import_is_refused(
-    write: Write, files: dict[str, str], words: list[str]
-) -> None:
+def test_a_users_module_that_a_job_cannot_import_is_refused(write: Write, text: str, words: list[str]) -> None:
     """Before anything is queued, with file and line."""
-    for name, text in files.items():
-        write(name, text)
+    write("part.py", "def head(): ...\nclass Body: ...\nWIDTH: int = 2\n")
+    write("bad_part.py", "x = = 1\n")
+    write("whole.py", text)
     plugins._parsed.cache_clear()
-    error = refusal(f"{next(iter(files)).removesuffix('.py')}:build")
+    error = refusal("whole:build")
     assert error.exit_code == 2
     assert [word for word in words if word not in str(error)] == [], error
 
@@ -290,9 +280,10 @@ def test_a_name_that_is_assigned_or_imported_is_a_function_as_well(write: Write)
     plugins.check_importable("trainkit.models", "makes_six:build", installed=True)
 
 
-def test_where_the_job_brings_its_own_environment_a_package_may_be_there(write: Write) -> None:
+@pytest.mark.parametrize("setting", ["launch.environment=conda:vision", "launch.container_image=x.sif"])
+def test_where_the_job_brings_its_own_environment_a_package_may_be_there(write: Write, setting: str) -> None:
     write("asks_seven.py", "import no_such_package\n\ndef build(info): ...\n")
-    check(load("single", ["model.name=asks_seven:build", "launch.environment=conda:vision"]))
+    check(load("single", ["model.name=asks_seven:build", setting]))
 
 
 def test_an_import_that_fails_when_it_runs_is_the_users_error(write: Write) -> None:

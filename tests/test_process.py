@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.runs import wait_until
 from trainkit import process
 from trainkit.errors import SchedulerError
 from trainkit.process import leaked, python_path, scrubbed
@@ -83,14 +84,9 @@ def shell(script: str, seconds: float = 30.0, text: str = "") -> process.Answer:
 
 
 def gone(file: Path) -> bool:
-    """Whether the process whose number a program has written there is dead."""
-    number = int(file.read_text())
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    """Whether the process whose number a program has written there is dead, or dies."""
+    number, zombie = int(file.read_text()), psutil.STATUS_ZOMBIE
+    return wait_until(lambda: not psutil.pid_exists(number) or psutil.Process(number).status() == zombie, 10)
 
 
 def test_an_answer_is_a_code_and_two_texts_whose_odd_bytes_are_replaced() -> None:

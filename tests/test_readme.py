@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,16 +13,6 @@ from tests import pictures, readme
 PROJECT = readme.README.parent
 ACCURACY = r"(val|test) acc1 ([\d.]+) %"
 Done = subprocess.CompletedProcess[str]
-
-
-def type_in(line: str, cwd: Path) -> Done:
-    """Run a line on a machine without SLURM, with this environment active."""
-    scripts = Path(sys.executable).parent
-    words = shlex.split(line)
-    if words[0] == "trainkit" and not (scripts / "trainkit").exists():  # an environment older than the command
-        words[:1] = [sys.executable, "-m", "trainkit"]
-    env = {**os.environ, "PATH": str(scripts), "TRAINKIT_RUNS": "runs", "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def section(heading: str) -> str:
@@ -58,7 +45,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """Its folder, and what it said."""
     folder = tmp_path_factory.mktemp("clone")
     (line,) = (line for line in readme.marked()[0][1] if "jobs.submit" in line)
-    return folder, type_in(line.removeprefix(".venv/bin/"), folder)
+    return folder, readme.type_in(line.removeprefix(".venv/bin/"), folder)
 
 
 def test_the_numbers_it_promises_are_those_that_the_main_job_prints(main_job: tuple[Path, Done]) -> None:
@@ -74,7 +61,7 @@ def test_the_numbers_it_promises_are_those_that_the_main_job_prints(main_job: tu
 def test_the_commands_after_the_main_job_work_as_they_stand(main_job: tuple[Path, Done]) -> None:
     folder, _ = main_job
     for line in (line for lines in readme.blocks("laptop") for line in lines):
-        done = type_in(line, folder)
+        done = readme.type_in(line, folder)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert (folder / "runs" / "ddp-0001" / "report.html").is_file()
 

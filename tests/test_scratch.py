@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import scratch
+from tests.runs import wait_until
 
 PROJECT = Path(__file__).resolve().parents[1]
 KEEPS = "import sys, tempfile\ndef test(tmp_path):\n    tempfile.mkdtemp(); (tmp_path / 'a').touch()\n"
@@ -73,10 +73,7 @@ def test_what_a_killed_session_has_left_the_next_one_removes(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = session("    import time; time.sleep(600)\n")
-    deadline = time.monotonic() + 60
-    while not (there := list((tmp_path / "T").glob("*/p/*/a"))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    folder = there[0].parents[2]
+    folder = wait_until(lambda: list((tmp_path / "T").glob("*/p/*/a")))[0].parents[2]
     monkeypatch.setattr(scratch, "_YOUNG_SECONDS", 0.0)
     scratch.clear(folder.parent)
     assert folder.is_dir(), "its session lives"

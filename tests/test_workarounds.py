@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.shell import PROJECT, python
 from trainkit import workarounds
 from trainkit.workarounds import SWITCH, Workaround
 
@@ -32,14 +30,11 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.parallel.DistributedDataParallel(model)
 """
-LEAVE = """
-dist.destroy_process_group()
-"""
+LEAVE = "\ndist.destroy_process_group()\n"
 
 
 def outcome(code: str, **env: str) -> str:
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, check=False)
+    done = python("-c", code, cwd=PROJECT, **env)
     return done.stdout.strip() or done.stderr
 
 
@@ -51,15 +46,10 @@ def test_training_with_ddp_imports_no_compiler() -> None:
     "use",
     [
         'torch.compile(model, backend="eager")(torch.ones(1, 2))',
-        *(
-            pytest.param(code, marks=pytest.mark.long)  # 3 s each
-            for code in (
-                "import torch._dynamo.config",
-                "from torch._dynamo.utils import counters",
-                "assert torch._dynamo.utils.counters is not None",
-                "assert torch.compiler.disable(lambda: 1)() == 1",
-            )
-        ),
+        pytest.param("import torch._dynamo.config", marks=pytest.mark.long),  # 3 s each
+        pytest.param("from torch._dynamo.utils import counters", marks=pytest.mark.long),
+        pytest.param("assert torch._dynamo.utils.counters is not None", marks=pytest.mark.long),
+        pytest.param("assert torch.compiler.disable(lambda: 1)() == 1", marks=pytest.mark.long),
     ],
     ids=["compile", "a part", "from a part", "an attribute of a part", "disable"],
 )
@@ -80,8 +70,7 @@ def test_a_training_without_workarounds_ends_with_the_same_weights(tmp_path: Pat
     def trained(switch: str) -> bytes:
         run = tmp_path / switch
         words = ["jobs.train", "single", "--run-dir", str(run), "train.max_steps=3", "monitor.loggers=[tensorboard]"]
-        env = {**os.environ, SWITCH: switch, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", *words], env=env, check=True, capture_output=True)
+        python("-m", *words, cwd=PROJECT, **{SWITCH: switch, "OMP_NUM_THREADS": "1"}).check_returncode()
         assert list((run / "tensorboard" / switch).iterdir())
         return (run / "checkpoints" / "latest" / "model.safetensors").read_bytes()
 

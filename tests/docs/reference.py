@@ -18,7 +18,7 @@ from trainkit import errors
 from trainkit.config.json_schema import FROM_A_LIBRARY, json_schema
 from trainkit.diagnosis.causes import rows as rows_of_causes
 from trainkit.run import events as run_events
-from trainkit.run.folder import MESSAGES, Message, RunDir
+from trainkit.run.folder import MESSAGES, RunDir
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
@@ -94,16 +94,13 @@ def settings() -> str:
         "data set or a strategy are keys of its section. `python -m jobs.submit PRESET --dry-run` prints the value of "
         "each and where it comes from."
     )
-    read = {name for file in _sources() for name in re.findall(r"\bTRAINKIT_[A-Z_]*[A-Z]\b", file.read_text("utf-8"))}
+    sources = [file for room in ("jobs", "trainkit", "slurm") for file in (PROJECT / room).rglob("*")]
+    text = "\n".join(file.read_text("utf-8") for file in sources if file.suffix in (".py", ".sbatch"))
+    read = set(re.findall(r"\bTRAINKIT_[A-Z_]*[A-Z]\b", text))
     assert read <= VARIABLES.keys() | OUR_OWN, f"VARIABLES here does not fit: {read - VARIABLES.keys() - OUR_OWN}"
     assert VARIABLES.keys() <= read, f"VARIABLES here does not fit: {VARIABLES.keys() - read}"
     variables = table(("variable", "what it does"), [(code(name), said) for name, said in VARIABLES.items()])
     return page("Settings", about, [*parts, "## Environment variables", variables])
-
-
-def _sources() -> list[Path]:
-    folders = (PROJECT / "jobs", PROJECT / "trainkit", PROJECT / "slurm")
-    return [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".sbatch")]
 
 
 def _settings_table(prefix: str, fields: Mapping[str, Any]) -> str:
@@ -301,7 +298,10 @@ REPORTS = {
 
 def files() -> str:
     names = {name.rstrip("/") for name in FILES} | {message.name for message in MESSAGES if not message.place}
-    known = {_pattern(path) for path in _paths_of_run_dir()}
+    run = RunDir(Path("/run"))
+    paths = [value for name in vars(RunDir) if isinstance(value := getattr(run, name), Path)]
+    paths += [run.mistakes("<split>"), run.hardware("<host>"), run.logs / "<attempt>" / "rank-<n>.out"]
+    known = {str(path.relative_to("/run")) for path in paths}
     assert len(known) > 20
     assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
     about = (
@@ -309,43 +309,29 @@ def files() -> str:
         "was copied. A sweep is a folder of runs `0`, `1`, ... with a `sweep.json`; a bench is a folder with "
         "`results.json`, its table and a picture."
     )
+    messages = [
+        (code(f"{each.place}{each.name.replace('{}', '<n>')}"), each.content, each.writer, each.reader)
+        for each in MESSAGES
+    ]
     parts = [
         table(("file", "what is in it"), [(code(name), said) for name, said in {**FILES, **REPORTS}.items()]),
         "## Messages between processes",
         "These files count while they are there. Each is complete or absent.",
-        table(("file", "what is in it", "written by", "read by"), [_message(each) for each in MESSAGES]),
+        table(("file", "what is in it", "written by", "read by"), messages),
         "Unknown keys and a torn last line of a `.jsonl` file are to be expected; trainkit's own readers accept both.",
     ]
     return page("Files of a run", about, parts)
-
-
-def _message(message: Message) -> tuple[str, str, str, str]:
-    name = message.name.replace("{}", "<n>")
-    return code(f"{message.place}{name}"), message.content, message.writer, message.reader
-
-
-def _paths_of_run_dir() -> Iterator[Path]:
-    run = RunDir(Path("/run"))
-    yield from (value for name in vars(RunDir) if isinstance(value := getattr(run, name), Path))
-    yield from (run.mistakes("<split>"), run.hardware("<host>"), run.logs / "<attempt>" / "rank-<n>.out")
-
-
-def _pattern(path: Path) -> str:
-    return str(path.relative_to("/run"))
 
 
 # Exit codes
 
 
 def exit_codes() -> str:
-    kinds = [
-        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TrainkitError)
-    ]
-    rows = [("0", "Done, submitted, or up to date.")]
-    for code_number in sorted({kind.exit_code for kind in kinds}):
-        names = [kind for kind in kinds if kind.exit_code == code_number and kind is not errors.TrainkitError]
-        said = " ".join(inspect.getdoc(kind).partition("\n")[0] for kind in names[:1])  # type: ignore[union-attr]
-        rows.append((str(code_number), said))
+    said: dict[int, str] = {}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.TrainkitError) and kind is not errors.TrainkitError:
+            said.setdefault(kind.exit_code, (inspect.getdoc(kind) or "").partition("\n")[0])
+    rows = [("0", "Done, submitted, or up to date."), *((str(number), said[number]) for number in sorted(said))]
     rows.append(("130", "You pressed Ctrl-C."))
     about = (
         "All commands end with one of these. An error for you is three lines on stderr, what, why and fix. A traceback "

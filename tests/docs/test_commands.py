@@ -58,12 +58,6 @@ def name_of(page: Path) -> str:
     return page.stem
 
 
-def type_in(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line on a machine without SLURM, with this environment active."""
-    env = {**os.environ, "PATH": str(Path(sys.executable).parent), "TRAINKIT_RUNS": "runs"}
-    return subprocess.run(shlex.split(line), cwd=cwd, env=env, capture_output=True, text=True, check=False)
-
-
 def test_every_block_is_typed_by_a_test() -> None:
     assert {(page.stem, mark) for page in readme.PAGES for mark in readme.marks(page)} == RUN_BY.keys()
     for (name, mark), file in RUN_BY.items():
@@ -110,7 +104,7 @@ def test_every_file_of_the_project_that_a_page_names_is_there() -> None:
 @pytest.mark.long  # the README's are typed by tests/test_readme.py in any case
 def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
     (first,), *more = (lines for name in IN_ORDER for lines in readme.blocks("laptop", page(name), typed=True))
-    done = type_in(f"{first} {' '.join(QUICK_FIRST_RUN)}", tmp_path)
+    done = readme.type_in(f"{first} {' '.join(QUICK_FIRST_RUN)}", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "simulating 2 nodes x 1 rank" in done.stdout
     assert "no SLURM on this machine" in done.stdout
@@ -121,7 +115,7 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
     assert (last_event(run, "ended") or {})["state"] == "COMPLETED"
     assert not run.path.joinpath("submit.sbatch").exists()
     for line in (line for block in more for line in block):
-        done = type_in(line, tmp_path)
+        done = readme.type_in(line, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr, line
     assert (run.path / "logbook.md").exists()

@@ -29,6 +29,16 @@ class Done:
     out: str
     err: str
 
+    def ok(self, *words: str) -> Done:
+        """It succeeded, and printed these words."""
+        assert (self.code, [each for each in words if each not in self.out]) == (0, []), self.out + self.err
+        return self
+
+    def refused(self, code: int, *words: str) -> Done:
+        """It ended with this exit code, and said these words on stderr."""
+        assert (self.code, [each for each in words if each not in self.err]) == (code, []), self.out + self.err
+        return self
+
 
 Command = Callable[..., Done]
 NO_ANSWER = "echo 'Unable to contact slurm controller' >&2; exit 1"
@@ -57,8 +67,13 @@ def captured(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]) -> Command:
-    """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder."""
+def command(
+    no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]
+) -> Command:
+    """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder.
+
+    There is no SLURM, unless the test asks for `fake_slurm`.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
 

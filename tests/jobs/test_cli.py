@@ -57,8 +57,6 @@ def test_every_resource_flag_has_a_key() -> None:
     [
         (["--nodes", "2"], {"launch.nodes": (2, "--nodes")}),
         (["-N", "2"], {"launch.nodes": (2, "--nodes")}),
-        (["-N2"], {"launch.nodes": (2, "--nodes")}),
-        (["--nodes=2"], {"launch.nodes": (2, "--nodes")}),
         (["-t", "1:00:00"], {"launch.time": ("1:00:00", "--time")}),
         (["-A", "0123"], {"launch.account": ("0123", "--account")}),
         (["--gpus-per-node", "auto"], {"launch.gpus_per_node": ("auto", "--gpus-per-node")}),
@@ -83,11 +81,6 @@ def test_an_option_without_a_key_is_refused(parser: cli.Parser) -> None:
         settings(parser, "--sbatch", "=3")
 
 
-def test_flags_and_overrides_may_stand_in_any_order(parser: cli.Parser) -> None:
-    args = parser.parse_intermixed_args(["--nodes", "2", "ddp", "a=1", "-t", "5", "b=2"])
-    assert (args.preset, args.overrides, args.nodes, args.time) == ("ddp", ["a=1", "b=2"], "2", "5")
-
-
 # Mistakes
 
 
@@ -96,12 +89,6 @@ def test_flags_and_overrides_may_stand_in_any_order(parser: cli.Parser) -> None:
     [
         (["ddp", "--node", "2"], "Unrecognized arguments: --node 2.", "Did you mean '--nodes'?"),
         (["ddp", "--gpu-per-node=2"], "Unrecognized arguments: --gpu-per-node=2.", "Did you mean '--gpus-per-node'?"),
-        (
-            ["ddp", "--lr", "3e-4"],
-            "Unrecognized arguments: --lr",
-            "Settings are written without dashes: optim.lr=3e-4.",
-        ),
-        (["ddp", "--lr=1"], "Unrecognized arguments: --lr=1.", "Settings are written without dashes: optim.lr=1."),
         (["ddp", "--zzz"], "Unrecognized arguments: --zzz.", "`python -m jobs.submit --help` lists the flags."),
         (["ddp", "--nodes"], "--nodes has no value.", "Write --nodes VALUE."),
         (["ddp", "--mode", "fats"], "'fats' is not possible.", "Did you mean 'fast'?"),
@@ -168,8 +155,7 @@ def test_every_verb_has_help_that_fits_eighty_columns(
 @pytest.mark.parametrize("verb", ["submit", "train", "launch", "swarm create", "join"])
 def test_a_line_break_cannot_get_into_the_name_of_a_run_folder(command: Command, verb: str, tmp_path: Path) -> None:
     """It would become a line of the script that is submitted."""
-    done = command(*verb.split(), "single", "--run-dir", "a\n#SBATCH --wrap=id")
-    assert done.code == 2
+    done = command(*verb.split(), "single", "--run-dir", "a\n#SBATCH --wrap=id").refused(2)
     assert done.err.startswith("'a\\n#SBATCH --wrap=id' cannot be the name of a folder.")
     assert list(tmp_path.iterdir()) == []
 
@@ -231,8 +217,7 @@ def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_
     make_run(tmp_path / "runs" / "photos")
     (tmp_path / "photos").mkdir()
     words = ["--show-lr" if verb == "train" else "--dry-run"]
-    done = command(verb, *(["amp"] if verb == "bench" else []), "photos", "no.such=1", *words)
-    assert done.code == 2
+    done = command(verb, *(["amp"] if verb == "bench" else []), "photos", "no.such=1", *words).refused(2)
     assert re.search("runs/photos is a run|Unknown (key|section) 'no", done.err), "it is found; it has no such setting"
 
 
@@ -285,9 +270,7 @@ def test_flags_of_other_programs_are_answered_with_ours(flags: str, fix: str) ->
     ],
 )
 def test_a_word_made_pretty_by_a_text_processor_is_told_in_plain(command: Command, typed: str, plain: str) -> None:
-    done = command(*typed.split())
-    assert done.code == 2
-    assert f"  fix: Write {plain}: " in done.err
+    command(*typed.split()).refused(2, f"  fix: Write {plain}: ")
 
 
 def test_a_mistake_is_told_as_what_it_is(command: Command) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-Command = Callable[..., Any]
+from tests.jobs.conftest import Command
 
 
 def test_discover_writes_a_profile_that_submit_takes(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    done = command("cluster", "discover", "mine")
-    assert done.code == 0, done.err
-    assert "use it with --cluster mine" in done.out
+    done = command("cluster", "discover", "mine").ok("use it with --cluster mine")
     assert "not known   scontrol show config" not in done.out
     assert (tmp_path / "configs/clusters/mine.yaml").is_file()
-    dry = command("submit", "ddp", "--cluster", "mine", "--dry-run")
-    assert dry.code == 0, dry.err
+    dry = command("submit", "ddp", "--cluster", "mine", "--dry-run").ok()
     assert "cluster profile configs/clusters/mine.yaml:3" in dry.err
 
 
@@ -38,17 +33,14 @@ def test_a_profile_is_renewed_only_with_force_and_keeps_its_settings(
 
 
 def test_show_says_what_a_site_has_and_what_a_profile_sets(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    done = command("cluster", "show")
-    assert (done.code, "main*  2 x 8 CPUs, 4 GPUs  no time limit" in done.out) == (0, True)
+    command("cluster", "show").ok("main*  2 x 8 CPUs, 4 GPUs  no time limit")
     done = command("cluster", "show", "devcluster")
     assert (done.code, "launch.partition = main" in done.out, "jobs.cluster discover" in done.out) == (0, True, True)
     assert not (tmp_path / "configs").exists()
 
 
-def test_without_slurm_there_is_nothing_to_discover(command: Command, no_slurm: dict[str, str]) -> None:
-    done = command("cluster", "discover")
-    assert done.code == 3
-    assert "there is no scontrol on this machine" in done.err
+def test_without_slurm_there_is_nothing_to_discover(command: Command) -> None:
+    command("cluster", "discover").refused(3, "there is no scontrol on this machine")
 
 
 def test_a_profile_that_cannot_be_a_file_is_refused(command: Command, fake_slurm: Path) -> None:

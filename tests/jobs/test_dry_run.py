@@ -25,8 +25,7 @@ def expected(command: Command) -> Expected:
     """Name -> value and the rest of its line, of what a dry run derives."""
 
     def of(*arguments: str) -> dict[str, tuple[str, str]]:
-        done = command("submit", *arguments, "--dry-run")
-        assert done.code == 0, done.err
+        done = command("submit", *arguments, "--dry-run").ok()
         found = {}
         for line in done.err.splitlines():
             if name := next((name for name in NAMES if line.startswith(f"{name}  ")), None):
@@ -123,8 +122,7 @@ def partitions(fake_slurm: Path) -> Path:
 def test_an_estimate_names_the_soonest_partition_first_and_queues_nothing(
     command: Command, partitions: Path, tmp_path: Path
 ) -> None:
-    done = command("submit", "ddp", "--estimate")
-    assert done.code == 0, done.err
+    done = command("submit", "ddp", "--estimate").ok()
     assert [line.split()[0] for line in done.out.splitlines()] == ["fast", "slow", "short", "full"]
     said = ("in 20 min, on n1", "in 5 h", f"full   no: {UNAVAILABLE}")
     assert [words for words in said if words not in done.out] == []
@@ -165,15 +163,12 @@ def test_an_estimate_is_of_the_script_that_would_be_submitted(command: Command, 
 
 
 def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(command: Command, partitions: Path) -> None:
-    done = command("submit", "ddp", "--estimate", "--partition", "full")
-    assert (done.code, f"why: full: {UNAVAILABLE}." in done.err) == (3, True)
+    command("submit", "ddp", "--estimate", "--partition", "full").refused(3, f"why: full: {UNAVAILABLE}.")
     for program in ("scontrol", "sinfo"):
         script(partitions.with_name(program), "")
-    done = command("submit", "ddp", "--estimate")
-    assert (done.code, "No partition of this cluster takes jobs." in done.err) == (3, True)
+    command("submit", "ddp", "--estimate").refused(3, "No partition of this cluster takes jobs.")
 
 
-@pytest.mark.usefixtures("no_slurm")
 def test_without_slurm_nobody_can_tell(command: Command) -> None:
     done = command("submit", "ddp", "--estimate")
     assert (done.code, done.out, "There is no SLURM on this machine." in done.err) == (3, "", True)

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +9,9 @@ import pytest
 from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
+from tests.shell import python
 from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
-
-PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +107,8 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source += "    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, info.num_classes))\n"
     (folder / "my_net.py").write_text(source)
     settings = ("model.name=my_net:net", "train.max_steps=2", "monitor.loggers=[jsonl]", "launch.gpus_per_node=0")
-    command = [sys.executable, "-m", "jobs.submit", "single", "--executor", "debug", *settings]
-    env = {**os.environ, "PYTHONPATH": str(PROJECT), "TRAINKIT_RUNS": str(folder / "runs")}
-    subprocess.run(command, cwd=folder, env=env, capture_output=True, check=True)
+    words = ("-m", "jobs.submit", "single", "--executor", "debug", *settings)
+    python(*words, cwd=folder, TRAINKIT_RUNS=str(folder / "runs")).check_returncode()
     (folder / "my_net.py").unlink()
     return folder / "runs" / "single-0001"
 
@@ -121,9 +116,7 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_of_the_runs_own_comes_from_its_snapshot(own_run: Path, tmp_path: Path) -> None:
     """From any folder; and what cannot be recorded is still said."""
     (own_run / "evaluations.jsonl").symlink_to("/dev/null")  # root may write anywhere, but not through this
-    command = [sys.executable, "-m", "jobs.evaluate", str(own_run), "--allow-code"]
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = python("-m", "jobs.evaluate", str(own_run), "--allow-code", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "test of step 2 (best): acc1" in done.stdout
     file = own_run / "evaluations.jsonl"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainkit
-from tests.jobs.conftest import PROJECT
+from tests.shell import python
 from trainkit.errors import RunFailedError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.run.folder import RunDir
@@ -76,11 +73,7 @@ def test_flags_are_the_commands_own_and_a_sweep_is_a_list(
 
 @pytest.mark.parametrize(
     ("preset", "flags", "says"),
-    [
-        ("dpp", {}, "dpp"),
-        ("ddp", {"wait": True}, r"submit\(\) has no wait="),
-        ("ddp", {"nods": 2}, "--nods"),
-    ],
+    [("dpp", {}, "dpp"), ("ddp", {"wait": True}, r"submit\(\) has no wait="), ("ddp", {"nods": 2}, "--nods")],
 )
 def test_what_is_wrong_is_raised_and_leaves_nothing(here: Path, preset: str, flags: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
@@ -89,12 +82,8 @@ def test_what_is_wrong_is_raised_and_leaves_nothing(here: Path, preset: str, fla
 
 
 def test_the_package_itself_stays_light() -> None:
-    code = (
-        "import sys, trainkit; print([name for name in sys.modules if name.startswith(('trainkit.', 'jobs', 'torch'))])"
-    )
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "['trainkit.importing']\n", "which says where modules come from, and loads nothing"
+    code = "import sys, trainkit; print([it for it in sys.modules if it.startswith(('trainkit.', 'jobs', 'torch'))])"
+    assert python("-c", code).stdout == "['trainkit.importing']\n", "which loads nothing itself"
     with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
         trainkit.sumbit  # noqa: B018
 

@@ -9,19 +9,18 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
+from tests.jobs.conftest import Command
+from tests.runs import wait_until
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import ProcessId, append_event
 from trainkit.run.folder import RunDir
 from trainkit.site.ssh import BEGIN
 
-Command = Callable[..., Any]
 PROJECT = Path(__file__).parents[2]
 HOST = ("--host", "me@login")
 SECRET = "api_key: sk-ant-REDACTED"  # pragma: allowlist secret
@@ -83,8 +82,7 @@ def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
     mine.write_text("extends: ../base.yaml\nseed: 7\n")
     # The same word stands for something else too.
     words = ("mine/mine.yaml", "train.epochs=2", "--dry-run")
-    said = command("submit", "--run-dir", "mine/mine.yaml", *words)
-    assert said.code == 0, said.err
+    said = command("submit", "--run-dir", "mine/mine.yaml", *words).ok()
     config = load(str(sent(there) / "configs" / "mine.yaml")).config
     assert (config.seed, config.optim.lr, config.launch.sbatch) == (7, 0.5, {"comment": "thesis"})
     assert f"run folder {there}/mine/mine.yaml\n" in said.out
@@ -97,8 +95,7 @@ def test_presets_with_secrets_and_what_is_no_preset_are_not_sent(command: Comman
     (tmp_path / "configs" / "mine.yaml").write_text("extends: single\nseed: 3\n")
     (tmp_path / "configs" / "other.yaml").write_text(f"extends: single\n# {SECRET}\n")
     (tmp_path / "configs" / "notes.txt").write_text("mine\n")
-    said = command("submit", "mine", "--cluster", "site", "--dry-run")
-    assert said.code == 0, said.err
+    said = command("submit", "mine", "--cluster", "site", "--dry-run").ok()
     assert (sent(there) / "configs" / "clusters" / "site.yaml").is_file()
     assert "Not sent: configs/other.yaml (line 2" in said.err
     assert load(str(sent(there) / "configs" / "mine.yaml")).config.seed == 3
@@ -136,16 +133,14 @@ def test_a_bench_is_submitted_and_shown_from_here(
     command: Command, there: Path, tmp_path: Path, words: list[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text("extends: single\noptim: {lr: 0.5}\n")
-    done = command("bench", "amp", *words, "--nodes", "1", "--executor", "local", "--dry-run")
-    assert done.code == 0, done.err
+    done = command("bench", "amp", *words, "--nodes", "1", "--executor", "local", "--dry-run").ok()
     told = dict(line.split()[:2] for line in done.err.splitlines() if line.startswith(("optim.lr ", "data.root ")))
     expected = {"optim.lr": "0.5"} if words[0] == "mine.yaml" else {"data.root": str(there / "photos")}
     assert told.items() >= expected.items()
     assert str(there / "runs" / "bench-amp-0001") in done.out
     run_there(there, "bench-amp-0001")
     (there / "runs" / "bench-amp-0001" / "bench.json").write_text('{"bench": "amp", "preset": "ddp"}')
-    shown = command("bench", "--show", "bench-amp-0001")
-    assert shown.code == 0, shown.err
+    shown = command("bench", "--show", "bench-amp-0001").ok()
     assert "Does mixed precision help here? amp, preset ddp; it has not begun." in shown.out
 
 
@@ -154,8 +149,7 @@ def test_the_results_of_a_sweep_there_are_printed_here(command: Command, there: 
         run_there(there, f"ddp-0001/{index}")
     points = [{"run": index, "overrides": [f"seed={index}"]} for index in "01"]
     (there / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
-    said = command("report", "ddp-0001")
-    assert (said.code, "| folder | seed |" in said.out) == (0, True), said.err
+    said = command("report", "ddp-0001").ok("| folder | seed |")
     assert {"results.md", "logbook.md"} <= {Path(line).name for line in said.out.splitlines()}
 
 
@@ -222,35 +216,16 @@ def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path)
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"words of rank 0\n"
-        (far,) = _children(process.pid, "jobs.logs\0ddp-0001")
+        below = psutil.Process(process.pid).children(recursive=True)
+        (far,) = (child.pid for child in below if "jobs.logs ddp-0001" in " ".join(child.cmdline()))
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{far}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{far}").exists()
+    wait_until(lambda: not Path(f"/proc/{far}").exists())
 
 
 def _as_at_a_terminal() -> None:
     """What runs the tests in the background, or under nohup, ignores these, and so would all that it starts."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-
-
-def _children(pid: int, word: str) -> list[int]:
-    """Processes below one, with this on their command line."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parents = {int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())}
-    below = {pid}
-    while more := {child for child, parent in parents.items() if parent in below} - below:
-        below |= more
-    found = []
-    for child in below - {pid}:
-        try:
-            if word in Path(f"/proc/{child}/cmdline").read_text():
-                found.append(child)
-        except OSError:
-            continue
-    return found
 
 
 def test_ctrl_c_leaves_what_was_submitted_and_says_so(there: Path, tmp_path: Path) -> None:

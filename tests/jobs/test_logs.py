@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.jobs.conftest import Command
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.monitor import follow
@@ -17,7 +17,6 @@ from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import named
 
-Command = Callable[..., Any]
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad\n'
 
 
@@ -38,9 +37,7 @@ def ended(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
 
 def test_an_attempt_whose_ranks_have_not_opened_their_logs_is_no_mistake(command: Command, ended: RunDir) -> None:
     ended.attempt_logs(2).mkdir()
-    done = command("logs", "ddp-0001")
-    assert done.code == 0
-    assert "no rank has started" in done.out
+    command("logs", "ddp-0001").ok("no rank has started")
 
 
 def test_of_a_failed_run_the_failing_ranks_traceback_comes_first(command: Command, ended: RunDir) -> None:
@@ -76,9 +73,7 @@ def test_lines_can_be_searched_for(command: Command, ended: RunDir) -> None:
 
 
 def test_what_is_no_pattern_is_said(command: Command, ended: RunDir) -> None:
-    done = command("logs", "ddp-0001", "--grep", "(")
-    assert done.code == 2
-    assert r"--grep '\('" in done.err
+    command("logs", "ddp-0001", "--grep", "(").refused(2, r"--grep '\('")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +91,7 @@ def test_what_is_no_pattern_is_said(command: Command, ended: RunDir) -> None:
 def test_what_is_not_there_is_answered_with_what_is(
     command: Command, ended: RunDir, arguments: tuple[str, ...], words: str
 ) -> None:
-    done = command("logs", "ddp-0001", *arguments)
-    assert done.code == 2
-    assert words in done.err
+    command("logs", "ddp-0001", *arguments).refused(2, words)
 
 
 def test_before_the_start_it_says_what_the_job_waits_for(command: Command, fake_slurm: Path, tmp_path: Path) -> None:

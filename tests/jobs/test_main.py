@@ -36,16 +36,13 @@ def test_a_new_file_is_a_new_verb(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_verb_is_answered_with_the_nearest(command: Callable[..., Any]) -> None:
-    done = command("__main__", "sumbit", "ddp")
-    assert done.code == 2
+    done = command("__main__", "sumbit", "ddp").refused(2)
     assert done.err.startswith("Unknown command 'sumbit'.")
     assert "Did you mean 'submit'?" in done.err
 
 
 def test_a_verb_behind_a_space_is_that_verb(command: Callable[..., Any]) -> None:
-    done = command("__main__", "submit", "ddp", "optim.wieght_decay=1")
-    assert done.code == 2
-    assert "Did you mean 'optim.weight_decay'?" in done.err
+    command("__main__", "submit", "ddp", "optim.wieght_decay=1").refused(2, "Did you mean 'optim.weight_decay'?")
 
 
 def test_submit_alone_lists_the_presets_each_on_a_line_of_eighty(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.jobs.conftest import Command
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import Attempt, ProcessId, submitted
 from trainkit.run.folder import RunDir
 from trainkit.swarm.address import SavedPeer
 
-Command = Callable[..., Any]
 CREATE = ("swarm", "create", "--resume", "hivemind-0001")
 RESUME = ("resume", "hivemind-0001")
 LOST = "hivemind-0001 has lost its owner.key."
@@ -62,8 +60,7 @@ def test_what_cannot_go_on_or_heed_a_flag_is_refused(
         SavedPeer("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, is_anchor=True).write(run)
     elif was == "finished":
         Attempt(run, 0).ended("COMPLETED")
-    done = command(*words)
-    assert done.code == 2
+    done = command(*words).refused(2)
     assert done.err.lower().startswith(says.lower())
     assert not (run.path / "owner.key").exists()
     if was == "anchor":  # it is told how to come back under its address

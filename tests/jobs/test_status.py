@@ -54,8 +54,7 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, mine
     append_event(mine, "started", attempt=0, total_steps=380)
     fileio.append_jsonl(mine.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
     fileio.append_jsonl(mine.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
-    done = command("status")
-    assert done.code == 0
+    done = command("status").ok()
     header, line = done.out.splitlines()
     assert header.split()[:3] == ["run", "state", "job"]
     assert line.split()[:8] == ["ddp-0001", "RUNNING", str(os.getpid()), "1", "30/380", "1.6", "acc1", "55.39"]

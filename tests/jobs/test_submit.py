@@ -8,14 +8,13 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.jobs.conftest import NO_ANSWER, Command
-from tests.runs import last_event, script
+from tests.runs import last_event, script, wait_until
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl
 from trainkit.run.events import append_event
@@ -46,8 +45,7 @@ def test_a_dry_run_prints_the_script_that_is_submitted_and_writes_nothing(
     dry = command("submit", *arguments, "--dry-run")
     assert (dry.code, files()) == (0, before)
     assert re.search("#SBATCH --account .*flag --account", dry.err)
-    done = command("submit", *arguments)
-    assert done.code == 0, done.err
+    command("submit", *arguments).ok()
     assert (tmp_path / "runs" / "ddp-0001" / "submit.sbatch").read_bytes() == dry.out.encode()
     assert (fake_slurm / "submitted.sbatch").read_bytes() == dry.out.encode()
 
@@ -71,8 +69,7 @@ def test_a_submission_says_job_id_folder_and_what_to_type_next(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
     """In words that can be typed, whatever the folder's name; its data is found from anywhere."""
-    done = command("submit", "ddp", "--nodes", "2", "data.root=my/data", "--run-dir", "my runs/ddp-0001")
-    assert done.code == 0, done.err
+    done = command("submit", "ddp", "--nodes", "2", "data.root=my/data", "--run-dir", "my runs/ddp-0001").ok()
     run = tmp_path / "my runs" / "ddp-0001"
     assert "Submitted job 4711" in done.out
     commands = [shlex.split(line.partition("python ")[2]) for line in done.out.splitlines() if "-m jobs." in line]
@@ -104,8 +101,7 @@ def test_a_run_that_sbatch_refuses_leaves_nothing_behind(
 ) -> None:
     """A refused account or QOS is answered with the list of one's own."""
     script(fake_slurm / "sbatch", f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1")
-    done = command("submit", "ddp", "--account", "thesis")
-    assert (done.code, words in done.err) == (4, True)
+    done = command("submit", "ddp", "--account", "thesis").refused(4, words)
     assert ("jobs.cluster show" in done.err) == ("feature" not in words)
     left = [path.name for path in (tmp_path / "runs").iterdir()]
     assert left == [".code"], "the code, which the next run shares"
@@ -117,8 +113,7 @@ def test_a_followed_job_says_what_it_waits_for_and_how_it_ended(
     monkeypatch.setattr("trainkit.schedulers.base.EVERY_SECONDS", 0.5)
     states = "echo x >> $0.n; if [ $(wc -l < $0.n) -lt 3 ]; then echo '4711|PENDING|Priority|0:00|'; "
     script(fake_slurm / "squeue", states + "else echo '4711|FAILED|NonZeroExitCode|0:01|n1'; fi")
-    done = command("submit", "ddp", "--follow")
-    assert done.code == 1
+    done = command("submit", "ddp", "--follow").refused(1)
     assert done.out.count("Job 4711: PENDING (Priority)") == 1
     assert "ddp-0001: FAILED" in done.err
     assert "NonZeroExitCode" in done.err
@@ -132,17 +127,14 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     (taken[0] / "config.yaml").write_text("seed: 0\n")
     # As if the other folder had been made between the look and the deed.
     monkeypatch.setattr("trainkit.start.next_path", lambda root, name: taken.pop() if taken else next_path(root, name))
-    done = command("submit", "ddp")
-    assert done.code == 0, done.err
-    assert f"run folder  {tmp_path}/runs/ddp-0002" in done.out
+    command("submit", "ddp").ok(f"run folder  {tmp_path}/runs/ddp-0002")
     assert f"TRAINKIT_RUN_DIR={tmp_path}/runs/ddp-0002\n" in (fake_slurm / "submitted.sbatch").read_text()
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text() == "seed: 0\n"
 
 
 def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     script(fake_slurm / "sbatch", "echo 'welcome to our site'")
-    done = command("submit", "ddp", "--run-dir", "runs/ddp-0001")
-    assert done.code == 4
+    done = command("submit", "ddp", "--run-dir", "runs/ddp-0001").refused(4)
     assert re.search("Nobody can tell.*\n.*welcome to our site", done.err)
     (submitted,) = (tmp_path / "runs" / "ddp-0001" / ".submitit").glob("*.sbatch")
     told = f"case \"$*\" in *%o*) echo '4711|{submitted}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac"
@@ -183,8 +175,7 @@ def test_the_same_run_is_not_queued_twice_unless_asked(
     assert "--again" in done.out
     assert calls() == ["squeue"], "nothing was queued, and one question was enough"
     for name_of_its_own in (["--again"], ["--job-name", "x"], ["launch.job_name=x"], ["--run-dir", "runs/mine"]):
-        done = command("submit", "ddp", *name_of_its_own)
-        assert (done.code, "Submitted job" in done.out) == (0, True)
+        command("submit", "ddp", *name_of_its_own).ok("Submitted job")
         assert len(calls()) <= 4
 
 
@@ -200,8 +191,7 @@ def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(command:
     runs = [RunDir(tmp_path / "runs" / f"ddp-{number:04}") for number in range(5)]
     assert command("submit", "ddp").code == 0
     append_event(runs[1], "ended", attempt=0, state="FAILED", job_id="4711")
-    done = command("submit", "ddp")
-    assert done.code == 0
+    done = command("submit", "ddp").ok()
     assert "ddp-0001 is the same run, and it has ended (FAILED): `python -m jobs.why " in done.err
     append_event(runs[2], "ended", attempt=0, state="CANCELLED", job_id="4711")
     saved(runs[2])
@@ -231,16 +221,14 @@ def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(command:
 def test_a_run_that_may_live_for_all_that_is_known_is_not_started_twice(command: Command, fake_slurm: Path) -> None:
     assert command("submit", "ddp").code == 0
     script(fake_slurm / "squeue", NO_ANSWER)
-    done = command("submit", "ddp")
-    assert done.code == 3
+    done = command("submit", "ddp").refused(3)
     assert "ddp-0001 is the same run, and nobody can tell whether it still runs." in done.err
 
 
 def test_the_same_command_follows_a_run_that_goes_on(command: Command, tmp_path: Path) -> None:
     submit = ("submit", "single", *FAST, "train.epochs=15", "--executor", "local")
     assert command(*submit, "--no-follow").code == 0
-    again = command(*submit)
-    assert again.code == 0, again.err
+    again = command(*submit).ok()
     assert "single-0001 is the same run, and it is " in again.out
     assert "test acc1" in again.out
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name.startswith("single")] == ["single-0001"]
@@ -256,8 +244,7 @@ def test_other_code_of_ones_own_makes_another_run(command: Command, tmp_path: Pa
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command) -> None:
     command("submit", "ddp", "optim.lr=3e-4", "--run-dir", "elsewhere/first")
-    done = command("submit", "first", "seed=1", "--dry-run")
-    assert done.code == 0
+    done = command("submit", "first", "seed=1", "--dry-run").ok()
     assert re.search(r"optim.lr +0.0003 +file \S*elsewhere/first/config.yaml", done.err)
     assert "Did you mean 'ddp'?" in command("submit", "ddpp").err
 
@@ -297,8 +284,7 @@ def test_a_range_that_nobody_can_mean_is_refused(sweeps: list[str], words: str) 
 
 
 def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    done = command("submit", "ddp", "--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=1,2")
-    assert done.code == 0, done.err
+    done = command("submit", "ddp", "--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=1,2").ok()
     sweep = tmp_path / "runs" / "ddp-0001"
     assert "array of 4" in done.out
     assert directive(fake_slurm / "submitted.sbatch", "array") == "0-3"
@@ -311,15 +297,12 @@ def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Pat
 
 def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     assert command("submit", "ddp", "seed=3").code == 0
-    done = command("submit", "ddp", "--sweep", "seed=2..4")
-    assert done.code == 0, done.err
-    assert "Submitted job 4711 (array of 2)" in done.out
+    done = command("submit", "ddp", "--sweep", "seed=2..4").ok("Submitted job 4711 (array of 2)")
     assert "ddp-0001 is the same run, and it is PENDING" in done.out
     points = json.loads((tmp_path / "runs" / "ddp-0002" / "sweep.json").read_text())
     assert [point["overrides"] for point in points] == [["seed=2"], ["seed=4"]]
     script(fake_slurm / "squeue", 'for i in "" _0 _1; do echo "4711$i|RUNNING|None|0:10|n1"; done')
-    done = command("submit", "ddp", "--sweep", "seed=2..4")
-    assert done.code == 0, done.err
+    done = command("submit", "ddp", "--sweep", "seed=2..4").ok()
     assert "Submitted" not in done.out
     assert "ddp-0002/1 is the same run, and it is RUNNING (job 4711_1)." in done.out
     assert f"results     python -m jobs.report {tmp_path}/runs/ddp-0002 {tmp_path}/runs/ddp-0001" in done.out
@@ -345,8 +328,7 @@ def directive(file: Path, name: str) -> str | None:
 def test_more_runs_than_an_array_may_have_are_several_arrays(
     command: Command, small_arrays: Path, tmp_path: Path
 ) -> None:
-    done = command("submit", "ddp", "--nodes", "2", "--sweep", "seed=0..6", "--max-parallel", "2")
-    assert done.code == 0, done.err
+    done = command("submit", "ddp", "--nodes", "2", "--sweep", "seed=0..6", "--max-parallel", "2").ok()
     sweep, arrays = tmp_path / "runs" / "ddp-0001", [small_arrays / job for job in ("4711", "4712", "4713")]
     assert [directive(array, "array") for array in arrays] == ["0-2%2", "0-2%2", None]
     assert [directive(array, "dependency") for array in arrays] == [None, "afterany:4711", "afterany:4712"]
@@ -364,36 +346,25 @@ def test_more_runs_than_an_array_may_have_are_several_arrays(
     assert f"TRAINKIT_RUN_DIR={sweep}/6\n" in arrays[2].read_text()
 
 
-def test_a_dependency_may_name_a_sweep(command: Command, small_arrays: Path) -> None:
-    assert command("submit", "ddp", "--sweep", "seed=0..2").code == 0
-    done = command("submit", "ddp", "seed=9", "--dependency", "afterok:ddp-0001")
-    assert done.code == 0, done.err
-    assert directive(small_arrays / "4712", "dependency") == "afterok:4711"
-
-
 def test_what_has_failed_of_a_sweep_is_queued_again_as_one_array(
     command: Command, small_arrays: Path, tmp_path: Path
 ) -> None:
     assert command("submit", "ddp", "--sweep", "seed=0..2").code == 0
     sweep = tmp_path / "runs" / "ddp-0001"
     script(small_arrays / "squeue", 'for i in 0 1 2; do echo "4711_$i|RUNNING|None|0:10|n1"; done')
-    done = command("resume", "ddp-0001")
-    assert (done.code, "3 runs are RUNNING" in done.err) == (2, True)
+    command("resume", "ddp-0001").refused(2, "3 runs are RUNNING")
     script(small_arrays / "squeue", "echo '4711_1|RUNNING|None|0:10|n1'")
     again = ("resume", "ddp-0001", "--time", "2:00:00")
-    done = command(*again, "--dry-run")
-    assert done.code == 0, done.err
+    command(*again, "--dry-run").ok()
     scontrol = (small_arrays / "scontrol").read_text()
     script(small_arrays / "scontrol", scontrol.replace("PartitionName=main", "PartitionName=main AllowAccounts=proj42"))
-    done = command(*again, "--account", "proj41")
-    assert (done.code, "It lets in: proj42" in done.err) == (3, True), done.err
+    command(*again, "--account", "proj41").refused(3, "It lets in: proj42")
     assert "account: null" in (sweep / "0" / "config.yaml").read_text(), "refused before anything is written"
     assert not (small_arrays / "4712").exists()
     script(small_arrays / "scontrol", scontrol)
     for index, state in ((1, "COMPLETED"), (0, "FAILED"), (2, "FAILED")):
         append_event(RunDir(sweep / str(index)), "ended", attempt=0, state=state)
-    done = command(*again)
-    assert done.code == 0, done.err
+    done = command(*again).ok()
     assert "Submitted job 4712 for 2 of 3 runs: 0, 2" in done.out
     assert [job_of(sweep / index) for index in "012"] == ["4712_0", "4711_1", "4712_1"]
     assert directive(small_arrays / "4712", "time") == "2:00:00"
@@ -441,8 +412,6 @@ def test_what_has_failed_of_a_sweep_is_queued_again_as_one_array(
         (["ddp", "--sweep", "launch.nodes=1,2"], 2, "cannot change resources"),
         (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
         (["ddp", "--gres", "gpu:1"], 3, "--gpus-per-node 0"),
-        (["ddp", "model.name=broken:mlp"], 2, "/broken.py:2 is not valid Python."),
-        (["ddp", "model.name=asking:mlp"], 2, "/asking.py:2 imports 'no_such_package.nn'"),
     ],
 )
 def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
@@ -450,8 +419,6 @@ def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
 ) -> None:
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
     (tmp_path / "latin.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
-    (tmp_path / "broken.py").write_text("import torch\ndef mlp(info)\n    pass\n")
-    (tmp_path / "asking.py").write_text("import torch\nimport no_such_package.nn\ndef mlp(info): ...\n")
     for folder in ("taken", "half"):
         (tmp_path / folder).mkdir()
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
@@ -473,8 +440,7 @@ def test_a_runs_folder_that_cannot_be_is_refused_before_anything_is_written(
     place.mkdir()
     (tmp_path / "occupied").write_text("a file where the folder should be")
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / os.fsdecode(name)))
-    done = command("submit", "ddp")
-    assert (done.code, words in done.err) == (2, True)
+    command("submit", "ddp").refused(2, words)
     assert list(place.iterdir()) == []
 
 
@@ -482,8 +448,7 @@ def test_a_full_disk_is_refused_before_a_folder_is_made(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.site.profile.LEAST_MB", 10**12)
-    done = command("submit", "ddp")
-    assert (done.code, "There is no room for a run" in done.err) == (3, True)
+    command("submit", "ddp").refused(3, "There is no room for a run")
     assert not (tmp_path / "runs").exists()
 
 
@@ -499,8 +464,7 @@ def test_what_nodes_do_not_see_is_refused(
     flags = ("--cluster", str(profile), "--run-dir", str(tmp_path / "work" / "x"))
 
     def refused(*words: str) -> str:
-        done = command("submit", "ddp", *words)
-        assert done.code == 3
+        done = command("submit", "ddp", *words).refused(3)
         return str(done.err)
 
     assert "is on this machine alone" in refused("--run-dir", "/dev/shm/trainkit-no-such-run")
@@ -522,20 +486,10 @@ def test_what_a_profile_knows_of_accounts_is_asked_of_nobody(
     script(fake_slurm / "sacctmgr", "exit 1")
     profile = tmp_path / "site.yaml"
     profile.write_text("site: {accounts: [{name: thesis}], accounts_enforced: true}\n")
-    done = command("submit", "ddp", "--cluster", str(profile), "--account", "theses")
-    assert done.code == 3
-    assert "Account 'theses' is none of yours (flag --account)." in done.err
-    assert "Did you mean 'thesis'?" in done.err
+    command("submit", "ddp", "--cluster", str(profile), "--account", "theses").refused(
+        3, "Account 'theses' is none of yours (flag --account).", "Did you mean 'thesis'?"
+    )
     assert command("submit", "ddp", "--cluster", str(profile), "--account", "thesis").code == 0
-
-
-def test_a_guarded_import_or_one_of_the_container_is_let_pass(command: Command, tmp_path: Path) -> None:
-    guarded = "try:\n    import no_such_package\nexcept ImportError:\n    pass\ndef mlp(info): ...\n"
-    (tmp_path / "guarded_model.py").write_text(guarded)
-    (tmp_path / "container_model.py").write_text("import no_such_package\ndef mlp(info): ...\n")
-    assert command("submit", "ddp", "model.name=guarded_model:mlp", "--dry-run").code == 0
-    inside = ("model.name=container_model:mlp", "launch.container_image=x.sif")
-    assert "no_such_package" not in command("submit", "ddp", *inside, "--dry-run").err
 
 
 # Ranks on this machine
@@ -543,11 +497,9 @@ def test_a_guarded_import_or_one_of_the_container_is_let_pass(command: Command, 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text("def build(info):\n    raise RuntimeError('my own mistake')\n")
-    done = command("submit", "ddp", *FAST, "model.name=my_model:build")
-    assert done.code == 1
-    assert "RuntimeError: my own mistake" in done.err
-    assert "Traceback" in done.err
-    assert " raised RuntimeError: my own mistake, at my_model.py:2." in done.err
+    done = command("submit", "ddp", *FAST, "model.name=my_model:build").refused(
+        1, "RuntimeError: my own mistake", "Traceback", " raised RuntimeError: my own mistake, at my_model.py:2."
+    )
     # And not `jobs.resume`: the run has a copy of the code as it was.
     assert f"fix: Mend my_model.py:2: `python -m jobs.submit {tmp_path / 'runs' / 'ddp-0001'}`" in done.err
 
@@ -566,8 +518,7 @@ def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command,
     assert [line for line in command("status", "single-0001").out.splitlines() if line in shown] == shown
     logs = command("logs", "single-0001").out.splitlines()
     assert logs[:3] == [f"--- single-0001: FAILED. {what}", f"--- why: {why}", f"--- fix: {fix}"]
-    report = command("report", "single-0001")
-    assert report.code == 2
+    report = command("report", "single-0001").refused(2)
     assert report.err.splitlines()[1:] == [f"  why: {what} {why}", f"  fix: {fix}"]
 
 
@@ -607,11 +558,7 @@ def test_interrupting_a_followed_run_leaves_it_running(
     run = RunDir(tmp_path / "runs" / "single-0001")
     assert last_event(run, "ended") is None
     assert command("cancel", str(run.path)).code == 0
-    deadline = time.monotonic() + 30
-    while last_event(run, "ended") is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert (last_event(run, "ended") or {})["state"] == "CANCELLED"
+    assert wait_until(lambda: last_event(run, "ended"))["state"] == "CANCELLED"
 
 
 # A run folder is as open as its mode says, and not as the umask of whoever starts or reports on it
@@ -629,8 +576,7 @@ MODES = [(umask, mode) for umask in (0o000, 0o002, 0o077) for mode in ("700", "7
 
 
 @pytest.mark.parametrize(
-    ("umask", "mode"),
-    [pytest.param(*both, marks=() if both == (0o000, "750") else pytest.mark.long) for both in MODES],
+    ("umask", "mode"), [pytest.param(*both, marks=() if both == (0o000, "750") else pytest.mark.long) for both in MODES]
 )
 def test_all_of_a_finished_run_is_as_open_as_its_mode_says(umask: int, mode: str, tmp_path: Path) -> None:
     own = {"TRAINKIT_RUN_MODE": mode, "XDG_STATE_HOME": str(tmp_path / "state"), "WANDB_MODE": "offline"}

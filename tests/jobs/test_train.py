@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from safetensors.torch import load_file
 
 from tests.jobs.conftest import Command
 from tests.rank_functions import run_command, run_ranks, train_run
+from tests.runs import wait_until
+from tests.shell import python
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
 from trainkit.ranks import RankEnv
@@ -36,10 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("train")
     loggers = "monitor.loggers=[jsonl,tests.monitor.handed:build]"
     words = ["train", "single", *QUICK[:2], loggers, "--run-dir", "here"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-m", "jobs", *words], cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
+    done = python("-m", "jobs", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -101,18 +99,14 @@ def test_fine_tuning_needs_its_file_once_and_trains_what_is_not_frozen(tmp_path:
 def test_wrong_input_exits_with_2_and_leaves_nothing(
     command: Command, tmp_path: Path, setting: str, words: str
 ) -> None:
-    done = command("train", "single", *QUICK, setting, "--run-dir", "here")
-    assert done.code == 2
-    assert words in done.err
+    done = command("train", "single", *QUICK, setting, "--run-dir", "here").refused(2, words)
     assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["  why", "  fix"]
     assert not (tmp_path / "here").exists()
 
 
 def test_other_settings_do_not_go_on_with_a_run(command: Command, tmp_path: Path) -> None:
     RunDir.create(tmp_path / "here", "seed: 3\n")
-    done = command("train", "single", *QUICK, "--run-dir", "here")
-    assert done.code == 2
-    assert "was started with other settings" in done.err
+    command("train", "single", *QUICK, "--run-dir", "here").refused(2, "was started with other settings")
 
 
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -120,9 +114,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jobs.train", "single", *settings, "--run-dir", "here"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     metrics = tmp_path / "here/metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size, 120)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
