@@ -15,6 +15,7 @@ from trainkit.config.loading import load
 from trainkit.errors import RunFailedError
 from trainkit.swarm import processes
 from trainkit.swarm.average import Averaging, _Exchange
+from trainkit.swarm.exchange import Averaged
 from trainkit.swarm.link import Outcome
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync import PROBE_SIZE, Given
@@ -25,16 +26,15 @@ WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
 
 
 def settled(
-    theirs: torch.Tensor, *, same_weights: bool, role: str = "reducer", average: float = 1.0
+    *, drifted: bool = False, same_weights: bool, role: str = "reducer", average: float = 1.0
 ) -> tuple[Round, list[tuple[bool, ...]]]:
-    """A round of a volunteer with `WEIGHTS`, whose group's reducer had others; and which parts it has stepped by."""
+    """A round of a volunteer that has perhaps drifted from its group's reducer; and which parts it has stepped by."""
     nobody = SimpleNamespace(role="volunteer")
     member = SimpleNamespace(peer_id="reducer", role=role, trusted=True)
     stepped: list[tuple[bool, ...]] = []
     common: Any = SimpleNamespace(
         same_weights=same_weights,
         num_parameters=4,
-        probe=lambda: WEIGHTS,
         step=lambda average, *_, **__: stepped.append(average.arrived),
     )
     averager: Any = SimpleNamespace(
@@ -46,10 +46,9 @@ def settled(
     dht: Any = SimpleNamespace(member=lambda peer: member, own=SimpleNamespace(grant=nobody))
     link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
     averaging = Averaging(averager, dht, common, load("hivemind").config.collaborative, link)
-    told = {"reducer": {"shares": True, "probe": theirs.numpy().tobytes()}}
-    outcome = Outcome((2,), (2,), (True,), ("reducer",))
+    averaged = Averaged({"reducer": 0.0}, drifted, Outcome((2,), (2,), (True,), ("reducer",)))
     averaging._exchange = _Exchange(
-        control=SimpleNamespace(result=lambda seconds: (told, outcome)),
+        control=SimpleNamespace(result=lambda seconds: averaged),
         given=Given(torch.ones(4), (1.0,), torch.ones(4), sound=True),
         sent=(1.0,), trained=1.0, next_round=3, alone=False, began=time.monotonic(), failed="",
     )  # fmt: skip
@@ -83,17 +82,17 @@ def test_an_error_of_the_averager_ends_the_search_at_once(
 
 
 def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:
-    result, stepped = settled(1.01 * WEIGHTS, same_weights=True)
+    result, stepped = settled(drifted=True, same_weights=True)
     assert (result.used, result.why, result.drifted) == ("nothing", "the others are at another update", True)
     assert stepped == [(False,)]
-    assert settled(WEIGHTS, same_weights=True)[0].used == "average"
+    assert settled(same_weights=True)[0].used == "average"
 
 
 @pytest.mark.parametrize(("role", "used"), [("reducer", "nothing"), ("owner", "average")])
 def test_what_the_owner_has_averaged_is_not_for_others_to_judge(role: str, used: str) -> None:
-    assert settled(WEIGHTS, same_weights=False, role=role, average=8.0)[0].used == used
+    assert settled(same_weights=False, role=role, average=8.0)[0].used == used
 
 
 def test_a_pseudo_gradient_is_of_use_to_whoever_has_drifted() -> None:
-    result, stepped = settled(1.01 * WEIGHTS, same_weights=False)
+    result, stepped = settled(drifted=True, same_weights=False)
     assert (result.used, result.drifted, stepped) == ("average", True, [(True,)])

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,7 +271,6 @@ def test_a_gradient_of_other_weights_than_the_owners_is_not_sent(
         common=SimpleNamespace(same_weights=True, num_parameters=2), plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16",
         get_tensors=nullcontext, _p2p=None, prefix="", _possible={},
     )  # fmt: skip
-    averager.has_strayed = partial(_Averager.has_strayed, averager)
     gathered = [said(CLIENT, factor * WEIGHTS), said(NODE, WEIGHTS)]
     group: Any = SimpleNamespace(peer_ids=["me", "reducer"], gathered=gathered, group_id=b"")
     with pytest.raises(MatchmakingException, match="as far as this test goes"):
@@ -303,7 +301,7 @@ def averager() -> Any:
         return SimpleNamespace(peer_id=peer)
 
     made: Any = _Averager.__new__(_Averager)
-    made._late, made._fetching, made._may_fetch, made._parent_pid = {}, set(), {}, -1
+    made._late, made._may_fetch, made._parent_pid = {}, {}, -1
     made.guard = SimpleNamespace(member=member)
     return made
 

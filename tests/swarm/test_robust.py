@@ -308,4 +308,4 @@ def test_only_reducers_whose_averages_cannot_be_true_are_not_believed(
 def test_how_much_slower_a_peer_is_follows_from_what_all_say(
     others: dict[str, float], own: float, times: float
 ) -> None:
-    assert slower_than(others, own) == times
+    assert slower_than({"me": own, **others}, "me") == times

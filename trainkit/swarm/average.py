@@ -5,7 +5,6 @@ The average may arrive while the next round is being trained, and a round that f
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -25,18 +24,9 @@ from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
 from trainkit.swarm.dht import SwarmDHT
-from trainkit.swarm.exchange import _Averager
+from trainkit.swarm.exchange import Averaged, _Averager
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
-from trainkit.swarm.robust import (
-    OwnRounds,
-    Round,
-    Verdict,
-    has_drifted,
-    objection,
-    slower_than,
-    untrue,
-    whole,
-)
+from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given
 
 
@@ -99,16 +89,7 @@ class _Exchange:
     """Why there is no exchange; empty if there is one."""
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What came of an exchange."""
-
-    members: Mapping[str, Mapping[str, Any]]
-    """Peer id -> what it said of itself."""
-    outcome: Outcome
-    average: Tensor | None = None
-    why: str = ""
-    """Why there is no average."""
+_NOBODY = Averaged({}, drifted=False, outcome=Outcome())
 
 
 class Averaging:
@@ -226,19 +207,20 @@ class Averaging:
             leads: without an average this peer goes on by itself; else it waits for the next.
         """
         assert self._exchange is not None
-        now, found = self._exchange, self._await(self._exchange, seconds)
-        if found is None:
+        now, ended = self._exchange, self._await(self._exchange, seconds)
+        if ended is None:
             return None
         self._exchange = None
-        took = time.monotonic() - now.began
+        (rates, drifted, outcome), average, why = ended
+        took, learned = time.monotonic() - now.began, outcome
         common, given, size = self._common, now.given, self._common.num_parameters
-        average, why, outcome = found.average, found.why, found.outcome
-        reducers, false = self._audited(found, now)
+        reducers: tuple[str, ...] = ()
+        false: tuple[Verdict, ...] = ()
         if average is not None:
+            reducers, false = self._audit(now, rates, outcome, average)
             outcome = outcome.refusing({verdict.peer for verdict in false}, average, given.vector)
             own = whole(float(given.vector[:size].norm()), now.trained) if given.usable else 0.0
             why = objection(average, size, max(own, self._usual_norm))
-        drifted = self._has_drifted(found.members)
         if drifted and common.same_weights:
             why = "the others are at another update"
         arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
@@ -251,13 +233,13 @@ class Averaging:
             average = given.vector
             arrived = counted = (used == "own",) * len(given.weights)
         common.step(Average(average, now.next_round, arrived, counted), given, trained_on=trained_on)
-        advice = self._link.learn(now.sent, found.outcome) if found.outcome.reducers else ""
+        advice = self._link.learn(now.sent, learned) if learned.reducers else ""
         self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
-            group=len(found.members) if used == "average" else 0,
+            group=len(rates) if used == "average" else 0,
             used=used,
             why=why,
-            samples_per_sec=sum(number(member.get("rate")) for member in found.members.values()),
+            samples_per_sec=sum(rates.values()),
             drifted=drifted,
             seconds=took,
             reducers=reducers,
@@ -271,54 +253,46 @@ class Averaging:
             late=outcome.late,
         )
 
-    def _audited(self, found: _Found, now: _Exchange) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
+    def _audit(
+        self, now: _Exchange, rates: Mapping[str, float], outcome: Outcome, average: Tensor
+    ) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
         """The others who have averaged for this peer, and those of them who must not be believed."""
-        if found.average is None:
-            return (), ()
-        outcome, own_id = found.outcome, str(self.averager.peer_id)
+        own_id, size, member = str(self.averager.peer_id), self._common.num_parameters, self._dht.member
         came_from = [peer if count else "" for peer, count in zip(outcome.reducers, outcome.received, strict=True)]
         others = tuple(sorted(set(came_from) - {"", own_id}))
         if not others or not now.given.usable:
             return others, ()
-        rates = {peer: number(member.get("rate")) for peer, member in found.members.items()}
-        slower = slower_than(rates, rates.pop(own_id, 0.0)) / max(now.trained, 0.05)
-        size, member = self._common.num_parameters, self._dht.member
+        slower = slower_than(rates, own_id) / max(now.trained, 0.05)
         judged = ["" if (one := member(peer)) and one.role == "owner" else peer for peer in came_from]
-        return others, untrue(found.average, now.given.vector, size, judged, own_id=own_id, slower=slower)
-
-    def _has_drifted(self, members: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Whether this peer has other weights than the owner's side, of those who say that they give theirs away."""
-        given = {peer: member.get("probe") for peer, member in members.items() if member.get("shares") is True}
-        own, role, own_id = self._common.probe().numpy().tobytes(), self._dht.own.grant.role, str(self.averager.peer_id)
-        return has_drifted(own, given, self._dht.member, role=role, own_id=own_id)
+        return others, untrue(average, now.given.vector, size, judged, own_id=own_id, slower=slower)
 
     def _hand_over(self, control: Any, vector: Tensor, sent: Sequence[float]) -> str:
         """Begin the exchange; why that is not possible, or nothing."""
         if control is None:
             return "the round was too short to look for others"
-        averager, lock = self.averager, self.averager.lock_averaged_tensors
-        if not lock.acquire(timeout=GRACE):
+        averager = self.averager
+        if not averager.lock_averaged_tensors.acquire(timeout=GRACE):
             control.cancel()
             return "the round before is still being exchanged"
         try:
             averager._averaged_tensors[0].copy_(vector)
             averager.plan.copy_(torch.tensor([CODECS.index(self._link.load.codec), *sent], dtype=torch.float64))
         finally:
-            lock.release()
+            averager.lock_averaged_tensors.release()
         control.weight = float(max(sent))
         control.allow_allreduce()
         return ""
 
-    def _await(self, now: _Exchange, seconds: float) -> _Found | None:
-        """What came of the exchange; None when it is too early to say."""
+    def _await(self, now: _Exchange, seconds: float) -> tuple[Averaged, Tensor | None, str] | None:
+        """What the exchange came to: the group, the average, and why there is none. None: too early to say."""
         if now.failed:
-            return _Found({}, Outcome(), why=now.failed)
+            return _NOBODY, None, now.failed
         control, lock = now.control, self.averager.lock_averaged_tensors
         # Long enough for a newcomer who has just asked.
         lonely = now.alone and not control.began_allreduce
         left = now.began + (0.7 if lonely else exchange_seconds(self._config) + 0.5) - time.monotonic()
         try:
-            members, outcome = control.result(max(0.0, min(seconds, left)))
+            averaged: Averaged = control.result(max(0.0, min(seconds, left)))
         except FutureTimeoutError:
             if left > seconds or (lonely and control.began_allreduce):
                 return None
@@ -327,17 +301,11 @@ class Averaging:
             text = (str(failure).strip() or type(failure).__name__).splitlines()[0][:120]
             why = "no others" if "could not find a group" in str(failure) else text
         else:
-            told = {str(peer): value if isinstance(value, dict) else {} for peer, value in members.items()}
             if not lock.acquire(timeout=GRACE):
-                return _Found(told, outcome, why="the averager holds on to its result")
+                return averaged, None, "the averager holds on to its result"
             average = self.averager._averaged_tensors[0].clone()
             lock.release()
-            return _Found(told, outcome, average)
+            return averaged, average, ""
         with suppress(Exception):
             control.cancel()
-        return _Found({}, Outcome(), why=why)
-
-
-def number(value: Any) -> float:
-    """A finite number, or 0."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+        return _NOBODY, None, why

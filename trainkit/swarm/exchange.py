@@ -1,8 +1,8 @@
 """All that this kit overrides in hivemind's processes: how a group exchanges, and who may join, ask and lead.
 
 hivemind asks nobody who they are: any process that reaches an averager may join its groups, reduce for others and
-download its state. libp2p proves the id of a peer that asks; what that id may do is `Admission`'s answer. Whoever hands
-a state over, it counts if one of the owner's side has signed it, for this run and for the round that it claims.
+download its state. libp2p proves the id of a peer that asks; `Admission` says what that id may do. A state counts,
+whoever hands it over, if one of the owner's side has signed it for this run and the round that it claims.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto.averaging_pb2 import AveragingData, DownloadData, DownloadRequest, JoinRequest, MessageFromLeader
 from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter, azip, enter_asynchronously
 from pydantic import Field, TypeAdapter
 from torch import Tensor
@@ -39,11 +40,21 @@ from trainkit.swarm.access import bound_calls, bound_node
 from trainkit.swarm.admission import Admission, Guard, Member, remember
 from trainkit.swarm.invitations import Pass, UntrustedError, parsed
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
-from trainkit.swarm.messages import CLIENT, NOTHING, Gathered, plain_msgpack, read_gathered
+from trainkit.swarm.messages import CLIENT, NOTHING, plain_msgpack, read_gathered
 from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, has_drifted, voices_of
 from trainkit.swarm.sync import CommonState
 
 _LONGEST_METADATA = 16_384
+# Peers that average together; beyond that a reducer would do nothing else.
+_LARGEST_GROUP = 256
+# The others wait for a late peer in every round. A peer that is late too often in a row, where a round in which nothing
+# at all has come counts double, is not let into a group for so long; then for twice as long.
+_MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
+_MOST_REMEMBERED = 1000
+# After a peer was given the state it gets none for as long as that has taken, and at least so long.
+_FETCH_SECONDS = 0.5
+# Refusals to report of a round; a stranger can cause as many as it likes.
+_MOST_REFUSALS = 32
 
 
 class Digest(NamedTuple):
@@ -63,13 +74,13 @@ State = tuple[Digest, list[Tensor]]
 
 
 def digest_of(run_id: str, round_index: int, tensors: Iterable[Tensor]) -> Digest:
-    """Of tensors on the CPU in their order, each with its length in bytes."""
-    found = hashlib.sha256()
+    """The digest of tensors on the CPU in their order, each with its length in bytes."""
+    digest = hashlib.sha256()
     for tensor in tensors:
         data: Any = tensor.numpy()
-        found.update(data.nbytes.to_bytes(8, "big"))
-        found.update(data)
-    return Digest(run_id, round_index, found.hexdigest())
+        digest.update(data.nbytes.to_bytes(8, "big"))
+        digest.update(data)
+    return Digest(run_id, round_index, digest.hexdigest())
 
 
 def sign_digest(own: Pass, digest: Digest) -> bytes:
@@ -82,37 +93,36 @@ def read_digest(admission: Admission, statement: bytes, *, run_id: str) -> Diges
 
     Raises UntrustedError when a volunteer or a stranger has signed it, or it belongs to another run.
     """
-    found = admission.read(statement, "state")
-    if found.grant.role == "volunteer":
+    signed = admission.read(statement, "state")
+    if signed.grant.role == "volunteer":
         raise UntrustedError("a volunteer does not say which state is the run's")
-    digest = parsed(_DIGEST, found.content, "digest")
+    digest = parsed(_DIGEST, signed.content, "digest")
     if digest.run_id != run_id:
         raise UntrustedError("it is the digest of another run")
     return digest
 
 
-async def in_order(found: object, own_id: str, look_up: Callable[[str], Awaitable[Member | None]]) -> list[PeerID]:
+async def in_order(record: object, own_id: str, look_up: Callable[[str], Awaitable[Member | None]]) -> list[PeerID]:
     """Whom to ask for the state: the owner first, then any of its side. What donors say of themselves does not count.
 
     Args:
-        found: the DHT's record of those who give it away, by peer.
+        record: of the DHT, of those who give it away, by peer.
         own_id: of this peer, who is not asked.
         look_up: who a peer is; None: nobody.
     """
-    known: list[tuple[bool, float, PeerID]] = []
-    for subkey, told in found.items() if isinstance(found, dict) else ():
-        if getattr(told, "value", None) is None or not isinstance(subkey, bytes):
-            continue  # it does not any more
-        with suppress(ValueError):
-            peer = PeerID(subkey)
-            member = None if str(peer) == own_id else await look_up(str(peer))
-            if member is not None and member.trusted:
-                known.append((member.role != "owner", random.random(), peer))
-    return [peer for *_, peer in sorted(known, key=lambda item: item[:2])]
+    donors: list[tuple[bool, float, PeerID]] = []
+    for subkey, entry in record.items() if isinstance(record, dict) else ():
+        if isinstance(subkey, bytes) and getattr(entry, "value", None) is not None:  # None: it does no longer
+            with suppress(ValueError):
+                peer = PeerID(subkey)
+                member = None if str(peer) == own_id else await look_up(str(peer))
+                if member is not None and member.trusted:
+                    donors.append((member.role != "owner", random.random(), peer))
+    return [peer for *_, peer in sorted(donors, key=lambda donor: donor[:2])]
 
 
 async def read_state(messages: AsyncIterable[Any], sizes: Sequence[int], admission: Admission, run_id: str) -> State:
-    """A state as it comes from a donor.
+    """Read a state as it comes from a donor.
 
     Args:
         messages: hivemind's, each with a piece of a tensor.
@@ -133,12 +143,12 @@ async def read_state(messages: AsyncIterable[Any], sizes: Sequence[int], admissi
     if [len(buffer) for buffer in buffers] != [4 * size for size in sizes]:
         raise ValueError("it is shorter than the state of this run")
     tensors = [torch.frombuffer(buffer, dtype=torch.float32) for buffer in buffers]
-    told = None
+    statement = None
     with suppress(ValueError, KeyError, TypeError, msgpack.UnpackException, RecursionError):
-        told = plain_msgpack(metadata)["digest"]
-    if not isinstance(told, bytes):
+        statement = plain_msgpack(metadata)["digest"]
+    if not isinstance(statement, bytes):
         raise ValueError("nobody has signed it")
-    signed = read_digest(admission, told, run_id=run_id)
+    signed = read_digest(admission, statement, run_id=run_id)
     if digest_of(signed.run_id, signed.round, tensors) != signed:
         raise ValueError("it is not what was signed")
     return signed, tensors
@@ -146,6 +156,9 @@ async def read_state(messages: AsyncIterable[Any], sizes: Sequence[int], admissi
 
 # In an answer: how many contributions are in the average, and how many were announced.
 _COUNTS = struct.Struct("<HH")
+
+
+_Parts = AsyncIterator[AveragingData]
 
 
 class _Average(NamedTuple):
@@ -171,15 +184,14 @@ class _Reducer:
             own_parts: this peer's own, as views of the whole vector.
             write: a part's index and average as a message.
         """
-        self._own, self._senders, self._screen, self._write = own_parts, senders, screen, write
+        self._own, self._senders, self._screen, self._write = own_parts, set(range(senders)), screen, write
         self.averages: list[asyncio.Future[_Average]] = [asyncio.Future() for _ in own_parts]
-        self._missing = [set(range(senders)) for _ in own_parts]
-        self._failed: set[int] = set()
         self.finished = asyncio.Event()
+        self._failed: set[int] = set()
         self._next(0)
 
-    async def add(self, sender: int, index: int, part: Tensor, weight: float) -> _Average:
-        """Take a part, wait for the others' of it, return the average."""
+    async def add(self, sender: int, part: Tensor, weight: float) -> _Average:
+        """Take a sender's next part, wait for the others' of it, return the average."""
         if sender in self._failed:
             raise BannedException(f"sender {sender} is left out")
         # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies. Without
@@ -188,15 +200,15 @@ class _Reducer:
             self._arrived[sender], self._weights[sender] = part, weight
         else:
             self._left_out += 1
-        self._missing[index].discard(sender)
+        average = self.averages[self._index]
+        self._missing.discard(sender)
         self._check()
-        return await asyncio.shield(self.averages[index])  # others wait for it too
+        return await asyncio.shield(average)  # others wait for it too
 
     def on_sender_failed(self, sender: int) -> None:
         """Do without what a sender has not given yet."""
         self._failed.add(sender)
-        for missing in self._missing[self._index :]:
-            missing.discard(sender)
+        self._missing.discard(sender)
         self._check()
 
     def finalize(self) -> None:
@@ -206,7 +218,7 @@ class _Reducer:
         self.finished.set()
 
     def _next(self, index: int) -> None:
-        self._index, self._left_out = index, 0
+        self._index, self._left_out, self._missing = index, 0, self._senders - self._failed
         self._arrived: dict[int, Tensor] = {}
         self._weights: dict[int, float] = {}
         if index == len(self._own):
@@ -214,8 +226,8 @@ class _Reducer:
 
     def _check(self) -> None:
         """Average as soon as nobody is missing."""
-        while not self.finished.is_set() and not self._missing[self._index]:
-            own, counts = self._own[self._index], (len(self._arrived), self._senders - self._left_out)
+        while not (self._missing or self.finished.is_set()):
+            own, counts = self._own[self._index], (len(self._arrived), len(self._senders) - self._left_out)
             message, values = runtime_pb2.Tensor(), torch.zeros_like(own)
             if self._arrived:
                 averaged = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
@@ -242,32 +254,30 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         super().__init__(**runner)
         self.tensor_part_container.return_deltas = False
         self._sending = sending
-        self.screen = Screen([str(peer) for peer in self.sender_peer_ids], limits, sending.delicate)
-        self.tensor_part_reducer = _Reducer(
-            self.parts_for_local_averaging, len(self.sender_peer_ids), self.screen, self._written
-        )
-        by_peer = self.tensor_part_container.num_parts_by_peer
+        senders = [str(peer) for peer in self.sender_peer_ids]
+        self.screen = Screen(senders, limits, sending.delicate)
+        own_parts, by_peer = self.parts_for_local_averaging, self.tensor_part_container.num_parts_by_peer
+        self.tensor_part_reducer = _Reducer(own_parts, len(senders), self.screen, self._write_average)
         self._first = [sum(by_peer[:index]) for index in range(len(by_peer))]
         self._own_first = self._first[self.ordered_peer_ids.index(self.peer_id)]
-        self._reducers = [
-            str(peer) for peer, many in zip(self.ordered_peer_ids, by_peer, strict=True) for _ in range(many)
-        ]
         count = sum(by_peer)
-        self._counts = [(0, len(self.sender_peer_ids))] * count
+        self._counts = [(0, len(senders))] * count
         self._mine = [False] * count
-        self._waited: dict[PeerID, float] = {}
         self._bytes = [0] * count
+        self._waited: dict[PeerID, float] = {}
         self._up = self._down = self._timed = 0
         self.received: dict[str, int] = {}
         """As a reducer: sender's id -> bytes of its parts that have arrived here."""
 
     def outcome(self) -> Outcome:
         """What the exchange came to, once it is over."""
+        by_peer = zip(self.ordered_peer_ids, self.tensor_part_container.num_parts_by_peer, strict=True)
+        received, expected = zip(*self._counts, strict=True)
         return Outcome(
-            received=tuple(received for received, _ in self._counts),
-            expected=tuple(expected for _, expected in self._counts),
+            received=received,
+            expected=expected,
             counted=tuple(self._mine),
-            reducers=tuple(self._reducers),
+            reducers=tuple(str(peer) for peer, parts in by_peer for _ in range(parts)),
             late=tuple(sorted(map(str, self.banned_senders))),
             bytes_up=self._up,
             bytes_down=self._down,
@@ -284,7 +294,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             sender = self.sender_peer_ids.index(peer_id)
             for index, part in enumerate(self.parts_for_local_averaging):
                 weight = self._sending.weights[first + index]
-                average = await self.tensor_part_reducer.add(sender, index, part, weight)
+                average = await self.tensor_part_reducer.add(sender, part, weight)
                 self._take(peer_index, index, average.values, average.counts, counted=weight > 0)
             return
         parts = container.get_raw_input_parts(peer_index)
@@ -299,13 +309,12 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                 counts = _COUNTS.unpack(answer.group_id)
                 values = read_part(answer.tensor_part, part.numel()) if counts[0] else part
                 self._down += len(answer.tensor_part.buffer)
-                counted = answer.weight > 0
-                if counted:
+                if answer.weight > 0:
                     self._waited[peer_id] = answer.weight
                     self._timed += self._bytes[first + index] if index else 0
                 elif self._sending.weights[first + index] > 0:
                     over.set()  # left out: what has not been sent would be for nothing
-                self._take(peer_index, index, values, counts, counted=counted)
+                self._take(peer_index, index, values, counts, counted=answer.weight > 0)
         except BaseException:
             container.register_failed_reducer(peer_index)
             raise
@@ -313,23 +322,22 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             over.set()
 
     async def _messages(self, first: int, parts: Sequence[Tensor], over: asyncio.Event) -> AsyncIterator[Any]:
-        for index, part in enumerate(parts):
+        for place, part in enumerate(parts, first):
             if over.is_set():
                 return
-            weight = self._sending.weights[first + index]
-            message = averaging_pb2.AveragingData(weight=weight)
-            if index == 0:
+            weight = self._sending.weights[place]
+            message = AveragingData(weight=weight)
+            if place == first:
                 message.code, message.group_id = averaging_pb2.PART_FOR_AVERAGING, self.group_id
             if weight > 0:
-                codec = self._sending.codec_of(first + index, self._sending.codec)
-                message.tensor_part.CopyFrom(written_part(part, codec))
-                self._bytes[first + index] = len(message.tensor_part.buffer)
-                self._up += self._bytes[first + index]
+                message.tensor_part.CopyFrom(written_part(part, self._sending.codec_of(place, self._sending.codec)))
+                self._bytes[place] = len(message.tensor_part.buffer)
+                self._up += self._bytes[place]
             yield message
 
     def _take(self, peer_index: int, index: int, values: Tensor, counts: tuple[int, int], *, counted: bool) -> None:
-        number = self._first[peer_index] + index
-        self._counts[number], self._mine[number] = counts, counted
+        place = self._first[peer_index] + index
+        self._counts[place], self._mine[place] = counts, counted
         self.tensor_part_container.register_processed_part(peer_index, index, values)
 
     # As a reducer.
@@ -341,7 +349,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         reason = self._check_reasons_to_reject(request, context)
         # Who has called already would be counted twice, in the place of somebody who is slower.
         if reason is not None or request.code != averaging_pb2.PART_FOR_AVERAGING or sender in self.active_senders:
-            yield reason or averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+            yield reason or AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.active_senders.add(sender)
         if len(self.active_senders) == len(self.sender_peer_ids):
@@ -354,7 +362,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                 await over.wait()  # its link has one thing to do at a time
             for index, future in enumerate(self.tensor_part_reducer.averages):
                 average = await asyncio.shield(future)
-                yield averaging_pb2.AveragingData(
+                yield AveragingData(
                     code=averaging_pb2.AVERAGED_PART,
                     group_id=_COUNTS.pack(*average.counts),
                     tensor_part=average.message,
@@ -383,15 +391,16 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                             break
                         message = coming.result()
                         waited += clock() - began
-                        self._down += len(message.tensor_part.buffer)
-                        self.received[name] = self.received.get(name, 0) + len(message.tensor_part.buffer)
+                        size = len(message.tensor_part.buffer)
+                        self._down += size
+                        self.received[name] = self.received.get(name, 0) + size
                         weight = message.weight if 0.0 < message.weight < math.inf else 0.0
                         part = torch.zeros(0)  # of nothing the screen drops the sender, and says so
                         if weight:
                             arrived[index] = waited
                             with suppress(ValueError):
                                 part = read_part(message.tensor_part, own.numel())
-                        await self.tensor_part_reducer.add(place, index, part, weight)
+                        await self.tensor_part_reducer.add(place, part, weight)
                         taken += 1
             finally:
                 over.set()
@@ -405,9 +414,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         finally:
             coming.cancel()
 
-    def _written(self, index: int, averaged: Tensor) -> Any:
-        sending = self._sending
-        message = written_part(averaged, sending.codec_of(self._own_first + index, sending.codec_back))
+    def _write_average(self, index: int, averaged: Tensor) -> Any:
+        message = written_part(averaged, self._sending.codec_of(self._own_first + index, self._sending.codec_back))
         # The others fetch it while this peer goes on.
         self._up += len(message.buffer) * len(self.active_senders - {self.peer_id})
         return message
@@ -423,18 +431,6 @@ def read_part(message: Any, values: int) -> Tensor:
     return decode(message.buffer, message.dtype, values)
 
 
-# Peers that average together; beyond that a reducer would do nothing else.
-_LARGEST_GROUP = 256
-# The others wait for a late peer in every round. A peer that is late too often in a row, where a round in which nothing
-# at all has come counts double, is not let into a group for so long; then for twice as long.
-_MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
-_MOST_REMEMBERED = 1000
-# After a peer was given the state it gets none for as long as that has taken, and at least so long.
-_FETCH_SECONDS = 0.5
-# Refusals that are told of a round; a stranger can cause as many as it likes.
-_MOST_REFUSALS = 32
-
-
 class _Matchmaking(Matchmaking):  # type: ignore[misc]
     """Follows only those who may lead: a leader divides the work."""
 
@@ -444,6 +440,16 @@ class _Matchmaking(Matchmaking):  # type: ignore[misc]
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         return await super()._request_join_group(leader) if await self._guard.trusts(str(leader)) else None
+
+
+class Averaged(NamedTuple):
+    """What the averager's process returns of an exchange; the average itself is in shared memory."""
+
+    rates: dict[str, float]
+    """Peer id -> samples per second, by its own word, of every member of the group."""
+    drifted: bool
+    """This peer has other weights than the owner's side."""
+    outcome: Outcome
 
 
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
@@ -462,7 +468,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._refused: dict[str, Verdict] = {}
         self._late: dict[str, tuple[int, float]] = {}
         """Peer -> how often in a row it was late, and when it may come again."""
-        self._fetching: set[str] = set()
         self._may_fetch: dict[str, float] = {}
         """Peer -> when it may fetch the state again."""
         super().__init__([torch.zeros(values)], guard.dht, **options)
@@ -470,7 +475,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     # In the peer's own process.
 
     def expect(self, possible: Mapping[str, float]) -> None:
-        """What peers can have trained on in this round, see `Limits`."""
+        """Say what peers can have trained on in this round, see `Limits`."""
         self._outer_pipe.send(("_expect", [], {"possible": dict(possible)}))
 
     def findings(self) -> list[Findings]:
@@ -502,44 +507,36 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         with suppress(Exception):
             await super()._step(**options)
 
-    async def rpc_join_group(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+    async def rpc_join_group(self, request: JoinRequest, context: P2PContext) -> AsyncIterator[MessageFromLeader]:
         """A peer wants to average with this one."""
-        if not await self._welcomes(request, context.remote_id):
-            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+        if not await self._welcomes(request, str(context.remote_id)):
+            yield MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         async for message in super().rpc_join_group(request, context):
             yield message
 
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+    async def rpc_aggregate_part(self, stream: _Parts, context: P2PContext) -> _Parts:
         """A peer sends its part."""
         if await self.guard.member(str(context.remote_id)) is None:
-            yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+            yield AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         async for message in super().rpc_aggregate_part(stream, context):
             yield message
 
-    async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def rpc_download_state(self, request: DownloadRequest, context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer wants to start from this one's state: it gets it once at a time, and not all of the time."""
         peer, began = str(context.remote_id), time.monotonic()
-        if await self.guard.member(peer) is None or peer in self._fetching or self._may_fetch.get(peer, 0.0) > began:
+        if await self.guard.member(peer) is None or self._may_fetch.get(peer, 0.0) > began:
             return
-        self._fetching.add(peer)
+        remember(self._may_fetch, peer, math.inf, _MOST_REMEMBERED)
         try:
             async for message in super().rpc_download_state(request, context):
                 yield message
         finally:
-            self._fetching.discard(peer)
             now = time.monotonic()
             remember(self._may_fetch, peer, now + max(_FETCH_SECONDS, now - began), _MOST_REMEMBERED)
 
-    async def _welcomes(self, request: averaging_pb2.JoinRequest, remote_id: PeerID) -> bool:
-        peer = str(remote_id)
+    async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: str) -> bool:
         is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP
         if await self.guard.member(peer) is None or is_full or self.is_benched(peer):
             return False
@@ -573,44 +570,38 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
         hivemind asks first whoever says that it comes first, and takes its answer, however long.
         """
-        found = None
+        state = None
         try:
             key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
-            told, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
+            record, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
             sizes = [self.common.theta.numel(), self.common.momentum.numel()]
-            for peer in await in_order(told, str(self.peer_id), self.guard.member):
+            for peer in await in_order(record, str(self.peer_id), self.guard.member):
                 with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
                     stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-                    stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
+                    stream = await stub.rpc_download_state(DownloadRequest())
                     messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
-                    found = await read_state(messages, sizes, self.guard.admission, self.run_id)
+                    state = await read_state(messages, sizes, self.guard.admission, self.run_id)
                     break
         finally:
             with suppress(Exception):  # nobody waits for it any more
-                future.set_result(found)
+                future.set_result(state)
 
-    def has_strayed(self, group: Mapping[PeerID, Gathered], known: Mapping[str, Member]) -> bool:
-        """Whether this peer's weights are others than those of the owner's side in the group."""
-        own = group[self.peer_id].about.probe
-        given = {str(peer): told.about.probe for peer, told in group.items() if told.about.shares}
-        return has_drifted(own, given, known.get, role=self.own.grant.role, own_id=str(self.peer_id))
-
-    async def _aggregate_with_group(
-        self, group_info: GroupInfo, min_vector_size: int, **options: Any
-    ) -> tuple[dict[Any, Any], Outcome]:
+    async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **options: Any) -> Averaged:
         """hivemind's, but for how the members' words are read, and for `Exchange` and the screen in it."""
         # Garbage is read alike by all, and stops nobody.
-        told = zip(group_info.peer_ids, group_info.gathered, strict=True)
-        group = {peer: read_gathered(data) or NOTHING for peer, data in told}
-        modes = tuple(AveragingMode(member.mode) for member in group.values())
+        read = (read_gathered(data) or NOTHING for data in group_info.gathered)
+        group = dict(zip(map(str, group_info.peer_ids), read, strict=True))
+        own_id, modes = str(self.peer_id), tuple(AveragingMode(member.mode) for member in group.values())
         codec, *weights = self.plan.tolist()
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
-            members = {str(peer): await self.guard.member(str(peer)) for peer in group}
-            known = {peer: member for peer, member in members.items() if member is not None}
-            if self.common.same_weights and self.has_strayed(group, known):
+            known = {peer: member for peer in group if (member := await self.guard.member(peer)) is not None}
+            probes = {peer: member.about.probe for peer, member in group.items() if member.about.shares}
+            own_probe = group[own_id].about.probe
+            drifted = has_drifted(own_probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
+            if drifted and self.common.same_weights:
                 weights = [0.0] * len(weights)
-            trusted = {peer for peer, member in known.items() if member.trusted} | {str(self.peer_id)}
+            trusted = {peer for peer, member in known.items() if member.trusted} | {own_id}
             async with enter_asynchronously(self.get_tensors()) as tensors:
                 runner = Exchange(
                     p2p=self._p2p,
@@ -629,7 +620,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                 async for tensor, average in azip(as_aiter(*tensors), runner):
                     tensor.copy_(average)
                 self._report(runner)
-            return {peer: member.about.model_dump() for peer, member in group.items()}, runner.outcome()
+            return Averaged({peer: member.about.rate for peer, member in group.items()}, drifted, runner.outcome())
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
 
@@ -637,11 +628,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         """Tell the peer's own process what came of a round."""
         members = tuple(map(str, runner.ordered_peer_ids))
         self.note_late(members, set(map(str, runner.banned_senders)), runner.received.keys())
-        verdicts = {verdict.peer: verdict for verdict in runner.screen.verdicts()}
-        found = (*verdicts.values(), *self._refused.values())
+        verdicts = (*runner.screen.verdicts(), *self._refused.values())
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
-        self._tell.send(Findings(members, found, runner.screen.counted(), runner.received, names))
+        self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 
 

@@ -5,6 +5,7 @@ Nothing heavy is imported before it is clear that there is something to do.
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import socket
@@ -18,8 +19,7 @@ from functools import partial
 from types import FrameType
 from typing import Literal
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.fernet import Fernet, InvalidToken
 
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
@@ -55,19 +55,18 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     from trainkit.swarm import creator
 
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
-        before = addresses_in(run_dir)
+        before, lines = addresses_in(run_dir), [f"Run: {run_dir.path}"]
         write_addresses(run_dir, addresses)
-        lines = [f"Run: {run_dir.path}"]
         if before and addresses[0] not in before:
-            lines.append(
-                "It has moved. Who trains finds it through an anchor; without one, and with a token of before:"
-            )
-            lines.append(f"  {terminal.command('join', 'TOKEN', addresses[0])}")
+            lines += [
+                "It has moved. Who trains finds it through an anchor; without one, and with a token of before:",
+                f"  {terminal.command('join', 'TOKEN', addresses[0])}",
+            ]
         if config.collaborative.open:
-            lines.append(
-                "Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:"
-            )
-            lines += [f"  {terminal.command('join', item)}" for item in addresses]
+            lines += [
+                "Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:",
+                *(f"  {terminal.command('join', item)}" for item in addresses),
+            ]
         hooks.say("\n".join(lines))
         if not config.collaborative.open and spec.folder is None:  # a token must not be kept in the run's log
             told = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
@@ -144,31 +143,6 @@ def join_swarm(
         replace(hooks, opened=opened),
         adapt=lambda manifest: adapted(manifest.config, overrides, allow_code=allow_code),
     )
-
-
-# What the ranks of one job hand each other that nobody else may read.
-
-_NONCE = 12  # bytes; ChaCha20-Poly1305, RFC 8439
-_TOKEN = "token of the ranks"
-
-
-def hide(secret: Secret, purpose: str, text: str) -> bytes:
-    """``text`` for those who know ``secret``: the store by which ranks meet keeps strangers from writing, not from
-    reading."""
-    nonce = os.urandom(_NONCE)
-    return nonce + _cipher(secret, purpose).encrypt(nonce, text.encode(), None)
-
-
-def reveal(secret: Secret, purpose: str, hidden: bytes) -> str:
-    """What `hide` was given. Raises ForgedError when it was hidden with another secret or for another purpose."""
-    try:
-        return _cipher(secret, purpose).decrypt(hidden[:_NONCE], hidden[_NONCE:], None).decode()
-    except (InvalidTag, ValueError) as error:
-        raise ForgedError(purpose) from error
-
-
-def _cipher(secret: Secret, purpose: str) -> ChaCha20Poly1305:
-    return ChaCha20Poly1305(bytes.fromhex(secret.name(f"key to hide {purpose}")))
 
 
 # The ranks of one peer, one for each of its GPUs.
@@ -308,9 +282,14 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     # Without rank 0 there is nothing to wait for: the launcher starts all ranks again. Each rank is a peer of its own.
     spec = replace(spec, host=host, port=port, patience=0.0, secret=NO_SECRET)
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
+    # The store by which ranks meet keeps strangers from writing, not from reading.
+    cipher = Fernet(base64.urlsafe_b64encode(bytes.fromhex(secret.name("key to hide the token of the ranks"))))
     if not env.is_main:
         assert store is not None
-        text = reveal(secret, _TOKEN, store.get("swarm"))  # waits for rank 0
+        try:
+            text = cipher.decrypt(store.get("swarm")).decode()  # waits for rank 0
+        except InvalidToken as error:
+            raise ForgedError("token of the ranks") from error
         if text.startswith("failed: "):
             why = text.removeprefix("failed: ")
             raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
@@ -318,7 +297,7 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
 
     def tell(text: str) -> None:
         if store is not None:
-            store.set("swarm", hide(secret, _TOKEN, text))
+            store.set("swarm", cipher.encrypt(text.encode()))
 
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
@@ -342,8 +321,8 @@ class TerminalPeer:
     What is said goes to the terminal, and into the run's log once there is a run.
     """
 
-    def __init__(self, held: ExitStack) -> None:
-        self._held, self.stop = held, StopFlag()
+    def __init__(self, held: ExitStack, stop: StopFlag) -> None:
+        self._held, self.stop = held, stop
         self.attempt: Attempt | None = None
 
     def hooks(self, make: Callable[[Config, str], RunDir]) -> Hooks:
@@ -378,20 +357,17 @@ class TerminalPeer:
 @contextmanager
 def terminal_peer() -> Iterator[TerminalPeer]:
     """A peer that leaves on Ctrl-C and on signals; notes how its run ended, in SLURM's words."""
-    with ExitStack() as held:
-        peer, state = TerminalPeer(held), "FAILED"
+    with ExitStack() as held, stop_on_signal() as stop:
+        peer, state = TerminalPeer(held, stop), "FAILED"
+        before = signal.signal(signal.SIGINT, peer.interrupt)
         try:
-            with stop_on_signal() as peer.stop:
-                before = signal.signal(signal.SIGINT, peer.interrupt)
-                try:
-                    yield peer
-                finally:
-                    signal.signal(signal.SIGINT, before)
+            yield peer
             came_to_its_end = peer.attempt is not None and history_of(peer.attempt.run).finished
             state = "COMPLETED" if came_to_its_end else "CANCELLED"
         except KeyboardInterrupt:
             state = "CANCELLED"
             raise
         finally:
+            signal.signal(signal.SIGINT, before)
             if peer.attempt is not None:
                 peer.attempt.ended(state, job_id=str(os.getpid()))

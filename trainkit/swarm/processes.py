@@ -65,9 +65,7 @@ def require_hivemind() -> None:
             _start_memory_manager()
     except ImportError as error:
         raise RefusedError(
-            "Collaborative runs need hivemind.",
-            why=f"It cannot be imported: {error}.",
-            fix="pip install hivemind",
+            "Collaborative runs need hivemind.", why=f"It cannot be imported: {error}.", fix="pip install hivemind"
         ) from None
 
 

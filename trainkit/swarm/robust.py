@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -40,7 +40,6 @@ from torch import Tensor
 
 from trainkit import terminal
 from trainkit.run.events import Remark
-from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, Bans
 from trainkit.swarm.admission import Member, remember
@@ -129,16 +128,18 @@ class Screen:
             senders: peer ids.
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
-        self._senders, self._limits, self._num_parameters = senders, limits, num_parameters
+        self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
+        self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
+        self._voices = [limits.voices.get(peer, 1.0) for peer in senders]
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
         self._squares = torch.zeros_like(self._products)
         self._allowed_squares = [0.0] * len(senders)
-        self._out: dict[int, str] = {}
-        """Who was dropped, and why."""
-        self._left_out: dict[int, str] = {}
+        self._judged: dict[int, Verdict] = {}
+        """Who does not count."""
+        self._dropped: set[int] = set()
         self._claims: dict[int, float] = {}
-        self._counted: dict[int, float] = {}
+        self._counted: dict[int, float] = defaultdict(float)
         """Sums over the parts, of weight times values."""
         self._seen = self._averaged = 0
 
@@ -154,90 +155,87 @@ class Screen:
         Returns:
             Of ``own``'s shape. Where nobody's contribution counts: no change, and the own buffers.
         """
-        flat = own.reshape(-1).float()
+        result = own.reshape(-1).float().clone()
         good: dict[int, Tensor] = {}
         for sender, part in sorted(parts.items()):
             if weights[sender] == 0.0:
                 continue  # it has trained nothing, or leaves this part out: what it sends does not matter
-            if part.numel() != flat.numel() or not part.is_floating_point():
+            claim, values = self._claims.setdefault(sender, float(weights[sender])), part.reshape(-1).float()
+            if part.numel() != result.numel() or not part.is_floating_point():
                 self._drop(sender, "sent something of the wrong shape")
-            elif not math.isfinite(claim := self._claims.setdefault(sender, float(weights[sender]))) or claim < 0.0:
+            elif not math.isfinite(claim) or claim < 0.0:
                 self._drop(sender, f"claims {claim:g} samples")
-            elif not bool(((values := part.reshape(-1).float()).abs() <= _LARGEST_VALUE).all()):
+            elif not bool((values.abs() <= _LARGEST_VALUE).all()):
                 self._drop(sender, "sent values that are not finite")
-            elif sender not in self._out:
+            elif sender not in self._dropped:
                 good[sender] = values
-        weight = self._believed(list(good))
+        weight = self._believed(good)
         good = {sender: good[sender] for sender in weight}
-        split = min(max(self._num_parameters - position, 0), flat.numel())
-        result = flat.clone()
+        split = min(max(self._num_parameters - position, 0), result.numel())
         result[:split] = 0.0
         if split and good:
-            rows = torch.stack([values[:split] for values in good.values()])
-            result[:split] = self._parameters(list(good), rows, weight)
-        good = {sender: values for sender, values in good.items() if self._counts(sender)}
-        if split < flat.numel() and good:
+            result[:split] = self._parameters({sender: values[:split] for sender, values in good.items()}, weight)
+        good = {sender: values for sender, values in good.items() if sender not in self._judged}
+        if split < result.numel() and good:
             result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()})
-        self._averaged += flat.numel()
+        self._averaged += result.numel()
         for sender in good:
-            self._counted[sender] = self._counted.get(sender, 0.0) + weight[sender] * flat.numel()
+            self._counted[sender] += weight[sender] * result.numel()
         return result.view_as(own)
 
     def counted(self) -> dict[str, float]:
         """Samples that each sender has in the averages so far: its weight, as far as it was believed, in as many of the
         parts as have arrived in time."""
-        return {
-            self._senders[sender]: total / self._averaged
-            for sender, total in sorted(self._counted.items())
-            if self._counts(sender)
-        }
+        counting = ((sender, total) for sender, total in sorted(self._counted.items()) if sender not in self._judged)
+        return {self._senders[sender]: total / self._averaged for sender, total in counting}
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
-        found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
-        found += [
-            Verdict(self._senders[sender], "left out", why)
-            for sender, why in sorted(self._left_out.items())
-            if sender not in self._out
-        ]
-        for sender, peer in enumerate(self._senders):
-            if self._counts(sender) and (ratio := self._excess(sender)) > _NOTED_LENGTH:
-                found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
-        return tuple(found)
+        excess = {sender: self._excess(sender) for sender in range(len(self._senders)) if sender not in self._judged}
+        clipped = (
+            Verdict(self._senders[sender], "clipped", f"was {ratio:.1f} times longer than the group's median")
+            for sender, ratio in excess.items()
+            if ratio > _NOTED_LENGTH
+        )
+        return (*self._judged.values(), *clipped)
 
     def _drop(self, sender: int, why: str) -> None:
-        self._out.setdefault(sender, why)
+        if sender not in self._dropped:
+            self._dropped.add(sender)
+            self._judged[sender] = Verdict(self._senders[sender], "dropped", why)
 
-    def _counts(self, sender: int) -> bool:
-        return sender not in self._out and sender not in self._left_out
-
-    def _trusted(self, sender: int) -> bool:
-        return self._senders[sender] in self._limits.trusted
-
-    def _voices(self, senders: Iterable[int]) -> list[float]:
-        return [self._limits.voices.get(self._senders[sender], 1.0) for sender in senders]
+    def _leave_out(self, sender: int, why: str) -> None:
+        self._judged.setdefault(sender, Verdict(self._senders[sender], "left out", why))
 
     def _can_vote(self, senders: Iterable[int]) -> bool:
         """Whether there can be a majority."""
-        return sum(self._voices(senders)) > 2.0 + _ROUNDING
+        return sum(self._voices[sender] for sender in senders) > 2.0 + _ROUNDING
 
     def _reference(self, senders: list[int]) -> list[int]:
         """Whom the others are measured by: all, if there can be a majority."""
-        if self._can_vote(senders):
-            return senders
-        return [sender for sender in senders if self._trusted(sender)] or senders
+        trusted = [sender for sender in senders if sender in self._trusted]
+        return senders if self._can_vote(senders) else trusted or senders
 
-    def _believed(self, senders: list[int]) -> dict[int, float]:
+    def _median(self, values: Mapping[int, float]) -> float:
+        """The lower one, of an even number: an honest sender's, if at least half are honest."""
+        half, counted = sum(self._voices[sender] for sender in values) / 2, 0.0
+        for sender, value in sorted(values.items(), key=lambda item: item[1]):
+            counted += self._voices[sender]
+            if counted >= half - _ROUNDING:
+                return value
+        raise ValueError("the median of nothing")
+
+    def _believed(self, senders: Collection[int]) -> dict[int, float]:
         """How much each counts; without those whose claim is no accident."""
         believed: dict[int, float] = {}
-        known = self._reference(senders)
-        usual = _median([self._claims[sender] for sender in known], self._voices(known)) if senders else 0.0
+        known = self._reference(list(senders))
+        usual = self._median({sender: self._claims[sender] for sender in known}) if known else 0.0
         for sender in senders:
             claim = self._claims[sender]
-            if self._trusted(sender) or len(senders) == 1:
+            if sender in self._trusted or len(senders) == 1:
                 believed[sender] = claim
                 continue
-            seen = self._limits.possible.get(self._senders[sender])
+            seen = self._possible.get(self._senders[sender])
             # Who has said nothing about its speed yet counts as the others do.
             possible = usual if seen is None else min(_SPEED_SLACK * seen, LARGEST_SHARE * usual)
             if claim > _GROSS_CLAIM * max(possible, usual):
@@ -246,25 +244,25 @@ class Screen:
                 believed[sender] = min(claim, possible)
         return believed
 
-    def _parameters(self, senders: list[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
+    def _parameters(self, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
+        rows, where = torch.stack(list(values.values())), torch.tensor(list(values))
         products = (rows @ rows.T).double()
-        lengths = dict(zip(senders, products.diagonal().sqrt().tolist(), strict=True))
-        where = torch.tensor(senders)
+        lengths = dict(zip(values, products.diagonal().sqrt().tolist(), strict=True))
         self._products[where[:, None], where] += products
         self._squares[where[:, None], where] += products.diagonal()[:, None]
         self._seen += rows.shape[1]
         for sender, allowed in self._allowed(lengths, weight).items():
             self._allowed_squares[sender] += allowed * allowed
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
-                self._left_out.setdefault(sender, f"was {ratio:.3g} times longer than the group's median")
-        self._judge_directions([sender for sender in senders if sender not in self._out])
-        kept = {sender: length for sender, length in lengths.items() if self._counts(sender)}
+                self._leave_out(sender, f"was {ratio:.3g} times longer than the group's median")
+        self._judge_directions([sender for sender in values if sender not in self._dropped])
+        kept = {sender: length for sender, length in lengths.items() if sender not in self._judged}
         total = sum(weight[sender] for sender in kept)
-        factors = torch.zeros(len(senders))
+        factors = dict.fromkeys(values, 0.0)
         for sender, allowed in self._allowed(kept, weight).items():  # anew, without those that do not count
             clip = min(1.0, allowed / kept[sender]) if kept[sender] else 1.0
-            factors[senders.index(sender)] = weight[sender] / total * clip
-        return factors @ rows
+            factors[sender] = weight[sender] / total * clip
+        return torch.tensor(list(factors.values())) @ rows
 
     def _excess(self, sender: int) -> float:
         """How many times longer than it may be, over all parts of a sender."""
@@ -276,55 +274,43 @@ class Screen:
         reference = self._reference([sender for sender in length if length[sender] > 0.0])
         if not reference:
             return dict.fromkeys(length, 0.0)
-        voices = self._voices(reference)
-        usual = _median([length[sender] for sender in reference], voices)
-        work = _median([weight[sender] for sender in reference], voices)
+        usual, work = (self._median({sender: of[sender] for sender in reference}) for of in (length, weight))
         return {sender: usual * max(1.0, weight[sender] / work) for sender in length}
 
     def _judge_directions(self, senders: list[int]) -> None:
         senders = [sender for sender in senders if self._products[sender, sender] > 0.0]
         where = torch.tensor(senders, dtype=torch.long)
         squares = self._squares[where[:, None], where]
-        cosines = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
+        rows = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
+        cosines = {sender: dict(zip(senders, row, strict=True)) for sender, row in zip(senders, rows, strict=True)}
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
-        trusted = [place for place, sender in enumerate(senders) if self._trusted(sender)]
+        trusted = self._trusted.intersection(senders)
         if trusted and not self._can_vote(senders):
-            for place, sender in enumerate(senders):
-                cosine = min(cosines[place][one] for one in trusted)
-                if place not in trusted and cosine < -(_AGAINST_OF_TWO + chance):
-                    self._left_out.setdefault(sender, f"points against the owner's side (cosine {cosine:.2f})")
+            for sender in senders:
+                cosine = min(cosines[sender][one] for one in trusted)
+                if sender not in trusted and cosine < -(_AGAINST_OF_TWO + chance):
+                    self._leave_out(sender, f"points against the owner's side (cosine {cosine:.2f})")
         elif len(senders) > 2:
-            voices = self._voices(senders)
             # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
-            typical = [
-                -_median([-value for j, value in enumerate(row) if j != i], voices[:i] + voices[i + 1 :])
-                for i, row in enumerate(cosines)
-            ]
-            if _median(typical, voices) >= _AGREEMENT:
-                for sender, cosine in zip(senders, typical, strict=True):
+            typical = {
+                sender: -self._median({other: -cosine for other, cosine in row.items() if other != sender})
+                for sender, row in cosines.items()
+            }
+            if self._median(typical) >= _AGREEMENT:
+                for sender, cosine in typical.items():
                     if cosine < -(_AGAINST + chance):
                         self._drop(sender, f"points against the others (cosine {cosine:.2f})")
 
     def _buffers(self, values: Mapping[int, Tensor]) -> Tensor:
-        trusted = [part for sender, part in values.items() if self._trusted(sender)]
+        trusted = [part for sender, part in values.items() if sender in self._trusted]
         if not self._can_vote(values) and (trusted or len(values) < 3):
             return torch.stack(trusted or list(values.values())).mean(0)
         ordered, of = torch.stack(list(values.values())).sort(0)
-        voices = torch.tensor(self._voices(values), dtype=torch.float64)
+        voices = torch.tensor([self._voices[sender] for sender in values], dtype=torch.float64)
         counted, half = voices[of].cumsum(0), float(voices.sum()) / 2
         # Of an even number the mean of the two in the middle.
         below, above = ((counted < half + rounding).sum(0) for rounding in (-_ROUNDING, _ROUNDING))
         return (ordered.gather(0, below[None]) + ordered.gather(0, above[None]))[0] / 2
-
-
-def _median(values: Sequence[float], voices: Sequence[float]) -> float:
-    """The lower one, of an even number: an honest peer's, if at least half are honest."""
-    half, counted = sum(voices) / 2, 0.0
-    for value, voice in sorted(zip(values, voices, strict=True)):
-        counted += voice
-        if counted >= half - _ROUNDING:
-            return value
-    raise ValueError("the median of nothing")
 
 
 # A peer has collapsed if its round is longer, and its loss higher, than those of the last round by this factor.
@@ -409,31 +395,30 @@ def untrue(
         reducers: id of the peer that has averaged each part; empty where no average has arrived.
         slower: how many times more updates the others make in the time in which ``own`` was made, at least 1.
     """
-    places: dict[str, list[slice]] = {}
+    parameters: dict[str, list[slice]] = defaultdict(list)
+    buffers: dict[str, list[slice]] = defaultdict(list)
     for part, reducer in zip(cuts(own.numel()), reducers, strict=True):
         if reducer:
-            places.setdefault(reducer, []).append(part)
+            split = min(max(part.start, num_parameters), part.stop)
+            parameters[reducer].append(slice(part.start, split))
+            buffers[reducer].append(slice(split, part.stop))
 
-    def both(reducer: str, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The average and the own values between two positions; float64, whose squares are finite."""
-        where = [slice(max(part.start, first), max(first, min(part.stop, last))) for part in places[reducer]]
-        theirs, mine = (torch.cat([vector[one] for one in where]).double() for vector in (average, own))
-        return theirs, mine
+    def both(places: Sequence[slice]) -> list[Tensor]:
+        """The average and the own values there; float64, whose squares are finite."""
+        return [torch.cat([vector[place] for place in places]).double() for vector in (average, own)]
 
-    slices = {reducer: both(reducer, 0, num_parameters) for reducer in places}
-    ratios = {reducer: _length_ratio(*sliced) for reducer, sliced in slices.items()}
+    slices = {reducer: both(places) for reducer, places in parameters.items()}
+    ratios = {reducer: _length_ratio(*pair) for reducer, pair in slices.items()}
     # What this peer has averaged itself is true: by so much the others' contributions may be longer than its own.
-    allowed = _LONG * max(1.0, slower, ratios.get(own_id, 0.0))
-    found: list[Verdict] = []
-    for reducer, (theirs, mine) in slices.items():
-        if reducer == own_id:
-            continue
-        buffers, ratio = both(reducer, num_parameters, own.numel()), ratios[reducer]
+    allowed = _LONG * max(1.0, slower, ratios.pop(own_id, 0.0))
+    verdicts: list[Verdict] = []
+    for reducer, ratio in ratios.items():
+        (theirs, mine), measured = slices[reducer], both(buffers[reducer])
         action: Action = "dropped"
         why = ""
-        if not all(bool(torch.isfinite(values).all()) for values in (theirs, buffers[0])):
+        if not all(bool(torch.isfinite(values).all()) for values in (theirs, measured[0])):
             why = "values that are not finite"
-        elif _length_ratio(*buffers) > _LARGEST_BUFFERS:
+        elif _length_ratio(*measured) > _LARGEST_BUFFERS:
             why = "running statistics that nobody has measured"
         elif ratio:
             cosine = float(theirs @ mine) / (float(theirs.norm()) * float(mine.norm()))
@@ -443,8 +428,8 @@ def untrue(
                 why = f"an average {ratio:.3g} times longer than usual"
                 action = "dropped" if ratio > _GROSS_LENGTH * allowed else "left out"
         if why:
-            found.append(Verdict(reducer, action, f"as a reducer gave back {why}"))
-    return tuple(found)
+            verdicts.append(Verdict(reducer, action, f"as a reducer gave back {why}"))
+    return tuple(verdicts)
 
 
 # Relative distance beyond which a peer takes over the state of the owner's side. Rounding to fp16 gives about 1e-5.
@@ -473,15 +458,14 @@ def has_drifted(
     return not float((theirs - ours).norm()) <= _DRIFT * float(ours.norm())  # also for not-a-number
 
 
-def slower_than(others: Mapping[str, float], own: float) -> float:
+def slower_than(rates: Mapping[str, float], own_id: str) -> float:
     """How many times faster the others are, by the median of what they say, the lower one: so many peers must lie.
 
     Args:
-        others: samples per second that each of them trains on.
-        own: the same of this peer; 0: not known.
+        rates: samples per second that each peer trains on; 0 or missing: not known.
     """
-    known = [rate for rate in others.values() if rate > 0.0]
-    return max(1.0, statistics.median_low(known) / own) if known and own > 0.0 else 1.0
+    others, own = [rate for peer, rate in rates.items() if peer != own_id and rate > 0.0], rates.get(own_id, 0.0)
+    return max(1.0, statistics.median_low(others) / own) if others and own > 0.0 else 1.0
 
 
 def _length_ratio(average: Tensor, own: Tensor) -> float:
@@ -528,11 +512,7 @@ class Round:
 # Of one round; a flood of liars must not become a flood of records.
 _MOST_EVENTS = 20
 _MOST_SUSPECTS = 1000
-_EVENTS: Mapping[Action, Remark] = {
-    "dropped": "peer_dropped",
-    "left out": "peer_left_out",
-    "clipped": "peer_clipped",
-}
+_EVENTS: Mapping[Action, Remark] = {"dropped": "peer_dropped", "left out": "peer_left_out", "clipped": "peer_clipped"}
 
 
 class Strikes:
@@ -584,11 +564,6 @@ class Sentry:
     _began: float = field(default_factory=time.time)
     _unnamed: dict[str, Counted] = field(default_factory=dict)
 
-    def keeping(self, run_dir: RunDir, remark: Callable[..., None]) -> Sentry:
-        """The same with a memory: bans in that run folder, and events."""
-        self.bans.keep_in(run_dir.path)
-        return replace(self, remark=remark)
-
     def before_round(self, peers: Mapping[str, PeerProgress], round_seconds: float) -> None:
         """Tell the averager what peers can have trained on, by the speed that they have published; before its first
         round a peer has none to tell of."""
@@ -601,19 +576,17 @@ class Sentry:
         invited: dict[str, str] = {}
 
         def name(peer: str) -> str:
-            return _name(peer, peers, invited)
+            said = peers[peer].name if peer in peers else f"..{peer[-6:]}"
+            return terminal.name(credited(invited.get(peer, ""), said))
 
         for found in self.averager.findings():
             invited |= found.names
-            self._credit(found, peers)
-            self._judge(found.verdicts, index, name, f"{{}} was left out of round {index + 1}")
-            for peer, why in self._strikes.note(found.verdicts, found.members).items():
-                self._ban(peer, why, index, name(peer))
+            self._credit(found, peers, name)
+            what = f"{{}} was left out of round {index + 1}"
+            self._judge(found.verdicts, found.members, self._strikes, index, name, what)
         if result is not None:
-            self._judge(result.untrue, index, name, f"What {{}} has averaged in round {index + 1} is not used")
-            for peer, why in self._as_reducers.note(result.untrue, result.reducers).items():
-                if self.judges_reducers:
-                    self._ban(peer, why, index, name(peer))
+            what = f"What {{}} has averaged in round {index + 1} is not used"
+            self._judge(result.untrue, result.reducers, self._as_reducers, index, name, what)
         self.look()
 
     def look(self) -> None:
@@ -630,12 +603,23 @@ class Sentry:
         self.enforce(banned)
         self._enforced = set(banned)
 
-    def _judge(self, verdicts: Sequence[Verdict], index: int, name: Callable[[str], str], what: str) -> None:
+    def _judge(
+        self,
+        verdicts: Sequence[Verdict],
+        took_part: Iterable[str],
+        strikes: Strikes,
+        index: int,
+        name: Callable[[str], str],
+        what: str,
+    ) -> None:
         for verdict in verdicts[:_MOST_EVENTS]:
             who = name(verdict.peer)
             self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=who, why=verdict.why, round=index + 1)
             if verdict.action != "clipped":
                 self.say(f"  {what.format(who)}: {verdict.why}")
+        for peer, why in strikes.note(verdicts, took_part).items():
+            if self.judges_reducers or strikes is self._strikes:
+                self._ban(peer, why, index, name(peer))
 
     def _ban(self, peer: str, why: str, index: int, name: str) -> None:
         if not (out := self.invitation_of(peer)) or out in self.bans.read():
@@ -646,21 +630,16 @@ class Sentry:
         lift = terminal.command("swarm", "unban", name)
         self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
 
-    def _credit(self, found: Findings, peers: Mapping[str, PeerProgress]) -> None:
+    def _credit(self, found: Findings, peers: Collection[str], name: Callable[[str], str]) -> None:
         """Who has just come may not have told its name yet: its first round is credited with the next one."""
         now: list[Counted] = []
         late, self._unnamed = self._unnamed, {}
         for peer, samples in found.counted.items():
-            counted = Counted(_name(peer, peers, found.names), samples, found.received.get(peer, 0))
+            counted = Counted(name(peer), samples, found.received.get(peer, 0))
             if peer in peers or found.names.get(peer, GUESTS) not in (GUESTS, RANKS):
                 now.append(counted)
             else:
                 self._unnamed[peer] = counted
         if late:
-            self.credit([replace(item, name=_name(peer, peers, found.names)) for peer, item in late.items()])
+            self.credit([replace(item, name=name(peer)) for peer, item in late.items()])
         self.credit(now)
-
-
-def _name(peer: str, peers: Mapping[str, PeerProgress], invited: Mapping[str, str]) -> str:
-    said = peers[peer].name if peer in peers else f"..{peer[-6:]}"
-    return terminal.name(credited(invited.get(peer, ""), said))

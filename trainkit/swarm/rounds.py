@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +21,6 @@ import torch
 from trainkit import fileio
 from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
-from trainkit.swarm.average import number
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.robust import LARGEST_SHARE
@@ -65,14 +65,16 @@ def take_part(peer: Session) -> Ending:
         RefusedError: its invitation has ended, or it was banned.
     """
     loop = SampleLoop if isinstance(peer.common, GradientState) else TimedLoop
-    if not peer.spec.trains:  # it need not have the data
-        return loop(peer, iter(())).run()
-    with peer.team.batches(peer.data_seed, peer.progress.position) as batches:
+    nothing: nullcontext[Iterator[Batch]] = nullcontext(iter(()))  # who does not train need not have the data
+    with peer.team.batches(peer.data_seed, peer.progress.position) if peer.spec.trains else nothing as batches:
         return loop(peer, batches).run()
 
 
 class _Loop:
     """What both ways to train have in common."""
+
+    update_is, faster = "update", "Use a faster machine, or a run with a smaller batch or longer rounds."
+    """What one step is called, and what to do about one that takes too long."""
 
     def __init__(self, peer: Session, batches: Iterator[Batch], state: TrainState) -> None:
         self.peer, self.batches = peer, batches
@@ -111,7 +113,7 @@ class _Loop:
             round=done.index,
             samples=done.samples,
             samples_per_sec=done.samples_per_sec,
-            loss=number(done.metrics.get("loss")),
+            loss=fileio.finite(done.metrics.get("loss")) or 0.0,
             group=result.group,
             time=time.time(),
             client=peer.dht.client_mode,
@@ -125,7 +127,7 @@ class _Loop:
         )
         peer.dht.publish_progress(progress, LOST_AFTER * peer.clock.seconds + 5.0)
 
-    def note_update(self, made: Update, step: int, seconds: float, *, first: bool, what: str, fix: str) -> None:
+    def note_update(self, made: Update, step: int, seconds: float, *, first: bool) -> None:
         """Take note of an update: how long it took, and whether it was finite.
 
         Raises RunFailedError for a peer that is too slow for its rounds, or whose training has diverged.
@@ -133,16 +135,16 @@ class _Loop:
         peer, pace = self.peer, self.peer.pace
         if not first:  # the very first one also warms up kernels and caches; later ones vary
             pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * seconds if pace.step_seconds else seconds
-        if pace.step_seconds > peer.clock.seconds:
+        if (took := pace.step_seconds) > (limit := peer.clock.seconds):
             raise RunFailedError(
-                f"One {what} takes {pace.step_seconds:.0f} s here, longer than a round of {peer.clock.seconds:.0f} s.",
+                f"One {self.update_is} takes {took:.0f} s here, longer than a round of {limit:.0f} s.",
                 why="This peer would never have anything to contribute.",
-                fix=fix,
+                fix=self.faster,
             )
         try:
             self.nonfinite.add(peer.progress.position - 1, step, made)
         except DivergedError:
-            self.finish_exchange()
+            self.settle(math.inf)  # what it has given is no part of the divergence
             if self.config.train.on_nonfinite != "rollback" or peer.progress.rollbacks == MOST_ROLLBACKS:
                 raise
             # The checkpoint of a peer is what the peers have in common.
@@ -150,8 +152,8 @@ class _Loop:
             self.nonfinite.in_a_row = 0
             peer.common.forget()
 
-    def finish_exchange(self) -> None:
-        """Wait for what others still get from this peer; what it has given is no part of a divergence."""
+    def settle(self, seconds: float) -> None:
+        """Wait so long for what others still get from this peer."""
 
 
 class TimedLoop(_Loop):
@@ -233,13 +235,8 @@ class TimedLoop(_Loop):
         peer.progress.position += 1
         peer.progress.step += made.stepped.skip is None
         taken = time.time() - now
-        fix = "Use a faster machine, or a run with a smaller batch or longer rounds."
-        self.note_update(made, peer.progress.step, taken, first=peer.progress.step <= 1, what="update", fix=fix)
+        self.note_update(made, peer.progress.step, taken, first=peer.progress.step <= 1)
         return lr, taken
-
-    def finish_exchange(self) -> None:
-        """As `_Loop`: of the average of the last round."""
-        self.settle(math.inf)
 
     def settle(self, seconds: float) -> None:
         """Wait for the result of the last round, if it is not known yet, and take note of it."""
@@ -304,35 +301,32 @@ def tally(
         trusted: those of the others that are of the owner's side.
         is_trusted: this peer is. All bound a volunteer's work alike, its own too: so all come to the same sum.
     """
-    believed = [(own.samples, own.samples_per_sec, is_trusted)]
+    claims = [(own.samples, own.samples_per_sec, is_trusted)]
     for peer, told in others.items():
-        if told.round == round_index and _is_fresh(told, now):
+        if told.round == round_index:
             gathered = told.samples + told.samples_per_sec * max(0.0, now - told.time)
-            believed.append((gathered, told.samples_per_sec, peer in trusted))
-    samples, rates = ([(claim[index], claim[2]) for claim in believed] for index in (0, 1))
-    return Tally(_bounded(samples), _bounded(rates))
+            claims.append((gathered, told.samples_per_sec, peer in trusted))
+    samples, rates, free = zip(*claims, strict=True)
+    return Tally(_bounded(samples, free), _bounded(rates, free))
 
 
-def newest_round(others: Mapping[str, PeerProgress], trusted: Collection[str], now: float) -> int:
+def newest_round(others: Mapping[str, PeerProgress], trusted: Collection[str]) -> int:
     """The furthest update that the owner's side is at, by its own word; -1 if nobody of it is heard."""
-    heard = [told.round for peer, told in others.items() if peer in trusted and _is_fresh(told, now)]
-    return max(heard, default=-1)
+    return max((told.round for peer, told in others.items() if peer in trusted), default=-1)
 
 
-def _is_fresh(told: PeerProgress, now: float) -> bool:
-    return abs(now - told.time) <= FRESH_SECONDS
-
-
-def _bounded(claims: Sequence[tuple[float, bool]]) -> float:
-    """The sum of what is claimed, and by whom without bounds; of the others nothing is more than a few times what is
-    usual, the lower median of those who have something."""
-    known = [claim for claim, _ in claims if claim > 0.0]
+def _bounded(claims: Sequence[float], free: Sequence[bool]) -> float:
+    """The sum of what is claimed; but for those who are ``free``, nothing is more than a few times what is usual, the
+    lower median of those who have something."""
+    known = [claim for claim in claims if claim > 0.0]
     most = LARGEST_SHARE * statistics.median_low(known) if known else 0.0
-    return sum(claim if is_free else min(claim, most) for claim, is_free in claims)
+    return sum(claim if is_free else min(claim, most) for claim, is_free in zip(claims, free, strict=True))
 
 
 class SampleLoop(_Loop):
     """Rounds that are over when the peers have gathered the samples of an update."""
+
+    update_is, faster = "micro batch", "Join with a smaller train.micro_batch_size, or use a faster machine."
 
     def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
         super().__init__(peer, batches, peer.team.state)
@@ -412,8 +406,10 @@ class SampleLoop(_Loop):
         return super().ending()
 
     def others(self) -> dict[str, PeerProgress]:
-        """The peers that have been heard lately."""
-        return self.peer.watch.others(time.time() - FRESH_SECONDS)
+        """The peers that have been heard lately, by a clock that may be right."""
+        now = time.time()
+        heard = self.peer.watch.others(now - FRESH_SECONDS).items()
+        return {peer: told for peer, told in heard if told.time <= now + FRESH_SECONDS}
 
     def trusted(self, others: Mapping[str, PeerProgress]) -> set[str]:
         """The peers of the owner's side, without those that only call out: they give no state to anybody."""
@@ -434,11 +430,11 @@ class SampleLoop(_Loop):
     def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
         """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
         from a checkpoint."""
-        now, own, trusted = time.time(), self.common.round, self.trusted(others)
-        if newest_round(others, trusted, now) > own:
+        own, trusted = self.common.round, self.trusted(others)
+        if newest_round(others, trusted) > own:
             return True
         late = {key: told for key, told in others.items() if told.time > self.began + _NEWS_DELAY}
-        return self.volunteers and 0 <= newest_round(late, trusted, now) < own
+        return self.volunteers and 0 <= newest_round(late, trusted) < own
 
     def adopt(self) -> bool:
         """Take over the state of the owner's side. Only a volunteer goes back to an earlier update: what the owner's
@@ -472,9 +468,8 @@ class SampleLoop(_Loop):
         taken = time.time() - began
         peer.progress.position += 1
         self.seconds += taken
-        fix = "Join with a smaller train.micro_batch_size, or use a faster machine."
         first = peer.progress.position <= 1
-        self.note_update(made, self.common.round, taken, first=first, what="micro batch", fix=fix)
+        self.note_update(made, self.common.round, taken, first=first)
         if not first:
             self.rate = peer.team.state.micro_batch_size / peer.pace.step_seconds
 

@@ -335,32 +335,17 @@ def code_facts(package: Path, names: Iterable[str]) -> dict[str, str]:
 
 def meaning_of(source: bytes) -> bytes:
     """What a module does: without comments, docstrings and layout, and alike for every version of Python."""
-    words: list[str] = []
-    _add_words(ast.parse(source), words)
-    return "\0".join(words).encode()
-
-
-def _add_words(node: object, words: list[str]) -> None:
-    if isinstance(node, ast.AST):
-        words.append(type(node).__name__)
-        for name in node._fields:
-            value = getattr(node, name, None)
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+        elif isinstance(node, ast.JoinedStr):  # of Python 3.12 some end with an empty text
+            node.values = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+        for name, value in list(ast.iter_fields(node)):
             # Later versions of Python have more fields; of older code these are empty.
-            if value is None or value == [] or name in _MEANS_NOTHING:
-                continue
-            if isinstance(node, ast.JoinedStr):  # of Python 3.12 some end with an empty text
-                value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
-            if name == "body" and isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
-                value = value[1:]
-            words.append(name)
-            _add_words(value, words)
-        words.append(")")
-    elif isinstance(node, list):
-        for item in node:
-            _add_words(item, words)
-        words.append("]")
-    else:
-        words.append(repr(node))
+            if value == [] or (name in _MEANS_NOTHING and value is not None):
+                delattr(node, name)
+    return ast.dump(tree).encode()
 
 
 def _hash(parts: Iterable[bytes]) -> str:
@@ -494,7 +479,8 @@ class Session:
     def record(self, role: Role) -> RoundRecorder:
         """From now on keep records of the rounds, and of bans."""
         self.rounds = RoundRecorder(self, role)
-        self.sentry = self.sentry.keeping(self.writer.run, self.rounds.remark)
+        self.sentry.bans.keep_in(self.writer.run.path)
+        self.sentry.remark = self.rounds.remark
         return self.rounds
 
     def remark(self, kind: Remark, **facts: Any) -> None:

@@ -222,8 +222,7 @@ class OuterState(CommonState):
         super().__init__(model)
         self.lr, self.mu = lr, momentum
         # Of each part: samples and rounds of this peer that are in no average yet.
-        self._samples = [0.0] * num_parts(self.theta.numel())
-        self._rounds = [0] * len(self._samples)
+        self._samples, self._rounds = [0.0] * num_parts(self.theta.numel()), [0] * num_parts(self.theta.numel())
 
     def give(self, samples: int) -> Given:
         """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
@@ -303,9 +302,9 @@ class Gathered(torch.optim.Optimizer):
                 total.add_(item.grad)
         self.times += 1
 
-    def mean(self) -> Tensor | None:
-        """Of the gradients that were added: float32 on the CPU, all in one vector; None if there were none."""
-        return flatten(self._sums).div_(self.times) if self.times else None
+    def mean(self) -> Tensor:
+        """The mean of the gradients that were added: float32 on the CPU, all in one vector."""
+        return flatten(self._sums).div_(self.times)
 
     def clear(self) -> None:
         """Begin anew."""
@@ -346,12 +345,17 @@ class GradientState(CommonState):
         self._config = config
         master_model = copy.deepcopy(model)
         self._masters = [parameter for parameter in master_model.parameters() if parameter.requires_grad]
-        for master, part in unflattened(self.theta, self._masters):
-            master.data = part
         self._optimizer = build_optimizer(master_model, config.optim)
         self._precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
-        _begin(self._optimizer, self._masters)
-        self.momentum = _remembered(self._optimizer)
+        # It makes its state as it is before the first update: its size is then known, and a newcomer's fits.
+        for parameter in self._masters:
+            parameter.grad = torch.zeros_like(parameter)
+        set_lr(self._optimizer, 0.0)
+        self._optimizer.step()
+        for master, part in unflattened(self.theta, self._masters):
+            master.data = part
+        self.momentum = torch.zeros_like(_remembered(self._optimizer))
+        _remember(self._optimizer, self.momentum)
 
     @property
     def lr(self) -> float:
@@ -370,10 +374,9 @@ class GradientState(CommonState):
 
     def give(self, samples: int) -> Given:
         """The mean of the gathered gradients, with ``samples`` as its weight. They stay until an average is used."""
-        mean = self.gathered.mean() if samples else None
-        if mean is None:
+        if not (samples and self.gathered.times):
             return self.nothing(sound=True)
-        vector = torch.cat([mean, flatten(self._tensors()[len(self.params) :])])
+        vector = torch.cat([self.gathered.mean(), flatten(self._tensors()[len(self.params) :])])
         if not torch.isfinite(vector).all():
             return self.nothing()
         return Given(vector, (float(samples),) * num_parts(vector.numel()), torch.zeros(0), sound=True)
@@ -408,20 +411,6 @@ class GradientState(CommonState):
         """Drop what is gathered here."""
         self.gathered.clear()
         self.into_model()
-
-
-def _begin(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Have it make its state, as it is before the first update: its size is then known, and a newcomer's fits."""
-    before = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    set_lr(optimizer, 0.0)
-    optimizer.step()
-    with torch.no_grad():
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.grad = None
-            parameter.copy_(value)
-    _remember(optimizer, torch.zeros_like(_remembered(optimizer)))
 
 
 def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
