@@ -6,7 +6,6 @@ behind two routers that let nobody in, and whoever cheats is behind a third, or 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from tests.swarm.conftest import Command, Commands
 from tests.swarm.internet import internet_or_loopback
+from trainkit import fileio
 
 HARDER = ("data.name=tests.swarm.noisy:data", "collaborative.round_seconds=4")
 # What somebody can do whom the owner has trusted to average for others.
@@ -35,12 +35,23 @@ class Swarm:
     @property
     def loss(self) -> float:
         """Of the creator's last validation."""
-        done = json.loads((self.run / "summary.json").read_text(encoding="utf-8"))
-        return float(done["val"]["loss"])
+        return float(fileio.read_object(self.run / "summary.json")["val"]["loss"])
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.run / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        return [event for line in lines if (event := json.loads(line))["event"] == kind]
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in fileio.read_jsonl(self.run / "events.jsonl") if event["event"] in kinds]
+
+    def out(self) -> set[str]:
+        """Names of the peers that were left out of a round."""
+        return {event["name"] for event in self.events("peer_dropped", "peer_left_out")}
+
+    def banned(self) -> list[str]:
+        """Names of the peers that were banned."""
+        return [event["name"] for event in self.events("peer_banned")]
+
+    def is_as_good_as(self, undisturbed: float) -> bool:
+        """Whether the attack has cost at most 10 % of the loss."""
+        print(f"loss {self.loss:.4f}, without the attacker {undisturbed:.4f}")
+        return self.loss <= 1.1 * undisturbed
 
 
 def swarm(

@@ -6,20 +6,36 @@ that nothing of ours stands between an attacker and the wire.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 from jobs import cli
 from trainkit.swarm import processes
 
+processes.require_hivemind()
+
+import torch  # noqa: E402
+from hivemind.averaging import DecentralizedAverager  # noqa: E402
+from hivemind.averaging.control import StepControl  # noqa: E402
+from hivemind.proto import averaging_pb2  # noqa: E402
+
+from tests.swarm import noisy  # noqa: E402
+from trainkit.swarm import exchange, session  # noqa: E402
+from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
+from trainkit.swarm.average import Averaging  # noqa: E402
+from trainkit.swarm.dht import SwarmDHT  # noqa: E402
+from trainkit.swarm.exchange import Exchange, digest_of, sign_digest  # noqa: E402
+from trainkit.swarm.messages import PeerProgress  # noqa: E402
+from trainkit.swarm.sync import OuterState  # noqa: E402
+
 
 def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -> None:
     """Change what this peer sends (a vector in shared memory), and the weight that it claims."""
-    from hivemind.averaging import DecentralizedAverager
-    from hivemind.averaging.control import StepControl
-
     averagers: list[Any] = []
     step, allow = DecentralizedAverager.step, StepControl.allow_allreduce
 
@@ -43,8 +59,6 @@ def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -
 
 def gather(data: bytes) -> None:
     """Tell the group ``data`` about this peer."""
-    from hivemind.averaging.control import StepControl
-
     init = StepControl.__init__
 
     def made(self: Any, **options: Any) -> None:
@@ -55,12 +69,6 @@ def gather(data: bytes) -> None:
 
 def progress(**lies: Any) -> None:
     """Publish lies, past the checks that an honest peer makes of its own records."""
-    from dataclasses import replace
-
-    from trainkit.swarm.access import SignedRecords
-    from trainkit.swarm.dht import SwarmDHT
-    from trainkit.swarm.messages import PeerProgress
-
     publish = SwarmDHT.publish_progress
 
     def published(self: SwarmDHT, progress: PeerProgress, seconds: float) -> None:
@@ -72,10 +80,6 @@ def progress(**lies: Any) -> None:
 
 def random_state(*, ahead: int) -> None:
     """Sign random weights as the run's, of a round that is so far ahead, and give them to whoever asks."""
-    import torch
-
-    from trainkit.swarm import exchange
-    from trainkit.swarm.exchange import digest_of, sign_digest
 
     def state(self: Any) -> Any:
         print("GAVE AWAY random weights", flush=True)
@@ -93,11 +97,6 @@ def probe(*, serves: bool) -> None:
     Args:
         serves: listen as reducers do; else only say so, as a client.
     """
-    import torch
-
-    from trainkit.swarm import exchange, session
-    from trainkit.swarm.average import Averaging
-    from trainkit.swarm.sync import OuterState
 
     init, honest = Averaging.__init__, OuterState.probe
 
@@ -126,11 +125,6 @@ def reduces(change: Callable[[Any, Any], Any]) -> None:
     Args:
         change: makes it of the average and this peer's own part, anew for every peer.
     """
-    import torch
-
-    from trainkit.swarm import exchange
-    from trainkit.swarm.average import Averaging
-    from trainkit.swarm.exchange import Exchange
 
     patched: Any = Exchange
     honest, settled = patched.rpc_aggregate_part, Averaging.settle
@@ -159,7 +153,6 @@ def reduces(change: Callable[[Any, Any], Any]) -> None:
 
 def wrong_state() -> None:
     """As one of the owner's side: sign random weights, and be the first whom everybody asks."""
-    from trainkit.swarm.average import Averaging
 
     def share(self: Any) -> None:
         self.averager.allow_state_sharing = True
@@ -171,12 +164,6 @@ def wrong_state() -> None:
 
 def twice() -> None:
     """Send every contribution in two calls at once, to count in the place of somebody who is slower."""
-    import asyncio
-
-    from hivemind.proto import averaging_pb2
-
-    from trainkit.swarm.exchange import Exchange
-
     communicate = Exchange._communicate_with_peer
 
     async def again(self: Any, peer: Any) -> set[str]:
@@ -203,8 +190,6 @@ def twice() -> None:
 
 def half() -> None:
     """Send half of the bytes that a part has."""
-    from trainkit.swarm import exchange
-
     honest, patched = exchange.written_part, exchange.__dict__
 
     def written(*of: Any) -> Any:
@@ -217,9 +202,6 @@ def half() -> None:
 
 def stall() -> None:
     """Take a place in every group, open the call, and never send anything."""
-    import asyncio
-
-    from trainkit.swarm.exchange import Exchange
 
     async def messages(self: Any, *of: Any) -> Any:
         await asyncio.sleep(600.0)
@@ -231,24 +213,18 @@ def stall() -> None:
 
 def other_data() -> None:
     """No lie: a data set of the same name and shape, with other labels."""
-    from tests.swarm import noisy
-
     honest, patched = noisy._noisy, noisy.__dict__
     patched["_noisy"] = lambda samples, seed: honest(samples, seed + 10)
 
 
 def other_torch() -> None:
     """No lie either: another version."""
-    from importlib import metadata
-
     honest, patched = metadata.version, metadata.__dict__
     patched["version"] = lambda name: "1.13.1" if name == "torch" else honest(name)
 
 
 def deaf() -> None:
     """Go on after having been told to leave."""
-    from trainkit.swarm.access import Excluded
-
     Excluded.require_welcome = lambda self: None  # type: ignore[method-assign]
 
 
@@ -285,7 +261,6 @@ ATTACKS: dict[str, Callable[[], None]] = {
 def main() -> None:
     """Change the code, then run the command."""
     attack, verb, *words = sys.argv[1:]
-    processes.require_hivemind()
     ATTACKS[attack]()
     command = importlib.import_module(f"jobs.{verb}")
     sys.argv = [f"jobs/{verb}.py", *words]

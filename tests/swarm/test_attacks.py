@@ -13,9 +13,6 @@ from tests.swarm.conftest import Commands, started_in
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
 
-OUT = ("peer_dropped", "peer_left_out")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The loss of three honest peers among themselves."""
@@ -31,10 +28,9 @@ def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=3 if attack == "weight" else 2)
-    print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
-    assert found.loss <= 1.1 * undisturbed
+    assert found.is_as_good_as(undisturbed)
     if attack in ("times-9", "times-50", "times1000", "nan", "weight", "gather", "half"):
-        assert "mallory" in {event["name"] for kind in OUT for event in found.events(kind)}
+        assert "mallory" in found.out()
     if attack == "twice":
         (attacker,) = found.attackers
         counted = re.findall("CALLS THAT COUNT: (.)", attacker.output)
@@ -50,11 +46,10 @@ def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
 
 def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, *["turned"] * 4, honest=2)
-    print(f"four of one invitation: loss {found.loss:.4f}, without them {undisturbed:.4f}")
-    assert found.loss <= 1.1 * undisturbed
+    assert found.is_as_good_as(undisturbed)
     assert {event["name"] for event in found.events("peer_dropped")} == {"mallory"}
     assert len({event["peer"] for event in found.events("peer_dropped")}) == 4
-    assert [event["name"] for event in found.events("peer_banned")] == ["mallory"]
+    assert found.banned() == ["mallory"]
 
 
 @pytest.mark.parametrize("attack", ["probe", "impostor"])
@@ -62,8 +57,7 @@ def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_signs(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=2, late=True)
-    print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
-    assert found.loss <= 1.1 * undisturbed
+    assert found.is_as_good_as(undisturbed)
     (attacker,), (*_, late) = found.attackers, found.honest
     assert "GAVE AWAY" not in attacker.output  # nobody has asked it
     assert "Joined hivemind-0001" in late.output
@@ -83,33 +77,26 @@ def test_a_reducer_that_gives_back_no_average_is_banned_by_the_owner(
     assert "GAVE BACK what is no average" in found.attackers[0].output
     assert found.loss <= 1.1 * undisturbed
     assert {event["name"] for event in found.events("peer_dropped")} == {"mallory"}
-    assert [event["name"] for event in found.events("peer_banned")] == ["mallory"]
+    assert found.banned() == ["mallory"]
 
 
 def test_the_owner_is_asked_for_weights_before_a_reducer_that_lies(undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, "wrong-state", honest=2, late=True, until="mallory")
-    print(f"wrong-state: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
-    assert found.loss <= 1.1 * undisturbed
+    assert found.is_as_good_as(undisturbed)
     assert "GAVE AWAY" not in found.attackers[0].output
     assert "Joined hivemind-0001" in found.honest[-1].output
 
 
 def test_plain_hivemind_without_an_invitation_gets_nothing(undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, "intruder", honest=2)
-    print(f"intruder: loss {found.loss:.4f}, without it {undisturbed:.4f}")
-    assert found.loss <= 1.1 * undisturbed
+    assert found.is_as_good_as(undisturbed)
     (intruder,) = found.attackers
     print(intruder.output)
     (found_out,) = (json.loads(line) for line in intruder.output.splitlines() if line.startswith("{"))
     of_stock, of_run = found_out["stock"], found_out["run"]
     # The same calls get from a stock averager what it has.
-    assert of_stock["got"] == {
-        "find: nothing": 1,
-        "store: stored": 1,
-        "state: gave its state": 1,
-        "group: NOT_LOOKING_FOR_GROUP": 1,
-        "part: BAD_GROUP_ID": 1,
-    }
+    got = ("find: nothing", "store: stored", "state: gave its state", "group: NOT_LOOKING_FOR_GROUP")
+    assert of_stock["got"] == dict.fromkeys((*got, "part: BAD_GROUP_ID"), 1)
     assert found_out["node"].startswith("refused")
     tried = of_run["got"]
     assert sum(tried.values()) >= 25

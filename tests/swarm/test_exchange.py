@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,11 +18,15 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import NoCompression
 from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.asyncio import as_aiter
 from torch import Tensor
 
-from trainkit.swarm import exchange
-from trainkit.swarm.exchange import Exchange, _Averager
+from trainkit.swarm import admission, exchange
+from trainkit.swarm.admission import Admission
+from trainkit.swarm.exchange import Exchange, _Averager, digest_of, in_order, read_digest, read_state, sign_digest
+from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 from trainkit.swarm.link import PART, Codec, Outcome, Sending
 from trainkit.swarm.messages import CLIENT, NODE
 from trainkit.swarm.robust import Limits, Screen
@@ -367,3 +373,123 @@ def test_a_step_that_fails_is_told_by_its_control_alone(averager: Any, monkeypat
     asyncio.run(averager._step(step=None))
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(DecentralizedAverager._step(averager, step=None))
+
+
+# Whose state a newcomer takes over, and what it takes for one.
+
+KEY, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
+RUN = "digits-0001-ab"
+STATE = (torch.arange(1000.0), torch.ones(900))
+ROLES: dict[str, Role] = {"rita": "reducer", "owner": "owner", "vera": "volunteer"}
+
+
+def named(peer: str) -> bytes:
+    """A peer's id, as a record of the DHT has it."""
+    return bytes([0x12, 0x20]) + peer.encode().ljust(32, b".")
+
+
+def asked(found: object) -> list[bytes]:
+    """Who is asked for the state, where the DHT has found that; eve is a stranger."""
+    known = {str(PeerID(named(peer))): ROLES.get(peer) for peer in ("rita", "owner", "vera", "eve")}
+
+    async def look_up(peer: str) -> admission.Member | None:
+        role = known[peer]
+        return None if role is None else admission.Member(peer, peer, role, round(time.time()) + 60, peer, b"")
+
+    return [bytes(peer.to_bytes()) for peer in asyncio.run(in_order(found, str(PeerID(named("me"))), look_up))]
+
+
+@pytest.mark.parametrize(
+    ("said", "order"),
+    [
+        ({"rita": 1e300, "owner": 1.0, "vera": 1e300, "eve": 1e300, "me": 1.0}, ["owner", "rita"]),
+        ({"rita": 1.0, "owner": None}, ["rita"]),  # who gives it away no more is not asked
+    ],
+)
+def test_the_owner_is_asked_first_whatever_others_say(said: dict[str, float | None], order: list[str]) -> None:
+    assert asked({named(peer): SimpleNamespace(value=value) for peer, value in said.items()}) == [*map(named, order)]
+
+
+@pytest.mark.parametrize("found", [None, 7, {"x": SimpleNamespace(value=1.0)}, {b"x": 7}])
+def test_a_record_of_anything_else_names_nobody(found: object) -> None:
+    assert asked(found) == []
+
+
+def by(role: Role, owner: Key = KEY) -> Pass:
+    return grant(owner, "digits-0001", "x", role, time.time() + 86400)
+
+
+def signed(own: Pass, *, run: str = RUN) -> bytes:
+    return sign_digest(own, digest_of(run, 7, STATE))
+
+
+def read(*tensors: Tensor, digest: object, piece: int = 300) -> tuple[int, list[Tensor]]:
+    """Round and tensors of a state as hivemind sends it; a ValueError says how many messages were taken."""
+    made: list[Any] = []
+    for tensor in tensors:
+        data = tensor.numpy().tobytes()
+        for first in range(0, max(1, len(data)), piece):
+            part = runtime_pb2.Tensor(buffer=data[first : first + piece], dtype="" if first else "float32")
+            metadata = b"" if made else MSGPackSerializer.dumps({"digest": digest})
+            made.append(averaging_pb2.DownloadData(tensor_part=part, metadata=metadata))
+    count = len(made)
+
+    async def stream() -> AsyncIterator[Any]:
+        while made:
+            yield made.pop(0)
+
+    try:
+        found, state = asyncio.run(read_state(stream(), [1000, 900], Admission(KEY.public), RUN))
+    except ValueError as error:
+        raise ValueError(f"{error} ({count - len(made)})") from None
+    return found.round, state
+
+
+@pytest.mark.parametrize("role", ["owner", "reducer"])
+def test_a_state_is_what_the_owners_side_has_signed(role: Role) -> None:
+    round_index, tensors = read(*STATE, digest=signed(by(role)))
+    assert round_index == 7
+    assert all(torch.equal(*pair) for pair in zip(tensors, STATE, strict=True))
+
+
+OTHER = torch.cat([STATE[0][:-1], torch.zeros(1)])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "digest", "why"),
+    [
+        (STATE, signed(by("volunteer")), "a volunteer does not say"),
+        (STATE, signed(by("owner"), run="b"), "of another run"),
+        (STATE, signed(by("owner", STRANGER)), "to another run"),
+        (STATE, b"", "cut short"),
+        (STATE, 7, "nobody has signed it"),
+        (STATE, None, "nobody has signed it"),
+        ((OTHER, STATE[1]), signed(by("owner")), "not what was signed"),
+        ((torch.ones(1_000_000),), signed(by("owner")), r"longer than the state of this run \(2[0-9]\)"),
+        *(
+            (tensors, signed(by("owner")), "than the state of this run")
+            for tensors in (STATE[:1], (STATE[0], STATE[1][:-1]), (*STATE, torch.zeros(0)), ())
+        ),
+    ],
+    ids=range(12),
+)
+def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, why: str) -> None:
+    with pytest.raises((UntrustedError, ValueError), match=why):
+        read(*tensors, digest=digest)
+
+
+@pytest.mark.parametrize("content", [[], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5])
+def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
+    with pytest.raises(UntrustedError, match="it is no digest"):
+        read_digest(Admission(KEY.public), by("owner").state("state", json.dumps(content).encode()), run_id=RUN)
+
+
+@pytest.mark.parametrize("own", [by("volunteer"), open_pass("eve", 2e9)])
+def test_at_an_open_run_strangers_do_not_say_which_state_is_the_runs(own: Pass) -> None:
+    with pytest.raises(UntrustedError):
+        read_digest(Admission(KEY.public, open_run=True), signed(own), run_id=RUN)
+
+
+def test_weights_and_momentum_cannot_be_shifted_into_each_other() -> None:
+    theta, momentum = STATE
+    assert digest_of(RUN, 7, [theta, momentum]) != digest_of(RUN, 7, [torch.cat([theta, momentum[:1]]), momentum[1:]])

@@ -120,8 +120,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_an_attacker_spoils_no_update(attack: str, undisturbed: float, commands: Commands) -> None:
     """The honest peers' loss is within 10 % of that without the attacker, who is named if it has sent nonsense."""
     found = swarm(commands, attack, honest=2, settings=UNSURE, until="mallory", seconds=300)
-    print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
-    assert found.loss <= 1.1 * undisturbed
+    assert found.is_as_good_as(undisturbed)
     if attack in ("times-9", "nan", "weight"):
-        out = [event for kind in ("peer_dropped", "peer_left_out") for event in found.events(kind)]
-        assert "mallory" in {event["name"] for event in out}
+        assert "mallory" in found.out()
