@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -186,13 +187,14 @@ class _Work:
         def clock() -> float:
             return time.monotonic() - waited
 
+        votes_go_by = SimpleNamespace(**{**vars(time), "monotonic": clock})
         parts = build(self.config, self.dist, self.splits, model=self.model())
         writer = Writer(Attempt(RunDir(Path()), 0))
         keeper = NoFiles(parts, writer, Checkpoints(Path(), keep=1, dist=self.dist), NullLogger(), Progress())
         batches = nullcontext(self.given(turn_by_the_clock))
         with (
             mock.patch("trainkit.training.build.train_batches", return_value=batches),
-            mock.patch("trainkit.distributed.process_group.monotonic", clock),
+            mock.patch("trainkit.distributed.process_group.time", votes_go_by),
         ):
             train(parts, keeper, lambda: False)
         self.weights.append(weights_of(parts.model))

@@ -354,7 +354,8 @@ def sharing_cores() -> Iterator[None]:
                 ran, waited = now[0] - before[0], now[1] - before[1]
                 before = now
                 if not is_crowded and waited > _CROWDED * ran:
-                    is_crowded = teams.enter_context(sleeping_teams())
+                    is_crowded = True
+                    teams.enter_context(sleeping_teams())
                 elif waited < _FREE * ran:
                     is_crowded = False
                     teams.close()
@@ -378,10 +379,10 @@ def _times(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def sleeping_teams() -> Iterator[bool]:
+def sleeping_teams() -> Iterator[None]:
     """Within it threads sleep, each at the head of a team of torch's: so many that there are more threads than CPUs.
 
-    False, and no threads, where torch computes with one by now: user code may have changed that.
+    No threads where torch computes with one by now: user code may have changed that.
     """
     size, over = torch.get_num_threads(), threading.Event()
     count = 0 if size == 1 else min((len(os.sched_getaffinity(0)) - size) // (size - 1) + 1, _MOST)
@@ -394,7 +395,7 @@ def sleeping_teams() -> Iterator[bool]:
     for thread in threads:
         thread.start()
     try:
-        yield size > 1
+        yield
     finally:
         over.set()
         for thread in threads:
