@@ -413,24 +413,18 @@ def _import_error(error: BaseException, name: str, key: str | None) -> UserError
     if isinstance(error, SyntaxError) and error.filename is not None:
         return _no_python(Path(error.filename), error, key)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename))]
-    return UserError(
-        f"{own[-1].filename}:{own[-1].lineno} could not be imported." if own else f"'{name}' could not be imported.",
-        why=f"{type(error).__name__}: {error}.",
-        fix="Correct that line, or install what it asks for into this environment.",
-        key=key,
-    )
+    what = f"{own[-1].filename}:{own[-1].lineno} could not be imported." if own else f"'{name}' could not be imported."
+    fix = "Correct that line, or install what it asks for into this environment."
+    return UserError(what, why=f"{type(error).__name__}: {error}.", fix=fix, key=key)
 
 
 def _refuse_namesake(module: str, what: str, key: str | None) -> None:
     """Refuse a module of the user's that is behind a package of ours of the same name."""
     if file := importing.namesake(module):
         name = Path(file).stem
-        raise UserError(
-            f"{what}, which would be trainkit's own package '{name}'.",
-            why=f"{file} has the name of a package that every command and every rank imports first.",
-            fix=f"Rename it, for example my_{name}, and what imports it.",
-            key=key,
-        )
+        what += f", which would be trainkit's own package '{name}'."
+        why = f"{file} has the name of a package that every command and every rank imports first."
+        raise UserError(what, why=why, fix=f"Rename it, for example my_{name}, and what imports it.", key=key)
 
 
 def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, list[str]]]:
@@ -439,9 +433,8 @@ def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, lis
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package if node.level else ""
-            wanted = ".".join(part for part in (base, node.module) if part)
-            if wanted and (not node.level or base):
+            with contextlib.suppress(ImportError):  # a relative import outside of a package
+                wanted = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 yield node.lineno, wanted, [alias.name for alias in node.names if alias.name != "*"]
 
 

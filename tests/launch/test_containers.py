@@ -59,6 +59,14 @@ def test_an_environment_changes_these_lines_of_the_script_and_no_others(script: 
     assert changes == golden.read_text()
 
 
+def program(file: Path, text: str) -> Path:
+    """A shell script that can be started."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/bash\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
 def run_lines(lines: list[str], word: str, **env: str) -> str:
     """What the interpreter that the lines lead to says of itself, or the shell's complaint."""
     text = "\n".join(["set -eo pipefail", *lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
@@ -77,14 +85,8 @@ def test_conda_activates_by_its_own_hook_and_is_found_without_a_login_shell(
     tmp_path: Path, name: str, asked: str
 ) -> None:
     hook = f'conda() {{ [ "$*" = "activate {asked.format(cwd=tmp_path)}" ] && export CONDA_PREFIX={tmp_path}; }}'
-    conda = tmp_path / "miniforge" / "conda"
-    conda.parent.mkdir()
-    conda.write_text(f"#!/bin/bash\n[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'\n")
-    conda.chmod(0o755)
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.write_text("#!/bin/bash\necho python of $CONDA_PREFIX\n")
-    python.chmod(0o755)
+    conda = program(tmp_path / "miniforge" / "conda", f"[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'")
+    program(tmp_path / "bin" / "python", "echo python of $CONDA_PREFIX")
     lines, word = activation(f"conda:{name}", tmp_path, "/elsewhere/python")
     assert run_lines(lines, word, PATH=os.environ["PATH"], CONDA_EXE=str(conda)) == f"python of {tmp_path}"
 
@@ -95,11 +97,8 @@ def test_a_conda_that_is_not_there_ends_the_script(tmp_path: Path) -> None:
 
 
 def test_uv_is_asked_once_and_changes_nothing(tmp_path: Path) -> None:
-    uv = tmp_path / "uv"
-    uv.write_text(
-        f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nshift 4\n[ "$1" = python ] && shift\n{sys.executable} "$@"\n'
-    )
-    uv.chmod(0o755)
+    says = f'echo "$*" >> {tmp_path}/calls\nshift 4\n[ "$1" = python ] && shift\n{sys.executable} "$@"'
+    program(tmp_path / "uv", says)
     lines, word = activation("uv:project", tmp_path, "/elsewhere/python")
     assert run_lines(lines, word, PATH=f"{tmp_path}:{os.environ['PATH']}") == sys.prefix
     assert (tmp_path / "calls").read_text().startswith(f"run --project {tmp_path}/project --no-sync python -c")

@@ -29,8 +29,7 @@ class _Odd(yaml.MarkedYAMLError):
     """YAML, but no settings."""
 
     def __init__(self, why: str, at: yaml.Event | yaml.Node) -> None:
-        super().__init__()
-        self.why, self.line = why, at.start_mark.line + 1 if at.start_mark else 1
+        super().__init__(problem=why, problem_mark=at.start_mark)  # type: ignore[arg-type]  # or the C reader's mark
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,20 +107,17 @@ def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, 
         node = loader.get_single_node()
         lines: dict[str, int] = {}
         value = None if node is None else _construct(loader, node, "", lines, path)
-    except _Odd as odd:
-        what = f"{path}:{odd.line} is nothing that settings hold."
-        raise UserError(what, why=odd.why, fix="Correct that line, or give another file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise UserError(f"{where} is not valid YAML.", why=problem, fix="Correct that line.") from None
+        what = f"{where} is nothing that settings hold." if isinstance(error, _Odd) else f"{where} is not valid YAML."
+        why = getattr(error, "problem", None) or str(error)
+        raise UserError(what, why=why, fix="Correct that line, or give another file.") from None
     if value is None:  # empty, or nothing but comments
         return {}, {}
     if not isinstance(value, dict):
-        raise UserError(
-            f"{path} holds no settings.", why=f"It is a {type(value).__name__}.", fix="Write `section: {key: value}`."
-        )
+        why = f"It is a {type(value).__name__}."
+        raise UserError(f"{path} holds no settings.", why=why, fix="Write `section: {key: value}`.")
     return value, lines
 
 

@@ -124,9 +124,9 @@ def passing_failure(attempt: Attempt, code: int) -> str:
         code: exit code of its ranks; above 128 for a signal.
     """
     errors = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
-    for mendable in ([*filter(is_hang, errors)], [error for error in errors if error.startswith(_FAILED_PREFLIGHT)]):
-        if mendable:
-            return mendable[0]
+    hangs = [error for error in errors if is_hang(error)]
+    if mendable := hangs or [error for error in errors if error.startswith(_FAILED_PREFLIGHT)]:
+        return mendable[0]
     errors += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := RankLog(log).error)]
     if any(not is_lost_connection(error) and not error.startswith(KILLED) for error in errors):
         return ""

@@ -180,21 +180,18 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
         fix = f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks."
         raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
     check_strategy(loaded.config, {"grad_accum_steps": size // unit if micro else 1})
-    if train.micro_batch_size == "auto":
-        most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
-        passes = f"{size} / ({world_size} x micro_batch_size)"
-        return [
-            Decision("micro_batch_size", "auto", given, most),
-            Decision("grad_accum_steps", "auto", DERIVED, passes),
-        ]
-    per_pass = micro or size // world_size
-    accumulate = size // (world_size * per_pass)
-    passes = f"{accumulate} passes per update" if accumulate > 1 else "the rank's whole share in one pass"
+    per_pass: int | str = micro or size // world_size
+    accumulate: int | str = size // unit if micro else 1
+    passes = f"{accumulate} passes per update" if accumulate != 1 else "the rank's whole share in one pass"
     # Whether the model has BatchNorm only torch could tell, so it is said of every model.
     norm = "all ranks' passes" if holds(traits.global_batchnorm, loaded.config) else "one pass of one rank"
     passes += f"; BatchNorm's statistics are those of {norm}"
+    if train.micro_batch_size == "auto":
+        passes = f"at most {per_pass}, as many as fit into memory: found before the first update"
+        per_pass, accumulate = "micro_batch_size", "auto"
+    source = given if train.micro_batch_size else DERIVED
     return [
-        Decision("micro_batch_size", per_pass, given if micro else DERIVED, passes),
+        Decision("micro_batch_size", train.micro_batch_size or per_pass, source, passes),
         Decision("grad_accum_steps", accumulate, DERIVED, f"{size} / ({world_size} x {per_pass})"),
     ]
 
@@ -310,13 +307,11 @@ def require_container(loaded: Loaded, container: Container, facts: SiteFacts, sc
         fix = "Give the image's path, the name that it has in a registry, or --container-image none."
         raise RefusedError(what, why="The job would end before its ranks start.", fix=fix, key="launch.container_image")
     if container.runtime == "pyxis" and "pyxis" not in facts.containers and scheduler.has_pyxis() is False:
-        raise RefusedError(
-            f"srun has no option --container-image here, so it does not run {container.image} ({source}).",
-            why="The option is pyxis's, and this machine's SLURM does not load it.",
-            fix="Use an image for apptainer (.sif, docker://...), or write `containers: [pyxis]` below site: in the "
-            "cluster's profile if its nodes have it.",
-            key="launch.container_image",
-        )
+        what = f"srun has no option --container-image here, so it does not run {container.image} ({source})."
+        fix = "Use an image for apptainer (.sif, docker://...), or write `containers: [pyxis]` below site: in the "
+        fix += "cluster's profile if its nodes have it."
+        why = "The option is pyxis's, and this machine's SLURM does not load it."
+        raise RefusedError(what, why=why, fix=fix, key="launch.container_image")
 
 
 def plan_rows(plan: Plan) -> list[Row]:

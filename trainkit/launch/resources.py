@@ -127,12 +127,9 @@ class Resources:
             than, limit, why = "more", most, f"It has {total} nodes{allows}."
         else:
             return self._asked("nodes")
-        raise RefusedError(
-            f"{nodes} nodes are {than} than partition '{partition.name}' gives ({self._source('nodes')}).",
-            why=why,
-            fix=f"Use --nodes {limit}" + (" or another --partition." if len(self._site.partitions) > 1 else "."),
-            key="launch.nodes",
-        )
+        what = f"{nodes} nodes are {than} than partition '{partition.name}' gives ({self._source('nodes')})."
+        fix = f"Use --nodes {limit}" + (" or another --partition." if len(self._site.partitions) > 1 else ".")
+        raise RefusedError(what, why=why, fix=fix, key="launch.nodes")
 
     # GPUs are never asked for in two ways at once. SLURM 22.05 takes --gres=gpu:1 with --gpus-per-node=2 without a
     # word, gives the one, and then refuses the srun in it.
@@ -171,8 +168,7 @@ class Resources:
         if asked == "auto":
             most = self._least(node.gpus for node in nodes if node.up)
             if most is None:
-                why = "the partition's nodes are not known; set --gpus-per-node"
-                return Decision("gpus_per_node", 0, DEFAULT, why)
+                return Decision("gpus_per_node", 0, DEFAULT, "the partition's nodes are not known; set --gpus-per-node")
             count = min(most, most_of_strategy or most)
             why = "one process uses one GPU" if count < most else "what its nodes have"
             return Decision("gpus_per_node", count, self._discovered(), why)
@@ -217,13 +213,10 @@ class Resources:
         for key, value in launch.sbatch.items():
             replaces_gres = key == "gres" and (count_gpus(value) or launch.gres or launch.gpu_dialect == "gres")
             if key in _OTHER_WAYS or (replaces_gres and (gpus.value or count_gpus(value))):
-                raise UserError(
-                    f"GPUs are asked for in two ways: --gpus-per-node, and --sbatch {key}={value}.",
-                    why="SLURM takes both without a word, and the job's srun then fails or has other GPUs than planned "
-                    f"({self._source('sbatch')}).",
-                    fix="Give --gpus-per-node N alone, or --gres gpu:N where the site wants that.",
-                    key="launch.sbatch",
-                )
+                what = f"GPUs are asked for in two ways: --gpus-per-node, and --sbatch {key}={value}."
+                why = "SLURM takes both without a word, and the job's srun then fails or has other GPUs than planned"
+                fix = "Give --gpus-per-node N alone, or --gres gpu:N where the site wants that."
+                raise UserError(what, why=f"{why} ({self._source('sbatch')}).", fix=fix, key="launch.sbatch")
         own = [self._asked("gres")] if launch.gres is not None else []
         if not gpus.value or launch.gpu_dialect == "constraint" or (launch.gres and count_gpus(launch.gres)):
             return own
@@ -257,10 +250,9 @@ class Resources:
         if asked is not None and self.partition is not None:
             most = self._least(node.cpus for node in self.partition.nodes)
             if most is not None and asked * tasks > most:
+                what, has = f"{tasks} x {asked} CPUs per node are", f"{most} CPUs each at most"
                 fewer = f" and --ntasks-per-node {most}" if tasks > most else ""
-                fix = f"--cpus-per-task {max(most // tasks, 1)}{fewer}"
-                raise self._too_much(f"{tasks} x {asked} CPUs per node are", f"{most} CPUs each at most", fix,
-                                     "cpus_per_task")  # fmt: skip
+                raise self._too_much(what, has, f"--cpus-per-task {max(most // tasks, 1)}{fewer}", "cpus_per_task")
         if asked is not None or not self.batch:
             return self._asked("cpus_per_task", "" if asked else "what this machine has is shared")
         owners = self._with_gpus()
