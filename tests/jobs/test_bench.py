@@ -162,19 +162,14 @@ def test_wrong_words_are_three_lines_and_no_folder(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_says_what_would_be_one_job_and_writes_nothing(
-    command: Callable[..., Done], fake_slurm: Path, tmp_path: Path
-) -> None:
-    done = command("bench", "amp", "ddp", "--nodes", "2", "--gpus-per-node", "4", "--time", "30", "--dry-run")
-    assert done.code == 0, done.err
-    assert "#SBATCH --nodes=2" in done.out
-    assert "#SBATCH --no-requeue" in done.out  # it would begin anew, on other nodes
-    assert not (tmp_path / "runs").exists()
-
-
 def test_on_a_cluster_all_arms_are_one_job(command: Callable[..., Done], fake_slurm: Path, tmp_path: Path) -> None:
-    done = command("bench", "amp", "ddp", "--nodes", "2", "--gpus-per-node", "4", "--time", "30", "--arms", "fp32,bf16")
-    assert done.code == 0, done.err
+    words = ("amp", "ddp", "--nodes", "2", "--gpus-per-node", "4", "--time", "30", "--arms", "fp32,bf16")
+    dry = command("bench", *words, "--dry-run")
+    assert "#SBATCH --nodes=2" in dry.out
+    assert "#SBATCH --no-requeue" in dry.out  # it would begin anew, on other nodes
+    assert not (tmp_path / "runs").exists(), "a dry run writes nothing"
+    done = command("bench", *words)
+    assert (dry.code, done.code) == (0, 0), done.err
     assert "Submitted job 4711: 2 nodes x 4 ranks." in done.out
     (folder,) = (tmp_path / "runs").glob("[!.]*")
     assert f"python -m jobs.bench --show {folder}" in done.out
@@ -183,15 +178,10 @@ def test_on_a_cluster_all_arms_are_one_job(command: Callable[..., Done], fake_sl
 
 def test_the_report_of_a_bench_is_its_table(command: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}")
+    other = command("bench", "--show", str(tmp_path))
+    assert (other.code, "is not the folder of a bench." in other.err) == (2, True), "it is a run yet"
     (tmp_path / "bench.json").write_text(Request("amp", "ddp").to_json())
     done = command("report", str(tmp_path))
     assert done.code == 0
     assert done.out.splitlines()[1].startswith("Does mixed precision help here? amp, preset ddp; it has not begun.")
     assert done.out == command("bench", "--show", str(tmp_path)).out
-
-
-def test_a_run_that_is_no_bench_is_not_shown(command: Callable[..., Done], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
-    done = command("bench", "--show", str(tmp_path))
-    assert done.code == 2
-    assert "is not the folder of a bench." in done.err

@@ -208,7 +208,8 @@ def page(run: BenchDir) -> list[str]:
 def lines(results: Results) -> list[str]:
     """The table with everything that belongs to it, for a terminal."""
     bench, preset = results.bench, results.request.preset
-    head = f"{bench.question} {bench.name}{f', preset {preset}' * bool(preset)}; {results.where or 'it has not begun'}."
+    name = f"{bench.name}, preset {preset}" if preset else bench.name
+    head = f"{bench.question} {name}; {results.where or 'it has not begun'}."
     # Columns that say something of any row.
     shown = {
         name: cell for name, cell in bench.columns
@@ -217,6 +218,7 @@ def lines(results: Results) -> list[str]:
     rows = [[terminal.one_line(cell(row, results)) for cell in shown.values()] for row in results.rows]
     rows += [[name] + [NONE] * (len(shown) - 1) for name, _ in results.left_out]
     notes = [row.failed for row in results.rows] + [f"left out: {why}" for _, why in results.left_out]
+    notes = [terminal.one_line(note) for note in notes]
     below = []
     if control := results.control:
         itself = f"{results.ran[0].name} to itself {statistics.median(control):.2f} x"
@@ -228,7 +230,7 @@ def lines(results: Results) -> list[str]:
     whys = dict.fromkeys(row.why_none for row in results.rows if row.why_none)
     below += [f"{no_ratio}: {why}." for why in whys if why not in results.meaning]
     dispensable = [name for name in bench.dispensable if name in shown]
-    table = terminal.table(list(shown), rows, [*map(terminal.one_line, notes)], dispensable=dispensable)
+    table = terminal.table(list(shown), rows, notes, dispensable=dispensable)
     wrapped = [line for words in (*below, results.meaning) for line in terminal.wrapped(terminal.one_line(words))]
     return [*terminal.wrapped(terminal.one_line(head)), "", *table, "", *wrapped]
 

@@ -192,11 +192,12 @@ class Worker:
                     parts.ema.update(made.stepped.nonfinite, updates=ema_updates)
                     ema_updates += 1
                 step += counts
-                losses.append(made.loss)
+                if total - position <= _LAST:
+                    losses.append(made.loss)
             _wait(dist)
             seconds = time.perf_counter() - began
             lap = clock.lap(spent)
-        last = [loss for each in dist.gather_json([loss.item() for loss in losses[-_LAST:]]) for loss in each]
+        last = [loss for each in dist.gather_json([loss.item() for loss in losses]) for loss in each]
         mean = sum(last) / len(last)
         return {
             "seconds": seconds,

@@ -131,6 +131,7 @@ class _Pair:
         times, share = _ratio(first.train_seconds, facts.train_seconds), _ratio(used, first_used)
         if facts is first or self.other_work or self.other_pass:
             share = None
+        efficiency = _ratio(self.speed_up, self.more)
         return {
             "run": facts.label,
             "strategy": text(facts.setting("strategy.name")),
@@ -141,7 +142,7 @@ class _Pair:
             "training time": doc.duration(facts.train_seconds),
             "images/s": doc.rate(facts.images_per_sec),
             "speed-up": number(self.speed_up, ".2f", TIMES),
-            "efficiency": number(_ratio(100 * (self.speed_up or 0), self.more), ".0f", " %"),
+            "efficiency": number(efficiency and 100 * efficiency, ".0f", " %"),
             "time ratio": number(None if self.no_speed_up or self.other_length else times, ".2f", TIMES),
             "peak memory of a rank": doc.memory(used),
             "memory saved": number(share and round(100 * (1 - share)), "+", " %"),

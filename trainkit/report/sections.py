@@ -30,8 +30,10 @@ _MOST_SETTINGS, _MOST_NAMES, _MOST_RANKS = 200, 100, 64
 
 def of_several(runs: Sequence[Facts]) -> list[doc.Section]:
     """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
-    about_speed = not is_sweep(runs) or is_about_speed(key for facts in runs for key in facts.point)
-    return [swept(runs)] * is_sweep(runs) + [section(runs) for section in SEVERAL if about_speed]
+    if not is_sweep(runs):
+        return [section(runs) for section in SEVERAL]
+    about_speed = is_about_speed(key for facts in runs for key in facts.point)
+    return [swept(runs), *(section(runs) for section in SEVERAL if about_speed)]
 
 
 def of_runs(runs: Sequence[Facts]) -> list[doc.Section]:
@@ -82,7 +84,7 @@ def asked(facts: Facts) -> list[doc.Part]:
     # The keys of a mapping that was given are settings.
     keys += [key for key in [*given, *facts.point] if not any(name.startswith(f"{key}.") for name in own)]
     keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)][:_MOST_SETTINGS]
-    rows = [(key, *(_line(each and each.get(key)) for each in (own, theirs))) for key in keys]
+    rows = [(key, _line(own.get(key)), _line((theirs or {}).get(key))) for key in keys]
     parts: list[doc.Part] = [doc.Block(shlex.join(command))] if command else []
     parts.append(doc.Table(("setting", "this run", "the preset"), rows))
     if preset and not rows:
@@ -341,9 +343,10 @@ def _length(facts: Facts) -> str:
     total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
     if not isinstance(total, int):
         return NONE
-    done = f"{facts.steps} of " * (facts.steps != total) + f"{total} steps"
-    epochs = isinstance(per_epoch, int) and per_epoch and f" = {facts.steps / per_epoch:g} epochs of {per_epoch}"
-    return done + (epochs or "")
+    done = f"{total} steps" if facts.steps == total else f"{facts.steps} of {total} steps"
+    if not isinstance(per_epoch, int) or not per_epoch:
+        return done
+    return f"{done} = {facts.steps / per_epoch:g} epochs of {per_epoch}"
 
 
 def _commit(facts: Facts) -> str:
@@ -367,8 +370,9 @@ def _largest_batch(facts: Facts) -> str:
 
 def _each(ranks: Sequence[float]) -> str:
     """Of every rank, in order; of very many the extremes."""
-    many = len(ranks) > _MOST_RANKS
-    return " to ".join(map(memory, (min(ranks), max(ranks)))) if many else ", ".join(map(memory, ranks))
+    if len(ranks) > _MOST_RANKS:
+        return f"{memory(min(ranks))} to {memory(max(ranks))}"
+    return ", ".join(map(memory, ranks))
 
 
 def _utilisation(facts: Facts, on_cpu: bool) -> str:
