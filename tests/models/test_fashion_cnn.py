@@ -1,15 +1,14 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from trainkit.data.base import DataInfo, normalize
-from trainkit.data.datasets import digits
-from trainkit.data.loader import eval_batches, train_batches
+from tests.rank_functions import run_ranks, train_run
+from trainkit.data.base import DataInfo
 from trainkit.errors import UserError
 from trainkit.models import fashion_cnn
 
@@ -42,23 +41,6 @@ def test_an_impossible_option_is_refused_by_name(options: dict[str, Any]) -> Non
         fashion_cnn.build(info(), **options)
 
 
-def test_it_learns_digits_within_five_epochs() -> None:
-    data = digits.build(Path())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = fashion_cnn.build(data.info)
-    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "workers": 0}
-    steps = 5 * (len(data.train) // 64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    sizes: dict[str, Any] = {"global_batch_size": 64, "micro_batch_size": 64}
-    for images, labels, _ in train_batches(data, seed=0, start_step=0, stop_step=steps, **sizes, **alone):
-        optimizer.zero_grad()
-        F.cross_entropy(model(normalize(images, data.info)), labels).backward()
-        optimizer.step()
-        schedule.step()
-    correct = 0
-    for images, labels, mask in eval_batches(data.val, data.eval_transform, batch_size=64, **alone):
-        with torch.no_grad():
-            correct += int(((model(normalize(images, data.info)).argmax(1) == labels) & mask).sum())
-    assert correct / len(data.val) > 0.95
+def test_it_learns_digits_within_five_epochs(tmp_path: Path) -> None:
+    run_ranks(1, train_run, tmp_path / "run", "single", ("train.epochs=5", "model.name=fashion_cnn"))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["best"]["val/acc1"] > 95
