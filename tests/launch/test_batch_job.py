@@ -14,7 +14,7 @@ import pytest
 from tests.site.test_node_health import a_report
 from trainkit.errors import RunFailedError
 from trainkit.launch import batch_job
-from trainkit.launch.batch_job import culprits, passing_failure, pronounce
+from trainkit.launch.batch_job import culprits, passing_failure, pronounce, spared
 from trainkit.ranks.signals import hang
 from trainkit.run.events import Attempt, history_of, read_events, submitted
 from trainkit.run.folder import PREFLIGHT, RunDir
@@ -386,6 +386,10 @@ def test_a_job_that_could_not_start_without_a_bad_node_keeps_it(
     assert requeues.read_text() == "requeue 7\n", "what the user has excluded stays so"
     assert not read_events(run, "excluded")
     assert f"gpu04 should be left out, but {words}" in capsys.readouterr().err
+
+
+def test_of_bad_nodes_the_newest_is_left_out_first_where_not_all_can_be() -> None:
+    assert spared(["old", "new"], ["old", "new", "good"], needed=2) == ["new"]
 
 
 def test_a_resumed_run_takes_its_excluded_nodes_back(run: RunDir, requeues: Path) -> None:
