@@ -190,7 +190,8 @@ def _options(tmp_path: Path, configured: str, **env: str) -> str:
     ("said", "option", "ours"),
     [
         ("echo controlmaster false", "ControlMaster=auto", True),
-        ("echo controlmaster auto; echo controlpath /x", "ControlMaster=auto", False),
+        ("echo controlmaster auto", "ControlMaster=auto", False),
+        ("echo controlpath /x", "ControlMaster=auto", False),
         ("echo serveraliveinterval 0", "ServerAliveInterval", True),
         ("echo serveraliveinterval 60", "ServerAliveInterval", False),
     ],
