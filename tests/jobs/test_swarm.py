@@ -29,6 +29,10 @@ Command = Callable[..., Any]
         (("create", "hivemind", "collaborative.initial_peers=[x]"), "collaborative.initial_peers is set"),
         (("create", "hivemind", "--force"), "--force needs --resume: a new swarm runs nowhere else"),
         (("creat", "hivemind"), "'creat' is not possible."),
+        *(
+            (("invite", "anna", "--expires", time), f"--expires {time} is no time.")
+            for time in ("0d", "367d", "7", "7y")
+        ),
         (("status",), "No swarm in"),
         (("status", "nonsense"), "No run 'nonsense'."),
         (("status", "ddp-0001"), "ddp-0001 is not a swarm."),
