@@ -15,7 +15,6 @@ import msgpack
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import NoCompression
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
@@ -247,41 +246,50 @@ WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
 
 
 @pytest.mark.parametrize(
-    ("factor", "role", "trusted", "strays"),
+    ("factor", "role", "trusted", "same_weights", "drifted"),
     [
-        (1.01, "volunteer", True, True),
-        (1.0 + 1e-6, "volunteer", True, False),
-        (1.01, "volunteer", False, False),  # what volunteers say of their weights makes nobody a stray
-        (1.01, "owner", True, False),  # by whose weights all others are measured
+        (1.01, "volunteer", True, True, True),
+        (1.01, "volunteer", True, False, True),  # a pseudo-gradient is of use from other weights, too
+        (1.0 + 1e-6, "volunteer", True, True, False),
+        (1.01, "volunteer", False, True, False),  # what volunteers say of their weights makes nobody a stray
+        (1.01, "owner", True, True, False),  # by whose weights all others are measured
     ],
 )
 def test_a_gradient_of_other_weights_than_the_owners_is_not_sent(
-    factor: float, role: str, trusted: bool, strays: bool, monkeypatch: pytest.MonkeyPatch
+    factor: float, role: str, trusted: bool, same_weights: bool, drifted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def member(peer: str) -> Any:
         known = SimpleNamespace(peer_id=peer, name=peer, role="reducer", invitation="its own", trusted=trusted)
         return known if peer == "reducer" else None
 
     def said(mode: int, weights: Tensor) -> bytes:
-        about = {"shares": mode == NODE, "probe": weights.numpy().tobytes()}
+        about = {"rate": 5.0, "shares": mode == NODE, "probe": weights.numpy().tobytes()}
         return bytes(msgpack.packb([None, mode, msgpack.packb(about)]))
 
-    def begin(*, sending: Sending, **_: Any) -> None:
-        sent.append(list(sending.weights))
-        raise RuntimeError("as far as this test goes")
+    class Runner:
+        def __init__(self, *, sending: Sending, **_: Any) -> None:
+            sent.append(list(sending.weights))
+
+        def __aiter__(self) -> AsyncIterator[Tensor]:
+            return as_aiter()  # type: ignore[no-any-return]
+
+        def outcome(self) -> Outcome:
+            return Outcome()
 
     sent: list[list[float]] = []
-    monkeypatch.setattr(exchange, "Exchange", begin)
+    monkeypatch.setattr(exchange, "Exchange", Runner)
+    common = SimpleNamespace(same_weights=same_weights, num_parameters=2)
     averager: Any = SimpleNamespace(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role=role)), guard=SimpleNamespace(member=member),
-        common=SimpleNamespace(same_weights=True, num_parameters=2), plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16",
-        get_tensors=nullcontext, _p2p=None, prefix="", _possible={},
+        common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="", _possible={},
+        get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
+        _report=lambda runner: None,
     )  # fmt: skip
     gathered = [said(CLIENT, factor * WEIGHTS), said(NODE, WEIGHTS)]
     group: Any = SimpleNamespace(peer_ids=["me", "reducer"], gathered=gathered, group_id=b"")
-    with pytest.raises(MatchmakingException, match="as far as this test goes"):
-        asyncio.run(_Averager._aggregate_with_group(averager, group, 0))
-    assert sent == [[0.0, 0.0] if strays else [8.0, 8.0]]
+    done = asyncio.run(_Averager._aggregate_with_group(averager, group, 0))
+    assert (done.rates, done.drifted) == ({"me": 5.0, "reducer": 5.0}, drifted)
+    assert sent == [[0.0, 0.0] if drifted and same_weights else [8.0, 8.0]]
 
 
 # Who is let into a group.
