@@ -64,7 +64,7 @@ def test_what_two_files_share_is_read_from_where_it_is() -> None:
         ('EXCLUDES = ["train.ema_decay"]', "states EXCLUDES = ['train.ema_decay']"),
         ('EXCLUDES = {"train.emadecay": "no"}', "states 'train.emadecay'"),
         ('EXCLUDES = {"strategy.mood=good": "no"}', "states 'strategy.mood=good'"),
-        ('GLOBAL_BATCHNORM = "always, if so"', "states 'if so'"),
+        ('GLOBAL_BATCHNORM = "always, if so"', "states 'if so'"), ('EXCLUDES = {"train.compile, ": "no"}', "states ''"),
     ],
 )  # fmt: skip
 def test_a_trait_that_does_not_exist_is_refused(own: Write, stated: str, says: str) -> None:

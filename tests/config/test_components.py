@@ -127,6 +127,7 @@ def test_optimizers_of_timm_and_torch_are_taken(settings: tuple[str, ...]) -> No
     ("settings", "says"),
     [
         (("optim.name=adaam",), r"Unknown optimizer 'adaam'(.|\n)*adamw, sgd, lamb, muon, (.|\n)*mean 'adam'"),
+        (("optim.name=torch/adafacto",), "Did you mean 'torch/adafactor'"),
         (("optim.name=adan", "optim.epz=1"), r"Unknown key 'optim.epz'(.|\n)*mean 'optim.eps'"),
         (("optim.name=rmsprop", "optim.alpha=big"), "optim.alpha=big is not possible"),
         (("optim.name=adadelta", "optim.momentum=0.8"), "Unknown key 'optim.momentum'"),

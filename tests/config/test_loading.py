@@ -263,6 +263,14 @@ def test_a_runs_own_configuration_does_not_ask_its_profile_again(write: Write) -
     assert load("runs/ddp-0001").config == run
 
 
+@pytest.mark.parametrize("key", ["partition", "account", "mem", "time", "gpus_per_node"])
+def test_a_copy_of_a_runs_configuration_gets_what_it_leaves_out_from_its_profile(write: Write, key: str) -> None:
+    profile = write("site.yaml", f"launch: {{{key}: '4'}}\n".replace("'", "" if key == "gpus_per_node" else "'"))
+    whole = to_yaml(load("ddp", [f"launch.cluster={profile}", f"launch.{key}=8"]).config)
+    cut = "\n".join(line for line in whole.splitlines() if not line.startswith(f"  {key}:"))
+    assert [str(getattr(load(str(write("copy.yaml", text))).config.launch, key)) for text in (whole, cut)] == ["8", "4"]
+
+
 # Plugins
 
 
@@ -391,6 +399,8 @@ def test_what_is_no_override_is_told_what_one_looks_like(words: str, fix: str) -
         ("modle.depth=1", "Unknown key 'modle.depth'.", "Did you mean 'model.depth'?"),
         ("lr=1", "Unknown key 'lr'.", "Did you mean 'optim.lr'?"),
         ("train.lr=1", "Unknown key 'train.lr'.", "Did you mean 'optim.lr'?"),
+        ("train.name=vit", "Unknown key 'train.name'.", "Did you mean 'model.name'?"),
+        ("bogus.name=vit", "Unknown key 'bogus.name'.", "Did you mean 'model.name'?"),
         ("batch_size=8", "Unknown key 'batch_size'.", "Did you mean 'train.global_batch_size'?"),
         ("gpus=2", "Unknown key 'gpus'.", "Did you mean 'launch.gpus_per_node'?"),
         ("launch.gpus=2", "Unknown key 'launch.gpus'.", "Did you mean 'launch.gpus_per_node'?"),
@@ -444,6 +454,7 @@ BETAS += "[0.9, 0.99, 0.999], or null."
         ("launch.sbatch=3", "a mapping, as in {name: value}."),
         ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
         ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),
+        ("launch.mem=1.5", "a size as sbatch writes it: 32G, 500M, 0."),
         *((f"launch.environment={value}", "venv:FOLDER, conda:NAME or uv:PROJECT.") for value in ("vision", "conda:")),
     ],
 )  # fmt: skip

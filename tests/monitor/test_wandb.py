@@ -272,6 +272,17 @@ def test_a_training_that_raised_or_is_killed_is_a_failed_run(stand_in: RunDir) -
     assert [item["exit_code"] for item in noted("finish")] == [1, 1]
 
 
+def test_a_run_ends_although_a_process_that_loads_data_holds_the_pipe(
+    stand_in: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger_module, "_ENDING_SECONDS", 30.0)
+    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
+        pipe = logger._loggers["wandb"]._client._process.stdin  # type: ignore[attr-defined]
+        held = os.dup(pipe.fileno())  # as one that was forked has it
+    os.close(held)
+    assert [item["exit_code"] for item in noted("finish")] == [0]
+
+
 def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> None:
     with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
         wait_for(lambda: bool(noted("init")))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -140,6 +141,18 @@ def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
     assert job_state(cut_short).job_id == "42"
     assert calls.read_text().splitlines()[-1] == "42"
     assert history_of(cut_short).submissions[0].cancelled
+
+
+def test_a_full_disk_is_not_taken_for_somebody_elses_record(
+    cut_short: RunDir, fake_command: FakeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fake_command("squeue", squeue(f"42|{cut_short.script}\\n"))
+    monkeypatch.setattr(events, "submitted", full)
+    with pytest.raises(OSError, match="No space left"):
+        job_state(cut_short)
 
 
 def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command: FakeCommand) -> None:

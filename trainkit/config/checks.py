@@ -97,11 +97,11 @@ def strategy_traits(name: str) -> StrategyTraits:
     known = {trait: trait.upper() for trait in StrategyTraits.__dataclass_fields__}
     traits = StrategyTraits(**{trait: stated[constant] for trait, constant in known.items() if constant in stated})
     conditions = [*traits.excludes, *traits.lost_when_resized, traits.global_batchnorm, traits.less_traffic]
-    for part in ", ".join(str(condition) for condition in conditions if condition != "").split(", "):
+    for part in (part for condition in conditions if condition != "" for part in str(condition).split(", ")):
         match = _CONDITION.fullmatch(part)
         section, _, option = match["key"].partition(".") if match else ("", "", "")
         is_own = section == "strategy" and (option in options.options or options.takes_any)
-        if part and not (match and (is_own or not option or field_of(match["key"]))):
+        if not (match and (is_own or not option or field_of(match["key"]))):
             raise wrong(f"'{part}'", "It is neither a setting nor an option of the strategy.")
     return traits
 

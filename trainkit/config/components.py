@@ -187,7 +187,11 @@ def find_optimizer(name: str) -> Listed:
     for key in (name, f"timm/{name}", f"torch/{name}"):
         if key in known:
             return known[key]
-    raise unknown("optimizer", name, [*OptimConfig.OURS, *usable_names()], own=True, key="optim.name")
+    names = [*OptimConfig.OURS, *usable_names()]
+    error = unknown("optimizer", name, names, own=True, key="optim.name")
+    # timm/NAME and torch/NAME as well, and what is refused with a reason.
+    fix = did_you_mean(name, [*names, *known], otherwise=error.fix)
+    raise UserError(error.what, why=error.why, fix=fix, key=error.key)
 
 
 def usable_names() -> list[str]:

@@ -82,7 +82,7 @@ def override_layer(overrides: Iterable[str]) -> Layer:
 def _override_value(key: str, text: str) -> Any:
     """The value of an override. What must be text stays as it was typed: account 0123 is no number."""
     value, field = yaml.parse_value(text), field_of(key)
-    is_text = field is not None and field.annotation in (str, str | None)
+    is_text = field is not None and key not in SECTIONS and _wanted(field.annotation).startswith("text")
     return value if value is None or not is_text or text[0] in "'\"" else text
 
 
@@ -103,13 +103,13 @@ def merge(low: Layer, high: Layer) -> Layer:
         # Another plugin has other options: those of the one it replaces must not follow it.
         section, _, name = key.partition(".")
         model = SECTIONS.get(section, Section)
-        default = (model.model_fields["name"].default,) if name == "name" else ()
-        if default and issubclass(model, PluginSection) and low.get(key, default)[0] != value:
-            for other in [item for item in merged if item.startswith(f"{section}.")]:
+        if name == "name" and issubclass(model, PluginSection):
+            before = low[key][0] if key in low else model.model_fields["name"].default
+            for other in [item for item in merged if item.startswith(f"{section}.") and before != value]:
                 if not model.outlives(other.split(".")[1], str(value)) and other not in high:
                     del merged[other]
-        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(before := low.get(key, (None,))[0], dict):
-            value = {**before, **value}
+        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(low.get(key, (None,))[0], dict):
+            value = {**low[key][0], **value}
         merged[key] = (value, source)
     return merged
 

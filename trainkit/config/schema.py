@@ -100,7 +100,7 @@ class ImpossibleError(UserError):
     def __init__(
         self, what: str, *, why: str, fix: str, keys: Sequence[str] = (), key: str | None = None, secret: bool = False
     ) -> None:
-        self.keys, self.secret = tuple(keys or re.findall(r"(?<![\w.=])[a-z]+\.[a-z_]+", what)), secret
+        self.keys, self.secret = tuple(keys or re.findall(r"(?<![\w.=])[a-z]+\.\w+", what)), secret
         super().__init__(what, why=why, fix=fix, key=key or next(iter(self.keys), None))
 
 
@@ -265,11 +265,13 @@ class CheckpointConfig(Section):
 
 
 ALWAYS_WRITTEN = (
-    *("cluster", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency", "mail_user", "mail_type"),
-    *("qos", "constraint", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
+    *("executor", "cluster", "nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "mem", "time", "partition"),
+    *("account", "qos", "constraint", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency"),
+    *("mail_user", "mail_type", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
 )
 """What every version has written into the configuration that a run keeps, and nobody writes by hand all at once. Keys
-that came later an older run does not have."""
+that came later an older run does not have. A copy without one of them, such as the partition, is a preset: it gets that
+from its site's profile."""
 
 
 class LaunchConfig(Section):

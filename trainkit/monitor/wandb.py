@@ -226,6 +226,8 @@ def _serve(messages: Iterator[dict[str, Any]]) -> None:
             run.log({"step": last["step"], "confusion/test": chart})
         elif "log" in last:
             run.log(last["log"])
+        else:  # not the pipe's end: a process that loads data may hold that open
+            break
     run.finish(exit_code=last.get("finish", 1))
     wandb.teardown()  # its service has written all of the file once it is gone
 

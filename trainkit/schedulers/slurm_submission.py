@@ -327,11 +327,13 @@ def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, J
 def _not_adopted(run: RunDir, cut: Submission, job_ids: Sequence[str]) -> str:
     """Write down the jobs of a submission; why not, if that is impossible."""
     try:
-        if run.events.stat().st_uid != os.geteuid():
-            raise PermissionError
-        write_down(run, cut, job_ids, adopted=True)
+        is_mine = run.events.stat().st_uid == os.geteuid()
     except OSError:
+        is_mine = False
+    if not is_mine:
         return "its record is not yours to mend"
+    try:
+        write_down(run, cut, job_ids, adopted=True)
     except NoAnswer as error:
         return f"it is to be cancelled, and scancel does not do it: {error.words}"
     return ""
