@@ -174,7 +174,7 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
 
 def damaged(name: str, what: str, why: str) -> UserError:
     """The error for a file of a data set that is not what it should be."""
-    return UserError(what, why=why, fix=f"Delete its folder, and fetch it again: python -m jobs.prepare {name}")
+    return UserError(what, why=why, fix=f"Delete its folder, and fetch it again: {terminal.command('prepare', name)}")
 
 
 def require_files(name: str, root: Path, files: Iterable[Path]) -> None:
