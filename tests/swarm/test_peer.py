@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tests.swarm.conftest import Command, Commands, wait_for
+from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.swarm.peer import ranks_of_peer
+from trainkit.ranks import ForgedError, RankEnv, Secret
+from trainkit.ranks.signals import StopFlag
+from trainkit.swarm.peer import hidden, ranks_of_peer, run_swarm_rank
 
 
 def launched(rank: int, size: int) -> dict[str, str]:
@@ -32,6 +36,19 @@ def test_the_ranks_that_torchrun_has_started_are_one_peer() -> None:
 def test_a_number_of_ranks_that_cannot_be_is_refused(number: int, env: dict[str, str]) -> None:
     with pytest.raises(UserError, match="--nproc"), ranks_of_peer(number, [], env):
         pass
+
+
+@pytest.mark.usefixtures("hivemind_here")
+@pytest.mark.parametrize("theirs", [Secret.generate(), None], ids=["another secret", "in the clear"])
+def test_a_rank_takes_no_token_from_who_does_not_know_the_secret(
+    theirs: Secret | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = b"trainkit1.token" if theirs is None else hidden(theirs).encrypt(b"trainkit1.token")
+    store = SimpleNamespace(get=lambda key: said)
+    monkeypatch.setattr("trainkit.distributed.meeting.meet", lambda *_, **__: store)
+    env, secret = RankEnv.from_mapping(launched(1, 2)), Secret.generate()
+    with pytest.raises(ForgedError):
+        run_swarm_rank(load("hivemind").config, env, StopFlag(), writer=None, secret=secret)
 
 
 def second_rank(command: Command) -> psutil.Process:

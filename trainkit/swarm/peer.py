@@ -270,6 +270,11 @@ def run_swarm_rank(
     return "finished"
 
 
+def hidden(secret: Secret) -> Fernet:
+    """What hides the token: the store by which ranks meet keeps strangers from writing, not from reading."""
+    return Fernet(base64.urlsafe_b64encode(bytes.fromhex(secret.name("key to hide the token of the ranks"))))
+
+
 def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     from trainkit.distributed.meeting import meet
     from trainkit.swarm import creator, guest
@@ -282,8 +287,7 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     # Without rank 0 there is nothing to wait for: the launcher starts all ranks again. Each rank is a peer of its own.
     spec = replace(spec, host=host, port=port, patience=0.0, secret=NO_SECRET)
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
-    # The store by which ranks meet keeps strangers from writing, not from reading.
-    cipher = Fernet(base64.urlsafe_b64encode(bytes.fromhex(secret.name("key to hide the token of the ranks"))))
+    cipher = hidden(secret)
     if not env.is_main:
         assert store is not None
         try:
