@@ -303,6 +303,16 @@ def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path) -> Non
     assert owner_of(tmp_path).key.public == key_of(tmp_path).public == made.key.public
 
 
+def test_a_run_that_has_lost_its_key_gets_no_other_while_it_knows_who_is_revoked(owner: Owner, tmp_path: Path) -> None:
+    owner.invite("anna", "volunteer", 60.0)
+    owner.revoke("anna")
+    (tmp_path / KEY_FILE).unlink()
+    with pytest.raises(UserError, match="is missing"):
+        key_of(tmp_path)
+    (tmp_path / "revoked").unlink()
+    assert key_of(tmp_path).public != owner.key.public
+
+
 PEM = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 CUT = b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"
 

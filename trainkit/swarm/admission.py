@@ -493,9 +493,15 @@ def owner_of(folder: Path) -> Owner:
 def key_of(folder: Path) -> invitations.Key:
     """The key of a run that goes on; of one that begins, a new one, to be kept by `keep_key`.
 
-    Raises UserError as `owner_of` does.
+    Raises UserError as `owner_of` does, and when the key is gone that has signed who is revoked.
     """
-    return owner_of(folder).key if (folder / KEY_FILE).exists() else invitations.Key.generate()
+    if (folder / KEY_FILE).exists():
+        return owner_of(folder).key
+    if revoked_in(folder):
+        why = f"Without it {folder / _REVOKED_FILE} counts no more, nor does any token that was given out."
+        fix = f"Restore it from a copy; or delete {_REVOKED_FILE} too, and invite everybody anew."
+        raise UserError(f"{folder / KEY_FILE} is missing.", why=why, fix=fix)
+    return invitations.Key.generate()
 
 
 def keep_key(folder: Path, key: invitations.Key) -> Owner:
