@@ -208,4 +208,6 @@ def test_nothing_that_was_started_on_a_machine_outlives_it(tmp_path: Path) -> No
         shell = [*made.inside(0), "sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!"]
         orphan = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
         assert psutil.pid_exists(orphan)
+        named = list(Path("/run/netns").glob(f"tk{os.getpid()}-*"))
+        assert named == [], "a name would stay when this process is killed"
     assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE

@@ -100,7 +100,7 @@ def stock(seed: str, *, fp16: bool) -> Trained:
             peers=len(RATES),
             rounds=told[0]["joint"],
             samples=sum(one["samples"] for one in told),
-            bytes=sum(net.sent(machine) for machine in range(len(RATES))),
+            bytes=sum(net.sent()),
             utilisation=tuple(one["busy"] / one["seconds"] for one in told),
             seconds=told[0]["seconds"],
             accuracy=told[0]["accuracy"],

@@ -145,7 +145,7 @@ class _Swarm:
         _until(lambda: len(self.records()) > there, 3 * ROUND_SECONDS, self.creator)
 
     def _counters(self) -> list[float]:
-        from_creator, to_creator = self.net.sent(0), self.net.sent(1)
+        from_creator, to_creator = self.net.sent()
         own = psutil.Process(self.creator.process.pid)
         family = [own, *own.children(recursive=True)]
         cpu = sum(sum(one.cpu_times()[:2]) for one in family)

@@ -75,7 +75,7 @@ def _trained(net: Machines, preset: str, rates: Sequence[float], settings: Seque
         peers=max(set(joint), key=joint.count),
         rounds=sum(peers > 1 or len(rates) == 1 for peers in joint),
         samples=sum(round(found[-1]["epoch"] * TRAIN) for found in records),
-        bytes=sum(net.sent(machine) for machine in range(len(rates))),
+        bytes=sum(net.sent()),
         utilisation=tuple(_utilisation(found, len(rates)) for found in records),
         seconds=records[0][-1]["time"] - records[0][0]["time"] + _busy(records[0][0], 0.0),
         accuracy=summary["val"]["acc1"],
