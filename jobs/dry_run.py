@@ -156,9 +156,11 @@ def estimate(
             starts[name] = Start(refusal=error.what)
             continue
         calls += 1
-        scheduler, refusal = named(plan.executor), f"not asked: it is {MOST} at a time; give --partition {name}"
-        script = scheduler.script(plan, folder, cwd) or ""
-        starts[name] = scheduler.earliest_start(script, name, env) if calls <= MOST else Start(refusal=refusal)
+        if calls > MOST:
+            starts[name] = Start(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
+            continue
+        scheduler = named(plan.executor)
+        starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
     if not starts:
         fix = "Ask for one with --partition NAME, or try again when one is up."
         raise RefusedError(

@@ -176,9 +176,8 @@ def look(
             problems.append(f"{error.what} {error.why}")
         if not os.path.isfile(run.config):
             problems.append("config.yaml is no file")
-        lost = (
-            metrics.divergence_of(run) if progress.train.get("loss", 0.0) is None else ""
-        )  # only then read the whole record
+        is_lost = progress.train.get("loss", 0.0) is None
+        lost = metrics.divergence_of(run) if is_lost else ""  # only then read the whole record
         rows[run] = StatusRow(run, names[run], state, history, progress, problems, ends, lost)
     return [rows[run] for run in runs]
 

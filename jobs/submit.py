@@ -92,8 +92,10 @@ def _print_settings(section: str | None) -> int:
     for item in settings(section):
         name = f"{item.key}={item.default}  ({item.type})"
         text = f"{f'{item.of}: ' if item.of else ''}{item.sentence}"
-        one = terminal.wrapped(f"{name}  {text}")
-        print(*(one if len(one) == 1 else [*terminal.wrapped(name), *terminal.wrapped(f"    {text}")]), sep="\n")
+        lines = terminal.wrapped(f"{name}  {text}")
+        if len(lines) > 1:
+            lines = [*terminal.wrapped(name), *terminal.wrapped(f"    {text}")]
+        print(*lines, sep="\n")
     return 0
 
 

@@ -161,7 +161,8 @@ class Worker:
         began = 0.0
         for number in range(WARM_UP + times):
             if number == WARM_UP:
-                began = _begin(dist)
+                _meet(dist)
+                began = time.perf_counter()
             self.beat()
             step()
         _wait(dist)
@@ -184,8 +185,9 @@ class Worker:
                 if position == WARM_UP // 2 and gauge is not None:
                     gauge.start()  # libraries have tried their algorithms by now
                 if position == WARM_UP:
-                    began = _begin(dist)
+                    _meet(dist)
                     clock.lap(spent)
+                    began = time.perf_counter()
                 made = update(given, lr=parts.lr_at(step), seed=derive_seed(config.seed, position))
                 counts = made.stepped.skip is None
                 if parts.ema is not None and counts:
@@ -245,11 +247,10 @@ def _data_key(config: Config) -> str:
     return config.data.model_dump_json(exclude={"workers"})
 
 
-def _begin(dist: Distributed) -> float:
-    """The time when all ranks are ready."""
+def _meet(dist: Distributed) -> None:
+    """Wait until all ranks are ready."""
     _wait(dist)
     dist.barrier()
-    return time.perf_counter()
 
 
 def _wait(dist: Distributed) -> None:
