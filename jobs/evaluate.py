@@ -23,13 +23,13 @@ _SHOWN = 5
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("evaluate", __doc__)
+    parser = cli.Parser("evaluate", __doc__).taking("run", "overrides", "--checkpoint", "--allow-code")
     add = parser.add_argument
     add("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
     weights = "the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)"
     add("--weights", choices=("raw", "ema", "both"), help=weights)
     add("--json", action="store_true", help="print one JSON object")
-    return parser.taking("run", "overrides", "--checkpoint", "--allow-code")
+    return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

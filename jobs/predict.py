@@ -29,11 +29,12 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     parser.taking("run")
     add("folder", metavar="FOLDER", help="images at any depth of it; or one image")
+    parser.taking("overrides", "--checkpoint")
     add("--out", metavar="FILE.csv", help="default: standard output")
     add("--top", metavar="K", type=int, default=1, help="the K most probable classes (default: 1)")
     add("--batch-size", metavar="N", type=int, default=64, help="images at a time (default: 64)")
     add("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
-    return parser.taking("overrides", "--checkpoint", "--weights", "--allow-code")
+    return parser.taking("--weights", "--allow-code")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

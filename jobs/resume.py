@@ -15,8 +15,8 @@ def parser() -> cli.Parser:
     parser = cli.Parser(
         "resume", "Queue a run again, or what has failed of a sweep. Resources may change, settings may not."
     )
-    cli.add_launch_flags(parser)
-    return parser.taking("run", "--force", "--allow-code", "--host")
+    cli.add_launch_flags(parser.taking("run", "--force", "--allow-code"))
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
