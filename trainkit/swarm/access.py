@@ -164,8 +164,9 @@ class Authorizer(auth.TokenAuthorizerBase):  # type: ignore[misc]
 
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity.key)
-        self.admission, public = identity.admission, identity.key.get_public_key()
-        self._own = AccessToken(public_key=public.to_bytes(), signature=identity.credential)
+        self.admission = identity.admission
+        public_key = identity.key.get_public_key().to_bytes()
+        self._own = AccessToken(public_key=public_key, signature=identity.credential)
 
     async def get_token(self) -> AccessToken:
         """This peer's own."""

@@ -98,8 +98,8 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
         taken = await asyncio.wait_for(call, _SLOWEST_SECONDS)
         return time.perf_counter() - began if taken.value == size else math.inf
 
-    rate, peers = 0.0, iter(dict.fromkeys(map(address.peer_of, to)))
-    while not rate and (name := next(peers, "")):
+    rate = 0.0
+    for name in dict.fromkeys(map(address.peer_of, to)):
         with suppress(Exception):  # gone, or another version: the next one, or what is known by then
             peer = PeerID.from_base58(name)
             # A message of nothing takes as long as the way there and back; the first one also opens the connection.
@@ -109,6 +109,8 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
                 rate = size / max(took - there_and_back, 1e-3)  # a link gives the first bytes away: the largest counts
                 if took >= _ENOUGH_SECONDS or rate >= enough:
                     break
+        if rate:
+            break
     return rate
 
 

@@ -147,7 +147,7 @@ def run_at(entry: Entry) -> str:
         if "error" in told:
             raise error_from_json(told["error"])
         return str(told["config"])
-    why, fix = why, "Try again; `python -m jobs.swarm doctor` with the same token says what is in the way."
+    fix = "Try again; `python -m jobs.swarm doctor` with the same token says what is in the way."
     raise RunFailedError("The swarm could not be asked for its settings.", why=why, fix=fix)
 
 
