@@ -142,11 +142,8 @@ def find_preset(preset: str) -> Path:
     if named:
         return named[0]
     if os.path.isdir(given):
-        what, fix = (
-            f"{preset} is not a run folder, or only half of one.",
-            "Give a preset, a YAML file, or a run folder.",
-        )
-        raise UserError(what, why="It has no config.yaml.", fix=fix)
+        what = f"{preset} is not a run folder, or only half of one."
+        raise UserError(what, why="It has no config.yaml.", fix="Give a preset, a YAML file, or a run folder.")
     known = sorted(described(), key=lambda name: ("/" in name, name))
     raise unknown("preset", preset, known, otherwise="Use one of them, or the path of a YAML file.")
 

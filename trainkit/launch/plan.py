@@ -180,18 +180,21 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
         fix = f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks."
         raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
     check_strategy(loaded.config, {"grad_accum_steps": size // unit if micro else 1})
-    per_pass: int | str = micro or size // world_size
-    accumulate: int | str = size // unit if micro else 1
-    passes = f"{accumulate} passes per update" if accumulate != 1 else "the rank's whole share in one pass"
+    if train.micro_batch_size == "auto":
+        most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
+        passes = f"{size} / ({world_size} x micro_batch_size)"
+        return [
+            Decision("micro_batch_size", "auto", given, most),
+            Decision("grad_accum_steps", "auto", DERIVED, passes),
+        ]
+    per_pass = micro or size // world_size
+    accumulate = size // (world_size * per_pass)
+    passes = f"{accumulate} passes per update" if accumulate > 1 else "the rank's whole share in one pass"
     # Whether the model has BatchNorm only torch could tell, so it is said of every model.
     norm = "all ranks' passes" if holds(traits.global_batchnorm, loaded.config) else "one pass of one rank"
     passes += f"; BatchNorm's statistics are those of {norm}"
-    if train.micro_batch_size == "auto":
-        passes = f"at most {per_pass}, as many as fit into memory: found before the first update"
-        per_pass, accumulate = "micro_batch_size", "auto"
-    source = given if train.micro_batch_size else DERIVED
     return [
-        Decision("micro_batch_size", train.micro_batch_size or per_pass, source, passes),
+        Decision("micro_batch_size", per_pass, given if micro else DERIVED, passes),
         Decision("grad_accum_steps", accumulate, DERIVED, f"{size} / ({world_size} x {per_pass})"),
     ]
 

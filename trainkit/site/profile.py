@@ -548,12 +548,9 @@ def require_text(folder: Path) -> None:
     try:
         str(folder).encode()
     except UnicodeEncodeError:
-        what, why = (
-            f"The name of {terminal.one_line(folder)} is no text in UTF-8.",
-            "Records, scripts and logs name it.",
-        )
+        what = f"The name of {terminal.one_line(folder)} is no text in UTF-8."
         fix = "Rename that folder, or start from another one: --run-dir FOLDER."
-        raise UserError(what, why=why, fix=fix) from None
+        raise UserError(what, why="Records, scripts and logs name it.", fix=fix) from None
 
 
 def require_shared(folder: Path, what: str, site: Site, shared: Sequence[str]) -> None:
