@@ -259,6 +259,18 @@ def test_neither_workers_nor_memory_change_what_evaluation_sees(world: int, size
         assert_same(whole, single)
 
 
+def test_a_worker_makes_a_batch_of_images_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sizes = TensorTransform.batch, list[int]()
+
+    def counted(transform: TensorTransform, images: Tensor, *draws: Any) -> Tensor:
+        sizes.append(len(images))
+        return made(transform, images, *draws)
+
+    monkeypatch.setattr(TensorTransform, "batch", counted)
+    loader._Fetch(PICTURES, IN_MEMORY.train_transform, 0, seed=0).__getitems__((0, [3, 1, 4]))
+    assert sizes == [3], "one by one takes forty times as long"
+
+
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 0), (2, 1), (8, 7), (64, 16)])
 def test_a_rank_keeps_one_cpu_for_itself(cpus: int, workers: int) -> None:
     assert loader.default_workers(cpus) == loader.resolve_workers("auto", splits(), cpus) == workers

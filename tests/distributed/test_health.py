@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trainkit.distributed.health import matmul_check, rounds
+from trainkit.distributed.health import _pairs, matmul_check, rounds
+from trainkit.distributed.meeting import SealedStore
+from trainkit.errors import RunFailedError
+from trainkit.ranks import Secret
 from trainkit.site.node_health import busy_processes, disk_facts, node_facts
 
 PROJECT = Path(__file__).parents[2]
@@ -49,6 +53,14 @@ def test_every_two_nodes_are_measured_once_and_never_two_pairs_at_a_time(count: 
     for each in rounds(count):
         nodes = [node for pair in each for node in pair]
         assert len(set(nodes)) == len(nodes)
+    assert rounds(1) == [], "one node waits for no other"
+
+
+def test_who_ends_the_rounds_without_the_secret_is_noticed() -> None:
+    secret, open_to_all = Secret("correct horse battery staple"), HashStore()
+    open_to_all.set(secret.name("more/0"), "false")
+    with pytest.raises(RunFailedError, match="does not know the run's secret"):
+        _pairs(SealedStore(open_to_all, secret), 1, [[0], [2]], CPU)
 
 
 def test_a_node_says_what_it_has_and_why_nobody_can_write_to_a_folder(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Which nodes measure with each other, round by round: every two of ``count`` meet once, and none waits long."""
+    if count < 2:
+        return []
     # The circle method: one stays, the others move on by one. An odd one out pauses.
     others, found = [*range(1, count + count % 2)], []
     for _ in others:
@@ -302,8 +304,11 @@ def _pairs(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], device: 
                 answer = answers.get(f"{a}/{b}", {"error": "no answer"})
                 found.append({"ranks": [nodes[a][0], nodes[b][0]]} | answer)
             store.set(f"more/{number}", json.dumps(number == 0 or bool(node_health.slow(found))))
-        more = _collect(store, "more/", [number], 2 * _ROUND_SECONDS)
-        if not more.get(str(number)):
+        try:
+            store.wait([f"more/{number}"], timedelta(seconds=2 * _ROUND_SECONDS))
+        except _LOST:
+            break
+        if not json.loads(store.get(f"more/{number}")):  # raises where a stranger has written over it
             break
     return found
 

@@ -200,14 +200,14 @@ def replicated(
     """
     hook: str | PowerSGD = comm_hook
     if comm_hook == "powersgd":
-        reasons = {
-            f"train.precision={precision}": "What it keeps back is in units of a loss scale that changes.",
-            "strategy.find_unused_parameters=true": "It needs buckets that stay as they are.",
-            f"strategy.powersgd_start_step={powersgd_start_step}": "torch sends two whole.",
-            f"strategy.powersgd_rank={powersgd_rank}": "Its matrices have at least one column.",
-        }
-        wrong = precision in ("fp16", "o2"), find_unused_parameters, powersgd_start_step < 2, powersgd_rank < 1
-        for (setting, why), is_wrong in zip(reasons.items(), wrong, strict=True):
+        scaled, unused = precision in ("fp16", "o2"), find_unused_parameters
+        rows = (
+            (scaled, f"train.precision={precision}", "What it keeps back is in units of a loss scale that changes."),
+            (unused, "strategy.find_unused_parameters=true", "It needs buckets that stay as they are."),
+            (powersgd_start_step < 2, f"strategy.powersgd_start_step={powersgd_start_step}", "torch sends two whole."),
+            (powersgd_rank < 1, f"strategy.powersgd_rank={powersgd_rank}", "Its matrices have at least one column."),
+        )
+        for is_wrong, setting, why in rows:
             if is_wrong:
                 what = f"strategy.comm_hook=powersgd does not go with {setting}."
                 fix = "Change that, or use strategy.comm_hook=bf16."

@@ -226,7 +226,9 @@ class _Trials:
         # Make the optimizer's state, and have libraries allocate what they allocate once.
         error = None
         try:
-            any(self._update(size) for _ in range(_MOST_SKIPPED))
+            for _ in range(_MOST_SKIPPED):
+                if self._update(size):
+                    break
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise
