@@ -345,15 +345,17 @@ class GradientState(CommonState):
         self._config = config
         master_model = copy.deepcopy(model)
         self._masters = [parameter for parameter in master_model.parameters() if parameter.requires_grad]
+        for master, part in unflattened(self.theta, self._masters):
+            master.data = part  # before an optimizer of the user's own may keep it
         self._optimizer = build_optimizer(master_model, config.optim)
         self._precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
         # It makes its state as it is before the first update: its size is then known, and a newcomer's fits.
+        before = self.theta.clone()
         for parameter in self._masters:
             parameter.grad = torch.zeros_like(parameter)
         set_lr(self._optimizer, 0.0)
         self._optimizer.step()
-        for master, part in unflattened(self.theta, self._masters):
-            master.data = part
+        self.theta.copy_(before)
         self.momentum = torch.zeros_like(_remembered(self._optimizer))
         _remember(self._optimizer, self.momentum)
 
