@@ -20,7 +20,7 @@ from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.run.metrics import Contribution, typed_contributions
 from trainkit.swarm import address
 
-PROTOCOL = 3
+PROTOCOL = 4
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 """Keys of the records in the DHT."""
