@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,7 @@ def internet(*, public: int, homes: int) -> Iterator[Internet]:
         pytest.skip("network namespaces need root")
     debian.program("ip", package="iproute2")
     debian.program("iptables", package="iptables")
+    _remove_those_of_killed_tests()
     net = Internet(f"tk{os.getpid()}-{next(_numbers)}")
     names = ["inet", *(f"pub{i + 1}" for i in range(public))]
     names += [f"{kind}{i + 1}" for i in range(homes) for kind in ("nat", "lan")]
@@ -99,6 +101,13 @@ def internet(*, public: int, homes: int) -> Iterator[Internet]:
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", f"{net.tag}-{name}"], check=False)
+
+
+def _remove_those_of_killed_tests() -> None:
+    for left in Path("/run/netns").glob("tk*-*-*"):
+        pid = left.name.removeprefix("tk").partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            subprocess.run(["ip", "netns", "del", left.name], check=False)
 
 
 def _attach(net: Internet, machine: str) -> None:
