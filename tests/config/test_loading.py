@@ -264,7 +264,7 @@ def test_a_runs_own_configuration_does_not_ask_its_profile_again(write: Write) -
 
 
 @pytest.mark.parametrize("key", ["partition", "account", "mem", "time", "gpus_per_node"])
-def test_a_copy_of_a_runs_configuration_gets_what_it_leaves_out_from_its_profile(write: Write, key: str) -> None:
+def test_a_copied_run_configuration_gets_what_it_lacks_from_its_profile(write: Write, key: str) -> None:
     profile = write("site.yaml", f"launch: {{{key}: '4'}}\n".replace("'", "" if key == "gpus_per_node" else "'"))
     whole = to_yaml(load("ddp", [f"launch.cluster={profile}", f"launch.{key}=8"]).config)
     cut = "\n".join(line for line in whole.splitlines() if not line.startswith(f"  {key}:"))

@@ -303,7 +303,7 @@ def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path) -> Non
     assert owner_of(tmp_path).key.public == key_of(tmp_path).public == made.key.public
 
 
-def test_a_run_that_has_lost_its_key_gets_no_other_while_it_knows_who_is_revoked(owner: Owner, tmp_path: Path) -> None:
+def test_a_run_without_its_key_gets_no_other_while_it_has_a_revoked_list(owner: Owner, tmp_path: Path) -> None:
     owner.invite("anna", "volunteer", 60.0)
     owner.revoke("anna")
     (tmp_path / KEY_FILE).unlink()
