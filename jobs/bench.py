@@ -176,7 +176,7 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
 
     try:
         show = (lambda: None) if args.wait else progress(run)
-        if plan.executor != "debug" and not show_to_end(run, [run.samples], show):
+        if plan.executor != "debug" and not show_to_end(run, show):
             return 130
         ended(run)
     except TrainkitError as error:

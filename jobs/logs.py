@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,12 +14,10 @@ from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_words
 from trainkit.errors import UserError
-from trainkit.finish import full_name, watch
+from trainkit.finish import LOOK_SECONDS, Watch, full_name
 from trainkit.monitor.follow import LogTail, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
-
-POLL_SECONDS = 0.5
 
 
 def parser() -> cli.Parser:
@@ -50,7 +49,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return logs_of(folder, ranks, ending=ending, pattern=pattern)
 
     if args.follow:
-        _follow(run, wanted, args.attempt, f"rank-0.{ending}")
+        _follow(run, wanted, args.attempt)
         return 0
     attempt = args.attempt if args.attempt is not None else attempts[-1] if attempts else 0
     state, logs, ranks = job_state(run), wanted(attempt), ranks_of(run.attempt_logs(attempt))
@@ -124,35 +123,33 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     print(f"--- {rest} of rank 0:")
 
 
-def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | None, first: str) -> None:
+def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | None) -> None:
     """Print new lines until the job ends, attempt after attempt."""
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
     shown: dict[Path, LogTail] = {}
     waiting = ""
-    with watch(run) as watched:
-        while True:
-            alive = watched.is_alive()  # asked before reading, so that the last lines are shown too
-            state = watched.poller.state()
-            if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
-                waiting = words
-                print(f"--- job {state.job_id}: {words}", flush=True)
-            goes_on = attempt is None and (run.attempts() or [current])[-1] > current
-            logs = wanted(current)
-            watched.notice.watch([log.path for log in logs] or [run.attempt_logs(current) / first])
-            for found in logs:
-                log = shown.setdefault(found.path, found)
-                log.label = found.label  # wider, if there are more ranks by now
-                if log.path.exists():
-                    _print(log, to_the_end=goes_on or not alive)
-            if goes_on:
-                current += 1
-                print(f"--- attempt {current}", flush=True)
-            elif alive:
-                watched.notice.wait(POLL_SECONDS)
-            else:
-                if attempt is None:
-                    _show_failure(run, current, state)
-                return
+    watched = Watch(run)
+    while True:
+        alive = watched.is_alive()  # asked before reading, so that the last lines are shown too
+        state = watched.poller.state()
+        if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
+            waiting = words
+            print(f"--- job {state.job_id}: {words}", flush=True)
+        goes_on = attempt is None and (run.attempts() or [current])[-1] > current
+        for found in wanted(current):
+            log = shown.setdefault(found.path, found)
+            log.label = found.label  # wider, if there are more ranks by now
+            if log.path.exists():
+                _print(log, to_the_end=goes_on or not alive)
+        if goes_on:
+            current += 1
+            print(f"--- attempt {current}", flush=True)
+        elif alive:
+            time.sleep(LOOK_SECONDS)
+        else:
+            if attempt is None:
+                _show_failure(run, current, state)
+            return
 
 
 def _print(log: LogTail, *, to_the_end: bool) -> None:

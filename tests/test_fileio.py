@@ -12,14 +12,14 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.fileio import FileWatcher, append, copy, create, is_own, link, make_folder, replacing, write
+from trainkit.fileio import append, copy, create, is_own, link, make_folder, replacing, write
 
 
 def sparse(path: Path) -> None:
@@ -313,95 +313,3 @@ def test_records_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     assert [writer.wait() for writer in writers] == [0, 0]
     records = list(fileio.read_jsonl(file))
     assert [[r["n"] for r in records if r["who"] == who] for who in "ab"] == [list(range(50))] * 2
-
-
-# A change of a file and the end of a process are told at once, without looking again and again.
-
-linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-LONG = 60.0
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "100"]) as running:
-        yield running
-        running.kill()
-
-
-def soon(work: Callable[[], object]) -> None:
-    threading.Timer(0.1, work).start()
-
-
-def waited(notice: FileWatcher, otherwise: float = LONG) -> float:
-    began = time.monotonic()
-    notice.wait(otherwise)
-    return time.monotonic() - began
-
-
-@linux_tells
-@pytest.mark.parametrize("is_there", [True, False])
-def test_one_is_told_when_a_file_comes_and_when_it_grows(tmp_path: Path, is_there: bool) -> None:
-    file = tmp_path / "metrics.jsonl"
-    if is_there:
-        file.touch()
-    with FileWatcher([file]) as notice:
-        for work in ([] if is_there else [file.touch]), [lambda: file.write_text("1\n")]:
-            for each in work:
-                soon(each)
-                assert waited(notice) < LONG / 2
-
-
-@linux_tells
-@pytest.mark.parametrize("held", [0, 1024])
-def test_what_happened_since_the_last_look_is_told_at_once(tmp_path: Path, held: int) -> None:
-    """Also to a process that holds thousands of files."""
-    file = tmp_path / "events.jsonl"
-    file.touch()
-    with ExitStack() as files:
-        while files.enter_context(file.open()).fileno() < held:
-            pass
-        with FileWatcher([file]) as notice:
-            file.write_text("1\n")
-            assert waited(notice) < LONG / 2
-
-
-def test_other_files_beside_it_disturb_nobody(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    file.touch()
-    with FileWatcher([file]) as notice:
-        (tmp_path / "system-host.jsonl").write_text("1\n")
-        assert not notice.wait(0.05)
-
-
-@linux_tells
-def test_one_is_told_once_when_a_process_ends(process: subprocess.Popen[bytes]) -> None:
-    with FileWatcher(process=process.pid) as notice:
-        soon(process.kill)
-        assert waited(notice) < LONG / 2
-        assert notice.process_is_over
-        assert waited(notice, 0.05) >= 0.05, "an ended process must not keep whoever waits busy"
-
-
-@linux_tells
-def test_who_is_told_of_all_looks_seldom(
-    process: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fileio, "_SELDOM", 0.4)
-    (tmp_path / "events.jsonl").touch()
-    with FileWatcher([tmp_path / "events.jsonl"], process.pid) as notice:
-        assert waited(notice, 0.01) >= 0.4
-
-
-@pytest.mark.parametrize("why", ["not there", "nobody tells", "the process is gone"])
-def test_where_nothing_is_told_one_looks_as_often_as_one_likes(
-    process: subprocess.Popen[bytes], tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [tmp_path / "not there" / "rank-0.out"]
-    if why == "nobody tells":
-        monkeypatch.setattr(fileio, "_open_inotify", lambda: None)
-    elif why == "the process is gone":
-        files = []
-        process.kill()
-        process.wait()
-    with FileWatcher(files, process.pid) as notice:
-        assert waited(notice, 0.05) < fileio._SELDOM

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.fileio import FileWatcher
 from trainkit.run.events import cancelled, history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base
@@ -21,19 +18,15 @@ from trainkit.schedulers.base import JobState, Poller, Scheduler, job_state, nam
 if TYPE_CHECKING:
     from trainkit.diagnosis.causes import Cause
 
-LOOK_SECONDS = 0.5
-SELDOM_SECONDS = 2.0
-"""The longest pause between two looks at the run's own record, which need no scheduler."""
+LOOK_SECONDS = 0.25
+"""Between two looks at a run's own record, which need no scheduler."""
 
 
-@dataclass
 class Watch:
-    """Waits for the start and the end of a run, see `watch`."""
+    """Waits for the start and the end of a run."""
 
-    run: RunDir
-    poller: Poller
-    notice: FileWatcher
-    said: str = ""
+    def __init__(self, run: RunDir) -> None:
+        self.run, self.poller, self.said = run, Poller(run), ""
 
     def is_alive(self) -> bool:
         """Whether the run may still write. Prints once if the scheduler cannot tell."""
@@ -54,51 +47,38 @@ class Watch:
             if words != said and named(state.executor).batch:
                 print(words, flush=True)
                 said = words
-            self.notice.wait(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     def wait_for_end(self) -> int:
         """Wait for the end. Returns the exit code, raises an error if the run failed."""
-        pause = 0.1
         while self.is_alive():
-            self.notice.wait(pause)
-            pause = min(pause * 1.2, SELDOM_SECONDS)
+            time.sleep(LOOK_SECONDS)
         return end_of(self.run, self.poller.state())
-
-
-@contextmanager
-def watch(run: RunDir, files: Sequence[Path] = ()) -> Iterator[Watch]:
-    """Watch a run's events, ``files`` and, if it is local, its process."""
-    poller = Poller(run)
-    state = poller.state()
-    process = state.job_id.partition("_")[0]
-    is_here = state.executor == "local" and state.alive == "yes" and process.isdecimal()
-    with FileWatcher([run.events, *files], int(process) if is_here else None) as notice:
-        yield Watch(run, poller, notice)
 
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
-    from trainkit.monitor.follow import files_of, follow
+    from trainkit.monitor.follow import follow
 
     try:
-        with watch(run, files_of(run)) as watched:
-            watched.wait_for_start()
-            follow(run, watched.is_alive, watched.notice)
-            return watched.wait_for_end()
+        watched = Watch(run)
+        watched.wait_for_start()
+        follow(run, watched.is_alive)
+        return watched.wait_for_end()
     except KeyboardInterrupt:
         _say_detached(run)
         return 130
 
 
-def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) -> bool:
-    """Call ``show`` whenever ``files`` change, until the run ends; False if Ctrl-C ended the watching."""
+def show_to_end(run: RunDir, show: Callable[[], None]) -> bool:
+    """Call ``show`` again and again until the run ends; False if Ctrl-C ended the watching."""
     try:
-        with watch(run, files) as watched:
-            watched.wait_for_start()
-            while watched.is_alive():
-                watched.notice.wait(LOOK_SECONDS)
-                show()
+        watched = Watch(run)
+        watched.wait_for_start()
+        while watched.is_alive():
+            time.sleep(LOOK_SECONDS)
             show()
+        show()
         return True
     except KeyboardInterrupt:
         _say_detached(run)
@@ -107,8 +87,7 @@ def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) ->
 
 def wait_for(run: RunDir) -> int:
     """Wait silently for the end of a run. Returns the exit code, raises an error if it failed."""
-    with watch(run) as watched:
-        return watched.wait_for_end()
+    return Watch(run).wait_for_end()
 
 
 def _say_detached(run: RunDir) -> None:

@@ -129,23 +129,6 @@ def test_a_process_is_known_by_its_number_and_its_start() -> None:
         until(lambda: not process.is_alive())  # also before anybody has waited for it
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_the_end_of_the_ranks_wakes_the_supervisor(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TICK_SECONDS", 60.0)
-    began = time.monotonic()
-    assert group("pass", "import time; time.sleep(0.2)").wait() == [0, 0]
-    assert time.monotonic() - began < 50
-
-
-def test_a_rank_that_ended_before_a_signal_causes_no_busy_loop(group: Group) -> None:
-    started = group("print('up', flush=True)", "import time; time.sleep(1)")
-    until(lambda: not alive([started.pid(0)]))
-    started.signal(signal.SIGUSR2)  # which sees that it is gone
-    ticks: list[int] = []
-    assert started.wait(lambda: ticks.append(1)) == [0, 0]
-    assert len(ticks) < 30
-
-
 def test_a_death_that_a_signal_has_come_across_is_one(group: Group) -> None:
     started = group("raise SystemExit(3)")
     until(lambda: not alive([started.pid(0)]))

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from trainkit import fileio
-from trainkit.fileio import FileWatcher
 from trainkit.monitor import follow as module
-from trainkit.monitor.follow import files_of, summary_lines
+from trainkit.monitor.follow import follow, summary_lines
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -24,16 +23,10 @@ STARTED = {
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(module, "_GROWING_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
     run_dir = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
     append_event(run_dir, "submitted", executor="local", job_id="1")
     return run_dir
-
-
-def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
-    with FileWatcher(files_of(run_dir)) as notice:
-        module.follow(run_dir, is_alive, notice)
 
 
 def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from trainkit.diagnosis.evidence import RankLog, is_lost_connection
-from trainkit.fileio import append, readable
+from trainkit.fileio import append
 from trainkit.launch.batch_job import KILLED, budget_spent, passing_failure
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
@@ -42,8 +42,8 @@ from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import TASK
 
-TICK_SECONDS = 0.2
-"""Seconds between two looks at requests, time limits and output; the end of a rank wakes the supervisor at once."""
+TICK_SECONDS = 0.1
+"""Seconds between two looks at ranks, requests, time limits and output."""
 NOTICE_SECONDS = 2.0
 """After a rank has failed, the others have so long to notice by themselves: their own words help to find the cause."""
 CANCEL_SECONDS = 10.0
@@ -85,16 +85,15 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self._running: dict[int, int | None] = {}
-        """Index -> a descriptor that becomes readable when the rank ends; None where the kernel has none."""
+        self._running: set[int] = set()
+        """Indices of those whose end nobody has seen."""
         self._ending = False
         self.deaths: list[Death] = []
         """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
         try:
             for index, rank in enumerate(ranks):
-                child = _start(rank, cwd)
-                self._children.append(child)
-                self._running[index] = os.pidfd_open(child.pid) if hasattr(os, "pidfd_open") else None
+                self._children.append(_start(rank, cwd))
+                self._running.add(index)
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -108,8 +107,7 @@ class RankGroup:
         codes = [child.poll() for child in self._children]
         ended = {index: code for index, code in enumerate(codes) if code is not None and index in self._running}
         for index in ended:
-            if (descriptor := self._running.pop(index)) is not None:
-                os.close(descriptor)
+            self._running.remove(index)
             self._kill(index)  # what a rank leaves behind: data loaders of one that was killed
         if not self._ending:
             deaths = [Death(index, code) for index, code in ended.items() if code]
@@ -131,7 +129,7 @@ class RankGroup:
             if failed_at is not None and time.monotonic() - failed_at > NOTICE_SECONDS:
                 return self.end()
             tick()
-            self._rest()
+            time.sleep(TICK_SECONDS)
         return [child.returncode for child in self._children]
 
     def end(self, grace_seconds: float = GRACE_SECONDS) -> list[int]:
@@ -142,7 +140,7 @@ class RankGroup:
             self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while None in self.exit_codes() and time.monotonic() < deadline:
-            self._rest()
+            time.sleep(TICK_SECONDS)
         for index, child in enumerate(self._children):
             if child.poll() is None:
                 self._kill(index)
@@ -150,9 +148,6 @@ class RankGroup:
             child.wait()
         self.exit_codes()
         return [child.returncode for child in self._children]
-
-    def _rest(self) -> None:
-        readable([descriptor for descriptor in self._running.values() if descriptor is not None], TICK_SECONDS)
 
     def _kill(self, index: int) -> None:
         # A rank leads a session and group of its own, so this reaches its children and nobody else's.

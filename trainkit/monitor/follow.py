@@ -15,37 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
-from trainkit.fileio import FileWatcher
 from trainkit.monitor import duration, number, progress_bar, record_line, setback_line
 from trainkit.run import metrics as run_metrics
 from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import TaskMetrics, described, typed_record
 
-_GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
-"""Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""
-_ALIVE_SECONDS = 2.0
-"""Least pause between two questions whether the job is alive: each may cost a scheduler something."""
+_LOOK_SECONDS = 0.2
 _PART_BYTES = 1 << 20
 _LONGEST_LOG = 1 << 30
 """Bytes of a log that are read at once. A sparse file of 300 GB takes no room on a disk, and holds nothing."""
 
 
-def files_of(run_dir: RunDir) -> list[Path]:
-    """What `follow` reads."""
-    return [run_dir.events, run_dir.metrics]
-
-
-def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -> None:
+def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
     """Show a run's progress until it has finished or failed, across requeues.
 
     On a terminal this is one bar; elsewhere one line a record. Events before the newest ``submitted`` are history of
     earlier submissions of the same run and end nothing.
 
     Args:
-        is_alive: whether the job may still write; asked at most every two seconds. False ends the following, for a
-            run that was killed leaves no event.
-        notice: of `files_of` the run, and of the process whose end is that of the job, where it is one of this machine.
+        is_alive: whether the job may still write; asked several times a second. False ends the following, for a run
+            that was killed leaves no event.
     """
     events, metrics = _RecordTail(run_dir.events, typed_event), _RecordTail(run_dir.metrics, lambda raw: raw)
     view = _BarView() if sys.stdout.isatty() else _LineView()
@@ -56,7 +46,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -
             if event.get("event") == "started":
                 view.started(event)
         story = _Story(view)
-        ended, alive, asked, pause = story.show(history[since:]), True, time.monotonic(), _GROWING_SECONDS
+        ended, alive = story.show(history[since:]), True
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
             if records := metrics.read():
@@ -64,10 +54,8 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -
                 view.records([record for raw in records if (record := typed_record(raw, known)) is not None], known)
             if ended or not alive:
                 return
-            pause = _GROWING_SECONDS if records else min(1.5 * pause, _IDLE_SECONDS)
-            notice.wait(pause)
-            if story.may_be_over or notice.process_is_over or time.monotonic() - asked >= _ALIVE_SECONDS:
-                alive, asked = is_alive(), time.monotonic()
+            time.sleep(_LOOK_SECONDS)
+            alive = is_alive()
             ended = story.show(events.read())
 
 
@@ -148,8 +136,6 @@ class _Story:
 
     def __init__(self, view: _LineView) -> None:
         self._view, self._newest = view, -1
-        self.may_be_over = False
-        """An attempt has ended, and none has started since."""
 
     def show(self, events: list[dict[str, Any]]) -> bool:
         """Show events in order; whether one of them ended the run for good: nothing is left to train.
@@ -166,7 +152,6 @@ class _Story:
                 self._view.started(event)
             if line := _event_line(event):
                 self._view.say(line)
-            self.may_be_over = kind == "ended" or (self.may_be_over and kind != "started")
             if kind == "ended" and event.get("state") == "COMPLETED":
                 return True
         return False
