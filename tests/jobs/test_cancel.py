@@ -72,13 +72,6 @@ def test_what_has_ended_needs_no_cancelling(command: Command, run: RunDir, tmp_p
     assert "nothing to cancel, it is FAILED" in second
 
 
-def test_slurm_jobs_are_cancelled_by_scancel_in_one_call(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / "runs" / f"ddp-{index:04}", job="4711") for index in (1, 2)]
-    assert command("cancel", "ddp-0001", "ddp-0002").code == 0
-    assert cancelled(fake_slurm) == "4711\n"
-    assert all(last_event(run, "cancelled") for run in runs)
-
-
 @pytest.mark.parametrize(("reference", "ended"), [("ddp-0001", "4711\n"), ("ddp-0001/0", "")])
 def test_a_sweep_of_another_folder_is_left_alone(
     command: Command, fake_slurm: Path, run: RunDir, tmp_path: Path, reference: str, ended: str
@@ -147,7 +140,7 @@ def bystander() -> Iterator[ProcessId]:
         process.kill()
 
 
-@pytest.mark.parametrize("executor", ["local", "debug", "launch", "swarm", ""])
+@pytest.mark.parametrize("executor", ["local", "launch", "swarm", ""])
 def test_a_process_that_only_the_record_names_is_not_ended(
     command: Command, run: RunDir, bystander: ProcessId, executor: str
 ) -> None:

@@ -29,20 +29,10 @@ def test_every_verb_has_a_sentence_for_the_list() -> None:
     assert [verb for verb, words in said.items() if not words or "`" in words.split()[0]] == []
 
 
-def test_a_new_file_is_a_new_verb(tmp_path: Path) -> None:
-    (tmp_path / "bench.py").write_text('"""``python -m jobs.bench NAME``: does it help here?"""\ndef main(): ...\n')
-    (tmp_path / "shared.py").write_text('"""What verbs share."""\n')
-    assert verbs(tmp_path) == {"bench": "does it help here?"}
-
-
 def test_a_misspelt_verb_is_answered_with_the_nearest(command: Callable[..., Any]) -> None:
     done = command("__main__", "sumbit", "ddp").refused(2)
     assert done.err.startswith("Unknown command 'sumbit'.")
     assert "Did you mean 'submit'?" in done.err
-
-
-def test_a_verb_behind_a_space_is_that_verb(command: Callable[..., Any]) -> None:
-    command("__main__", "submit", "ddp", "optim.wieght_decay=1").refused(2, "Did you mean 'optim.weight_decay'?")
 
 
 def test_submit_alone_lists_the_presets_each_on_a_line_of_eighty(command: Callable[..., Any], tmp_path: Path) -> None:

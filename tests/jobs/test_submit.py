@@ -310,7 +310,6 @@ def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
         (["ddpp"], 2, "Did you mean 'ddp'?"),
         (["ddp", "optim.wieght_decay=1"], 2, "Did you mean 'optim.weight_decay'?"),
         (["ddp", "--nodes", "0"], 2, "--nodes"),
-        (["ddp", "--time", "soon"], 2, "--time"),
         (["ddp", "--node", "2"], 2, "Did you mean '--nodes'?"),
         (["ddp", "--gpu-per-node=2"], 2, "Did you mean '--gpus-per-node'?"),
         (["ddp", "--zzz"], 2, "`python -m jobs.submit --help` lists the flags."),
@@ -318,21 +317,16 @@ def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
         (["ddp", "--sbatch", "=3"], 2, "has no key"),
         (["ddp", "--executor", "slrum"], 2, "Did you mean 'slurm'?"),
         (["ddp", "--cluster", "nosuch"], 2, "Unknown cluster profile"),
-        (["ddp", "optim.lr"], 2, "section.key=value"),
         (["ddp", "--nodes", "3"], 2, "global_batch_size=63 or 66"),
         (["ddp", "train.global_batch_size=1260"], 2, "Use train.global_batch_size=1024, or more data."),
         (["ddp", "model.name=resnet5"], 2, "Unknown model 'resnet5'"),
-        (["ddp", "data.name=digit"], 2, "Did you mean 'digits'?"),
-        (["ddp", "strategy.bucket=3"], 2, "Unknown key 'strategy.bucket'"),
         (["single", "--nodes", "2"], 2, "one process"),
         (["ddp", "data.name=cifar10", "data.root=nosuch"], 2, "jobs.prepare cifar10"),
         (["--join", "token"], 2, "submit hivemind --join TOKEN"),
         (["hivemind", "--join", "token", "--array", "0-3"], 2, "Give a whole number: --array 4."),
         (["broken.yaml"], 2, "broken.yaml:2"),
-        (["latin.yaml"], 2, "byte 13 is 0xe9"),
         (["nosuch.yaml"], 2, "No file"),
         (["ddp", "--run-dir", "taken"], 2, "exists already"),
-        (["ddp", "--run-dir", "half"], 2, "exists already"),
         (["ddp", "--run-dir", ""], 2, "The name of the folder is empty"),
         (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
         (["ddp", "--run-dir", "/dev/shm/trainkit-no-such-run", "--executor", "slurm"], 3, "no SLURM on this machine"),
@@ -341,16 +335,13 @@ def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
         (["ddp", "--sweep", "seed"], 2, "has no values"),
         (["ddp", "--sweep", "launch.nodes=1,2"], 2, "cannot change resources"),
         (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
-        (["ddp", "--gres", "gpu:1"], 3, "--gpus-per-node 0"),
     ],
 )
 def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
     command: Command, files: Files, tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
-    (tmp_path / "latin.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
-    for folder in ("taken", "half"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
     (tmp_path / "file").write_text("in the way")
     before = files()

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,10 +44,10 @@ def replaced(name: str, how: Callable[[Path], object]) -> Damage:
     return damage
 
 
-def sparse(name: str, size: int = 300 << 30) -> Damage:
+def sparse(name: str) -> Damage:
     def make(path: Path) -> None:
         path.touch()
-        os.truncate(path, size)
+        os.truncate(path, 300 << 30)
 
     return replaced(name, make)
 
@@ -67,25 +66,18 @@ def line(**fields: object) -> str:
     return json.dumps(fields) + "\n"
 
 
+# What tests/run hold of single records; here verbs meet them.
 EVENTS = [
-    line(event="submitted", job_id=["x"], executor="slurm", time="abc"),
     line(event="submitted", job_id={"a": 1}, executor=3, pid="x", host=[1]),
-    line(event="submitted", job_id="1", executor="local", host=None, pid=True, attempts_before="two"),
     line(event="started", total_steps="many", steps_per_epoch=0, hosts=3, world_size=-1, attempt="0", step=[]),
-    line(event=["started"]) + line(event=None) + line(time=1),
     line(event="failed", rank="first", error={"a": "b"}, time=1e300),
     f'{{"event": "started", "total_steps": {HUGE}, "time": {HUGE}, "step": 1e999}}\n',
     f'{{"event": "started", "hosts": {DEEP}\n',
-    line(event="ended", state=["x"], exit_codes="no"),
 ]
-ODD: list[Any] = [None, "high", 1e308, -1, [1], {}, True]
 METRICS = [
-    line(split="val", step="19", acc1=1.0),
-    line(split="val", step=True, acc1=1.0),
-    line(split=["val"], step=1),
-    *(line(split="val", step=20, epoch=[1], acc1=odd, loss=odd) for odd in ODD),
+    line(split=["val"], step=True),
+    line(split="val", step=20, epoch=[1], acc1="high", loss={}),
     '{"split": "val", "step": 21, "acc1": NaN, "loss": Infinity, "epoch": NaN}\n',
-    f'{{"split": "val", "step": {HUGE}, "acc1": {HUGE}}}\n',
     f'{{"split": "train", "step": 22, "images_per_sec": {"9" * 300}, "epoch": 1e308, "lr": "x"}}\n',
 ]
 RECORDS = ("events.jsonl", "metrics.jsonl")
@@ -93,23 +85,17 @@ FILES = (*RECORDS, "summary.json", "manifest.json", "plan.json", "config.yaml")
 DAMAGES: dict[str, Damage] = {
     **{f"events-{number}": written("events.jsonl", text) for number, text in enumerate(EVENTS)},
     **{f"metrics-{number}": written("metrics.jsonl", text) for number, text in enumerate(METRICS)},
-    **{f"garbage-{name}": written(name, bytes(range(256)) * 40) for name in RECORDS},
+    "garbage": written("events.jsonl", bytes(range(256)) * 40),
     **{f"list-{name}": written(name, "[1, 2]") for name in ("plan.json", "summary.json", "manifest.json")},
     **{f"fifo-{name}": replaced(name, os.mkfifo) for name in FILES},
-    **{
-        f"loop-{name}": replaced(name, lambda path: path.symlink_to(path)) for name in (*RECORDS, "config.yaml", "logs")
-    },
+    **{f"loop-{name}": replaced(name, lambda path: path.symlink_to(path)) for name in (*RECORDS, "logs")},
     **{f"sparse-{name}": sparse(name) for name in (*FILES, "lease.json")},
     "sweep-broken": written("sweep.json", "{"),
     "logs-are-a-file": written("logs", ""),
     "log-of-a-rank-x": replaced("logs", lambda path: (path / "0/rank-x.err").mkdir(parents=True)),
-    "attempt-of-an-odd-number": replaced("logs", lambda path: (path / "\u00b2").mkdir(parents=True)),
     "too-many-events": written("events.jsonl", line(event="submitted", time=1) * 120_000),
-    "metrics-in-one-line": sparse("metrics.jsonl", 2 << 30),
     "events-without-end": replaced("events.jsonl", lambda path: path.symlink_to("/dev/zero")),
     "config-laughs": written("config.yaml", LAUGHS),
-    "config-digits": written("config.yaml", f"seed: {HUGE}\n"),
-    "config-garbage": written("config.yaml", bytes(range(256))),
     "config-deep": written("config.yaml", DEEP),
     "everything-gone": lambda run: shutil.rmtree(run.path),
 }
@@ -146,18 +132,13 @@ def test_a_report_of_odd_records_shows_what_is_left(command: Command, tmp_path: 
         out.write("".join(METRICS))
     run.summary.write_text(line(steps="x", train_seconds=1e308, best_step=[1], test=3, params="y"))
     run.manifest.write_text(line(git=[1], packages=3))
-    samples: list[dict[str, object]] = [
-        {"time": "x"},
-        {"time": 1e308},
-        {"time": 5, "gpus": 3},
-        {"gpus": [{"index": "0"}, {"index": []}]},
-    ]
-    (run.path / "system-x.jsonl").write_text("".join(line(**({"time": 6} | sample)) for sample in samples))
+    samples = line(time="x") + line(time=1e308) + line(time=5, gpus=3) + line(time=6, gpus=[{"index": []}])
+    (run.path / "system-x.jsonl").write_text(samples)
     command("report", str(run.path)).ok()
     assert "55.39 %" in (run.path / "logbook.md").read_text()
 
 
-@pytest.mark.parametrize("name", [*RECORDS, "system-n1.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "system-n1.jsonl"])
 def test_a_report_of_several_runs_leaves_an_odd_one_out_and_says_so(
     command: Command, tmp_path: Path, name: str
 ) -> None:
@@ -373,27 +354,6 @@ def test_a_strangers_run_that_has_finished_is_not_sent_by_resume(
     assert (command("resume", str(run.path)).code, bucket.exists()) == (3, False)
 
 
-SETTINGS = [
-    "data.name=strange:build", "model.name=strange:build", "strategy.name=strange:build", "model.name=local-dir:/x",
-    "launch.setup=[touch it]", "launch.sbatch.prolog=x", "launch.srun.task-prolog=x", "launch.cluster=devcluster",
-    "launch.environment=venv:/x", "launch.modules=[evil]", "launch.container_image=x.sif",
-    "launch.container_mounts=[/x:/usr]", "checkpoint.remote=s3://eve/all", "launch.mail_user=eve",
-    "monitor.wandb_project=eve", "collaborative.initial_peers=[/ip4/1.2.3.4/tcp/1]", "collaborative.open=true",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_everything_that_imports_starts_or_sends_something_counts(
-    forget: Callable[[], None], tmp_path: Path, setting: str
-) -> None:
-    run = of_ones_own(tmp_path / "ddp-0001", setting)
-    asked(run)  # the user's own
-    forget()
-    with pytest.raises(RefusedError, match=".".join(setting.split("=")[0].split(".")[:2])):
-        asked(run)
-    asked(run, allow=True)
-
-
 def test_one_refusal_lists_all_that_is_asked_for(theirs: Theirs) -> None:
     run = theirs("data.name=strange:build", "launch.setup=[touch it]", "checkpoint.remote=s3://eve/all")
     with pytest.raises(RefusedError) as caught:
@@ -405,18 +365,6 @@ def test_one_refusal_lists_all_that_is_asked_for(theirs: Theirs) -> None:
         with pytest.raises(RefusedError) as caught:
             asked(run, f"data.name={own}")
         assert "data.name" not in caught.value.what
-
-
-def test_weights_that_were_started_from_count_unless_nothing_unpickles_them(
-    forget: Callable[[], None], tmp_path: Path
-) -> None:
-    overlay = "model.pretrained_cfg_overlay={{file: /w/{}}}".format
-    names = ("w.safetensors", "w.bin")
-    runs = [of_ones_own(tmp_path / name, "model.name=resnet18", overlay(name)) for name in names]
-    forget()
-    asked(runs[0])
-    with pytest.raises(RefusedError, match=r"w\.bin"):
-        asked(runs[1])
 
 
 def test_a_strangers_module_is_not_found_by_a_library_that_can_do_without(

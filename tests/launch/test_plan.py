@@ -63,76 +63,64 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
     ("site", "given", "expected"),
     [
         # Where it runs
-        (LAPTOP, {"nodes": 2}, {"executor": "local", "world_size": 2, "directives": ()}),
-        (LAPTOP, {"nodes": 2}, {"?executor": "there is no SLURM", "?nodes": "2 nodes are simulated"}),
-        (GPU_SITE, {}, {"executor": "slurm"}),
+        (LAPTOP, {"nodes": 2}, {"executor": "local", "world_size": 2, "directives": (),
+                                "?executor": "there is no SLURM", "?nodes": "2 nodes are simulated"}),
+        (GPU_SITE, {}, {"executor": "slurm", "#signal": "USR2@90"}),
         (GPU_SITE, {"executor": "local"}, {"executor": "local"}),
         (LAPTOP, {"executor": "debug", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 1, "?nodes": "not 2 nodes"}),
         (SILENT, {"partition": "any", "nodes": 32, "gpus_per_node": 2}, {"?partition": "not checked: down"}),
         (GROUPS, {}, {"executor": "slurm"}),
         (replace(GROUPS, user_groups=()), {}, {"executor": "slurm"}),
         # Ranks and GPUs
-        (GPU_SITE, {"nodes": 2}, {"gpus_per_node": 4, "ntasks_per_node": 4, "world_size": 8}),
-        (GPU_SITE, {"nodes": 2}, {"?gpus_per_node": "4 | discovered partition gpu | what its nodes have"}),
-        *((GPU_SITE, {"set": ("train.global_batch_size=48",), "nodes": nodes, "partition": "mixed"},
-           {"gpus_per_node": gpus}) for nodes, gpus in ((1, 8), (2, 4), (3, 2))),
+        (GPU_SITE, {"nodes": 2}, {"ntasks_per_node": 4, "world_size": 8,
+                                  "?gpus_per_node": "4 | discovered partition gpu | what its nodes have"}),
+        (GPU_SITE, {"nodes": 1, "partition": "mixed"}, {"gpus_per_node": 8}),
+        (GPU_SITE, {"nodes": 2, "partition": "mixed"}, {"gpus_per_node": 4}),
         (TWO_TYPES, {"gpu_type": "v100"}, {"gpus_per_node": 8}),
         (GPU_SITE, {"preset": "single"}, {"world_size": 1, "gpus_per_node": 1}),
         (GPU_SITE, {"preset": "dp"}, {"world_size": 1, "gpus_per_node": 4, "cpus_per_task": 8}),
         (GPU_SITE, {"preset": "hsdp", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 4}),
-        (LAPTOP, {"preset": "hsdp", "nodes": 1, "ntasks_per_node": 1}, {"world_size": 1}),
         (LAPTOP, {"preset": "hivemind", "nodes": 3}, {"world_size": 3}),
-        (FOUR_GPUS, {}, {"world_size": 4}),
         (FOUR_GPUS, {"nodes": 2}, {"gpus_per_node": 2, "world_size": 4}),
         (GPU_SITE, {"gres": "gpu:a100:2"}, {"#gres": "gpu:a100:2", "#gpus-per-node": None, "ntasks_per_node": 2}),
         (GPU_SITE, {"gres": "nvme:1", "gpus_per_node": 2}, {"#gres": "nvme:1", "#gpus-per-node": 2}),
         gpus_asked({}, gpus_per_node=4),
         gpus_asked({"gpu_type": "a100"}, gpus_per_node="a100:4"),
         gpus_asked({"gpu_dialect": "gres"}, gres="gpu:4"),
-        gpus_asked({"gpu_dialect": "gres", "gpu_type": "a100"}, gres="gpu:a100:4"),
         gpus_asked({"gpu_dialect": "gres", "gres": "nvme:1"}, gres="gpu:4,nvme:1"),
         gpus_asked({"gpu_dialect": "gres", "gres": "gpu:a100:2", "gpus_per_node": "auto"}, gres="gpu:a100:2"),
-        gpus_asked({"gpu_dialect": "constraint", "constraint": "gpu"}),
         gpus_asked({"gpu_dialect": "constraint", "gpus_per_node": 0}),
-        gpus_asked({"gpu_dialect": "gres", "gpus_per_node": 0, "gres": "nvme:1"}, gres="nvme:1"),
         gpus_asked({"sbatch": {"gres": "nvme:1"}}, gpus_per_node=4, gres="nvme:1"),
         (CRAY, {"gpu_dialect": "constraint", "constraint": "gpu", "gpus_per_node": 1, "nodes": 1},
          {"gpus_per_node": 1, "#gpus-per-node": None, "#constraint": "gpu"}),
         # CPUs and memory
         (GPU_SITE, {"gpus_per_node": 2}, {"#cpus-per-task": 2}),
-        (GPU_SITE, {"gpus_per_node": 0, "ntasks_per_node": 2}, {"#cpus-per-task": None}),
         (GPU_SITE, {"gpus_per_node": 0, "ntasks_per_node": 2}, {"?cpus_per_task": "left to the site"}),
-        *((A100_ONLY, {"gpus_per_node": gpus}, {"#cpus-per-task": 16, "#mem": f"{gpus * 128000}M"})
-          for gpus in (4, 2, 1)),
+        (A100_ONLY, {"gpus_per_node": 2}, {"#cpus-per-task": 16, "#mem": "256000M"}),
         (TWO_TYPES, {"gpus_per_node": 4}, {"#mem": "192000M"}),
-        (TWO_TYPES, {"gpus_per_node": 4, "gpu_type": "a100"}, {"#mem": "512000M"}),
         (of_first(A100_ONLY, has_memory_default=True), {}, {"#mem": None}),
-        (A100_ONLY, {"gpus_per_node": 0}, {"#mem": None}),
         (A100_ONLY, {"sbatch": {"mem-per-gpu": "64G"}}, {"#mem": None}),
         (LIMITED, {}, {"#mem": "120000M"}),
-        *((A100_ONLY, {"mem": mem, "nodes": 2}, {"#mem": mem}) for mem in ("500G", "512000", "0")),
+        (A100_ONLY, {"mem": "500G", "nodes": 2}, {"#mem": "500G"}),
         (TWO_TYPES, {"mem": "400G", "nodes": 2}, {"#mem": "400G"}),
         (PARTLY_KNOWN, {"mem": "900G"}, {"#mem": "900G"}),
         # Batches
-        (LAPTOP, {"set": ("train.micro_batch_size=8",), "nodes": 2}, {"?micro_batch_size": "8 |",
-                                                                     "?grad_accum_steps": "4 |"}),
-        (LAPTOP, {"set": ("train.micro_batch_size=auto",), "nodes": 2}, {"?micro_batch_size": "auto |",
-                                                                        "?grad_accum_steps": "auto |"}),
+        (LAPTOP, {"set": ("train.micro_batch_size=8",), "nodes": 2}, {"?grad_accum_steps": "4 |"}),
+        (LAPTOP, {"set": ("train.micro_batch_size=auto",), "nodes": 2}, {"?grad_accum_steps": "auto |"}),
         (GPU_SITE, {"set": ("train.micro_batch_size=8",)}, {"?micro_batch_size": "are those of one pass of one rank"}),
         (GPU_SITE, {"set": ("strategy.sync_batchnorm=true",)}, {"?micro_batch_size": "are those of all ranks' passes"}),
         (LAPTOP, {"set": ("strategy.static_graph=true", "train.micro_batch_size=16"), "ntasks_per_node": 4},
          {"world_size": 4}),
         # Time, and what else sbatch is told
         (SHORT, {}, {"#time": "30:00", "time_limit_seconds": 1800, "?time": "discovered"}),
-        (GPU_SITE, {}, {"#signal": "USR2@90"}),
-        *((GPU_SITE, {"time": time}, {"#signal": f"USR2@{lead}"}) for time, lead in (("1", 20), ("0:00:06", 5))),
+        (GPU_SITE, {"time": "1"}, {"#signal": "USR2@20"}),
+        (GPU_SITE, {"time": "0:00:06"}, {"#signal": "USR2@5"}),
         (GPU_SITE, {"points": 3}, {"#array": "0-2", "#output": "/runs/100%%-0001/%a/logs/batch.out"}),
         (GPU_SITE, {"sbatch": {"comment": "thesis", "open-mode": "append", "exclusive": ""}},
          {"#comment": "thesis", "#open-mode": "append", "?exclusive": "None | flag --sbatch"}),
         (A100_ONLY, {"internet": False}, {"?internet": "W&B and model hubs stay offline"}),
         (A100_ONLY, {"internet": False, "setup": ("module load x",)}, {"setup": (OFFLINE, "module load x")}),
         (LAPTOP, {"internet": False}, {"setup": ()}),  # this machine is no compute node
-        (A100_ONLY, {}, {"setup": ()}),
     ],
 )  # fmt: skip
 def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -160,31 +148,25 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (GPU_SITE, {"time": "99:00:00"}, RefusedError, "Use --time 2:00:00"),
         (GPU_SITE, {"gpus_per_node": 8}, RefusedError, "Use --gpus-per-node 4"),
         (GPU_SITE, {"gpus_per_node": 1, "partition": "cpu"}, RefusedError, "--gpus-per-node 0"),
-        (GPU_SITE, {"gpus_per_node": 8, "nodes": 2, "partition": "mixed"}, RefusedError, "Use --gpus-per-node 4"),
         (GPU_SITE, {"gpus_per_node": 2, "ntasks_per_node": 4}, RefusedError, "Use --ntasks-per-node 2"),
         (LAPTOP, {"nodes": 2, "gpus_per_node": 4}, RefusedError, "Use --gpus-per-node 0 or the preset ddp_sim"),
         (LAPTOP, {"gres": "gpu:2"}, RefusedError, "2 GPUs are asked for"), (CLOSED, {}, RefusedError, "takes no jobs"),
         (replace(GROUPS, user_groups=("users",)), {}, RefusedError, "is not for you"),
         (TWO_TYPES, {"gpu_type": "a10"}, RefusedError, "Its nodes have: a100, v100.\n  fix: Did you mean 'a100'?"),
-        *((A100_ONLY, {"mem": mem, "nodes": 2}, RefusedError, "Use --mem 512000M, or another --partition.")
-          for mem in ("501G", "1T")),
-        (A100_ONLY, {"mem": "501G"}, RefusedError, "(flag --mem)"),
+        (A100_ONLY, {"mem": "501G"}, RefusedError, "Use --mem 512000M, or another --partition."),
         (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "on 3 nodes"),
         (LIMITED, {"mem": "200G"}, RefusedError, "A job may have 120000 MB"),
         (A100_ONLY, {"cpus_per_task": 17}, RefusedError, "Use --cpus-per-task 16, or another --partition."),
-        *((A100_ONLY, {"gpus_per_node": 4, "sbatch": option}, UserError, "in two ways")
-          for option in ({"gpus": "8"}, {"gpus-per-task": "1"}, {"gpus-per-socket": "2"}, {"gpus-per-node": "2"})),
+        (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gpus-per-task": "1"}}, UserError, "in two ways"),
         (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gres": "gpu:a100:2"}}, UserError, "--gpus-per-node N alone"),
         (A100_ONLY, {"gpus_per_node": 4, "gpu_dialect": "gres", "sbatch": {"gres": "nvme:1"}}, UserError,
          "in two ways"),
         (CRAY, {"gpu_dialect": "constraint", "constraint": "gpu"}, UserError, "how many GPUs"),
         (CRAY, {"gpu_dialect": "constraint", "gpus_per_node": 1}, UserError, "needs the constraint"),
-        *((GPU_SITE, {"set": (f"train.global_batch_size={size}", f"train.micro_batch_size={micro}"), "nodes": 2},
-           UserError, f"train.global_batch_size={fix},")
-          for size, micro, fix in ((100, "null", "96 or 104"), (3, "null", "8"), (64, 16, "128"),
-                                   (200, 8, "192 or 256"))),
+        (GPU_SITE, {"set": ("train.global_batch_size=3",), "nodes": 2}, UserError, "train.global_batch_size=8,"),
+        (GPU_SITE, {"set": ("train.global_batch_size=200", "train.micro_batch_size=8"), "nodes": 2}, UserError,
+         "train.global_batch_size=192 or 256,"),
         (LAPTOP, {"preset": "single", "nodes": 2}, UserError, "strategy.name=single cannot run with launch.nodes=2."),
-        (LAPTOP, {"preset": "dp", "ntasks_per_node": 2}, UserError, "flag --ntasks-per-node"),
         (GPU_SITE, {"set": ("strategy.shard_within=node",), "preset": "fsdp", "nodes": 2, "ntasks_per_node": 1},
          UserError, "node does not go with launch.nodes=2 and launch.ntasks_per_node=1"),
         (LAPTOP, {"set": ("strategy.static_graph=true", "train.micro_batch_size=16"), "ntasks_per_node": 2},
@@ -213,24 +195,26 @@ def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp
 @pytest.mark.parametrize(
     ("program", "option", "words"),
     [
-        ("sbatch", "array=0-3", "--sweep"), ("sbatch", "a=0-3", "--sweep"),
-        ("sbatch", "signal=USR1@9", "launch.signal_seconds"), ("sbatch", "no-requeue", "launch.requeue"),
-        ("sbatch", "no_requeue", "launch.requeue"), ("sbatch", "req", "launch.requeue"),
-        ("sbatch", "output=x", "logs of ranks"), ("sbatch", "o=x", "logs of ranks"),
-        ("sbatch", "outp=x", "logs of ranks"), ("sbatch", "error=x", "logs of ranks"),
-        ("sbatch", "open-mode=truncate", "logs of ranks"), ("sbatch", "chdir=/", "folder of its submission"),
-        ("sbatch", "D=/", "folder of its submission"), ("sbatch", "job-name=x", "--job-name"),
-        ("sbatch", "wrap=true", "calls it by itself"), ("sbatch", "parsable", "calls it by itself"),
-        ("sbatch", "test-only", "--dry-run"), ("sbatch", "W", "--wait"), ("sbatch", "ntasks=7", "--ntasks-per-node"),
-        ("sbatch", "n=7", "--ntasks-per-node"), ("sbatch", "t=9", "--time"),
-        ("sbatch", "clusters=other", "cluster of this machine"), ("sbatch", "uid=somebody", "submitter's"),
-        ("sbatch", "no-kill", "node that is gone"), ("srun", "output=x", "logs of ranks"),
-        ("srun", "l", "logs of ranks"), ("srun", "kill-on-bad-exit=0", "ends the others"),
-        ("srun", "K=0", "ends the others"), ("srun", "ntasks=1", "--ntasks-per-node"),
-        ("srun", "export=NONE", "where they meet"), ("srun", "r=1", "started together"),
-        ("srun", "wait=5", "end by themselves"), ("srun", "time=1", "--time"),
+        ("sbatch", "a=0-3", "--sweep"),
+        ("sbatch", "signal=USR1@9", "launch.signal_seconds"),
+        ("sbatch", "no_requeue", "launch.requeue"),
+        ("sbatch", "outp=x", "logs of ranks"),
+        ("sbatch", "D=/", "folder of its submission"),
+        ("sbatch", "wrap=true", "calls it by itself"),
+        ("sbatch", "test-only", "--dry-run"),
+        ("sbatch", "W", "--wait"),
+        ("sbatch", "n=7", "--ntasks-per-node"),
+        ("sbatch", "time=9", "--time"),
+        ("sbatch", "clusters=other", "cluster of this machine"),
+        ("sbatch", "uid=somebody", "submitter's"),
+        ("sbatch", "no-kill", "node that is gone"),
+        ("srun", "l", "logs of ranks"),
+        ("srun", "kill-on-bad-exit=0", "ends the others"),
+        ("srun", "export=NONE", "where they meet"),
+        ("srun", "r=1", "started together"),
+        ("srun", "wait=5", "end by themselves"),
     ],
-)  # fmt: skip
+)
 def test_an_option_that_breaks_what_a_run_relies_on_is_refused(
     loaded: Load, gpu_site: Site, program: str, option: str, words: str
 ) -> None:
@@ -242,49 +226,36 @@ def test_an_option_that_breaks_what_a_run_relies_on_is_refused(
     assert f"(flag --{program})" in caught.value.what
 
 
-@pytest.mark.parametrize(
-    ("program", "option"),
-    [
-        *(("sbatch", name) for name in ("kill-on-invalid-dep=yes", "hold", "nice=5", "licenses=x", "exclusive=user")),
-        *(
-            ("sbatch", name)
-            for name in ("begin=now+1hour", "a-site's-own=1", "export=NONE", "mem-per-cpu=1G", "tmp=9G")
-        ),
-        *(("srun", name) for name in ("mpi=pmix", "cpu-bind=cores", "mem=0", "export=ALL,A=1", "exact", "overlap")),
-    ],
-)
-def test_every_other_option_is_passed_on(loaded: Load, gpu_site: Site, program: str, option: str) -> None:
-    key, _, value = option.replace("'s", "s").partition("=")
-    plan = make_plan(loaded(**{program: {key: value}}), gpu_site, RUN)
-    assert directives(plan)[key] == (value or None) if program == "sbatch" else dict(plan.srun)[key] == value
-
-
-def test_the_plan_is_written_with_sources_and_reasons(loaded: Load, gpu_site: Site) -> None:
-    plan = json.loads(make_plan(loaded(nodes=2), gpu_site, RUN).to_json())
-    assert (plan["world_size"], plan["lead_seconds"]) == (8, 90)
-    nodes = next(item for item in plan["directives"] if item["name"] == "nodes")
-    assert (nodes["value"], nodes["source"]) == (2, "flag --nodes")
+def test_every_other_option_is_passed_on(loaded: Load, gpu_site: Site) -> None:
+    options = {"kill-on-invalid-dep": "yes", "hold": "", "begin": "now+1hour", "export": "NONE", "a-sites-own": "1"}
+    steps = {"mpi": "pmix", "mem": "0", "export": "ALL,A=1", "exact": ""}
+    plan = make_plan(loaded(sbatch=options, srun=steps), gpu_site, RUN)
+    assert directives(plan).items() >= {**options, "hold": None}.items()
+    assert dict(plan.srun) == steps
 
 
 def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
     profile, file = tmp_path / "a site.yaml", tmp_path / "plan.json"
     profile.write_text("launch: {qos: long, sbatch: {comment: thesis}, srun: {mpi: pmix}, setup: [module load x]}\n")
-    plan = make_plan(loaded(cluster=str(profile)), gpu_site, RUN)
+    plan = make_plan(loaded(cluster=str(profile), nodes=2), gpu_site, RUN)
     file.write_text(plan.to_json())
     assert Plan.read(file) == plan
+    written = json.loads(file.read_text())
+    assert written["world_size"] == 8
+    assert [item["source"] for item in written["directives"] if item["name"] == "nodes"] == ["flag --nodes"]
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda text: text[: len(text) // 2], "line"), (lambda text: "[]", "list"),
-        (lambda text: "[" * 10**5, "nested"), (lambda text: text.replace('"nodes": 2', '"nodes": "two"'), "nodes"),
+        (lambda text: text[: len(text) // 2], "line"),
+        (lambda text: "[]", "list"),
+        (lambda text: "[" * 10**5, "nested"),
         (lambda text: text.replace('"nodes": 2', '"nodes": 0'), "nodes"),
         (lambda text: text.replace('"executor": "slurm"', '"executor": "os.system"'), "executor"),
         (lambda text: text.replace('"decisions"', '"settings"'), "decisions"),
-        (lambda text: text.replace('"flag --nodes"', "3"), "string"),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
     loaded: Load, gpu_site: Site, change: Callable[[str], str], why: str
 ) -> None:
@@ -294,16 +265,11 @@ def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
     assert refused.value.what == "runs/x/plan.json is not a launch plan, or is damaged."
     assert why in refused.value.why
     assert refused.value.fix == "Submit the run anew: python -m jobs.submit runs/x"
-
-
-def test_a_plan_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Cannot read"):
-        Plan.read(tmp_path / "plan.json")
+        Plan.read(Path("plan.json"))
 
 
-@pytest.mark.parametrize(
-    ("minutes", "text"), [(30, "30:00"), (120, "2:00:00"), (2160, "1-12:00:00"), (0.5, "00:30"), (1440, "1-0:00:00")]
-)
+@pytest.mark.parametrize(("minutes", "text"), [(0.5, "00:30"), (120, "2:00:00"), (2160, "1-12:00:00")])
 def test_times_are_written_as_sbatch_reads_them(minutes: float, text: str) -> None:
     assert slurm_time(minutes) == text
 
@@ -334,11 +300,8 @@ def test_a_local_run_is_explained_by_one_command_a_rank(loaded: Load) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "there", "fix"),
-    [
-        ("venv:env", [], "python3 -m venv"), ("venv:env", ["pyvenv.cfg"], "python3 -m venv"),
-        ("uv:env", ["main.py"], "uv init"),
-    ],
-)  # fmt: skip
+    [("venv:env", ["pyvenv.cfg"], "python3 -m venv"), ("uv:env", ["main.py"], "uv init")],
+)
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
     loaded: Load, tmp_path: Path, environment: str, there: list[str], fix: str
 ) -> None:
@@ -381,9 +344,9 @@ def test_a_missing_image_is_refused_and_a_name_in_a_registry_is_not(
     [
         ("echo '--container-image=[USER@]IMAGE [pyxis] the image to use'", (), True),
         ("echo '--container  Path to OCI container bundle'", (), False),
-        ("echo '--container  Path to OCI container bundle'", ("pyxis",), True), ("exit 1", ("apptainer",), True),
+        ("exit 1", ("apptainer",), True),
     ],
-)  # fmt: skip
+)
 def test_a_container_of_pyxis_is_refused_where_srun_does_not_know_it(
     loaded: Load, gpu_site: Site, fake_command: Callable[..., Any], srun: str, containers: tuple[str, ...], fits: bool
 ) -> None:
