@@ -76,6 +76,17 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
     assert os.environ.get("GOMP_SPINCOUNT") == {"": "0", "GOMP_SPINCOUNT": "7"}.get(name)
 
 
+@pytest.mark.parametrize(("load", "spins"), [(1.0, None), (4.0, "5000")], ids=["own machine", "crowded machine"])
+def test_threads_spin_briefly_where_other_programs_want_the_cores(
+    load: float, spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in process._WAITING:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0))
+    process.share_cores()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 # Programs that misbehave, asked by `trainkit.process`.
 
 

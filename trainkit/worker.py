@@ -13,7 +13,7 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.errors import TrainkitError
-from trainkit.process import without_garbage_collection
+from trainkit.process import share_cores, without_garbage_collection
 from trainkit.ranks import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.run.events import Attempt, Writer, history_of, job_of, submitted, writing
@@ -38,6 +38,7 @@ def run_rank(folder: str) -> str:
                 return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
             if BenchDir(run.path).request.exists():
+                share_cores()
                 from trainkit.bench.run import run as run_bench  # and with it torch
 
                 return run_bench(
@@ -62,6 +63,7 @@ def train(
     """
     from trainkit.monitor import prepare_loggers
 
+    share_cores()
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
         from trainkit.swarm.admission import VARIABLE

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -40,7 +40,7 @@ def gpu_is_here() -> bool:
     if torch.cuda.is_available():
         return True
     if granted := _granted_gpus(os.environ):
-        raise unseen_gpus(granted, os.environ, drivers(), torch.version.cuda, torch.version.hip)
+        raise unseen_gpus(granted, os.environ, gpu_driver(), torch.version.cuda, torch.version.hip)
     return False
 
 
@@ -51,57 +51,39 @@ def _granted_gpus(env: Mapping[str, str]) -> str:
     return next((f"{name}={env[name]}" for name in none if env.get(name, "") not in ("", none[name])), "")
 
 
-class Drivers(NamedTuple):
-    """What the kernel of a node says of its GPUs; it says so to containers as well."""
+def gpu_driver(root: Path = Path("/")) -> str:
+    """What drives the GPUs of the node whose /sys lies under ``root``: NVIDIA's version, or ``amdgpu``; empty for none.
 
-    nvidia: str
-    """The driver's version; empty if none is loaded."""
-    gpus: int
-    """How many the NVIDIA driver has, whatever mask a process sees them through."""
-    amd: bool
-    """The driver of AMD's GPUs is loaded."""
-
-
-def drivers(root: Path = Path("/")) -> Drivers:
-    """Of the node whose /sys and /proc lie under ``root``."""
-    try:
-        version = fileio.read_text(root / "sys/module/nvidia/version").strip()
-    except (OSError, UnicodeDecodeError):
-        version = ""
-    gpus = list((root / "proc/driver/nvidia/gpus").glob("*"))
-    return Drivers(version, len(gpus), (root / "sys/module/amdgpu").exists())
+    The kernel says so to containers as well.
+    """
+    with suppress(OSError, UnicodeDecodeError):
+        return fileio.read_text(root / "sys/module/nvidia/version").strip()
+    return "amdgpu" if (root / "sys/module/amdgpu").exists() else ""
 
 
-def unseen_gpus(granted: str, env: Mapping[str, str], node: Drivers, cuda: str | None, hip: str | None) -> RefusedError:
+def unseen_gpus(granted: str, env: Mapping[str, str], driver: str, cuda: str | None, hip: str | None) -> RefusedError:
     """Why CUDA may see none of the GPUs that were granted.
 
     Args:
+        driver: of the node, see `gpu_driver`.
         cuda: the version of CUDA that torch is built for.
         hip: the version of ROCm's HIP that it is built for.
     """
-    host = socket.gethostname()
+    host, is_amd = socket.gethostname(), driver == "amdgpu"
     name = next((key for key in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if hip and key in env), _MASK)
     mask = env.get(name)
     built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "without CUDA"
-    beyond = [int(item) for item in (mask or "").split(",") if item.isdigit() and int(item) >= node.gpus > 0]
-    loaded = "amdgpu" if node.amd and (hip or not node.nvidia) else node.nvidia
-    if not cuda and not (hip and node.amd):
-        fix = f"Install a torch that is built {'for ROCm' if node.amd and not node.nvidia else 'with CUDA'}."
-    elif cuda and node.amd and not node.nvidia:
-        fix = "This node's GPUs are AMD's: install a torch that is built for ROCm, or ask for other nodes."
-    elif not loaded:
+    if not (hip if is_amd else cuda):
+        fix = f"Install a torch that is built {'for ROCm' if is_amd else 'with CUDA'}."
+    elif not driver:
         fix = f"Do without this node (--exclude {host}); in a container, start it with its GPUs (--nv, --gpus all)."
-    elif mask in ("", "-1", "NoDevFiles"):
+    elif mask is not None and not mask.replace(",", "").isdigit():
         fix = f"Do not set {name} yourself."
-    elif beyond:
-        fix = f"Do not set {name} yourself: it names GPU {beyond[0]}, and the node has {node.gpus}."
-    elif mask is not None and mask.startswith(("GPU-", "MIG-")):
-        fix = f"Do not set {name} yourself: `nvidia-smi -L` lists what this node has."
     else:
-        fix = f"Install a torch built for what driver {loaded} has, or do without this node (--exclude {host})."
+        fix = f"Install a torch built for what driver {driver} has, or do without this node (--exclude {host})."
     return RefusedError(
         f"GPUs are granted, and CUDA sees none on {host}.",
-        why=f"{granted}; driver {loaded or 'not loaded'}; torch {torch.__version__} is built {built}; "
+        why=f"{granted}; driver {driver or 'not loaded'}; torch {torch.__version__} is built {built}; "
         + (f"{name} is not set." if mask is None else f"{name}={mask!r}."),
         fix=f"{fix} --gpus-per-node 0 trains on the CPU.",
     )
@@ -149,7 +131,7 @@ def software(device: torch.device) -> dict[str, str]:
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": ".".join(map(str, nccl))}
         cudnn = torch.backends.cudnn.version()
-        found |= {"cuDNN": str(cudnn or ""), "driver": drivers().nvidia}
+        found |= {"cuDNN": str(cudnn or ""), "driver": gpu_driver()}
     return {name: version for name, version in found.items() if version}
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -38,7 +38,7 @@ from trainkit import fileio
 from trainkit.distributed.device import intra_op_threads
 from trainkit.distributed.meeting import interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.process import is_set, user_says_how_threads_wait
+from trainkit.process import is_set
 from trainkit.ranks import NO_SECRET, RankEnv, Secret, device_index
 from trainkit.ranks.signals import STARTING_SECONDS, hang
 from trainkit.run.events import Attempt
@@ -230,8 +230,7 @@ def distributed(
         )
         try:
             dist = Distributed(env, device)
-            with nullcontext() if use_gpu else sharing_cores():
-                yield dist
+            yield dist
             # On a clean exit only: a rank that leaves early can abort the others while the interpreter shuts down;
             # after an exception the others may never arrive, and waiting would turn a crash into a hang.
             dist.barrier()
@@ -312,94 +311,6 @@ class StopVote:
             self._running = None
             stop, save, news, behind, self._apart = votes.tolist()
             self._agreed, self.save, self.news, self.over = self._agreed or bool(stop), bool(save), bool(news), -behind
-
-
-# Giving cores away.
-
-_LOOK_SECONDS = 1.0
-_CROWDED, _FREE = 0.5, 0.1
-"""Time waited for a core, in parts of the time on one, from which on others want them; and below which nobody does."""
-_MOST = 64
-"""Threads that begin teams; each team has as many threads as torch computes with."""
-_PARALLEL = 1 << 18
-"""Numbers that torch adds to with all its threads."""
-
-
-@contextmanager
-def sharing_cores() -> Iterator[None]:
-    """While the body runs in this thread, other programs get the cores on which threads of torch only wait.
-
-    libgomp, which torch computes with on the CPU, lets a thread spin for about 10 ms before it sleeps. Where the cores
-    are free the others are done sooner than that, and nobody has to be woken. Where another program has a core, a
-    thread that spins takes the time that the others need: with four busy programs a core a small model trained at 58
-    images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
-    run that was interrupted ends with those of one that was not.
-
-    libgomp spins briefly only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100 times
-    instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
-
-    Does nothing where torch has one thread, where a user's variable says how threads wait, and where the kernel does
-    not tell how long a thread was ready and had no core (Linux does).
-    """
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    if torch.get_num_threads() == 1 or user_says_how_threads_wait() or _times(path) is None:
-        yield
-        return
-    end = threading.Event()
-
-    def watch() -> None:
-        before, is_crowded = _times(path), False
-        with ExitStack() as teams:
-            while not end.wait(_LOOK_SECONDS) and before is not None and (now := _times(path)) is not None:
-                ran, waited = now[0] - before[0], now[1] - before[1]
-                before = now
-                if not is_crowded and waited > _CROWDED * ran:
-                    is_crowded = True
-                    teams.enter_context(sleeping_teams())
-                elif waited < _FREE * ran:
-                    is_crowded = False
-                    teams.close()
-
-    thread = threading.Thread(target=watch, name="cores", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def _times(path: Path) -> tuple[int, int] | None:
-    """Nanoseconds in which a thread ran, and in which it was ready to; None where nobody knows."""
-    try:
-        ran, waited, *_ = fileio.read_start(path, 100).split()
-        return int(ran), int(waited)
-    except (OSError, ValueError):
-        return None
-
-
-@contextmanager
-def sleeping_teams() -> Iterator[None]:
-    """Within it threads sleep, each at the head of a team of torch's: so many that there are more threads than CPUs.
-
-    No threads where torch computes with one by now: user code may have changed that.
-    """
-    size, over = torch.get_num_threads(), threading.Event()
-    count = 0 if size == 1 else min((len(os.sched_getaffinity(0)) - size) // (size - 1) + 1, _MOST)
-
-    def sleep() -> None:
-        torch.zeros(_PARALLEL).add_(1)
-        over.wait()
-
-    threads = [threading.Thread(target=sleep, name="team", daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
 
 
 # Noticing a hang.
