@@ -104,18 +104,6 @@ def test_accounts_on_this_cluster_qos_and_who_is_preempted_are_read() -> None:
     assert preempted == ["partition_prio, REQUEUE, with the job's own signal", ""]
 
 
-def test_sinfo_stands_in_for_scontrol_as_far_as_it_knows() -> None:
-    main, debug = read.read_sinfo(
-        "main*|up|3-00:00:00|1-20|32+|515000|a100,ib|gpu:a100:4|idle|g[1-2]\n"
-        "main*|up|3-00:00:00|1-20|64|256000+|(null)|(null)|drained*|c1\n"
-        "debug|inact|15:00|1-infinite|8|1|(null)|(null)|idle~|c2\n"
-    )
-    assert (main.name, main.default, main.max_time_min, main.max_nodes) == ("main", True, 4320, 20)
-    nodes = [(node.name, node.cpus, node.gpus, node.up) for node in main.nodes]
-    assert nodes == [("g1", 32, 4, True), ("g2", 32, 4, True), ("c1", 64, 0, False)]
-    assert (debug.up, debug.max_nodes, debug.nodes[0].mem_mb, debug.nodes[0].up) == (False, None, None, True)
-
-
 def test_only_file_systems_that_others_see_are_called_shared() -> None:
     mounts = """\
 /dev/vda / ext4 rw 0 0
@@ -135,8 +123,6 @@ def slurm(fake: Fake, config: str = CONFIG_24_05, *, scontrol_node: str | None =
     node = f"cat <<'E'\n{NODES}\nE" if scontrol_node is None else scontrol_node
     answers = f"config) cat <<'E'\n{config}\nE\n;; partition) cat <<'E'\n{PARTITIONS}\nE\n;; node) {node}\n;;"
     fake("scontrol", f"case $2 in {answers} esac")
-    nodes = "echo 'gpu*|up|1:00:00|1-2|8|16000|(null)|gpu:4|idle|g1'"
-    fake("sinfo", f"if [ $1 = --version ]; then echo slurm 23.02.7; else {nodes}; fi")
     fake(
         "sacctmgr",
         f"if [ $3 = user ]; then cat <<'E'\n{ASSOCIATIONS.replace('alpha', 'devcluster')}\nE\nelse echo 'normal||'; fi",
@@ -156,7 +142,6 @@ def test_a_site_is_asked_with_few_calls_and_tells_everything(fake_command: Fake,
     assert facts.gaps == ()
     calls = [len((tmp_path / f"{name}.calls").read_text().splitlines()) for name in ("scontrol", "sacctmgr")]
     assert calls == [3, 2]
-    assert not (tmp_path / "sinfo.calls").exists()
 
 
 def test_what_is_missing_or_refused_is_a_gap_with_its_reason(fake_command: Fake) -> None:
@@ -167,17 +152,8 @@ def test_what_is_missing_or_refused_is_a_gap_with_its_reason(fake_command: Fake)
         "scontrol show node: slurm_load_node error: Access/permission denied",
         "sacctmgr -nP show user: sacctmgr: error: Sending PersistInit msg: Connection refused",
     )
-    assert [(item.name, item.max_nodes) for item in facts.partitions] == [("gpu", 2)], "from sinfo"
+    assert [(item.name, item.nodes) for item in facts.partitions] == [("gpu", ()), ("spare", ()), ("old", ())]
     assert facts.accounts == ()
-
-
-def test_a_site_that_keeps_its_configuration_to_itself_has_a_version(fake_command: Fake) -> None:
-    slurm(fake_command)
-    fake_command("scontrol", "echo 'scontrol: error: not permitted' >&2; exit 1")
-    facts = ask_site(dict(os.environ))
-    assert (facts.version, facts.cluster, facts.max_array_size) == ("23.02.7", "", None)
-    assert [gap.partition(":")[0] for gap in facts.gaps] == ["scontrol show config", "scontrol show partition"]
-    assert [partition.name for partition in facts.partitions] == ["gpu"]
 
 
 def test_a_command_that_was_silent_is_not_asked_again(
@@ -192,13 +168,11 @@ def test_a_command_that_was_silent_is_not_asked_again(
         "scontrol show partition: not asked, since it was silent before",
     )
     assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 1
-    assert [partition.name for partition in facts.partitions] == ["gpu"], "from sinfo"
+    assert facts.partitions == ()
 
 
-@pytest.mark.parametrize("sinfo", ["echo 'gpu|up|1:00:00|1-2|many|16000|(null)|gpu:4|idle|g1'", "echo 'gpu|up'"])
-def test_what_cannot_be_read_is_a_gap(fake_command: Fake, sinfo: str) -> None:
+def test_what_cannot_be_read_is_a_gap(fake_command: Fake) -> None:
     slurm(fake_command, scontrol_node="echo 'NodeName=g1 CPUTot=32x Gres=(null) State=IDLE'")
-    fake_command("sinfo", sinfo)
     facts = ask_site(dict(os.environ))
     assert facts.gaps[0] == "scontrol show: cannot be read: invalid literal for int() with base 10: '32x'"
     assert (facts.version, facts.partitions) == ("24.05.3", ())
@@ -212,7 +186,7 @@ def test_a_silent_scheduler_renews_no_profile_and_is_not_called_absent(
     cluster.main(["discover", "mine"], os.environ)
     profile = tmp_path / "configs" / "clusters" / "mine.yaml"
     before = profile.read_bytes()
-    for name in ("sacctmgr", "scontrol", "sinfo", "srun"):
+    for name in ("sacctmgr", "scontrol", "srun"):
         fake_command(name, "exec sleep 60")
     monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.2)
     with pytest.raises(SchedulerError, match="does not answer"):

@@ -52,17 +52,9 @@ def test_partitions_are_read_with_their_limits_and_nodes(said: dict[str, Any]) -
     assert (high.max_time_min, high.max_nodes, high.accounts, high.qos) == (60, 1, ("vision", "nlp"), ("normal",))
 
 
-def test_sinfo_knows_the_same_nodes_and_limits(said: dict[str, Any]) -> None:
-    found = by_name(read.read_sinfo(said["sinfo"]))
-    nodes = {node.name: (node.cpus, node.gpus, node.up) for node in found["main"].nodes}
-    assert nodes == {"n1": (4, 2, True), "n2": (4, 2, False)}
-    assert (found["main"].default, found["low"].up) == (True, False)
-    assert (found["high"].max_time_min, found["high"].max_nodes, found["main"].max_time_min) == (60, 1, None)
-
-
 def test_the_configuration_is_read(said: dict[str, Any], version: str) -> None:
     config = read.read_config(said["config"])
-    assert (config["SLURM_VERSION"], said["version"].split()[-1]) == (version, version)
+    assert config["SLURM_VERSION"] == version
     assert (read.leading_number(config["KillWait"]), read.leading_number(config["MaxArraySize"])) == (5, 1001)
     assert config["SelectType"] == "select/cons_tres"
     assert config["AccountingStorageEnforce"] == "associations,limits,qos"

@@ -220,7 +220,7 @@ class Scheduler(ABC):
         """Its partitions and their nodes; none where it has no partitions. Raises NoAnswer."""
         return ()
 
-    def questions(self, user: str, account_fields: str, summary_format: str) -> dict[str, tuple[str, ...]]:
+    def questions(self, user: str, account_fields: str) -> dict[str, tuple[str, ...]]:
         """Topic -> the command that shows it."""
         return {}
 

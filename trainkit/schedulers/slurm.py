@@ -75,15 +75,13 @@ class Slurm(base.Scheduler):
                 return max(int(size[1]), 1)
         return _DEFAULT_ARRAY
 
-    def questions(self, user: str, account_fields: str, summary_format: str) -> dict[str, tuple[str, ...]]:
+    def questions(self, user: str, account_fields: str) -> dict[str, tuple[str, ...]]:
         return {
             "config": ("scontrol", "show", "config"),
             "partitions": ("scontrol", "show", "partition", "-o"),
             "nodes": ("scontrol", "show", "node", "-o"),
             "accounts": ("sacctmgr", "-nP", "show", "user", user, "withassoc", f"format={account_fields}"),
             "qos": ("sacctmgr", "-nP", "show", "qos", "format=Name,MaxWall,MaxTRESPU"),
-            "summary": ("sinfo", "-h", "-e", "-o", summary_format),
-            "version": ("sinfo", "--version"),  # which asks nobody
         }
 
     def ask(self, command: Sequence[str], env: Mapping[str, str]) -> process.Answer:

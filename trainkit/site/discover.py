@@ -15,13 +15,11 @@ from pathlib import Path
 
 from trainkit import fileio, process, terminal
 from trainkit.errors import UserError
-from trainkit.ranks import expand
 from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
 from trainkit.site import profile
-from trainkit.site.profile import Account, Dialect, Node, Partition, Qos, SiteFacts, names_in
+from trainkit.site.profile import Account, Dialect, Partition, Qos, SiteFacts, names_in
 
 ACCOUNT_FIELDS = ("User", "DefaultAccount", "Cluster", "Account", "Partition", "QOS")
-SINFO_FORMAT = "%P|%a|%l|%s|%c|%m|%f|%G|%T|%N"
 
 # File systems that other machines see as well. What a disk holds (ext4, xfs) may be exported too: nobody can tell.
 _NETWORK = re.compile(
@@ -70,29 +68,6 @@ def read_qos(text: str) -> tuple[Qos, ...]:
     return tuple(Qos(*row[:3]) for row in rows if len(row) >= 3 and row[0])
 
 
-def read_sinfo(text: str) -> tuple[Partition, ...]:
-    """Partitions from ``sinfo -h -e -o`` `SINFO_FORMAT`: one line for nodes of a kind and a state."""
-    found: dict[str, Partition] = {}
-    for line in text.splitlines():
-        fields = line.strip().split("|")
-        if len(fields) != SINFO_FORMAT.count("|") + 1:
-            continue
-        name, up, limit, size, cpus, memory, features, gres, state, names = fields
-        is_up = not re.match(r"(down|drain|drng|fail|inval|maint|unk|future|planned_down)", state)
-        mem_mb = number if (number := leading_number(memory)) and number > 1 else None
-        kind = (int(cpus.rstrip("+") or 1), profile.count_gpus(gres), is_up, mem_mb, profile.gpu_types(gres))
-        known = found.get(name.rstrip("*"), Partition(name.rstrip("*"))).nodes
-        found[name.rstrip("*")] = Partition(
-            name.rstrip("*"),
-            (*known, *(Node(host, *kind, features=names_in(features)) for host in names and expand(names))),
-            default=name.endswith("*"),
-            max_time_min=profile.limit_minutes(limit),
-            max_nodes=int(largest) if (largest := size.rpartition("-")[2]).isdigit() else None,
-            up=up == "up",
-        )
-    return tuple(found.values())
-
-
 def read_shared_folders(mounts: str) -> tuple[str, ...]:
     """Where file systems are mounted that other machines see too, from ``/proc/self/mounts``."""
     rows = [[*line.split(), "", "", ""] for line in mounts.splitlines()]
@@ -111,7 +86,7 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
     """Everything that this machine and its scheduler tell about the site."""
     user = pwd.getpwuid(os.getuid()).pw_name
     scheduler = batch_here(env) or batch_schedulers()[0]  # its programs are missed by name
-    ask = _Ask(scheduler, scheduler.questions(user, ",".join(ACCOUNT_FIELDS), SINFO_FORMAT), env)
+    ask = _Ask(scheduler, scheduler.questions(user, ",".join(ACCOUNT_FIELDS)), env)
     config = read_config(ask("config"))
     partitions = _partitions(ask)
     nodes = [node for partition in partitions for node in partition.nodes]
@@ -127,7 +102,7 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
         mounts = ""
     return SiteFacts(
         cluster=config.get("ClusterName", ""),
-        version=config.get("SLURM_VERSION", "") or _version(ask),
+        version=config.get("SLURM_VERSION", ""),
         gpu_dialect=dialect,
         partitions=tuple(map(profile.facts_of, partitions)),
         accounts=read_accounts(associations, config.get("ClusterName", "")),
@@ -184,27 +159,12 @@ class _Ask:
 
 
 def _partitions(ask: _Ask) -> tuple[Partition, ...]:
-    """From scontrol; from sinfo, which knows less, where a site does not let its users ask that."""
-
-    def from_scontrol() -> tuple[Partition, ...]:
-        told = ask("partitions")
-        nodes = profile.read_nodes(ask("nodes")) if told else {}
-        return profile.read_partitions(told, nodes) if nodes else ()
-
-    for read, program in ((from_scontrol, "scontrol show"), (lambda: read_sinfo(ask("summary")), "sinfo")):
-        try:
-            if found := read():
-                return found
-        except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
-            ask.gaps.append(f"{program}: cannot be read: {terminal.one_line(error)}")
-    return ()
-
-
-def _version(ask: _Ask) -> str:
-    """As sinfo says it of itself, which asks nobody: ``slurm 23.02.7``; Debian's is ``slurm-wlm 22.05.8``."""
-    command = ask.questions["version"]
-    done = ask.run(command) if ask.is_here(command[0]) else ""
-    return "" if isinstance(done, str) or done.code else (done.out.split() or [""])[-1]
+    partitions = ask("partitions")
+    try:
+        return profile.read_partitions(partitions, profile.read_nodes(ask("nodes"))) if partitions else ()
+    except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+        ask.gaps.append(f"scontrol show: cannot be read: {terminal.one_line(error)}")
+        return ()
 
 
 def _modules(ask: _Ask) -> tuple[str, ...]:
