@@ -36,9 +36,11 @@ PAUSES = (0.0, 2.0, 5.0)
 PATIENCE = (15.0, 30.0, 60.0, 60.0, 60.0)
 """And before those after them, to do what a run is lost without. The controller may be gone: a backup takes over after
 two minutes (SlurmctldTimeout), an upgrade takes as long. One that answers, and refuses, is not asked so long."""
-_GONE = re.compile(
-    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection (refused|timed out)"
-    r"|backup controller|standby mode|gave no answer",
+# What a client of SLURM's says that has sent its request and got no answer, or half of one.
+_NO_ANSWER = re.compile(
+    r"socket timed out|unable to contact|zero bytes|communication|connection (refused|reset|timed out)|broken pipe"
+    r"|transport endpoint|i/o error|failure\)|resource temporarily unavailable|temporarily unable|backup controller"
+    r"|standby mode|gave no answer",
     re.IGNORECASE,
 )
 # What users set for their own eyes: SLURM's programs take from these which jobs are shown or ended, how, and of which
@@ -78,7 +80,7 @@ def persist(
     """
     failure = NoAnswer("")
     for number, pause in enumerate((*PAUSES, *PATIENCE) if patiently else PAUSES):
-        if number >= len(PAUSES) and not _GONE.search(failure.words):
+        if number >= len(PAUSES) and not _NO_ANSWER.search(failure.words):
             break
         time.sleep(pause)
         try:
@@ -156,12 +158,6 @@ SEARCH_PAUSES = (0.0, 2.0, 4.0)
 """Before each look for a job that sbatch has not spoken of, in seconds."""
 _PATH = re.compile(r"(?<![^ ])/")
 _SCRIPT = re.compile(r"/(submit|\.submitit/[^/]+)\.sbatch$")
-# What a client of SLURM's says that has sent its request and got no answer, or half of one.
-_NO_ANSWER = re.compile(
-    r"socket timed out|unable to contact|zero bytes|communication|connection (refused|reset|timed out)|broken pipe"
-    r"|transport endpoint|i/o error|failure\)|resource temporarily unavailable|temporarily unable",
-    re.IGNORECASE,
-)
 
 
 class SbatchError(SchedulerError):
@@ -251,44 +247,36 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
     )
 
 
-# What sbatch says of a job that it does not take -> the options that it may mean.
-_SIZE = ("gpus-per-node", "gres", "constraint", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "nodelist")
-_REFUSALS = {
-    r"account/partition|invalid account": ("account", "partition"),
-    r"accounting/qos policy|association|\w*(qos|assoc)(grp|max|min)\w*": ("qos", "account", "time", "nodes"),
-    r"qos": ("qos",),
-    r"time limit": ("time",),
-    r"feature": ("constraint",),
-    r"memory": ("mem",),
-    r"more processors|cpu count": ("cpus-per-task", "ntasks-per-node", "nodes"),
-    r"gres|generic resource": ("gres", "gpus-per-node"),
-    r"reservation": ("reservation",),
-    r"dependency": ("dependency",),
-    r"license": ("licenses",),
-    r"wckey": ("wckey",),
-    r"array": ("array",),
-    r"mail": ("mail-type", "mail-user"),
-    r"node count": ("nodes",),
-    r"node name|nodelist": ("nodelist", "exclude"),
-    r"node configuration|nodes": (*_SIZE, "exclude"),
-    r"partition": ("partition",),
+# Options -> what sbatch calls them beside their names.
+_SIZES = "processors|cpu count|node configuration"
+_OTHERWISE = {
+    **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), _SIZES),
+    "nodes": f"node count|{_SIZES}",
+    **dict.fromkeys(("gres", "gpus-per-node"), "generic resource|gres|node configuration"),
+    **dict.fromkeys(("nodelist", "exclude"), "node name|node configuration"),
+    **dict.fromkeys(("mail-type", "mail-user"), "mail"),
+    "constraint": "feature|node configuration",
+    "mem": "memory|node configuration",
+    "licenses": "license",
 }
 _TOO_MANY = re.compile(r"submit ?job|job submit limit|jobs? limit|too many|max(jobs|submit)", re.IGNORECASE)
 
 
 def way_out(words: str, plan: Plan) -> str:
     """What to change of a job that sbatch has refused with these words: each option, and who has said it."""
-    named = tuple(re.findall(r"--([a-z][a-z-]+)", words))
-    fits = (options for pattern, options in _REFUSALS.items() if re.search(pattern, words, re.IGNORECASE))
-    options = named or next(fits, ())
-    given = [item for item in plan.directives if item.name in options]
+
+    def is_named(option: str) -> bool:
+        pattern = rf"--{option}\b|{_OTHERWISE.get(option, option if option.isalpha() else '$^')}"
+        return re.search(pattern, words, re.IGNORECASE) is not None
+
+    named = [item for item in plan.directives if is_named(item.name)]
     # What nobody has asked for is rarely it.
-    asked = [item for item in given if item.source.kind not in ("default", "derived", "trainkit")] or given
+    asked = [item for item in named if item.source.kind not in ("default", "derived", "trainkit")] or named
     what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in asked)
     ways = [f"Change {what}."] if what else []
-    if {"account", "qos"} & {*options}:
-        missing = [f"--{name}" for name in ("account", "qos") if name in {*options} - {item.name for item in given}]
-        ways += [f"No {' or '.join(missing)} is given: SLURM takes your default."] if missing else []
+    if is_named("account") or is_named("qos"):
+        missing = {"account", "qos"} - {item.name for item in plan.directives}
+        ways += [f"No --{name} is given: SLURM takes your default." for name in sorted(missing) if is_named(name)]
         ways += ["`python -m jobs.cluster show` lists your accounts and QOS."]
     if _TOO_MANY.search(words):
         ways += ["If you have too many jobs there, wait for some to end."]
