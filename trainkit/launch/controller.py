@@ -42,8 +42,8 @@ from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import TASK
 
-TICK_SECONDS = 0.1
-"""Seconds between two looks at ranks, requests, time limits and output."""
+TICK_SECONDS = 0.05
+"""Seconds between two looks at the ranks, at requests and at output."""
 NOTICE_SECONDS = 2.0
 """After a rank has failed, the others have so long to notice by themselves: their own words help to find the cause."""
 CANCEL_SECONDS = 10.0
@@ -85,15 +85,13 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self._running: set[int] = set()
-        """Indices of those whose end nobody has seen."""
+        self._ended: set[int] = set()
         self._ending = False
         self.deaths: list[Death] = []
         """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
         try:
-            for index, rank in enumerate(ranks):
+            for rank in ranks:
                 self._children.append(_start(rank, cwd))
-                self._running.add(index)
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -105,13 +103,14 @@ class RankGroup:
     def exit_codes(self) -> list[int | None]:
         """Exit code by rank, None while it runs; negative for the signal that killed it."""
         codes = [child.poll() for child in self._children]
-        ended = {index: code for index, code in enumerate(codes) if code is not None and index in self._running}
-        for index in ended:
-            self._running.remove(index)
-            self._kill(index)  # what a rank leaves behind: data loaders of one that was killed
+        ended = [
+            Death(index, code) for index, code in enumerate(codes) if code is not None and index not in self._ended
+        ]
+        for rank in ended:
+            self._ended.add(rank.index)
+            self._kill(rank.index)  # what a rank leaves behind: data loaders of one that was killed
         if not self._ending:
-            deaths = [Death(index, code) for index, code in ended.items() if code]
-            self.deaths += sorted(deaths, key=lambda death: death.code >= 0)
+            self.deaths += sorted((rank for rank in ended if rank.code), key=lambda rank: rank.code >= 0)
         return codes
 
     def signal(self, number: int) -> None:
@@ -122,11 +121,11 @@ class RankGroup:
 
     def wait(self, tick: Callable[[], None] = lambda: None) -> list[int]:
         """Wait until all have ended, and call ``tick`` often. If one fails, end the others within seconds."""
-        failed_at: float | None = None
+        failed_at = math.inf
         while None in (codes := self.exit_codes()):
-            if failed_at is None and any(codes):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > NOTICE_SECONDS:
+            now = time.monotonic()
+            failed_at = min(failed_at, now) if any(codes) else math.inf
+            if now - failed_at > NOTICE_SECONDS:
                 return self.end()
             tick()
             time.sleep(TICK_SECONDS)
@@ -346,15 +345,14 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     """Run what is in FOLDER; 0 if all of it completed."""
     folder, cwd = map(Path, arguments)
     plan = Plan.read(folder / "plan.json")
-    sweep = not (folder / "config.yaml").exists()
+    is_sweep = not (folder / "config.yaml").exists()
     points = sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    runs = points if sweep else [folder]
     states = []
-    print(f"{len(runs)} run{'s' * sweep} on {socket.gethostname()}, process {os.getpid()}")
+    print(f"{'A sweep' if is_sweep else 'A run'} on {socket.gethostname()}, process {os.getpid()}")
     with signal_requests() as requests:
-        for index, path in enumerate(runs):
-            run = RunDir(path.resolve() if sweep else path)
-            job_id = f"{os.getpid()}_{index}" if sweep else str(os.getpid())
+        for index, path in enumerate(points if is_sweep else [folder]):
+            run = RunDir(path.resolve() if is_sweep else path)
+            job_id = f"{os.getpid()}_{index}" if is_sweep else str(os.getpid())
             submission = history_of(run).submission
             if requests.cancel_all or (submission is not None and submission.cancelled):
                 state = "CANCELLED"
