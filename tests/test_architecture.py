@@ -149,6 +149,7 @@ WRITERS = {
     "trainkit.site.node_health": "measures a disk with a file that has no name",
     "trainkit.checkpoint.remote": "second names for files of a checkpoint, in a folder that it has just made",
     "trainkit.distributed.device": "a switch of the kernel in /proc",
+    "trainkit.process": "what a program says, in memory or in a file that has no name",
     "trainkit.ranks.signals": "a file of its own that ranks map into memory; its name is random",
     "trainkit.run.events": "a hard link, which of several at once only one can make",
     "trainkit.run.folder": "the run's own folder, and that of the user's state",

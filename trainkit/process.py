@@ -10,16 +10,16 @@ import atexit
 import gc
 import os
 import re
-import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from trainkit import terminal
 from trainkit.errors import SchedulerError
@@ -32,9 +32,8 @@ _LONGEST_LINE = 100_000
 """Characters: a partition of 10,000 nodes whose names have nothing in common."""
 _LONGEST = 2000
 """Characters of what a program says of its failure: it is shown, and written down."""
-_AT_ONCE = 1 << 16
 _LOOK_SECONDS = 0.1
-"""So often a program is looked at that has ended while another process holds its pipes."""
+"""Between two looks at how much a program has said."""
 _PR_SET_PDEATHSIG = 1
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user says how OpenMP's threads wait; read when torch is loaded."""
@@ -240,72 +239,45 @@ def ask(
         NoProgram: it is not here.
         NoAnswer: it cannot be started, takes too long, or says too much.
     """
-    program, pipe = command[0], subprocess.PIPE
-    try:
-        process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=pipe if text else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
-            start_new_session=True,
-        )  # fmt: skip
-    except FileNotFoundError as error:
-        missing = f"there is no {program} on this machine"
-        words = missing if error.filename == program else f"there is no folder {terminal.one_line(error.filename)}"
-        raise _no_answer(program, words, NoProgram) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in a word
-        raise _no_answer(program, f"{program} cannot be started: {getattr(error, 'strerror', error)}") from None
-    try:
-        out, err = _heard(process, program, text.encode(), PATIENCE_SECONDS if seconds is None else seconds)
-    finally:  # Ctrl-C, too: it does not reach another session
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-        with suppress(subprocess.TimeoutExpired):  # a disk that hangs holds it, and must not hold the caller
-            process.wait(1)
-    return Answer(program, process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+    seconds = PATIENCE_SECONDS if seconds is None else seconds
+    program, until = command[0], time.monotonic() + seconds
+    with _scratch() as given, _scratch() as out, _scratch() as err:
+        given.write(text.encode())
+        given.seek(0)
+        try:
+            process = subprocess.Popen(
+                command, env=env, cwd=cwd, stdin=given, stdout=out, stderr=err, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            missing = f"there is no {program} on this machine"
+            words = missing if error.filename == program else f"there is no folder {terminal.one_line(error.filename)}"
+            raise _no_answer(program, words, NoProgram) from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in a word
+            raise _no_answer(program, f"{program} cannot be started: {getattr(error, 'strerror', error)}") from None
+        try:
+            while process.returncode is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_SECONDS)
+                if sum(os.fstat(file.fileno()).st_size for file in (out, err)) > MOST:
+                    raise _no_answer(program, f"{program} gave no answer in its first {terminal.size(MOST)}")
+                if process.returncode is None and time.monotonic() > until:
+                    raise _no_answer(program, f"{program} gave no answer within {seconds:g} s")
+        finally:  # Ctrl-C, too: it does not reach another session
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a disk that hangs holds it, and must not hold the caller
+                process.wait(1)
+        said = [os.pread(file.fileno(), MOST, 0).decode(errors="replace") for file in (out, err)]
+    return Answer(program, process.returncode, *said)
 
 
-def _heard(process: subprocess.Popen[bytes], program: str, given: bytes, seconds: float) -> tuple[bytes, bytes]:
-    """What the process prints on stdout and on stderr until it ends."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    out, err, until = bytearray(), bytearray(), time.monotonic() + seconds
-    too_slow = _no_answer(program, f"{program} gave no answer within {seconds:g} s")
-    with selectors.DefaultSelector() as ready:
-        ready.register(process.stdout, selectors.EVENT_READ, out)
-        ready.register(process.stderr, selectors.EVENT_READ, err)
-        if process.stdin is not None:
-            os.set_blocking(process.stdin.fileno(), False)
-            ready.register(process.stdin, selectors.EVENT_WRITE)
-        while ready.get_map():
-            has_ended = process.poll() is not None  # asked before the look: what it has said last is there by now
-            if (left := until - time.monotonic()) <= 0:
-                raise too_slow
-            events = ready.select(0 if has_ended else min(left, _LOOK_SECONDS))
-            if has_ended and not events:
-                break
-            for key, _ in events:
-                if key.data is not None:
-                    chunk = os.read(key.fd, _AT_ONCE)
-                    key.data.extend(chunk)
-                    if not chunk:
-                        ready.unregister(key.fileobj)
-                elif process.stdin is not None:
-                    try:
-                        given = given[os.write(key.fd, given) :]
-                    except BrokenPipeError:  # nobody reads it
-                        given = b""
-                    if not given:
-                        ready.unregister(process.stdin)
-                        process.stdin.close()
-            if len(out) + len(err) > MOST:
-                raise _no_answer(program, f"{program} gave no answer in its first {terminal.size(MOST)}")
-    try:
-        process.wait(max(until - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        raise too_slow from None
-    return bytes(out), bytes(err)
+def _scratch() -> IO[bytes]:
+    """A file without a name, in memory where the system has such: the disk may be full.
+
+    A pipe would be open for as long as anything that the program has left running.
+    """
+    return os.fdopen(os.memfd_create("scratch"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
 
 
 def _no_answer(program: str, words: str, kind: type[NoAnswer] = NoAnswer) -> NoAnswer:

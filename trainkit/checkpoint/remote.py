@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any, cast
 
 from trainkit import fileio, terminal
 from trainkit.checkpoint import format
@@ -41,7 +41,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.events import Attempt, Holder, Writer, attempts_that, lease_on
 from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
-from trainkit.run.snapshot import are_of_code, read_code, write_tree
+from trainkit.run.snapshot import LARGEST_CODE, are_of_code, contents, read_code, write_tree
 
 PLACE, POINTERS, CODE = REMOTE.name, "pointers.json", "code.tar.gz"
 _RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
@@ -51,7 +51,7 @@ _RECORDS = (
 )
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _PART = 16 << 20
-_LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE, _MOST_FILES = 1 << 16, 1 << 30, 256 << 20, 20_000
+_LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
 _FETCH_TRIES, _LONGEST_PAUSE = 6, 60.0
 
 
@@ -105,8 +105,11 @@ class Store:
 
     def put(self, file: Path, name: str) -> None:
         """Send a file, which replaces one of that name."""
-        # An error of opening it is not one of the place. The open file is sent, not a link that took its name since.
-        with fileio.open_regular(file) as content:
+        try:
+            content = fileio.open_regular(file)
+        except FileNotFoundError:  # any other error of opening it is not one of the place
+            raise StoreError(f"{file} was deleted meanwhile") from None
+        with content:  # the open file is sent, not a link that took its name since
             opened = f"/dev/fd/{content.fileno()}"
             self._call("put_file", opened, self._path(name), limit=self._slowest_part, **self._put_options)
 
@@ -313,7 +316,8 @@ def fetch_run(url: str, root: Path, *, weights_only: bool = False) -> RunDir:
 
 
 def _fetch_folder(store: Store, path: Path, weights_only: bool) -> None:
-    with _stage(path.with_name(f".{path.name}.fetched"), make_private) as stage:
+    with _stage(path.with_name(f".{path.name}.fetched")) as stage:
+        make_private(stage)
         run = RunDir(stage)
         for name in (*_RUN_FILES, *_RECORDS, PLACE):
             with suppress(AbsentError) if name != "config.yaml" else nullcontext():
@@ -358,8 +362,8 @@ def fetch_checkpoints(store: Store, run: RunDir, *, weights_only: bool = False) 
 
 def _fetch_step(store: Store, folder: Path, step: int, weights_only: bool) -> None:
     record = record_of(store, step)
-    fileio.make_folder(folder, folder.parent)
-    with _stage(folder / ".fetching", lambda stage: fileio.make_folder(stage, folder.parent)) as stage:
+    with _stage(folder / ".fetching") as stage:
+        fileio.make_folder(stage, folder.parent)
         for name, facts in record.files.items():
             if weights_only and name.startswith("optimizer"):
                 continue
@@ -374,10 +378,9 @@ def _fetch_step(store: Store, folder: Path, step: int, weights_only: bool) -> No
 
 
 @contextmanager
-def _stage(folder: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """A new folder for the block to fill and give its name; what the block or a killed process has left is removed."""
+def _stage(folder: Path) -> Iterator[Path]:
+    """The place of a folder for the block to make and fill; what the block or a killed process has left is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    make(folder)
     try:
         yield folder
     finally:
@@ -389,26 +392,25 @@ def unpack_code(packed: bytes, into: Path) -> None:
 
     Raises StoreError for anything else.
     """
-    try:
-        # Unpacked before it is read as a tar file: a header of that may itself be as long as it likes.
-        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as compressed:
-            content = compressed.read(_LONGEST_CODE + 1)
-        left, found = _LONGEST_CODE, dict[str, bytes]()
-        if len(content) > left:
-            raise tarfile.TarError("it is too long")
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:", tarinfo=fileio.TarMember) as archive:
-            members = [item for item in archive if item.isfile()]  # no folders, links and devices
-            for item in members:
-                left -= item.size  # of a sparse one more than its archive holds
-                data = archive.extractfile(item) if left >= 0 and item.name.startswith("code/") else None
-                if data is None:
-                    raise tarfile.TarError(f"{item.name!r:.80}")
-                found[item.name] = data.read()
-        if not are_of_code([item.name.removeprefix("code/") for item in members]) or len(members) > _MOST_FILES:
-            raise tarfile.TarError("its names are no code's")
-    except fileio.BROKEN_TAR as error:
-        raise StoreError(f"{CODE} is not what a run has written ({terminal.one_line(error)})") from None
-    write_tree(found, into, into)
+    if (content := contents(_code_in(packed))) is None:
+        raise StoreError(f"{CODE} is not what a run has written")
+    write_tree(content, into, into)
+
+
+def _code_in(packed: bytes) -> Iterator[tuple[str, IO[bytes]]]:
+    """The files of an archive. Raises ValueError, or what tarfile raises, where it is not one of code."""
+    # Unpacked before it is read as a tar file: a header of that may itself be as long as it likes.
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as compressed:
+        unpacked = compressed.read(_LONGEST_CODE + 1)
+    if len(unpacked) > _LONGEST_CODE:
+        raise ValueError
+    with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:", tarinfo=fileio.TarMember) as archive:
+        items = list(archive)
+        are_files = all(item.isfile() and item.name.startswith("code/") for item in items)  # no links, no devices
+        if not are_files or not are_of_code([item.name.removeprefix("code/") for item in items]):
+            raise ValueError
+        for item in items:
+            yield item.name, cast(IO[bytes], archive.extractfile(item))
 
 
 class Uploads:
@@ -566,25 +568,16 @@ class Uploads:
     def _held(self, record: Record) -> Iterator[Path]:
         """The checkpoint's files by other names of theirs, so that they stay when it is deleted meanwhile."""
         here = format.path_of(self._folder, record.step)
-
-        def make(stage: Path) -> None:
-            with suppress(OSError):  # on a full disk: then it is sent from where it is
-                fileio.make_folder(stage, self._writer.run.path)
-
-        with _stage(self._folder / ".sending", make) as stage:
+        with _stage(self._folder / ".sending") as stage:
             held = stage
             try:
+                fileio.make_folder(stage, self._writer.run.path)
                 for name in record.files:
+                    fileio.open_regular(here / name).close()  # one that is a link has no other name
                     os.link(here / name, stage / name)
-            except OSError:  # a file system without links: it will be tried again, should they go away
+            except OSError:  # a full disk, or a file system without links: they are sent from where they are
                 held = here
-            try:
-                for name in record.files:
-                    if (held / name).is_symlink():
-                        fileio.open_regular(here / name).close()  # raises, and names the file that the user knows
-                yield held
-            except FileNotFoundError as gone:
-                raise StoreError(f"{gone.filename} was deleted meanwhile") from None
+            yield held
 
     def _describe(self) -> None:
         """Send what makes a run folder of it again."""

@@ -15,14 +15,13 @@ import stat
 import sys
 import time
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from trainkit import fileio, importing, process
 from trainkit.config.schema import Config
@@ -50,6 +49,7 @@ _OWN = ("jobs", "trainkit", "configs")
 _PYTHONS = {
     f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
 }
+_BROKEN: tuple[type[Exception], ...] = (zipfile.BadZipFile, RuntimeError, *fileio.BROKEN_TAR)
 _UNUSED_SECONDS = 3600.0
 """The age at which a shared copy of code is removed that no run uses."""
 _LOOKED_AT = 1000
@@ -72,15 +72,16 @@ class Withheld(NamedTuple):
 
 def read_tree(top: Path) -> dict[str, bytes] | None:
     """Every file below a folder but Python's caches; None if there is none, a link, or more than code has."""
-    return _contents(_files_below(top))
+    return contents(_files_below(top))
 
 
 def unpacked(archive: Path) -> dict[str, bytes] | None:
     """The files in an archive of code; None for an archive that `write_code` never makes: it may be a stranger's."""
-    return _contents(_members(archive))
+    return contents(_members(archive))
 
 
-def _contents(files: Iterable[tuple[str, BinaryIO]]) -> dict[str, bytes] | None:
+def contents(files: Iterable[tuple[str, IO[bytes]]]) -> dict[str, bytes] | None:
+    """The files' content by name; None if there are none, more than code has, or an archive of them is broken."""
     room, found = LARGEST_CODE, dict[str, bytes]()
     try:
         for name, file in files:
@@ -89,12 +90,12 @@ def _contents(files: Iterable[tuple[str, BinaryIO]]) -> dict[str, bytes] | None:
             room -= len(found[name])
             if room < 0 or len(found) > MOST_FILES:
                 return None
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError):
+    except _BROKEN:
         return None
     return found or None
 
 
-def _files_below(top: Path) -> Iterator[tuple[str, BinaryIO]]:
+def _files_below(top: Path) -> Iterator[tuple[str, IO[bytes]]]:
     for count, (folder, folders, files) in enumerate(os.walk(top)):
         inside = Path(folder).relative_to(top)
         if (
@@ -108,7 +109,7 @@ def _files_below(top: Path) -> Iterator[tuple[str, BinaryIO]]:
             yield str(inside / name), fileio.open_regular(Path(folder, name))
 
 
-def _members(file: Path) -> Iterator[tuple[str, BinaryIO]]:
+def _members(file: Path) -> Iterator[tuple[str, IO[bytes]]]:
     with fileio.open_regular(file) as content:
         fileio.require_size(content, fileio.MOST_BYTES)  # zipfile reads the list of names whole
         with zipfile.ZipFile(content) as archive:
@@ -117,7 +118,7 @@ def _members(file: Path) -> Iterator[tuple[str, BinaryIO]]:
             if not deflated or len(items) > MOST_FILES or not are_of_code([item.filename for item in items]):
                 raise ValueError
             for item in items:
-                yield item.filename, archive.open(item)  # type: ignore[misc]
+                yield item.filename, archive.open(item)
 
 
 def code_digest(files: Mapping[str, bytes]) -> str:
