@@ -23,7 +23,7 @@ NOTEBOOK = Path(__file__).parents[2] / "jobs" / "notebooks" / "join_colab.ipynb"
     [
         ((), "TOKEN missing."),
         (("data.root=x",), "TOKEN missing."),
-        (("203.0.113.7:4711",), "'203.0.113.7:4711' is neither a token, nor an address, nor a file with one."),
+        (("203.0.113.7:4711",), "There is neither a token nor an address in '203.0.113.7:4711'."),
         ((EXAMPLE[:-1],), f"'{EXAMPLE[:-1]}' is not the address of a peer."),
         ((EXAMPLE, EXAMPLE + "x"), f"'{EXAMPLE}x' is not the address of a peer."),
         (("trainkit1.nonsense",), "This is no token."),

@@ -18,6 +18,7 @@ from trainkit.run.folder import RunDir
 from trainkit.swarm.access import STRIKES, Ban, Bans, Excluded, banned_with, bans_list, read_bans
 from trainkit.swarm.admission import Admission, Member, own_pass, revoked_list
 from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
+from trainkit.swarm.link import Outcome
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.robust import Findings, Round, Sentry, Strikes, Verdict
 
@@ -307,10 +308,10 @@ def test_a_reducer_whose_averages_cannot_be_true_is_banned_by_the_owner(
     watched: Watched, untrue: Verdict | None, judges: bool, banned: bool
 ) -> None:
     watched.sentry = replace(watched.sentry, judges_reducers=judges)
-    told = (untrue,) if untrue else ()
+    told, arrived = (untrue,) if untrue else (), Outcome((1,), (1,), (True,), ("QmEve",))
     for index in range(STRIKES):  # in which she has contributed well
         watched.pending.append(Findings(("QmAnn", "QmEve"), ()))
-        result = Round(3, "average", "", 1.0, drifted=False, reducers=("QmEve",), untrue=told)
+        result = Round(3, "average", "", 1.0, drifted=False, outcome=arrived, untrue=told)
         watched.sentry.after_round(index, PEERS, result)
     assert list(watched.bans.read()) == ["invitation of QmEve"] * banned
     if untrue == LIES:

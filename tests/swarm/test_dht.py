@@ -9,11 +9,10 @@ import signal
 import socket
 import stat
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from hivemind.p2p import PeerID
 from tests.swarm.conftest import Commands, wait_for
 from trainkit.errors import RunFailedError
 from trainkit.swarm import exchange, processes
-from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance, SwarmDHT, Watch, measure_upload, redial
+from trainkit.swarm.dht import SwarmDHT, Watch, measure_upload, redial
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED, PeerProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -67,16 +66,10 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, unanswering: 
             _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 
 
-def test_a_helper_that_lives_gets_more_time_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_that_lives_but_does_not_answer_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.2)
-    for load in (64.0, 0.0):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load * (os.cpu_count() or 1), 0.0, 0.0))
-        asked: Future[str] = Future()
-        timer = threading.Timer(0.8, asked.set_result, ["late"])
-        timer.start()
-        with nullcontext() if load else pytest.raises(RunFailedError, match=f"Its process {os.getpid()} lives"):
-            assert processes.answer_of(asked, "averager", os.getpid()) == "late"
-        timer.join()
+    with pytest.raises(RunFailedError, match=f"Its process {os.getpid()} lives"):
+        processes.answer_of(Future(), "averager", os.getpid())
 
 
 def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
@@ -203,17 +196,6 @@ def test_a_link_is_not_kept_busy_once_enough_is_known(rate: float, enough: float
 @pytest.mark.parametrize(("alive", "known"), [(PEERS[1:], True), ((), False)])
 def test_it_is_sent_to_the_first_that_answers(alive: tuple[str, ...], known: bool) -> None:
     assert bool(Wire(10e6, alive=alive).measured()) == known
-
-
-def test_nobody_may_send_without_end_to_measure_a_link() -> None:
-    allowance, most = Allowance(0.0), SIZES[-1]
-    assert not allowance.takes("anna", most + 1, 0.0)
-    taken = [allowance.takes("anna", most, 0.0) for _ in range(_OF_ONE // most + 1)]
-    assert taken == [True] * (_OF_ONE // most) + [False]
-    assert allowance.takes("ben", most, 0.0)
-    others = [allowance.takes(f"{number}", most, 0.0) for number in range(_OF_ALL // most)]
-    assert sum(others) == _OF_ALL // most - _OF_ONE // most - 1
-    assert allowance.takes("anna", most, 3601.0)
 
 
 # libp2p waits the longer for every vain attempt: it is asked to dial where somebody listens, and nowhere else.

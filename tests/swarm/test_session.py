@@ -28,58 +28,13 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm import session
-from trainkit.swarm.session import code_facts, facts_of, meaning_of, meeting_place, parameters_in, require_same
+from trainkit.swarm.session import code_facts, facts_of, meeting_place, parameters_in, require_same
 from trainkit.swarm.sync import Average, OuterState
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 CONFIG = load("hivemind").config
-
-CODE = b'''
-"""Doubles."""
-@decorated(by=1)
-class A(B):
-    """A class."""
-
-    def double(self, number, *more, key=2.0):  # a comment
-        """Twice."""
-        if (twice := 2 * number) > 5e-1:
-            return f"{twice:>{key}} of {number!r}"
-        with open("x") as file, other():
-            yield from (a for a in file if a)
-        match number:
-            case [1, *rest]:
-                return lambda: -key
-'''
-
-
-def test_comments_docstrings_and_layout_are_no_difference() -> None:
-    bare = CODE.replace(b'"""Doubles."""\n', b"").replace(b"  # a comment", b"").replace(b'        """Twice."""\n', b"")
-    wrapped = bare.replace(b"(a for a in file if a)", b"(\n  a\n  for a in file if a)").replace(b"5e-1", b"0.5")
-    assert meaning_of(CODE) == meaning_of(bare) == meaning_of(wrapped)
-    # By every version of Python.
-    assert hashlib.sha256(meaning_of(CODE)).hexdigest()[:12] == "e2794c120240"
-
-
-@pytest.mark.parametrize(
-    ("was", "becomes"),
-    [
-        (b"2 * number", b"3 * number"),
-        (b"2 * number", b"2 + number"),
-        (b"> 5e-1", b">= 5e-1"),
-        (b"key=2.0", b"key=2"),
-        (b"!r", b""),
-        (b"-key", b"+key"),
-        (b"by=1", b"by=-1"),
-        (b'"x"', b'"y"'),
-        (b"[1, *rest]", b"[1]"),
-    ],
-)
-def test_whatever_changes_what_is_computed_is_a_difference(was: bytes, becomes: bytes) -> None:
-    assert CODE.count(was) == 1
-    assert meaning_of(CODE) != meaning_of(CODE.replace(was, becomes))
-
 
 ROUNDS = [f"swarm/{name}" for name in ("exchange", "link", "messages", "sync", "doctor")]
 
@@ -105,14 +60,10 @@ def test_code_that_decides_what_is_computed_counts_also_a_users_own(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'"""{name}"""\nx = 1\n')
 
-    def changed(text: str) -> list[str]:
-        before = code_facts(tmp_path, ["mine_of_facts:build", "digits"])
-        (tmp_path / f"{file}.py").write_text(text)
-        after = code_facts(tmp_path, ["mine_of_facts:build", "digits"])
-        return [key for key in after if after[key] != before[key]]
-
-    assert changed('"""New words."""\nx = 2\n') == differs
-    assert changed("x = 2  # tried 3\n") == []
+    before = code_facts(tmp_path, ["mine_of_facts:build", "digits"])
+    (tmp_path / f"{file}.py").write_text("x = 2\n")
+    after = code_facts(tmp_path, ["mine_of_facts:build", "digits"])
+    assert [key for key in after if after[key] != before[key]] == differs
 
 
 def test_the_files_that_are_looked_at_exist() -> None:

@@ -28,39 +28,32 @@ _FLUSH_SECONDS = 10
 class _TensorBoard:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
         workarounds.tensorboard_without_tensorflow()
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from torch.utils.tensorboard import FileWriter, summary
+        from torch.utils.tensorboard import SummaryWriter, summary
 
         self._run_dir, self._is_over = run_dir, False
         # In a folder of its own name, or TensorBoard would list the run as ".".
         folder = run_dir.tensorboard / listed_name(run_dir)
         fileio.make_folder(folder, run_dir.path)
-        self._file: Any = FileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
-        if start.resumed_step:
-            # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve
-            # would go back and forth. The resumed step itself was complete.
-            self._file.add_event(Event(session_log=SessionLog(status=SessionLog.START)), start.resumed_step + 1)
-        tags = ["{}/train", "{}/val", *["ema_{}/val"] * (config.train.ema_decay is not None)]
+        # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve would
+        # go back and forth. The resumed step itself was complete.
+        purged = start.resumed_step + 1 if start.resumed_step else None
+        self._writer = SummaryWriter(str(folder), purge_step=purged, flush_secs=_FLUSH_SECONDS)
+        self._file: Any = self._writer.file_writer
+        tags = ["{}/train", "{}/val"] + (["ema_{}/val"] if config.train.ema_decay is not None else [])
         plots = {name: ["Multiline", [tag.format(name) for tag in tags]] for name in (*start.metrics.metrics, "lr")}
-        self._file.add_summary(summary.custom_scalars({"train and val": plots}))
+        self._writer.add_custom_scalars({"train and val": plots})
         judged = dict.fromkeys((start.metrics.headline, "loss"))
         columns = {f"{metric}/{split}": None for split in ("val", "test") for metric in judged}
-        *begin, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
-        for part in begin:
-            self._file.add_summary(part)
-        self._file.flush()
+        experiment, begin, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
+        self._file.add_summary(experiment)
+        self._file.add_summary(begin)
+        self._writer.flush()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         split, step = record["split"], record["step"]
-        # One event for all values: a tenth of the time of as many calls of `SummaryWriter.add_scalar`.
-        values = [
-            Summary.Value(tag=_tag(key, split), simple_value=value)
-            for key, value in record.items()
-            if key not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool)
-        ]
-        self._file.add_summary(Summary(value=values), step, record.get("time"))
+        for key, value in record.items():
+            if key not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(_tag(key, split), value, step, record.get("time"))
         if split == "test":
             self._is_over = True
             if (confusion := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
@@ -68,23 +61,22 @@ class _TensorBoard:
 
     def _show_confusion(self, classes: Sequence[str], counts: Sequence[Sequence[int]], step: int) -> None:
         import numpy as np
-        from torch.utils.tensorboard import summary
 
         shares = np.array(counts) / np.maximum(np.sum(counts, axis=1, keepdims=True), 1)
         side = max(1, 400 // len(classes))  # pixels of a class
         pixels = np.kron(255 - np.rint(255 * shares), np.ones((side, side))).astype(np.uint8)
-        self._file.add_summary(summary.image("confusion/test", pixels, dataformats="HW"), step)
+        self._writer.add_image("confusion/test", pixels, step, dataformats="HW")
         if len(classes) <= _LEGIBLE_CLASSES:
             rows = [[name, *(str(count or "") for count in row)] for name, row in zip(classes, counts, strict=True)]
             table = terminal.markdown_table(["is \\ taken for", *classes], rows)
-            self._file.add_summary(summary.text("confusion/test/table", table), step)
+            self._writer.add_text("confusion/test/table", table, step)
 
     def close(self) -> None:
         if sys.exc_info()[0] is not None:  # closed while an exception passes
             self._file.add_summary(_failed())
         elif self._is_over:  # otherwise a later attempt goes on
             self._file.add_summary(self._succeeded)
-        self._file.close()
+        self._writer.close()
 
 
 def _tag(key: str, split: str) -> str:
@@ -101,14 +93,12 @@ def _hyperparameters(config: Config, start: Start) -> dict[str, float | str]:
 
 def _failed() -> Any:
     """The state of a failed run in the HParams tab; torch's `hparams` knows success only."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_FAILURE, end_time_secs=time.time())
-    data = plugin_data_pb2.HParamsPluginData(session_end_info=end, version=metadata.PLUGIN_DATA_VERSION)
-    about = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
-    tag = metadata.SESSION_END_INFO_TAG
-    return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=about))])
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=end))
+    return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about)])
 
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:

@@ -49,6 +49,18 @@ _REPORTED = 3
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals for the process that trains, which saves then, and tells the client when to end."""
 
+_SETTINGS = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_meta": True,
+    "x_save_requirements": False,
+    "silent": True,
+    "symlink": False,
+    "init_timeout": CLIENT_SECONDS,
+    "finish_timeout": CLIENT_SECONDS,
+}
+
 _CLIENT = (
     "import sys; sys.path = [path for path in sys.path if path]; "
     "from trainkit import importing; importing.installed_first(); "
@@ -162,12 +174,8 @@ class _Wandb:
 
 def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
     """Arguments of `wandb.init`."""
-    off = dict.fromkeys(("save_code", "symlink", "finish_timeout_raises", "x_save_requirements"), False)
-    on = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "x_disable_meta", "silent"), True)
-    seconds = dict.fromkeys(("init_timeout", "finish_timeout"), CLIENT_SECONDS)
     # The use of this host, and of the process that trains. x_disable_machine_info would leave out that, too.
     sampling = max(config.monitor.hardware_every_seconds, 1.0)
-    samples = {"x_stats_pid": os.getpid(), "x_stats_sampling_interval": sampling}
     known = {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
     return {
         "project": os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project,
@@ -177,7 +185,7 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
         "resume": "allow",
         "mode": mode(os.environ, Path.home()),
         "config": training_settings(config, start) | known,
-        "settings": {"console": "off", **off, **on, **seconds, **samples},
+        "settings": {**_SETTINGS, "x_stats_pid": os.getpid(), "x_stats_sampling_interval": sampling},
     }
 
 

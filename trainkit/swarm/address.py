@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import itertools
 import json
 import logging
 import math
@@ -457,42 +456,36 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     if entry.invited:
         grant = entry.own.grant
         yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
-    found = {item: list(_name_and_port(item)) for item in entry.addresses}
-    reached = [item for item, findings in found.items() if not any(finding.exit_code for finding in findings)]
-    for finding in itertools.chain(*found.values()):
+    found = {item: _port(item) for item in entry.addresses}
+    reached = tuple(item for item, finding in found.items() if not finding.exit_code)
+    for finding in found.values():
         # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
         if reached and finding.exit_code:
             finding = replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
         yield finding
     if reached:
-        yield from _swarm(replace(entry, addresses=tuple(reached)), env)
+        yield from _swarm(replace(entry, addresses=reached), env)
 
 
-def _name_and_port(item: str) -> Iterator[Finding]:
-    _, kind, host, _, port, *_ = item.split("/")
-    try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
-        yield Finding("name", f"{host} is not known: {error.strerror}", fix, 2)
-        return
-    if kind.startswith("dns"):
-        yield Finding("name", f"{host} is {found[0][4][0]}")
+def _port(item: str) -> Finding:
+    _, _, host, _, port, *_ = item.split("/")
     began, fix, exit_code = time.monotonic(), "", 1
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         answer, exit_code = f"answers in {1000 * (time.monotonic() - began):.0f} ms", 0
+    except socket.gaierror as error:
+        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
+        return Finding("name", f"{host} is not known: {error.strerror}", fix, 2)
     except TimeoutError:
         answer = f"does not answer within {_CONNECT_SECONDS:.0f} s"
-        fix = "A firewall drops it: let this machine call out to that port, or the other one be called; or try another "
-        fix += "address."
+        fix = "A firewall drops it: let this machine call out to that port, or try another address."
     except ConnectionRefusedError:
         answer = "refuses"
         fix = "Nothing listens there: the run is over or restarting. Ask its creator, or try another address."
     except OSError as error:
         answer, exit_code = f"cannot be called: {error.strerror or error}", 2
         fix = "Look at this machine's network: `ip route get` that address."
-    yield Finding("tcp", f"{host} port {port} {answer}", fix, exit_code)
+    return Finding("tcp", f"{host} port {port} {answer}", fix, exit_code)
 
 
 def _disk(env: Mapping[str, str], parameters: int) -> Finding:

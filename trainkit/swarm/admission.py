@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -123,7 +124,6 @@ class Admission:
         """
         self._board = Board()
         self._known: dict[str, Member] = {}
-        self._verified: dict[tuple[bytes, bytes | None, bool], Member] = {}
         self._board.write(owner=owner.hex() if owner else None, open=open_run, serial=0, revoked=[], banned=[])
 
     @property
@@ -158,7 +158,7 @@ class Admission:
 
     def introduce(self, credential: bytes) -> Member:
         """Learn who a peer is. Raises UntrustedError."""
-        member = self._member_of(credential)
+        member = _member_of(credential, self.owner, self.open_run)
         if why := self._objection(member, time.time()):
             raise UntrustedError(why)
         remember(self._known, member.peer_id, member, _MOST_MEMBERS)
@@ -177,14 +177,16 @@ class Admission:
 
         Raises UntrustedError.
         """
-        member = self._member_of(credential)
+        member = _member_of(credential, self.owner, self.open_run)
         if member.expires < until:
             raise UntrustedError("it outlasts its invitation")
+        if not self._objection(member, time.time()):
+            remember(self._known, member.peer_id, member, _MOST_MEMBERS)
         return member
 
     def names(self) -> dict[str, str]:
-        """Peer id -> name of its invitation, of those whose signature was checked here."""
-        return {member.peer_id: member.name for member in self._verified.values()}
+        """Peer id -> name of its invitation, of those that are known here."""
+        return {member.peer_id: member.name for member in self._known.values()}
 
     def revoke(self, statement: bytes) -> bool:
         """Take over a list of revoked invitations (see `revoked_list`). False if this one is not newer.
@@ -204,17 +206,6 @@ class Admission:
         """From now on exactly these are banned: ids of peers, or of invitations with all who use them."""
         self._board.write(banned=sorted(banned))
 
-    def _member_of(self, credential: bytes) -> Member:
-        """Its signatures are checked once; what may change is not looked at."""
-        key = (credential, self.owner, self.open_run)
-        if (known := self._verified.get(key)) is not None:
-            return known
-        statement = invitations.read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
-        own, public_key = statement.grant, statement.content
-        member = Member(peer_id_of(public_key), own.name, own.role, own.expires, own.id, public_key)
-        remember(self._verified, key, member, _MOST_MEMBERS)
-        return member
-
     def _objection(self, member: Member, now: float) -> str:
         """Why a peer is not welcome (any more); empty if it is."""
         facts = self._board.read()
@@ -226,6 +217,14 @@ class Admission:
         if member.role != "owner" and not {member.peer_id, member.invitation}.isdisjoint(facts["banned"]):
             return "it was banned from this run"
         return ""
+
+
+@lru_cache(maxsize=_MOST_MEMBERS)
+def _member_of(credential: bytes, owner: bytes | None, open_run: bool) -> Member:
+    """Whom a credential is of: its signatures are checked, once; what may change is not looked at."""
+    statement = invitations.read_statement(credential, "peer", owner=owner, open_run=open_run, now=0.0)
+    own, public_key = statement.grant, statement.content
+    return Member(peer_id_of(public_key), own.name, own.role, own.expires, own.id, public_key)
 
 
 def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
@@ -367,35 +366,34 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
         raise UserError("One token at a time.", why=why, fix="Give one token, or addresses alone.")
     if given and not others:
         return by_address(given, name=name)
-    source = text = "".join(others)
-    is_argument = invitations.looks_like(text)
-    if not others:
-        source, text = VARIABLE, env.get(VARIABLE, "")
-        if not text.strip():
-            why = f"Neither a token nor an address was given, and {VARIABLE} is not set."
-            fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
-            raise UserError("TOKEN missing.", why=why, fix=fix)
-    elif text == "-":
-        source, text = "Standard input", sys.stdin.read(_LONGEST_FILE)
-    elif not is_argument and os.path.isfile(text):
-        text = fileio.read_start(Path(text), _LONGEST_FILE, follow=True)
-    else:
-        source = ""
+    source, text = _given(others[0] if others else None, env)
     if invitations.looks_like(text):
         entry = with_token(text, given)
-        if is_argument:
+        if text in others:
             seen = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file"
             print(f"{seen}, or give -.", file=sys.stderr, flush=True)
         return entry
     if there := [item for item in text.split() if address.looks_like(item)]:
         return by_address([*given, *there], name=name)
-    # Not all of what was typed, for it may be most of a secret.
-    what = f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one."
-    if source:
-        what = f"{source} holds neither a token nor an address." if text.strip() else f"{source} is empty."
     why = f"A token begins with {invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}."
     fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
-    raise UserError(what, why=why, fix=fix)
+    raise UserError(f"There is neither a token nor an address in {source}.", why=why, fix=fix)
+
+
+def _given(word: str | None, env: Mapping[str, str]) -> tuple[str, str]:
+    """Where the way in was given, in words, and the text that stands there."""
+    if word is None:
+        text = env.get(VARIABLE, "")
+        if not text.strip():
+            why = f"Neither a token nor an address was given, and {VARIABLE} is not set."
+            fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
+            raise UserError("TOKEN missing.", why=why, fix=fix)
+        return VARIABLE, text
+    if word == "-":
+        return "the standard input", sys.stdin.read(_LONGEST_FILE)
+    if not invitations.looks_like(word) and os.path.isfile(word):
+        return word, fileio.read_start(Path(word), _LONGEST_FILE, follow=True)
+    return repr(terminal.one_line(word, 40)), word  # not all of what was typed: it may be most of a secret
 
 
 def is_setting(word: str) -> bool:

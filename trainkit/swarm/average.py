@@ -211,29 +211,28 @@ class Averaging:
         if ended is None:
             return None
         self._exchange = None
-        (rates, drifted, outcome), average, why = ended
-        took, learned = time.monotonic() - now.began, outcome
+        (rates, drifted, received), average, why = ended
+        took, outcome, false = time.monotonic() - now.began, received, tuple[Verdict, ...]()
         common, given, size = self._common, now.given, self._common.num_parameters
-        reducers: tuple[str, ...] = ()
-        false: tuple[Verdict, ...] = ()
         if average is not None:
-            reducers, false = self._audit(now, rates, outcome, average)
-            outcome = outcome.refusing({verdict.peer for verdict in false}, average, given.vector)
+            false = self._audit(now, rates, received, average)
+            outcome = received.refusing({verdict.peer for verdict in false}, average, given.vector)
             own = whole(float(given.vector[:size].norm()), now.trained) if given.usable else 0.0
             why = objection(average, size, max(own, self._usual_norm))
         if drifted and common.same_weights:
             why = "the others are at another update"
-        arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
         if average is not None and not why:
             used, self._usual_norm = "average", float(average[:size].norm())
-            if false and not any(arrived):
+            step = Average(average, now.next_round, tuple(map(bool, outcome.received)), outcome.counted)
+            if false and not outcome.sources:
                 used, why = "nothing", "all that has arrived was refused"
         else:
-            used = "own" if given.usable and (leads or now.alone) else "nothing"
-            average = given.vector
-            arrived = counted = (used == "own",) * len(given.weights)
-        common.step(Average(average, now.next_round, arrived, counted), given, trained_on=trained_on)
-        advice = self._link.learn(now.sent, learned) if learned.reducers else ""
+            alone = given.usable and (leads or now.alone)
+            used = "own" if alone else "nothing"
+            mine = (alone,) * len(given.weights)
+            step = Average(given.vector, now.next_round, mine, mine)
+        common.step(step, given, trained_on=trained_on)
+        advice = self._link.learn(now.sent, received) if received.reducers else ""
         self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
             group=len(rates) if used == "average" else 0,
@@ -242,29 +241,24 @@ class Averaging:
             samples_per_sec=sum(rates.values()),
             drifted=drifted,
             seconds=took,
-            reducers=reducers,
+            outcome=outcome,
             untrue=false,
             collapsed=given.collapsed,
             advice=advice,
-            parts=sum(outcome.received),
-            expected=sum(outcome.expected),
-            bytes_up=outcome.bytes_up,
-            bytes_down=outcome.bytes_down,
-            late=outcome.late,
         )
 
     def _audit(
         self, now: _Exchange, rates: Mapping[str, float], outcome: Outcome, average: Tensor
-    ) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
-        """The others who have averaged for this peer, and those of them who must not be believed."""
-        own_id, size, member = str(self.averager.peer_id), self._common.num_parameters, self._dht.member
-        came_from = [peer if count else "" for peer, count in zip(outcome.reducers, outcome.received, strict=True)]
-        others = tuple(sorted(set(came_from) - {"", own_id}))
-        if not others or not now.given.usable:
-            return others, ()
+    ) -> tuple[Verdict, ...]:
+        """Who has averaged for this peer and must not be believed; nobody judges the owner."""
+        own_id, size = str(self.averager.peer_id), self._common.num_parameters
+        if not now.given.usable:
+            return ()
+        known = {peer: self._dht.member(peer) for peer in outcome.sources - {own_id}}
+        judged = {own_id, *(peer for peer, member in known.items() if member is None or member.role != "owner")}
+        reducers = [peer if peer in judged & outcome.sources else "" for peer in outcome.reducers]
         slower = slower_than(rates, own_id) / max(now.trained, 0.05)
-        judged = ["" if (one := member(peer)) and one.role == "owner" else peer for peer in came_from]
-        return others, untrue(average, now.given.vector, size, judged, own_id=own_id, slower=slower)
+        return untrue(average, now.given.vector, size, reducers, own_id=own_id, slower=slower)
 
     def _hand_over(self, control: Any, vector: Tensor, sent: Sequence[float]) -> str:
         """Begin the exchange; why that is not possible, or nothing."""

@@ -43,9 +43,9 @@ def cuts(values: int) -> Iterator[slice]:
     return (slice(first, min(first + PART, values)) for first in range(0, values, PART))
 
 
-def coarser(first: Codec, second: Codec) -> Codec:
-    """The one of two codecs that sends fewer bytes."""
-    return max(first, second, key=CODECS.index)
+def halves(part: slice, size: int) -> tuple[slice, slice]:
+    """What lies before position ``size`` of a part, and what from there on; either may be empty."""
+    return slice(part.start, min(part.stop, size)), slice(max(part.start, size), part.stop)
 
 
 def encoded_bytes(values: int, codec: Codec) -> int:
@@ -113,15 +113,19 @@ class Outcome:
     timed_seconds: float = 0.0
     """How long a reducer waited for those parts; of several reducers the longest."""
 
+    @property
+    def sources(self) -> set[str]:
+        """Ids of the peers whose averages have arrived."""
+        return {peer for peer, count in zip(self.reducers, self.received, strict=True) if count}
+
     def refusing(self, peers: Collection[str], average: Tensor, own: Tensor) -> Outcome:
         """As if the averages of these peers had not arrived: there ``average`` becomes this peer's ``own`` again."""
-        for part, peer in zip(cuts(average.numel()), self.reducers, strict=True):
+        received, counted = list(self.received), list(self.counted)
+        for place, (part, peer) in enumerate(zip(cuts(average.numel()), self.reducers, strict=True)):
             if peer in peers:
                 average[part] = own[part]
-        kept = [peer not in peers for peer in self.reducers]
-        received = tuple(count * is_kept for count, is_kept in zip(self.received, kept, strict=True))
-        counted = tuple(is_in and is_kept for is_in, is_kept in zip(self.counted, kept, strict=True))
-        return replace(self, received=received, counted=counted)
+                received[place], counted[place] = 0, False
+        return replace(self, received=tuple(received), counted=tuple(counted))
 
 
 GRACE = 2.0
@@ -184,12 +188,11 @@ def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> 
         upload: bytes per second; None when it is not known.
         values: in the vector.
     """
-    parts, codec = num_parts(values), config.compression
+    parts = num_parts(values)
     if upload is None or upload >= enough(values, config):
-        return Load(codec, parts, parts)
-    codec, budget = coarser(codec, "8bit"), upload * SHARE * config.round_seconds
-    fit = parts if encoded_bytes(values, codec) <= budget else int(budget // encoded_bytes(PART, codec))
-    return Load(codec, max(1, fit), parts)
+        return Load(config.compression, parts, parts)
+    fits = upload * SHARE * config.round_seconds / encoded_bytes(values, "8bit")
+    return Load("8bit", max(1, int(parts * min(fits, 1.0))), parts)
 
 
 # A wait shorter than this says nothing about a link: what was waited for was there already.
@@ -225,7 +228,8 @@ class Link:
 
     def sent(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Those of the parts' weights that are sent in this round, and 0 for the others."""
-        return tuple(weight * is_sent for weight, is_sent in zip(weights, self.load.chosen(self._turn), strict=True))
+        chosen = self.load.chosen(self._turn)
+        return tuple(weight if is_sent else 0.0 for weight, is_sent in zip(weights, chosen, strict=True))
 
     def learn(self, sent: Sequence[float], found: Outcome) -> str:
         """Take note of an exchange. What to tell the person at this machine; empty if nothing changes."""
@@ -271,7 +275,7 @@ def fitted(config: CollaborativeConfig, values: int, upload: float) -> Collabora
     """
     codec, seconds = config.compression, config.round_seconds
     if enough(values, config) > upload:
-        codec = coarser(codec, "8bit")
+        codec = "8bit"
         seconds = max(seconds, float(math.ceil(encoded_bytes(values, codec) / (SHARE * upload))))
     return config.model_copy(update={"compression": codec, "round_seconds": seconds})
 
@@ -306,7 +310,8 @@ def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple
     """
     known = [value for value, does in zip(bandwidths, reduces, strict=True) if does and value]
     usual = statistics.median(known) if known else 1.0
-    found = [(usual if value is None else value) * does for value, does in zip(bandwidths, reduces, strict=True)]
-    if not any(found):
+    rates = [usual if value is None else value for value in bandwidths]
+    usable = [rate if does else 0.0 for rate, does in zip(rates, reduces, strict=True)]
+    if not any(usable):
         raise ValueError("nobody in the group can reduce")
-    return tuple(value / sum(found) for value in found)
+    return tuple(value / sum(usable) for value in usable)

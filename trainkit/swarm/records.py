@@ -61,7 +61,8 @@ class PeerRound:
         """The peers of the average, or why there was none."""
         result = self.result
         if result.used == "average":
-            return f"{result.group} peers averaged, {result.parts} of {result.expected} parts"
+            exchange = result.outcome
+            return f"{result.group} peers averaged, {sum(exchange.received)} of {sum(exchange.expected)} parts"
         if self.peers == 1:
             return "alone"
         if result.used == "own":
@@ -164,8 +165,8 @@ class RoundRecorder:
         if result.collapsed:
             words.append(f"what was learned here is given up: {result.collapsed}")
             self.remark("collapsed", round=number, why=result.collapsed)
-        if result.late:
-            words.append(f"too late: {', '.join(map(self._name, result.late))}")
+        if late := result.outcome.late:
+            words.append(f"too late: {', '.join(map(self._name, late))}")
         if result.drifted:
             words.append("behind the others: taking over their state")
         if self._role != "guest":
@@ -178,7 +179,7 @@ class RoundRecorder:
             self.remark("link", round=number, advice=result.advice)
 
     def _log(self, done: PeerRound, where: Mapping[str, Any]) -> None:
-        result = done.result
+        result, exchange = done.result, done.result.outcome
         self._record.log(
             {
                 **where,
@@ -188,10 +189,10 @@ class RoundRecorder:
                 "images_per_sec": round(done.samples_per_sec, 2) if done.seconds else None,
                 "peers": max(1, result.group),
                 "swarm_images_per_sec": round(result.samples_per_sec, 2),
-                "parts": result.parts,
-                "parts_expected": result.expected,
-                "bytes_up": result.bytes_up,
-                "bytes_down": result.bytes_down,
+                "parts": sum(exchange.received),
+                "parts_expected": sum(exchange.expected),
+                "bytes_up": exchange.bytes_up,
+                "bytes_down": exchange.bytes_down,
                 "exchange_seconds": round(result.seconds, 3),
             }
         )

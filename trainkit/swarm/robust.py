@@ -44,7 +44,7 @@ from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, Bans
 from trainkit.swarm.admission import Member, remember
 from trainkit.swarm.invitations import GUESTS, RANKS, Role, credited
-from trainkit.swarm.link import cuts
+from trainkit.swarm.link import Outcome, cuts, halves
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
 
@@ -399,34 +399,33 @@ def untrue(
     buffers: dict[str, list[slice]] = defaultdict(list)
     for part, reducer in zip(cuts(own.numel()), reducers, strict=True):
         if reducer:
-            split = min(max(part.start, num_parameters), part.stop)
-            parameters[reducer].append(slice(part.start, split))
-            buffers[reducer].append(slice(split, part.stop))
+            in_parameters, in_buffers = halves(part, num_parameters)
+            parameters[reducer].append(in_parameters)
+            buffers[reducer].append(in_buffers)
 
     def both(places: Sequence[slice]) -> list[Tensor]:
         """The average and the own values there; float64, whose squares are finite."""
         return [torch.cat([vector[place] for place in places]).double() for vector in (average, own)]
 
-    slices = {reducer: both(places) for reducer, places in parameters.items()}
-    ratios = {reducer: _length_ratio(*pair) for reducer, pair in slices.items()}
     # What this peer has averaged itself is true: by so much the others' contributions may be longer than its own.
-    allowed = _LONG * max(1.0, slower, ratios.pop(own_id, 0.0))
+    mine = _length_ratio(*both(parameters.pop(own_id))) if own_id in parameters else 0.0
+    longest = _LONG * max(1.0, slower, mine)
     verdicts: list[Verdict] = []
-    for reducer, ratio in ratios.items():
-        (theirs, mine), measured = slices[reducer], both(buffers[reducer])
+    for reducer, places in parameters.items():
+        (theirs, ours), measured = both(places), both(buffers[reducer])
+        ratio, why = _length_ratio(theirs, ours), ""
         action: Action = "dropped"
-        why = ""
         if not all(bool(torch.isfinite(values).all()) for values in (theirs, measured[0])):
             why = "values that are not finite"
         elif _length_ratio(*measured) > _LARGEST_BUFFERS:
             why = "running statistics that nobody has measured"
         elif ratio:
-            cosine = float(theirs @ mine) / (float(theirs.norm()) * float(mine.norm()))
-            if cosine < -(_AGAINST + 3.0 / math.sqrt(mine.numel())):
+            cosine = float(theirs @ ours) / (float(theirs.norm()) * float(ours.norm()))
+            if cosine < -(_AGAINST + 3.0 / math.sqrt(ours.numel())):
                 why = f"the opposite of what it got (cosine {cosine:.2f})"
-            elif ratio > allowed:
+            elif ratio > longest:
                 why = f"an average {ratio:.3g} times longer than usual"
-                action = "dropped" if ratio > _GROSS_LENGTH * allowed else "left out"
+                action = "dropped" if ratio > _GROSS_LENGTH * longest else "left out"
         if why:
             verdicts.append(Verdict(reducer, action, f"as a reducer gave back {why}"))
     return tuple(verdicts)
@@ -490,17 +489,8 @@ class Round:
     """This peer's weights are no longer those of the group."""
     seconds: float = 0.0
     """How long the exchange took, from the end of the round."""
-    parts: int = 0
-    """Contributions to the parts of the average that have arrived here, of ``expected``."""
-    expected: int = 0
-    """Contributions that the peers of the group had announced."""
-    bytes_up: int = 0
-    bytes_down: int = 0
-    """Of the parts alone, see `link.Outcome`."""
-    late: tuple[str, ...] = ()
-    """Ids of peers that this one, as a reducer, has left out of the rest of the round."""
-    reducers: tuple[str, ...] = ()
-    """Ids of the others that have averaged for this peer."""
+    outcome: Outcome = field(default_factory=Outcome)
+    """Of the exchange, without the averages that were not used."""
     untrue: tuple[Verdict, ...] = ()
     """Of those whose averages were not used."""
     collapsed: str = ""
@@ -557,12 +547,14 @@ class Sentry:
     """Takes note of who has contributed to a round."""
     judges_reducers: bool = False
     """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
-    _strikes: Strikes = field(default_factory=Strikes)
-    _as_reducers: Strikes = field(default_factory=Strikes)
-    _enforced: set[str] = field(default_factory=set)
-    _told: set[str] = field(default_factory=set)
-    _began: float = field(default_factory=time.time)
-    _unnamed: dict[str, Counted] = field(default_factory=dict)
+    _as_senders: Strikes = field(default_factory=Strikes, init=False)
+    _as_reducers: Strikes = field(default_factory=Strikes, init=False)
+    _enforced: set[str] = field(default_factory=set, init=False)
+    _told: set[str] = field(default_factory=set, init=False)
+    _began: float = field(default_factory=time.time, init=False)
+    _unnamed: dict[str, Counted] = field(default_factory=dict, init=False)
+    _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
+    _invited: dict[str, str] = field(default_factory=dict, init=False)
 
     def before_round(self, peers: Mapping[str, PeerProgress], round_seconds: float) -> None:
         """Tell the averager what peers can have trained on, by the speed that they have published; before its first
@@ -573,20 +565,17 @@ class Sentry:
 
     def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> None:
         """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
-        invited: dict[str, str] = {}
-
-        def name(peer: str) -> str:
-            said = peers[peer].name if peer in peers else f"..{peer[-6:]}"
-            return terminal.name(credited(invited.get(peer, ""), said))
-
+        self._peers, self._invited = peers, {}
         for found in self.averager.findings():
-            invited |= found.names
-            self._credit(found, peers, name)
-            what = f"{{}} was left out of round {index + 1}"
-            self._judge(found.verdicts, found.members, self._strikes, index, name, what)
+            self._invited |= found.names
+            self._credit(found)
+            self._tell(index, found.verdicts, "{} was left out of round {}")
+            self._ban(index, self._as_senders.note(found.verdicts, found.members))
         if result is not None:
-            what = f"What {{}} has averaged in round {index + 1} is not used"
-            self._judge(result.untrue, result.reducers, self._as_reducers, index, name, what)
+            self._tell(index, result.untrue, "What {} has averaged in round {} is not used")
+            out = self._as_reducers.note(result.untrue, result.outcome.sources)
+            if self.judges_reducers:
+                self._ban(index, out)
         self.look()
 
     def look(self) -> None:
@@ -603,43 +592,38 @@ class Sentry:
         self.enforce(banned)
         self._enforced = set(banned)
 
-    def _judge(
-        self,
-        verdicts: Sequence[Verdict],
-        took_part: Iterable[str],
-        strikes: Strikes,
-        index: int,
-        name: Callable[[str], str],
-        what: str,
-    ) -> None:
+    def _name(self, peer: str) -> str:
+        said = self._peers[peer].name if peer in self._peers else f"..{peer[-6:]}"
+        return terminal.name(credited(self._invited.get(peer, ""), said))
+
+    def _tell(self, index: int, verdicts: Sequence[Verdict], what: str) -> None:
         for verdict in verdicts[:_MOST_EVENTS]:
-            who = name(verdict.peer)
-            self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=who, why=verdict.why, round=index + 1)
+            name = self._name(verdict.peer)
+            self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
             if verdict.action != "clipped":
-                self.say(f"  {what.format(who)}: {verdict.why}")
-        for peer, why in strikes.note(verdicts, took_part).items():
-            if self.judges_reducers or strikes is self._strikes:
-                self._ban(peer, why, index, name(peer))
+                self.say(f"  {what.format(name, index + 1)}: {verdict.why}")
 
-    def _ban(self, peer: str, why: str, index: int, name: str) -> None:
-        if not (out := self.invitation_of(peer)) or out in self.bans.read():
-            return  # nobody can be banned with it; or it is, with another peer of its invitation
-        self.bans.add(Ban(out, name, why))
-        self._told.add(out)
-        self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
-        lift = terminal.command("swarm", "unban", name)
-        self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
+    def _ban(self, index: int, out: Mapping[str, str]) -> None:
+        for peer, why in out.items():
+            banned, name = self.invitation_of(peer), self._name(peer)
+            if not banned or banned in self.bans.read():
+                continue  # nobody can be banned with it; or it is, with another peer of its invitation
+            self.bans.add(Ban(banned, name, why))
+            self._told.add(banned)
+            self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
+            lift = terminal.command("swarm", "unban", name)
+            self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
 
-    def _credit(self, found: Findings, peers: Collection[str], name: Callable[[str], str]) -> None:
+    def _credit(self, found: Findings) -> None:
         """Who has just come may not have told its name yet: its first round is credited with the next one."""
         now: list[Counted] = []
         late, self._unnamed = self._unnamed, {}
         for peer, samples in found.counted.items():
-            counted = Counted(name(peer), samples, found.received.get(peer, 0))
-            if peer in peers or found.names.get(peer, GUESTS) not in (GUESTS, RANKS):
+            counted = Counted(self._name(peer), samples, found.received.get(peer, 0))
+            if peer in self._peers or found.names.get(peer, GUESTS) not in (GUESTS, RANKS):
                 now.append(counted)
             else:
                 self._unnamed[peer] = counted
         if late:
-            self.credit([replace(item, name=name(peer)) for peer, item in late.items()])
+            self.credit([replace(item, name=self._name(peer)) for peer, item in late.items()])
         self.credit(now)

@@ -107,20 +107,20 @@ class _Loop:
 
     def publish(self, done: PeerRound) -> None:
         """Tell the others about this round; they forget it when the next ones bring no news."""
-        peer, result, val = self.peer, done.result, self.peer.progress.val
+        peer, exchange, val = self.peer, done.result.outcome, self.peer.progress.val
         progress = PeerProgress(
             name=peer.spec.name,
             round=done.index,
             samples=done.samples,
             samples_per_sec=done.samples_per_sec,
             loss=fileio.finite(done.metrics.get("loss")) or 0.0,
-            group=result.group,
+            group=done.result.group,
             time=time.time(),
             client=peer.dht.client_mode,
-            parts=result.parts,
-            expected=result.expected,
-            sent=result.bytes_up,
-            received=result.bytes_down,
+            parts=sum(exchange.received),
+            expected=sum(exchange.expected),
+            sent=exchange.bytes_up,
+            received=exchange.bytes_down,
             val_loss=fileio.finite(val.get("loss")),
             val_headline=fileio.finite(val.get(peer.team.judge.metrics.headline)),
             addresses=self.addresses,

@@ -11,7 +11,6 @@ run; a peer that joins compares it with its own before it averages with anybody.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import socket
@@ -229,9 +228,6 @@ _DATA, _CODE = "data", "code of "
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
 _ROUNDS = ("exchange", "link", "messages", "sync")
-# Of a module's syntax tree.
-_HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_MEANS_NOTHING = ("type_comment", "kind", "ctx")
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:
@@ -328,24 +324,7 @@ def code_facts(package: Path, names: Iterable[str]) -> dict[str, str]:
     for module in sorted(name.partition(":")[0] for name in names if ":" in name):
         if (file := plugins.find_module(module)) is not None:
             found[_CODE + module] = [file]
-    return {
-        key: _hash(meaning_of(fileio.read_bytes(file, follow=True)) for file in files) for key, files in found.items()
-    }
-
-
-def meaning_of(source: bytes) -> bytes:
-    """What a module does: without comments, docstrings and layout, and alike for every version of Python."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
-            del node.body[0]
-        elif isinstance(node, ast.JoinedStr):  # of Python 3.12 some end with an empty text
-            node.values = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
-        for name, value in list(ast.iter_fields(node)):
-            # Later versions of Python have more fields; of older code these are empty.
-            if value == [] or (name in _MEANS_NOTHING and value is not None):
-                delattr(node, name)
-    return ast.dump(tree).encode()
+    return {key: _hash(fileio.read_bytes(file, follow=True) for file in files) for key, files in found.items()}
 
 
 def _hash(parts: Iterable[bytes]) -> str:

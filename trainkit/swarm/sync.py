@@ -56,7 +56,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import freeze
 from trainkit.ranks import RankEnv
-from trainkit.swarm.link import cuts, num_parts
+from trainkit.swarm.link import cuts, halves, num_parts
 from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer, lr_at, set_lr
 from trainkit.training.precision import Precision
@@ -250,7 +250,7 @@ class OuterState(CommonState):
         with self.lock:
             for part, is_there in zip(cuts(self.theta.numel()), average.arrived, strict=True):
                 if is_there:
-                    weights, buffers = slice(part.start, min(part.stop, size)), slice(max(part.start, size), part.stop)
+                    weights, buffers = halves(part, size)
                     gradient, momentum = average.vector[weights], self.momentum[weights]
                     momentum.mul_(self.mu).add_(gradient)
                     self.theta[weights] -= self.lr * (gradient + self.mu * momentum)
