@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import NO_ANSWER, Command
+from tests.jobs.conftest import NO_ANSWER, Command, make_run
 from tests.runs import script
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
@@ -158,6 +158,13 @@ def test_a_run_that_a_process_writes_is_not_started_twice(command: Command, stop
     assert (done.code, f"is being written by process {os.getpid()}" in done.err) == (2, True)
     append_event(stopped, "submitted", executor="local", job_id="1", **ProcessId.of(os.getpid()).fields())
     command("resume", "ddp-0001", "--force").refused(2, "jobs.cancel")
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_run_whose_controller_is_gone_is_resumed(command: Command, tmp_path: Path) -> None:
+    gone = ProcessId.of(os.getpid()).fields() | {"process_started": "1"}
+    make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id="1", **gone)
+    command("resume", "ddp-0001", "--executor", "slurm").ok("Submitted job 4711")
 
 
 def test_a_finished_run_is_not_resumed(command: Command, stopped: RunDir) -> None:

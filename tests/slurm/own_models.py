@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,14 +57,17 @@ def paced(info: DataInfo) -> nn.Module:
 
 
 def troubled(info: DataInfo, *, troubles: str = "") -> nn.Module:
-    """Hangs on the last rank, once it trains; ``troubles``: ``hang`` or nothing in attempt 0, 1, ..., with commas."""
+    """Hangs or is killed on the last rank, once it trains; ``troubles``: ``hang,kill`` in attempts 0 and 1."""
     rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
     is_last = rank + 1 == int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
     trouble = dict(enumerate(troubles.split(","))).get(ATTEMPT, "") if is_last else ""
     passes = iter(range(1, 1 << 30))
 
     def fall_into_it() -> None:
-        if torch.is_grad_enabled() and next(passes) == FIRST_TROUBLE and trouble == "hang":
-            time.sleep(600)
+        if torch.is_grad_enabled() and next(passes) == FIRST_TROUBLE:
+            if trouble == "hang":
+                time.sleep(600)
+            elif trouble == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
 
     return Interrupted(info, fall_into_it)

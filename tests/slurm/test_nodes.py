@@ -30,11 +30,14 @@ def nodes(cluster: Cluster, run: Path) -> list[list[str]]:
 
 @pytest.mark.long
 def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster: Cluster) -> None:
-    hanging = ("model.name=own_models:troubled", "model.troubles=hang,hang", "launch.hang_seconds=6")
-    job, enough, _ = devcluster.submit("enough", *TWO_NODES, *hanging, "--exclude", "n4")
-    few_job, few, _ = devcluster.submit("few", *TWO_NODES, *hanging, "--exclude", "n3,n4")
-    assert devcluster.wait(job, timeout=400) == "COMPLETED", devcluster.logs()
-    assert devcluster.wait(few_job, timeout=400) == "COMPLETED", devcluster.logs()
+    troubled = (*TWO_NODES, "model.name=own_models:troubled", "launch.hang_seconds=6")
+    job, enough, _ = devcluster.submit("enough", *troubled, "model.troubles=hang,hang", "--exclude", "n4")
+    few_job, few, _ = devcluster.submit("few", *troubled, "model.troubles=hang,hang", "--exclude", "n3,n4")
+    killed_job, killed, _ = devcluster.submit("killed", *troubled, "model.troubles=hang,kill", "--exclude", "n3,n4")
+    for one in (job, few_job, killed_job):
+        assert devcluster.wait(one, timeout=400) == "COMPLETED", devcluster.logs()
+    hung, died = devcluster.events(killed, "failed")
+    assert ("no progress" in hung["error"], died["attempt"], died["rank"]) == (True, 1, 1)
     assert nodes(devcluster, enough) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
     assert excluded(devcluster, enough) == [("n2", "its ranks were behind in 2 hangs")]
     hang = devcluster.events(enough, "failed")[0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -210,24 +208,3 @@ def test_a_job_that_was_cancelled_before_it_came_ends_before_it_trains(
     devcluster.wait_for("its end", lambda: in_queue(devcluster, run) == [])
     assert devcluster.events(run, "started") == []
     assert "CANCELLED" in devcluster.job("status", "unborn").stdout
-
-
-@pytest.mark.long
-def test_what_a_controller_that_hangs_takes_afterwards_is_the_runs_job(
-    devcluster: Cluster, light: dict[str, str]
-) -> None:
-    """The request waits for it in its socket, while sbatch and squeue time out."""
-    run = devcluster.home / "runs" / "hung"
-    controller = Path(devcluster.env["DEVCLUSTER_DIR"], "run", "slurmctld.pid").read_text().split()[0]
-    env = first_in_path(devcluster, "hung-bin", sbatch=f'kill -STOP {controller}; exec $real "$@"')
-    try:
-        done = submit(devcluster, "hung", *LATER, env={**light, **env}, check=False)
-        assert (done.returncode, "SLURM cannot be asked" in done.stderr) == (4, True)
-        again = devcluster.job("resume", "hung", env=light, check=False)
-        assert (again.returncode, "Socket timed out" in again.stderr) == (2, True)
-    finally:
-        os.kill(int(controller), signal.SIGCONT)
-    devcluster.wait_for("the job", lambda: len(in_queue(devcluster, run)) == 1)
-    assert "PENDING" in devcluster.job("status", "hung").stdout
-    devcluster.job("cancel", "hung")
-    assert in_queue(devcluster, run) == []

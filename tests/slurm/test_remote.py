@@ -131,19 +131,6 @@ def test_a_run_is_submitted_watched_and_reported_from_a_laptop(laptop: Laptop) -
     assert laptop.log.read_text().count("Accepted publickey") == 2
 
 
-def test_a_bench_is_made_and_shown_from_a_laptop(laptop: Laptop) -> None:
-    few = ("--arms", "fp32,bf16", "--rounds", "3", "--updates", "2", "train.global_batch_size=16")
-    told = laptop.job("bench", "amp", "single", "--gpus-per-node", "0", *few, "--wait")
-    assert "Does mixed precision help here? amp, preset single; 1 rank on n1, cpu." in told
-    folder = laptop.newest("bench-amp")
-    assert json.loads(laptop.job("bench", "--show", folder.name, "--json"))["bench"] == "amp"
-    queued = laptop.job("bench", "amp", "single", "--gpus-per-node", "0", *few)
-    second = laptop.newest("bench-amp")
-    assert second != folder
-    assert f"python -m jobs.bench --show {second} --host login:{laptop.there}\n" in queued
-    laptop.job("cancel", second.name)
-
-
 def test_the_guides_commands_for_a_login_node_work_as_they_stand(laptop: Laptop, devcluster: Cluster) -> None:
     (block,) = readme.blocks("login node", readme.SLURM)
     for line in block:

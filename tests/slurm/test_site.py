@@ -56,20 +56,6 @@ def test_a_real_site_tells_everything_and_its_profile_is_one_to_submit_with(
     assert "#SBATCH --mem=16000M\n" in dry.stdout
 
 
-def test_what_test_only_would_take_is_refused_before_it_waits_for_ever(
-    devcluster: Cluster, limits: None, tmp_path: Path
-) -> None:
-    (tmp_path / "sleep.sh").write_text("#!/bin/bash\nsleep 1\n")
-    taken = devcluster.run("sbatch", "--test-only", "-p", "low", "--time=99:00:00", str(tmp_path / "sleep.sh"))
-    assert "to start at" in taken.stderr
-    for flags, words in {
-        ("--time", "99:00:00"): "over the limit of partition 'low'",
-        ("--mem", "64G"): "have 16000 MB each at most",
-    }.items():
-        done = devcluster.job("submit", "ddp", "-p", "low", *flags, check=False)
-        assert (done.returncode, words in done.stderr) == (3, True), done.stderr
-
-
 def test_the_earliest_start_is_the_schedulers_own_for_each_partition(devcluster: Cluster, limits: None) -> None:
     before = devcluster.run("squeue", "-h", "-o", "%i").stdout
     done = devcluster.job("submit", "ddp", "--nodes", "3", "train.global_batch_size=48", "--estimate")

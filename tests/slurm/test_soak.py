@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,12 +26,3 @@ def test_a_run_that_is_interrupted_at_random_ends_as_if_nothing_had_happened(dev
     said: list[str] = []
     assert soak.soak(2, said.append) == [], f"{said}{devcluster.logs()}"
     assert (len(said), soak.resumed) == (2, [])
-
-
-def test_the_soak_sees_a_process_that_is_left_on_a_node(devcluster: Cluster) -> None:
-    devcluster.run(soaked.DEVCLUSTER, "exec", "n4", "sh", "-c", "sleep 77 >/dev/null 2>&1 &")
-    cluster = soaked.Cluster(devcluster.home, devcluster.env, (), NODES)
-    left = [process for process in cluster.processes() if process.command == "sleep 77"]
-    for process in left:
-        os.kill(process.pid, signal.SIGKILL)
-    assert [process.node for process in left] == ["n4"]

@@ -82,3 +82,12 @@ def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster, li
     job = devcluster.sbatch("--nodes=1", script, "ddp", *LIGHT, "model.bad_rank=1", "model.seconds=2", env=light)
     assert devcluster.wait(job) == "FAILED", devcluster.logs()
     assert "ValueError: bad labels" in (run_of(devcluster, job) / "logs" / "0" / "rank-1.err").read_text()
+
+
+def test_a_cancelled_job_of_a_template_is_not_queued_again(devcluster: Cluster, light: dict[str, str]) -> None:
+    script = edited(devcluster, "train.sbatch")
+    job = devcluster.sbatch("--nodes=1", script, "ddp", *LIGHT, "model.seconds=3", env=light)
+    devcluster.wait_for_start(run_of(devcluster, job))
+    devcluster.run("scancel", job)
+    assert devcluster.wait(job) == "CANCELLED", devcluster.logs()
+    assert devcluster.states(job) == ["CANCELLED"], "it saved on SIGTERM, and must not go back into the queue"
