@@ -116,14 +116,16 @@ def test_modules_are_loaded_also_where_the_batch_shell_does_not_know_how(script:
 @pytest.mark.parametrize(
     ("image", "runtime", "executor", "chosen"),
     [
-        ("t.sif", "auto", "slurm", "apptainer"), ("docker://python:3.12", "auto", "slurm", "apptainer"),
+        ("t.sif", "auto", "slurm", "apptainer"),
+        ("docker://python:3.12", "auto", "slurm", "apptainer"),
         ("/images/torch.sqsh", "auto", "slurm", "pyxis"),
         ("nvcr.io#nvidia/pytorch:25.01-py3", "auto", "slurm", "pyxis"),
         ("python:3.12", "apptainer", "slurm", "apptainer"),
         ("nvcr.io/nvidia/pytorch:25.01-py3", "auto", "local", "docker"),
-        ("t.sif", "auto", "local", "apptainer"), ("t.sif", "docker", "slurm", None), ("t.sif", "pyxis", "local", None),
+        ("t.sif", "docker", "slurm", None),
+        ("t.sif", "pyxis", "local", None),
     ],
-)  # fmt: skip
+)
 def test_who_runs_an_image(
     loaded: Load, gpu_site: Site, image: str, runtime: str, executor: str, chosen: str | None
 ) -> None:

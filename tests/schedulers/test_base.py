@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 from tests import light_experiment
 from tests.jobs.conftest import PROJECT, Done
-from tests.runs import last_event
+from tests.runs import last_event, wait_until
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import ProcessId, append_event, history_of, read_events
 from trainkit.run.folder import RunDir
@@ -64,13 +63,6 @@ def forget() -> None:
     base._load.cache_clear()
 
 
-def wait(is_so: Callable[[], object], seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def status(command: Command, run: RunDir) -> dict[str, Any]:
     (found,) = json.loads(command("status", str(run.path), "--json").out)
     return dict(found)
@@ -101,10 +93,10 @@ def test_a_job_waits_with_its_reason_and_is_cancelled(queue: Path, command: Comm
 @pytest.mark.usefixtures("worker")
 def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command: Command, tmp_path: Path) -> None:
     run = submitted(command, tmp_path, SLOW)
-    wait(lambda: last_event(run, "started"))
+    wait_until(lambda: last_event(run, "started"))
     os.killpg(json.loads((queue / "1").read_text())["pid"], signal.SIGUSR2)
-    wait(lambda: history_of(run).finished)
-    wait(lambda: status(command, run)["state"] == "COMPLETED")
+    wait_until(lambda: history_of(run).finished)
+    wait_until(lambda: status(command, run)["state"] == "COMPLETED")
     kinds = [event["event"] for event in read_events(run) if event["event"] not in ("saved",)]
     assert kinds == ["submitted", "started", "handed_back", "requeued", "started", "ended"]
     assert history_of(run).submissions[0].executor == "folder_queue:build"
@@ -113,11 +105,11 @@ def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command
 @pytest.mark.usefixtures("worker")
 def test_a_cancelled_job_is_resumed_as_another_one(queue: Path, command: Command, tmp_path: Path) -> None:
     run = submitted(command, tmp_path, SLOW)
-    wait(lambda: last_event(run, "started"))
+    wait_until(lambda: last_event(run, "started"))
     assert "cancelled job 1" in command("cancel", str(run.path)).out
     done = command("resume", str(run.path))  # which waits for its end
     assert "Submitted job 2" in done.out, done.err
-    wait(lambda: len(read_events(run, "started")) == 2)
+    wait_until(lambda: len(read_events(run, "started")) == 2)
     assert (last_event(run, "started") or {})["step"] > 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import last_event
+from tests.runs import last_event, wait_until
 from trainkit.launch.controller import gpu_mask
 from trainkit.launch.plan import Plan
 from trainkit.run.events import ProcessId, history_of, read_events
@@ -25,12 +25,9 @@ MakeFunction = Callable[[str], Callable[[str], str]]
 SAY_WHO = "json.dump(dict(os.environ), open(run / f'env-{rank}.json', 'w'))"
 
 
-def finish(run: RunDir, seconds: float = 200) -> str:
+def finish(run: RunDir) -> str:
     """Wait for the end of a run's job; its state."""
-    deadline = time.monotonic() + seconds
-    while job_state(run).alive != "no":
-        assert time.monotonic() < deadline, (run.logs / "batch.out").read_text()
-        time.sleep(0.05)
+    wait_until(lambda: job_state(run).alive == "no", 200)
     return job_state(run).state
 
 
@@ -41,13 +38,6 @@ def start(run: RunDir, plan: Plan, function: Callable[[str], str], **env: str) -
     controller = submission.process if submission is not None else None
     assert controller is not None
     return controller
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 200
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
 
 
 def test_two_simulated_nodes_of_two_ranks_each_run_the_snapshot(
@@ -143,7 +133,7 @@ if attempt == '0':
 
 def wait_until_up(run: RunDir, ranks: int) -> None:
     for rank in range(ranks):
-        wait_for(run.path / f"up-0-{rank}")  # each has read its code by then
+        wait_until((run.path / f"up-0-{rank}").exists, 200)  # each has read its code by then
 
 
 def test_a_preempted_run_goes_on_with_its_own_code_though_the_shared_is_gone(

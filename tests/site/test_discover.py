@@ -18,7 +18,7 @@ from trainkit.errors import SchedulerError, UserError
 from trainkit.site import discover as read
 from trainkit.site import profile as kept
 from trainkit.site.discover import ask_site
-from trainkit.site.profile import Account, Qos, SiteFacts, facts_of, read_facts, read_nodes, read_partitions
+from trainkit.site.profile import Account, Qos, facts_of, read_facts, read_nodes, read_partitions
 
 Fake = Callable[[str, str], Path]
 
@@ -198,12 +198,6 @@ def test_a_silent_scheduler_renews_no_profile_and_is_not_called_absent(
     assert profile.read_bytes() == before
 
 
-def test_a_machine_without_slurm_has_nothing_but_gaps(tmp_path: Path) -> None:
-    facts = ask_site({"PATH": str(tmp_path)})
-    assert (facts.version, facts.partitions, facts.containers) == ("", (), ())
-    assert facts.gaps[0] == "scontrol show config: there is no scontrol on this machine"
-
-
 @pytest.mark.parametrize(
     ("config", "node", "dialect"),
     [
@@ -241,11 +235,6 @@ def test_what_is_written_into_a_profile_is_read_back(fake_command: Fake, tmp_pat
     assert read_facts(str(profile)) == facts
     profile.write_text("launch: {partition: gpu}\n")
     assert read_facts(str(profile)) is None, "settings alone know nothing of a site"
-    old = "# ours\nsite:\n  cluster: old\n\n  accounts:\n  - {name: a}\nlaunch: {account: thesis}  # since March\n"
-    new = kept.renewed(old, SiteFacts(cluster="new"))
-    assert new.startswith("# ours\nlaunch: {account: thesis}  # since March\n\n#")
-    assert new.endswith("site: {cluster: new}\n")
-    assert "old" not in new
 
 
 def test_a_damaged_profile_is_refused_at_its_line(tmp_path: Path) -> None:

@@ -92,18 +92,6 @@ def test_code_that_arrives_torn_is_not_run_and_leaves_nothing(there: Host, tmp_p
     assert list(Path(there.folder, ".trainkit/sent").iterdir()) == []
 
 
-def _with_python(folder: Path, text: str) -> bytes:
-    """What a login node says whose Python is this script of the shell."""
-    python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\n{text}\n")
-    python.chmod(0o755)
-    done = _run(script(Host("login", str(folder)), "jobs.status", []))
-    assert done.returncode == 3
-    assert [line.split()[0] for line in done.stderr.decode().splitlines()[1:]] == ["why:", "fix:"]
-    return done.stderr.splitlines()[0]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -112,10 +100,14 @@ def _with_python(folder: Path, text: str) -> bytes:
         ("from importlib import metadata; metadata.version = lambda name: '2.1.0+cu118'", b"there has pydantic 2.1.0"),
     ],
 )
-def test_a_python_that_lacks_something_or_is_too_old_there_is_said(tmp_path: Path, change: str, said: bytes) -> None:
+def test_a_python_that_lacks_something_or_is_too_old_there_is_said(there: Host, change: str, said: bytes) -> None:
     python = shlex.quote(sys.executable)
     changed = f'shift 2; code=$1; shift; exec {python} -c "{change}\n$code" "$@"'
-    assert said in _with_python(tmp_path, changed if change else f'exec {python} -S "$@"')
+    text = changed if change else f'exec {python} -S "$@"'
+    Path(there.folder, ".venv/bin/python").write_text(f"#!/bin/sh\n{text}\n")
+    done = _run(script(there, "jobs.status", []))
+    what, *more = done.stderr.splitlines()
+    assert (done.returncode, said in what, [line.split()[0] for line in more]) == (3, True, [b"why:", b"fix:"])
 
 
 def test_a_machine_without_python_is_said_in_three_lines(tmp_path: Path) -> None:
