@@ -127,7 +127,9 @@ def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: 
     assert tail.read() == [{"step": 2}]
 
 
-def test_on_a_terminal_one_bar_shows_loss_accuracy_and_speed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_bar_shows_loss_and_speed_and_validation_stands_above_it(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -142,7 +144,8 @@ def test_on_a_terminal_one_bar_shows_loss_accuracy_and_speed(run_dir: RunDir, mo
     follow(run_dir, lambda: True)
     shown = terminal.getvalue()
     assert "step 20/40" in shown
-    assert "loss 1.5000  val acc1 98.50 %  2,100 images/s" in shown
+    assert "loss 1.5000  2,100 images/s" in shown
+    assert "val    epoch   1.00  step 20/40  loss 0.2500  acc1 98.50 %" in shown
 
 
 def test_the_summary_names_the_results_and_where_everything_is(run_dir: RunDir) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,8 +26,6 @@ from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
-
     from trainkit.config.schema import Config
 
 _SECTIONS = {"seed", "model", "data", "task", "train", "optim", "schedule", "strategy"}
@@ -231,14 +229,6 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     return words
 
 
-def progress_bar(*first: ProgressColumn | str, **how: Any) -> Progress:
-    """A bar after these columns, then the task's ``text`` and the time to go."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    rest = (BarColumn(bar_width=24), TextColumn("{task.fields[text]}"), TimeRemainingColumn(compact=True))
-    return Progress(*first, *rest, speed_estimate_period=120.0, **how)
-
-
 def record_line(
     record: Mapping[str, Any], metrics: TaskMetrics, *, total_steps: int, eta_seconds: float | None = None
 ) -> str:
@@ -253,6 +243,91 @@ def record_line(
     if eta_seconds is not None:
         words.append(f"ETA {duration(eta_seconds)}")
     return "  ".join(words)
+
+
+class Lines:
+    """A run's progress for a person: one line a record, flushed, so that `logs -f` shows it at once."""
+
+    def __init__(self, total_steps: int, metrics: TaskMetrics) -> None:
+        self.total_steps, self.metrics = total_steps, metrics
+        self._first: tuple[int, float] | None = None  # step and time of this attempt's first record
+
+    def begin(self, total_steps: int) -> None:
+        """Another attempt begins."""
+        self.total_steps, self._first = total_steps, None
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        eta = self._eta(record) if record.get("split") == "train" else None
+        self.say(record_line(record, self.metrics, total_steps=self.total_steps, eta_seconds=eta))
+
+    def log_all(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take records that were read at once."""
+        for record in records:
+            self.log(record)
+
+    def say(self, line: str) -> None:
+        """Show another line."""
+        print(line, flush=True)
+
+    def close(self) -> None: ...
+
+    def _eta(self, record: Mapping[str, Any]) -> float | None:
+        """Seconds to go, at the pace since the first record: the steps before it also paid for warming up."""
+        step, now = record.get("step", 0), record.get("time", 0.0)
+        if self._first is None:
+            self._first = (step, now)
+        done, seconds = step - self._first[0], now - self._first[1]
+        return seconds / done * (self.total_steps - step) if done > 0 and self.total_steps else None
+
+
+class Bar(Lines):
+    """On a terminal: a bar for training, and a line above it for every evaluation.
+
+    No redirection of stdout and no refreshing thread: `breakpoint()` must still find a usable terminal.
+    """
+
+    def __init__(self, total_steps: int, metrics: TaskMetrics, *, resumed_step: int = 0) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        super().__init__(total_steps, metrics)
+        self._progress = Progress(
+            "{task.fields[where]}",
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            speed_estimate_period=120.0,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        where = "waiting for the first step"
+        self._task = self._progress.add_task("", total=None, completed=resumed_step, where=where, text="")
+        self.begin(total_steps)
+        self._progress.start()
+
+    def begin(self, total_steps: int) -> None:
+        super().begin(total_steps)
+        self._progress.update(self._task, total=total_steps or None)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if record.get("split") != "train":
+            super().log(record)
+            return
+        step, text = record.get("step", 0), "  ".join(metric_words(record, self.metrics))
+        where = f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"
+        self._progress.update(self._task, completed=step, where=where, text=text, refresh=True)
+
+    def log_all(self, records: Sequence[Mapping[str, Any]]) -> None:
+        # A thousand old records read at once must not look like a thousand steps a second.
+        super().log_all([record for record in records if record.get("split") != "train"])
+        super().log_all([record for record in records if record.get("split") == "train"][-1:])
+
+    def say(self, line: str) -> None:
+        self._progress.print(line, highlight=False, markup=False)
+        self._progress.refresh()
+
+    def close(self) -> None:
+        self._progress.stop()
 
 
 def setback_line(event: Mapping[str, Any]) -> str | None:

@@ -9,17 +9,17 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
-from trainkit.monitor import duration, number, progress_bar, record_line, setback_line
+from trainkit.monitor import Bar, Lines, duration, setback_line
 from trainkit.run import metrics as run_metrics
 from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import TaskMetrics, described, typed_record
+from trainkit.run.metrics import described, typed_record
 
 _LOOK_SECONDS = 0.2
 _PART_BYTES = 1 << 20
@@ -38,20 +38,21 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
             that was killed leaves no event.
     """
     events, metrics = _RecordTail(run_dir.events, typed_event), _RecordTail(run_dir.metrics, lambda raw: raw)
-    view = _BarView() if sys.stdout.isatty() else _LineView()
-    with view.shown():
+    view = (Bar if sys.stdout.isatty() else Lines)(0, described(run_dir))
+    with closing(view):
         history = events.read()
         since = max((index for index, event in enumerate(history) if event.get("event") == "submitted"), default=0)
         for event in history[:since]:
             if event.get("event") == "started":
-                view.started(event)
+                view.begin(event.get("total_steps", 0))
         story = _Story(view)
         ended, alive = story.show(history[since:]), True
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
             if records := metrics.read():
-                known = described(run_dir)  # it is written before the first record
-                view.records([record for raw in records if (record := typed_record(raw, known)) is not None], known)
+                view.metrics = described(run_dir)  # it is written before the first record
+                typed = (typed_record(raw, view.metrics) for raw in records)
+                view.log_all([record for record in typed if record is not None])
             if ended or not alive:
                 return
             time.sleep(_LOOK_SECONDS)
@@ -134,7 +135,7 @@ class _RecordTail:
 class _Story:
     """The events of a submission, as they are shown."""
 
-    def __init__(self, view: _LineView) -> None:
+    def __init__(self, view: Lines) -> None:
         self._view, self._newest = view, -1
 
     def show(self, events: list[dict[str, Any]]) -> bool:
@@ -149,7 +150,7 @@ class _Story:
                 continue
             if kind == "started":
                 self._newest = max(self._newest, attempt if type(attempt) is int else 0)
-                self._view.started(event)
+                self._view.begin(event.get("total_steps", 0))
             if line := _event_line(event):
                 self._view.say(line)
             if kind == "ended" and event.get("state") == "COMPLETED":
@@ -177,69 +178,6 @@ def _started_line(event: Mapping[str, Any]) -> str:
     if "total_steps" in event:
         words.append(f"{event['total_steps']} steps")
     return ", ".join(words)
-
-
-class _LineView:
-    """For pipes and log files."""
-
-    def __init__(self) -> None:
-        self._total = 0
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        yield
-
-    def started(self, event: dict[str, Any]) -> None:
-        self._total = event.get("total_steps", self._total)
-
-    def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None:
-        for record in batch:
-            self.say(record_line(record, metrics, total_steps=self._total))
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-
-
-class _BarView(_LineView):
-    """One bar: where training is, its loss and speed, and the headline of the newest validation."""
-
-    def __init__(self) -> None:
-        from rich.progress import SpinnerColumn
-
-        self._progress = progress_bar(SpinnerColumn(), "{task.fields[where]}", refresh_per_second=8)
-        self._task = self._progress.add_task("", total=None, where="waiting for the first step", text="")
-        super().__init__()
-        self._loss = self._speed = self._headline = ""
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        with self._progress:
-            yield
-
-    def started(self, event: dict[str, Any]) -> None:
-        super().started(event)
-        self._progress.update(self._task, total=self._total or None)
-
-    def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None:
-        # One update for all of them: a thousand old records read at once must not look like a thousand steps a second.
-        for record in batch:
-            split = record.get("split")
-            if split == "train":
-                self._loss = f"loss {number(record.get('loss'), '.4f')}"
-                if "images_per_sec" in record:
-                    self._speed = number(record["images_per_sec"], ",.0f", " images/s")
-            elif split == "val" and metrics.headline in record:
-                self._headline = f"val {metrics.words(metrics.headline, record[metrics.headline])}"
-            elif split == "test":
-                self.say(record_line(record, metrics, total_steps=record.get("step", 0)))
-        if batch:
-            step = batch[-1].get("step", 0)
-            where = f"step {step}" + (f"/{self._total}" if self._total else "")
-            text = "  ".join(filter(None, (self._loss, self._headline, self._speed)))
-            self._progress.update(self._task, completed=step, where=where, text=text)
-
-    def say(self, line: str) -> None:
-        self._progress.print(line, highlight=False, markup=False)
 
 
 @dataclass
