@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainkit.site.node_health import culprits, findings, slow, table
+from trainkit.site.node_health import culprits, findings, table
 
 Report = dict[str, Any]
-FAST = {"gb_s": 10.0, "there": 12.0, "back": 11.0}
+FAST = {"gb_s": 10.0}
 
 
 def a_report(*nodes: str) -> Report:
@@ -109,9 +109,7 @@ def _slow_between(report: Report, *ranks: int, **speeds: Any) -> None:
     [
         (4, [((2,), {"gb_s": 0.5})], ["n3"]),  # what all slow links have in common
         (4, [((1,), {"gb_s": 0.5}), ((2,), {"gb_s": 0.5})], ["n2", "n3"]),
-        (2, [((0, 1), {"gb_s": 0.5, "back": 0.3})], ["n2"]),  # who sends slowly
-        (2, [((0, 1), {"gb_s": 0.002, "there": 0.002, "back": 0.002})], ["n1", "n2"]),  # nobody can tell
-        (2, [((0, 1), {"gb_s": 0.002, "there": 0.002, "back": 1.0})], ["n1"]),
+        (2, [((0, 1), {"gb_s": 0.002})], ["n1", "n2"]),  # nobody can tell
     ],
 )
 def test_the_node_that_slow_links_have_in_common_is_named(
@@ -132,10 +130,6 @@ def test_a_node_that_nobody_reaches_is_named_with_what_was_said() -> None:
     found = findings(report)
     assert culprits(found) == ["n2"]
     assert "Connection timed out" in found[0].what
-
-
-def test_all_ranks_together_are_not_measured_by_what_one_sends_alone() -> None:
-    assert slow([{"gb_s": 0.4, "there": 1.4, "back": 2.4}, {"gb_s": 0.5, "there": 1.5, "back": 2.0}]) == []
 
 
 def test_the_table_says_the_verdict_of_every_node_and_what_to_do() -> None:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
@@ -47,88 +46,53 @@ _REPEATS = 3
 """The best of so many counts: a machine that does something else for a moment is not a slow link."""
 
 
-class Group:
-    """Some ranks, by their global numbers, that talk over a process group of their own: one that breaks takes no other
-    with it."""
+def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
+    """Bus bandwidth of an all-reduce among ``size`` ranks, in GB/s, as nccl-tests count it: 2 (n - 1) / n of the bytes.
 
-    def __init__(self, store: Store, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> None:
-        self._rank, self._size = list(ranks).index(rank), len(ranks)
-        self._device, self._gpu = device, device.type == "cuda"
-        kind: Any = c10d.ProcessGroupNCCL if self._gpu else c10d.ProcessGroupGloo
-        self._group = kind(PrefixStore(name, store), self._rank, self._size, _GPU_TIMEOUT if self._gpu else _TIMEOUT)
-
-    def all_reduce_gb_s(self) -> float:
-        """Bus bandwidth of an all-reduce, in GB/s, as nccl-tests count it: 2 (n - 1) / n of the bytes."""
-        return self._gb_s(self._timed_all_reduce) * 2 * (self._size - 1) / self._size
-
-    def one_way_gb_s(self, sender: int, receiver: int) -> float:
-        """What the group's rank ``sender`` can send to ``receiver``, in GB/s; for those two; 0.0 for the others."""
-        if self._rank not in (sender, receiver):
-            return 0.0
-        other = receiver if self._rank == sender else sender
-        return self._gb_s(lambda size: self._timed_message(size, other, sends=self._rank == sender))
-
-    def _gb_s(self, timed: Callable[[int], float]) -> float:
-        """The best of all sizes; ``timed`` gives seconds of one, the same on all ranks."""
-        size, best = _SMALLEST, 0.0
-        timed(size)  # connections are made by the first
-        while True:
-            seconds = min(timed(size) for _ in range(_REPEATS))
-            best = max(best, size / seconds / 1e9)
-            if seconds >= _LONG_ENOUGH or size >= (_LARGEST_GPU if self._gpu else _LARGEST):
-                return best
-            size *= 4
-
-    def _timed_all_reduce(self, size: int) -> float:
-        """Seconds on the slowest of the ranks."""
-        message, options = torch.zeros(size // 4, device=self._device), c10d.AllreduceOptions()
-        began = time.perf_counter()
-        self._group.allreduce([message], options).wait()
-        seconds = self._seconds_since(began)
-        options.reduceOp = c10d.ReduceOp.MAX
-        self._group.allreduce([seconds], options).wait()
-        return float(seconds.item())
-
-    def _timed_message(self, size: int, other: int, *, sends: bool) -> float:
-        """Seconds on the rank that receives it, which tells the sender."""
-        message = torch.zeros(size // 4, device=self._device)
-        began = time.perf_counter()
-        if sends:
-            seconds = torch.zeros(1, device=self._device)
-            self._group.send([message], other, 0).wait()
-            self._group.recv([seconds], other, 0).wait()
-        else:
-            self._group.recv([message], other, 0).wait()
-            seconds = self._seconds_since(began)
-            self._group.send([seconds], other, 0).wait()
-        return float(seconds.item())
-
-    def _seconds_since(self, began: float) -> Tensor:
-        if self._gpu:
-            torch.cuda.synchronize(self._device)
-        return torch.tensor([time.perf_counter() - began], device=self._device)
-
-
-def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, device: torch.device) -> dict[str, Any]:
-    """Bandwidth among the ranks of one node, or of two: all-reduce over all of them, and one way between two nodes.
-
-    Returns ``gb_s`` and, for two nodes, ``there`` and ``back``; or ``error``.
+    The best of all sizes of a message, each by the slowest of the ranks.
     """
-    ranks = [each for node in nodes for each in node]
+    best, number, largest = 0.0, _SMALLEST, _LARGEST_GPU if device.type == "cuda" else _LARGEST
+    _timed_all_reduce(group, number, device)  # connections are made by the first
+    while True:
+        seconds = min(_timed_all_reduce(group, number, device) for _ in range(_REPEATS))
+        best = max(best, number / seconds / 1e9)
+        if seconds >= _LONG_ENOUGH or number >= largest:
+            return best * 2 * (size - 1) / size
+        number *= 4
+
+
+def _timed_all_reduce(group: Any, number: int, device: torch.device) -> float:
+    """Seconds that so many bytes take on the slowest of the ranks."""
+    message, options = torch.zeros(number // 4, device=device), c10d.AllreduceOptions()
+    began = time.perf_counter()
+    group.allreduce([message], options).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = torch.tensor([time.perf_counter() - began], device=device)
+    options.reduceOp = c10d.ReduceOp.MAX
+    group.allreduce([seconds], options).wait()
+    return float(seconds.item())
+
+
+def measure(store: Store, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> dict[str, Any]:
+    """Bandwidth among some ranks, by their global numbers, one of which is ``rank``: ``gb_s``, or ``error``.
+
+    They talk over a process group of their own: one that breaks takes no other with it.
+    """
     found: dict[str, Any] = {}
 
     def work() -> None:
         try:
-            if device.type == "cuda":
+            is_gpu = device.type == "cuda"
+            kind: Any = c10d.ProcessGroupNCCL if is_gpu else c10d.ProcessGroupGloo
+            if is_gpu:
                 torch.cuda.set_device(device)  # of this thread
             store.set(f"{name}/here/{rank}", "1")
             store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
-            group = Group(store, name, ranks, rank, device)
-            measured = {"gb_s": group.all_reduce_gb_s()}
-            if len(nodes) == 2:
-                second = len(nodes[0])
-                measured |= {"there": group.one_way_gb_s(0, second), "back": group.one_way_gb_s(second, 0)}
-            found.update({key: round(value, 4) for key, value in measured.items()})
+            group = kind(
+                PrefixStore(name, store), list(ranks).index(rank), len(ranks), _GPU_TIMEOUT if is_gpu else _TIMEOUT
+            )
+            found["gb_s"] = round(all_reduce_gb_s(group, len(ranks), device), 4)
         except (RuntimeError, OSError, RunFailedError) as error:  # gloo and NCCL raise the first for everything
             found["error"] = f"{str(error).splitlines()[0][:200]} ({socket.gethostname()})"
 
@@ -231,7 +195,7 @@ def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int
     found = matmul_check(device) | {"device": name}
     number = next(number for number, ranks in enumerate(nodes) if me in ranks)
     if len(nodes[number]) > 1:
-        found["inside"] = measure(store, f"inside/{number}", [nodes[number]], me, device)
+        found["inside"] = measure(store, f"inside/{number}", nodes[number], me, device)
     store.set(f"found/{me}", json.dumps(found))
     report["pairs"] = _pairs(store, me, nodes, device)
 
@@ -294,8 +258,8 @@ def _pairs(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], device: 
     found: list[dict[str, Any]] = []
     for number, pairs in enumerate(rounds(len(nodes))[:_ROUNDS]):
         for a, b in pairs:
-            if me in (*nodes[a], *nodes[b]):
-                result = measure(store, f"pair/{a}/{b}", [nodes[a], nodes[b]], me, device)
+            if me in (ranks := [*nodes[a], *nodes[b]]):
+                result = measure(store, f"pair/{a}/{b}", ranks, me, device)
                 if me == nodes[a][0]:
                     store.set(f"pair/{number}/{a}/{b}", json.dumps(result))
         if me == 0:

@@ -33,8 +33,8 @@ CLOCK_SECONDS = 1.0
 """Farther from the others' a clock is wrong: file times and certificates depend on it."""
 FREE_MB, FREE_SHM_MB, FREE_INODES = 512, 64, 1000
 FREE_MEMORY_MB = 1024
-SLOW, SLOW_ONE_WAY = 0.2, 0.1
-"""A link with less of the best one's bandwidth is slow; one way with less of that, as a busy machine is seen more."""
+SLOW = 0.2
+"""A link with less of the best one's bandwidth is slow."""
 SLOWEST_GB_S = 0.01
 """100 Mbit/s: less is slow whatever the others have."""
 _STRANGERS_MB = 1024
@@ -146,16 +146,8 @@ def _products(report: Mapping[str, Any]) -> list[Finding]:
 
 def slow(pairs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Of the pairs of nodes that have been measured those whose link is slow or broken."""
-    # Each way of counting by itself: all ranks of two nodes share what one rank of each has when it sends alone.
-    best = {key: max((pair[key] for pair in pairs if key in pair), default=0.0) for key in ("gb_s", "there", "back")}
-    best["there"] = best["back"] = max(best["there"], best["back"])
-    least = {"gb_s": SLOW, "there": SLOW_ONE_WAY, "back": SLOW_ONE_WAY}
-    return [
-        pair
-        for pair in pairs
-        if "error" in pair
-        or any(pair[key] < max(SLOWEST_GB_S, part * best[key]) for key, part in least.items() if key in pair)
-    ]
+    least = max(SLOWEST_GB_S, SLOW * max((pair.get("gb_s", 0.0) for pair in pairs), default=0.0))
+    return [pair for pair in pairs if pair.get("gb_s", 0.0) < least]
 
 
 def _links(report: Mapping[str, Any]) -> list[Finding]:
@@ -168,11 +160,8 @@ def _links(report: Mapping[str, Any]) -> list[Finding]:
         blamed = {rank: count for rank, count in counts.items() if rank not in good} or counts
         worst = [rank for rank, count in blamed.items() if count == max(blamed.values())]
         own = [pair for pair in left if not {*map(str, pair["ranks"])}.isdisjoint(worst)]
-        if len(worst) > 1 and len(own) == 1:  # two nodes alone: who sends slowly is named, if only one does
+        if len(worst) > 1 and len(own) == 1:  # two nodes alone
             nodes = [names[str(rank)] for rank in own[0]["ranks"]]
-            there, back = own[0].get("there"), own[0].get("back")
-            if there is not None and back is not None and min(there, back) < SLOW_ONE_WAY * max(there, back):
-                nodes = nodes[:1] if there < back else nodes[1:]
             words = f"{_speed(own[0], names)}; a check of three nodes would tell whose link it is"
         else:
             nodes = [names[worst[0]]]
@@ -185,10 +174,8 @@ def _links(report: Mapping[str, Any]) -> list[Finding]:
 
 def _speed(pair: Mapping[str, Any], names: Mapping[str, str]) -> str:
     words = " - ".join(names[str(rank)] for rank in pair["ranks"])
-    if "error" in pair:
-        return f"{words}: {pair['error']}"
-    ways = f" (there {pair['there']:.3f}, back {pair['back']:.3f})" if "there" in pair else ""
-    return f"{words}: {pair['gb_s']:.3f} GB/s{ways}"
+    speed = pair.get("error") or f"{pair['gb_s']:.3f} GB/s"
+    return f"{words}: {speed}"
 
 
 def table(report: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
