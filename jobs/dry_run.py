@@ -60,7 +60,7 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
     precision, memory = _precision(plan, config), _memory(plan, config, known)
     if strategy_traits(config.strategy.name).loop == "collaborative":
         return [precision, memory]
-    return [_steps(config), precision, *_batches(plan, config, known), memory]
+    return [_steps(config), precision, memory]
 
 
 def _steps(config: Config) -> Row:
@@ -82,18 +82,6 @@ def _precision(plan: Plan, config: Config) -> Row:
     elif value == "auto":
         value, why = auto_precision(None), f"this machine's; auto is {ON_CPUS}"
     return "precision", value, DERIVED, why
-
-
-def _batches(plan: Plan, config: Config, micro: int | None) -> list[Row]:
-    share = config.train.global_batch_size // plan.world_size
-    of = f"{config.train.global_batch_size} / {plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    if micro is None:
-        why = f"the largest that fits, and divides {share} ({of}), is found before the first update"
-        return [(name, "auto", DERIVED, why) for name in ("micro_batch_size", "grad_accum_steps")]
-    return [
-        ("micro_batch_size", str(micro), DERIVED, f"of the {share} samples of a rank's share ({of})"),
-        ("grad_accum_steps", str(share // micro), DERIVED, f"{share} / {micro}"),
-    ]
 
 
 def _memory(plan: Plan, config: Config, micro: int | None) -> Row:

@@ -16,12 +16,11 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainkit import fileio, terminal
-from trainkit.errors import RunFailedError, UserError
+from trainkit.errors import RunFailedError
 from trainkit.site.ssh import Host, Word, run_there, script
 
 if TYPE_CHECKING:
@@ -114,26 +113,27 @@ def submit(
 
     args = parser.parse_intermixed_args(list(argv))
     there, presets = Host.parse(args.host), dict[str, str]()
-    changed: dict[str, str | Word] = {}  # argument -> its value there
-    more: list[Word] = []
-    if args.run_dir is not None and not args.run_dir.is_absolute():
-        changed["run_dir"] = Word(str(args.run_dir))
+    preset: str | Word = args.preset
+    more: list[str | Word] = []  # the last word on a flag counts
     for loaded in loadeds:
         refuse_settings(loaded)
     if loadeds:
         if text := _standing_alone(find_preset(args.preset)):
-            changed["preset"] = name = f"configs/{loadeds[0].name}.yaml"
-            presets[name] = text
+            preset = f"configs/{loadeds[0].name}.yaml"
+            presets[preset] = text
         root = loadeds[0].config.data.root
-        more = [Word(root, before="data.root=")] * (not Path(root).expanduser().is_absolute())
+        more += [Word(root, before="data.root=")] * (not Path(root).expanduser().is_absolute())
     elif not Path(args.preset).expanduser().is_absolute():
-        changed["preset"] = Word(args.preset)
+        preset = Word(args.preset)
+    if args.run_dir is not None and not args.run_dir.is_absolute():
+        more += ["--run-dir", Word(str(args.run_dir))]
     profile = Path(args.cluster or "")
     if profile.suffix in (".yaml", ".yml") and profile.is_file():
-        changed["cluster"] = name = f"configs/clusters/{profile.name}"
+        name = f"configs/clusters/{profile.name}"
+        more += ["--cluster", name]
         presets[name] = fileio.read_text(profile, follow=True)
     sent = _snapshot(presets, loadeds[0].config.plugin_names() if loadeds else ())
-    words = [*_words_there(parser, _without_host(argv), changed), *more]
+    words = [*_with_preset(parser, _without_host(argv), args.preset, preset), *more]
     try:
         return run_there(there, script(there, f"jobs.{verb}", words, sent=sent), env, _show, content=sent)
     except KeyboardInterrupt:
@@ -154,27 +154,16 @@ def _without_host(argv: Sequence[str]) -> list[str]:
     return [word for word in words if word != "--host" and not word.startswith("--host=")]
 
 
-def _words_there(
-    parser: argparse.ArgumentParser, words: Sequence[str], changed: Mapping[str, str | Word]
-) -> Iterator[str | Word]:
-    """A command line with other values of some arguments. Which word is one, the parser knows: others may be alike."""
+def _with_preset(
+    parser: argparse.ArgumentParser, words: Sequence[str], preset: str, there: str | Word
+) -> list[str | Word]:
+    """A command line with another preset. Which word is the preset, the parser knows: others may be alike."""
     probe = "/a word of its own"
-    of_word: dict[int, str] = {}
     for index, word in enumerate(words):
-        flag, equals, _ = word.partition("=")
-        if word.startswith("-") and not equals:
-            continue
-        tried = [*words[:index], f"{flag}={probe}" if word.startswith("-") else probe, *words[index + 1 :]]
-        with suppress(UserError):
-            given = vars(parser.parse_intermixed_args(tried))
-            of_word.update((index, argument) for argument in changed if str(given[argument]) == probe)
-    for index, word in enumerate(words):
-        if index not in of_word:
-            yield word
-            continue
-        if word.startswith("-"):
-            yield word.partition("=")[0]
-        yield changed[of_word[index]]
+        before, after = words[:index], words[index + 1 :]
+        if word == preset and parser.parse_intermixed_args([*before, probe, *after]).preset == probe:
+            return [*before, there, *after]
+    return [*words]
 
 
 def _standing_alone(preset: Path) -> str | None:

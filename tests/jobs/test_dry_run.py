@@ -64,9 +64,9 @@ def test_what_a_dry_run_expects_is_what_the_run_does_and_takes(expected: Expecte
     [
         (["train.max_steps=7"], "total_steps", "7", "train.max_steps"),
         (["train.early_stopping_patience=2"], "total_steps", "380", "fewer if it stops early"),
-        (["train.micro_batch_size=auto"], "grad_accum_steps", "auto", "found before the first update"),
-        (["train.micro_batch_size=16", "--nodes", "2"], "grad_accum_steps", "2", "32 / 16"),
-        (["--nodes", "2"], "micro_batch_size", "32", "(64 / 2 ranks)"),
+        (["train.micro_batch_size=auto"], "micro_batch_size", "auto", "found before the first update"),
+        (["train.micro_batch_size=16", "--nodes", "2"], "grad_accum_steps", "2", "64 / (2 x 16)"),
+        (["--nodes", "2"], "micro_batch_size", "32", "whole share in one pass"),
         (["train.precision=fp32"], "precision", "fp32", "train.precision"),
     ],
 )

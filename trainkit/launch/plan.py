@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 from trainkit import fileio, terminal
 from trainkit.config.checks import check_strategy, holds, strategy_traits
 from trainkit.config.loading import Loaded, Source, flatten
+from trainkit.config.schema import LaunchConfig
 from trainkit.config.slurm_options import objection, time_minutes
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.containers import Container, container_of, is_file
@@ -319,7 +320,8 @@ def require_container(loaded: Loaded, container: Container, facts: SiteFacts, sc
 
 def plan_rows(plan: Plan) -> list[Row]:
     """Value, source and reason of everything that the plan decided."""
-    named_items = [(f"launch.{item.name}", item) for item in plan.decisions]
+    settings = LaunchConfig.model_fields  # the rest follows from them
+    named_items = [(f"launch.{item.name}" if item.name in settings else item.name, item) for item in plan.decisions]
     named_items += [(f"#SBATCH --{item.name}", item) for item in plan.directives]
     return [(name, _text(item.value), str(item.source), item.reason) for name, item in named_items]
 
