@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -311,7 +310,7 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
         return code
     except TrainkitError as error:
         if isinstance(error, UserError):
-            error.fix = _as_typed_in(sys.argv[1:], error.what) or error.fix
+            error.fix = _to_type_anew(sys.argv[1:], error.what) or error.fix
         print(terminal.as_started(terminal.lines(str(error))), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -321,18 +320,13 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
         return 0
 
 
-_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
-_QUOTES = "\u2018\u2019\u201a\u201c\u201d\u201e\u00ab\u00bb\u200b\ufeff"
-_PLAIN = str.maketrans(_DASHES, "-" * len(_DASHES), _QUOTES)
+_PRETTY = re.compile("[\u2010-\u201f\u2212\u00a0\u00ab\u00bb\u200b\ufe58\ufe63\ufeff\uff01-\uff5e]")
+"""What text processors make of dashes, quotes and spaces."""
 
 
-def _as_typed_in(arguments: Sequence[str], complaint: str) -> str:
-    """Suggest the plain form of a mistyped word whose dashes, quotes or spaces a text processor has replaced."""
+def _to_type_anew(arguments: Sequence[str], complaint: str) -> str:
     for word in arguments:
-        plain = unicodedata.normalize("NFKC", word.translate(_PLAIN)).strip()
-        if word and word[0] in _DASHES and word[1:2].isalpha():
-            plain = f"-{plain}" if len(re.split("[= ]", plain)[0]) > 2 else plain
-        odd = next((character for character in word if not character.isascii()), "")
-        if odd and plain.isascii() and (word in complaint or word.partition("=")[0] in complaint):
-            return f"Write {plain}: a character of it (U+{ord(odd):04X}) only looks like one of the keyboard."
+        odd = _PRETTY.search(word)
+        if odd and (word in complaint or word.partition("=")[0] in complaint):
+            return f"Type {word} anew: its {odd[0]} (U+{ord(odd[0]):04X}) only looks like a character of the keyboard."
     return ""
