@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,10 @@ DERIVED = "derived"
 LOOKED_AT = 50
 """How many of the newest runs to search for one that tells what memory this one will need."""
 # What decides how much memory a rank needs, besides its micro batch and the number of ranks.
-_MODEL = ("model", "data.name", "data.image_size", "data.in_chans")
-_REST = (
-    *("train.precision", "strategy", "optim.name", "train.channels_last", "train.activation_checkpointing"),
-    *("train.compile", "train.ema_decay", "augment", "data.device"),
-)
-_BYTES_OF_A_PARAMETER = 16
-"""fp32 weights and gradients, and the two moments of Adam."""
+_DECIDE = (
+    "model", "strategy", "augment", "data.name", "data.image_size", "data.in_chans", "data.device", "optim.name",
+    "train.precision", "train.channels_last", "train.activation_checkpointing", "train.compile", "train.ema_decay",
+)  # fmt: skip
 MOST = 4
 """Partitions that are asked for: with the two calls that found them, six, as many as a scheduler hears in a minute."""
 
@@ -85,31 +83,24 @@ def _precision(plan: Plan, config: Config) -> Row:
 
 
 def _memory(plan: Plan, config: Config, micro: int | None) -> Row:
-    """Memory of a rank: as a run of the same kind took it; else that of its parameters, where a run has counted them.
+    """Memory of a rank, as an earlier run of the same kind took it.
 
     Nothing is guessed: activations are most of it, and only the model knows them.
     """
-    settings, counted = config.model_dump(mode="json"), ""
+    settings = config.model_dump(mode="json")
     for run in map(RunDir, reversed(run_folder.known()[-LOOKED_AT:])):
         summary = fileio.read_object(run.summary)
-        try:
-            other = yaml.read(run.config, follow=False)[0] if summary else None
-        except TrainkitError:
-            continue
-        if other is None or not _alike(settings, other, _MODEL):
-            continue
-        name, device = full_name(run), str(summary.get("device"))
-        ranks = summary.get("max_memory_mb_of_ranks")
+        device, ranks = str(summary.get("device")), summary.get("max_memory_mb_of_ranks")
         took = [value for value in ranks if fileio.is_number(value)] if isinstance(ranks, list) else []
         same = (summary.get("micro_batch_size"), summary.get("world_size")) == (micro, plan.world_size)
-        if same and took and _alike(settings, other, _REST) and (device == "cpu") == (plan.gpus_per_node == 0):
-            why = f"as {name} took on {device}: the same model, batch, precision and strategy"
-            return "memory of a rank", f"{max(took):,.0f} MB", "earlier run", why
-        if not counted and fileio.is_whole(params := summary.get("params")):
-            least = params * _BYTES_OF_A_PARAMETER / 2**20
-            counted = f"{params:,} parameters (counted by {name}), their gradients and moments take {least:,.0f} MB"
-    known = f"{counted}; of the activations no earlier run tells" if counted else "no earlier run of this model tells"
-    return "memory of a rank", "?", "not known", f"{known}. train.micro_batch_size=auto finds what fits"
+        if not took or not same or (device == "cpu") != (plan.gpus_per_node == 0):
+            continue
+        with suppress(TrainkitError):
+            if _alike(settings, yaml.read(run.config, follow=False)[0], _DECIDE):
+                why = f"as {full_name(run)} took on {device}: the same model, batch, precision and strategy"
+                return "memory of a rank", f"{max(took):,.0f} MB", "earlier run", why
+    why = "no earlier run of this kind tells. train.micro_batch_size=auto finds what fits"
+    return "memory of a rank", "?", "not known", why
 
 
 def _alike(settings: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str]) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 
 from trainkit import terminal
 from trainkit.errors import SchedulerError, UserError
+from trainkit.site import ssh
 from trainkit.site.ssh import BEGIN, NEEDED, SSH, Host, Word, run_there, script
 
 
@@ -191,13 +192,12 @@ def _options(tmp_path: Path, configured: str, **env: str) -> str:
 def test_a_connection_is_shared_and_watched_unless_the_user_says_how(
     tmp_path: Path, said: str, option: str, ours: bool
 ) -> None:
-    with tempfile.TemporaryDirectory() as short:  # as the path of a socket must be
-        assert (option in _options(tmp_path, said, XDG_STATE_HOME=short)) == ours
+    assert (option in _options(tmp_path, said)) == ours
 
 
-def test_where_the_homes_path_is_too_long_for_a_socket_it_is_elsewhere(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as short:
-        long = {"XDG_STATE_HOME": str(tmp_path / ("long" * 30)), "XDG_RUNTIME_DIR": short}
-        assert f"ControlPath={short}/trainkit/%C" in _options(tmp_path, "echo controlmaster false", **long)
-        Path(short, "trainkit").chmod(0o755)  # others could enter, and use the connection
-        assert short not in _options(tmp_path, "echo controlmaster false", **long)
+def test_a_socket_is_in_a_folder_that_nobody_else_enters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "_SOCKETS", tmp_path)
+    folder = tmp_path / f"trainkit-{os.getuid()}"
+    assert f"ControlPath={folder}/%C" in _options(tmp_path, "echo controlmaster false")
+    folder.chmod(0o755)
+    assert str(folder) not in _options(tmp_path, "echo controlmaster false")

@@ -73,15 +73,11 @@ def budget_spent(run: RunDir) -> str:
     attempts = [number for number in run.attempts() if number >= first]
     if (failures := sum(number in failed for number in attempts)) >= MOST_FAILURES:
         return f"{failures} attempts have failed"
-    newest, progressed = -1, set()
-    for number in run.attempts():
-        saved = [event.get("step") for event in events if event["event"] == "saved" and event.get("attempt") == number]
-        furthest = max((step for step in saved if step is not None), default=-1)
-        if furthest > newest:
-            newest = furthest
-            progressed.add(number)
-    restarts = attempts[1:][-MOST_IN_VAIN:]
-    if len(restarts) == MOST_IN_VAIN and not progressed & set(restarts):
+    recent = attempts[1:][-MOST_IN_VAIN:]
+    saved = [event for event in events if event["event"] == "saved" and event.get("step") is not None]
+    new = max((event["step"] for event in saved if event.get("attempt") in recent), default=-1)
+    old = max((event["step"] for event in saved if event.get("attempt") not in recent), default=-1)
+    if len(recent) == MOST_IN_VAIN and new <= old:
         return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"
     return ""
 

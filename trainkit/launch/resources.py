@@ -313,9 +313,8 @@ class Resources:
 
     def _with_gpus(self) -> list[Node]:
         """The partition's nodes that have so many GPUs, of the type that was asked for."""
-        kind, gpus = self._launch.gpu_type, self.gpus.value
-        nodes = self.partition.nodes if self.partition and gpus else ()
-        return [node for node in nodes if node.gpus >= gpus and (kind is None or kind in node.gpu_types)]
+        gpus = self.gpus.value
+        return [node for node in self._nodes_of_type() if node.gpus >= gpus] if gpus else []
 
     def _decide_time(self) -> Decision:
         time, partition = self._launch.time, self.partition

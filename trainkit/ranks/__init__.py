@@ -219,7 +219,13 @@ def is_free(port: int) -> bool:
 def start_for(env: Mapping[str, str]) -> int | None:
     """The port where this job's search begins, another one after each restart; None outside of SLURM."""
     job = env.get("SLURM_JOB_ID")
-    return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0)) if job else None
+    return derived_port(job, restarts(env)) if job else None
+
+
+def restarts(env: Mapping[str, str]) -> int:
+    """How often SLURM has restarted the job."""
+    count = env.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 # Which rank this process is
@@ -242,7 +248,7 @@ def job_port(env: Mapping[str, str]) -> int:
     # All ranks must agree without a message, so from what all of them see: the job, its step, how often it restarted.
     names = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "AZ_BATCH_JOB_ID")
     job = next((f"{env[name]}.{env.get('SLURM_STEP_ID', '')}" for name in names if env.get(name)), "")
-    return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0))
+    return derived_port(job, restarts(env))
 
 
 def is_loopback(addr: str) -> bool:

@@ -18,6 +18,7 @@ from trainkit.launch.batch_job import CONTINUE
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import PART
 from trainkit.process import NoAnswer, NoProgram, scrubbed
+from trainkit.ranks import restarts
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base, slurm_script, slurm_submission
@@ -188,10 +189,9 @@ class Slurm(base.Scheduler):
         return f"sacct -j {job_id} -o NodeList,MaxRSS,ReqMem"
 
     def place(self, env: Mapping[str, str]) -> Place:
-        nodelist, restarts = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_RESTART_COUNT", "0")
-        partition = env.get("SLURM_JOB_PARTITION", "")
+        nodelist, partition = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_JOB_PARTITION", "")
         needed = int(env.get("SLURM_JOB_NUM_NODES", "1"))
-        return Place(job_of(env), names(nodelist), nodelist, partition, needed, int(restarts or 0))
+        return Place(job_of(env), names(nodelist), nodelist, partition, needed, restarts(env))
 
     def claim(self, run: RunDir, env: Mapping[str, str]) -> None:
         """Give this job's pickle its name, if the command that queued it was killed before it could; or end the job, if

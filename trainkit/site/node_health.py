@@ -314,15 +314,15 @@ def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
     mine = env.get("SLURM_JOB_ID")
     me = psutil.Process()
     own = {me.pid, *(process.pid for process in me.parents())}
-    before: dict[int, tuple[psutil.Process, float]] = {}
-    for process in psutil.process_iter():
+    processes = list(psutil.process_iter())
+    for process in processes:
         with suppress(psutil.Error):
-            before[process.pid] = (process, sum(process.cpu_times()[:2]))
+            process.cpu_percent()
     time.sleep(_LOOK_SECONDS)
     found: list[dict[str, Any]] = []
-    for pid, (process, earlier) in before.items():
+    for process in processes:
         with suppress(psutil.Error):
-            percent = (sum(process.cpu_times()[:2]) - earlier) / _LOOK_SECONDS * 100
+            pid, percent = process.pid, process.cpu_percent()  # since the first call
             if percent < _BUSY_PERCENT or pid in own or (mine and _job_of(process) == mine):
                 continue
             if not mine and process.username() == getpass.getuser():

@@ -15,9 +15,8 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +182,7 @@ SSH = "TRAINKIT_SSH"
 _PERSIST = "10m"
 _ALIVE_SECONDS = 20
 """Seconds between two probes of the connection; after three without an answer it is lost."""
-_LONGEST_SOCKET = 100
+_SOCKETS = Path("/tmp")
 _LONGEST_GREETING = 1 << 20
 """Most bytes that a shell there may print before it runs the command."""
 _END_SECONDS = 5.0
@@ -297,17 +296,8 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
     if said.get("serveraliveinterval", "0") == "0":
         options += [f"ServerAliveInterval={_ALIVE_SECONDS}"]
     shares = said.get("controlmaster", "false") not in ("false", "no") or "controlpath" in said
-    if not shares and (folder := next((item for item in _socket_folders(env) if make_own(item)), None)):
+    # Whoever opens the socket has the connection. Its path must be short, as that of a home folder may not be.
+    folder = _SOCKETS / f"trainkit-{os.getuid()}"
+    if not shares and make_own(folder):
         options += ["ControlMaster=auto", f"ControlPath={folder}/%C", f"ControlPersist={_PERSIST}"]
     return [word for option in options for word in ("-o", option)]
-
-
-def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
-    """Private folders for the socket of the shared connection, because whoever opens the socket has the connection. Its
-    path must be short, and a home folder may have a long one."""
-    state = Path(env.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "trainkit" / "ssh"
-    folders = [state, *(Path(run) / "trainkit" for run in [env.get("XDG_RUNTIME_DIR")] if run)]
-    for folder in [*folders, *(Path(base) / f"trainkit-{os.getuid()}" for base in (tempfile.gettempdir(), "/tmp"))]:
-        # 40: the hash %C; 17: what ssh appends while it makes the socket. ssh expands % and ${} in the path.
-        if len(os.fsencode(folder)) + 1 + 40 + 17 <= _LONGEST_SOCKET and not re.search(r"[%\s\"'${]", str(folder)):
-            yield folder
