@@ -122,28 +122,6 @@ def test_answers_are_clean_and_commands_in_them_are_for_the_reader(command: Comm
     assert f"`python -m jobs.cancel {shlex.quote(str(run.path))} --host me@login` first." in refused.err
 
 
-def test_a_run_of_the_login_node_is_repeated_from_here(command: Command, there: Path) -> None:
-    run_there(there)
-    said = command("submit", "runs/ddp-0001", "train.epochs=3", "--dry-run")
-    assert f"{there}/runs/ddp-0002" in said.out, said.err
-
-
-@pytest.mark.parametrize("words", [["mine.yaml", "train.epochs=2"], ["data.root=photos"]])
-def test_a_bench_is_submitted_and_shown_from_here(
-    command: Command, there: Path, tmp_path: Path, words: list[str]
-) -> None:
-    (tmp_path / "mine.yaml").write_text("extends: single\noptim: {lr: 0.5}\n")
-    done = command("bench", "amp", *words, "--nodes", "1", "--executor", "local", "--dry-run").ok()
-    told = dict(line.split()[:2] for line in done.err.splitlines() if line.startswith(("optim.lr ", "data.root ")))
-    expected = {"optim.lr": "0.5"} if words[0] == "mine.yaml" else {"data.root": str(there / "photos")}
-    assert told.items() >= expected.items()
-    assert str(there / "runs" / "bench-amp-0001") in done.out
-    run_there(there, "bench-amp-0001")
-    (there / "runs" / "bench-amp-0001" / "bench.json").write_text('{"bench": "amp", "preset": "ddp"}')
-    shown = command("bench", "--show", "bench-amp-0001").ok()
-    assert "Does mixed precision help here? amp, preset ddp; it has not begun." in shown.out
-
-
 def test_the_results_of_a_sweep_there_are_printed_here(command: Command, there: Path) -> None:
     for index in "01":
         run_there(there, f"ddp-0001/{index}")

@@ -18,13 +18,6 @@ from trainkit.run.folder import RunDir
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
 MakeRun = Callable[..., tuple[RunDir, Plan]]
-NULL = (
-    "ntasks_per_node cpus_per_task mem partition account qos constraint nodelist exclude reservation gres job_name "
-    "dependency mail_user mail_type signal_seconds"
-)
-OLDER = ["launch:", "  executor: auto", "  nodes: 2", "  gpus_per_node: 0", "  time: '30:00'", "  requeue: true"]
-OLDER += [*(f"  {key}: null" for key in NULL.split()), "  setup: []", "  sbatch: {}", "  srun: {}"]
-"""As the first version wrote it."""
 
 
 @pytest.fixture
@@ -99,23 +92,6 @@ def test_another_sites_profile_takes_the_place_of_the_one_before(
     assert (launch.qos, launch.modules, launch.environment) == (None, (), None), "which only the other site knows"
     assert (launch.sbatch, launch.srun) == ({"licenses": "there", "hold": ""}, {}), "and of mappings each entry"
     assert (launch.partition, launch.mem) == ("main", "2G"), "as the user says, and said"
-
-
-def test_a_run_of_an_older_version_does_not_ask_its_profile_again(
-    command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path
-) -> None:
-    """Its configuration has no keys that came later. The profile has changed since, and says things it did not say."""
-    profile = tmp_path / "site.yaml"
-    profile.write_text("launch: {account: other, hang_seconds: 60, modules: [cuda/99]}\n")
-    text = stopped.config.read_text()
-    begin, end = text.index("launch:\n"), text.index("collaborative:\n")
-    stopped.config.write_text("\n".join([text[:begin], *OLDER, f"  cluster: {profile}", text[end:]]))
-    assert command("resume", "ddp-0001").code == 0
-    launch = load(str(stopped.config)).config.launch
-    assert (launch.account, launch.hang_seconds, launch.modules) == (None, 600, ())
-    profile.unlink()
-    script(fake_slurm / "squeue", "")
-    assert command("resume", "ddp-0001").code == 0, "nor does it need it"
 
 
 @pytest.mark.usefixtures("fake_slurm")

@@ -72,16 +72,6 @@ def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(com
     assert re.findall(r"saved      attempt=(\d) step=(\d)", out) == [("0", "2"), ("1", "3")]
 
 
-def test_a_sweep_is_shown_by_its_runs(command: Command, tmp_path: Path) -> None:
-    sweep = tmp_path / "runs" / "ddp-0001"
-    for index in range(2):
-        make_run(sweep / str(index))
-    (sweep / "sweep.json").write_text(json.dumps([]))
-    lines = command("status", "ddp-0001").out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["ddp-0001/0", "ddp-0001/1"]
-    assert "ddp-0001/1" in command("status", "ddp-0001/1").out
-
-
 def test_only_the_newest_runs_are_listed_unless_asked(command: Command, tmp_path: Path) -> None:
     for index in range(22):
         run = make_run(tmp_path / "runs" / f"ddp-{index:04}")

@@ -255,18 +255,6 @@ def test_a_range_that_nobody_can_mean_is_refused(sweeps: list[str], words: str) 
         sweep_points(sweeps)
 
 
-def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    done = command("submit", "ddp", "--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=1,2").ok()
-    sweep = tmp_path / "runs" / "ddp-0001"
-    assert "array of 4" in done.out
-    assert "#SBATCH --array=0-3\n" in (fake_slurm / "submitted.sbatch").read_text()
-    points = json.loads((sweep / "sweep.json").read_text())
-    assert points[3] == {"run": "3", "overrides": ["optim.lr=2e-3", "seed=2"]}
-    assert (last_event(RunDir(sweep / "3"), "submitted") or {})["job_id"] == "4711_3"
-    assert "lr: 0.002" in (sweep / "3" / "config.yaml").read_text()
-    assert (sweep / "3" / "code" / "jobs" / "train.py").is_file()
-
-
 def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     assert command("submit", "ddp", "seed=3").code == 0
     done = command("submit", "ddp", "--sweep", "seed=2..4").ok("Submitted job 4711 (array of 2)")
@@ -421,8 +409,10 @@ def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_pa
     done = command("submit", "ddp", *FAST, "model.name=my_model:build").refused(
         1, "RuntimeError: my own mistake", "Traceback", " raised RuntimeError: my own mistake, at my_model.py:2."
     )
+    run = RunDir(tmp_path / "runs" / "ddp-0001")
+    assert run.attempts() == [0], "it would fail again"
     # And not `jobs.resume`: the run has a copy of the code as it was.
-    assert f"fix: Mend my_model.py:2: `python -m jobs.submit {tmp_path / 'runs' / 'ddp-0001'}`" in done.err
+    assert f"fix: Mend my_model.py:2: `python -m jobs.submit {run.path}`" in done.err
 
 
 def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command, tmp_path: Path) -> None:

@@ -340,18 +340,6 @@ def submitted_files(run: RunDir) -> None:
     (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
 
 
-def test_where_requeueing_is_forbidden_a_further_job_goes_on(run: RunDir, fake_command: FakeCommand) -> None:
-    fake_command("squeue", "echo 'RUNNING|'")
-    fake_command("scontrol", "echo 'Requeue is disabled' >&2; exit 1")
-    calls = fake_command("sbatch", "[ -z \"${SLURM_JOB_ID:-}${TRAINKIT_ATTEMPT:-}\" ] && echo '11;cluster'")
-    submitted_files(run)
-    assert handed_back(run) == 1
-    told = f"--parsable --no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton"
-    assert calls.read_text() == f"{told} {run.path / 'submit.sbatch'}\n"
-    assert (run.path / ".submitit" / "11_submitted.pkl").read_text() == "the path of the run"
-    assert [(item.job_id, item.attempts_before) for item in history_of(run).submissions] == [("11", 1)]
-
-
 @pytest.mark.parametrize("sbatch", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "exit 0"])
 def test_a_further_job_is_not_queued_twice_where_sbatch_had_no_answer(
     run: RunDir, fake_command: FakeCommand, sbatch: str

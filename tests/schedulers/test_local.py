@@ -69,19 +69,6 @@ def test_two_simulated_nodes_of_two_ranks_each_run_the_snapshot(
     assert (submission.args, submission.kwargs, submission.function is function) == ((str(run.path),), {}, True)
 
 
-def test_a_rank_that_raises_fails_the_run_which_is_not_tried_again(
-    local_run: MakeRun, rank_function: MakeFunction
-) -> None:
-    run, plan = local_run(nodes=2)
-    start(run, plan, rank_function("if rank == 1: raise RuntimeError('no such luck')\ntime.sleep(60)"))
-    began = time.monotonic()
-    assert finish(run) == "FAILED"
-    assert time.monotonic() - began < 50, "the other did not sleep to its end"
-    assert "RuntimeError: no such luck" in (run.attempt_logs(0) / "rank-1.err").read_text()
-    assert (last_event(run, "failed") or {})["rank"] == 1
-    assert run.attempts() == [0]
-
-
 def test_a_rank_that_is_killed_is_named_and_the_run_started_again(
     local_run: MakeRun, rank_function: MakeFunction
 ) -> None:

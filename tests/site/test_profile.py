@@ -1,4 +1,4 @@
-"""The profiles in configs/clusters: each is a dialect that sites speak, and what a job asks for there is held here."""
+"""What is known of a site, and what is refused for it before a job is queued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import yaml
 
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, UserError
-from trainkit.launch.plan import make_plan
 from trainkit.schedulers.slurm_submission import read_start
 from trainkit.site.profile import (
     Account,
@@ -76,41 +75,6 @@ def test_a_login_node_tells_its_partitions_or_why_it_does_not(
     by_name = [site.partition(name) for name in (None, "main", "nosuch")]
     assert [partition is not None for partition in by_name] == [bool(known), bool(known), False]
     assert unknown in site.unknown
-
-
-PROFILES = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml"))
-ELSEWHERE = Site("slurm", 0, 2, unknown="this test is on no login node")
-
-GPUS = "gpus-per-node=4"
-
-
-def asked(*own: str) -> list[str]:
-    """Directives of a job at a site, with those that are the same at each."""
-    last = ("signal=USR2@90", "requeue", "open-mode=append", "output=/runs/x/logs/batch.out")
-    return ["job-name=ddp", "nodes=2", "ntasks-per-node=4", *own, *last]
-
-
-GOLDEN = {
-    "plain": asked(GPUS, "time=4:00:00"),
-    "gres": asked("gres=gpu:a100:4", "time=8:00:00", "partition=gpu"),
-    "constraint": asked("cpus-per-task=16", "time=2:00:00", "account=thesis", "constraint=gpu"),
-    "apptainer": asked(GPUS, "time=4:00:00", "partition=gpu"),
-    "conda_modules": asked(GPUS, "time=4:00:00", "partition=gpu"),
-    "cloud": [*asked(GPUS, "time=12:00:00", "partition=gpu"), "wait-all-nodes=1"],
-    "devcluster": asked(GPUS, "cpus-per-task=1", "time=10:00", "mem=4G", "partition=main"),
-}
-
-
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
-def test_what_a_job_asks_for_at_each_kind_of_site(profile: Path) -> None:
-    account = {"account": "thesis"} if profile.stem == "constraint" else {}
-    flags = {"cluster": profile.stem, "nodes": 2, "gpus_per_node": 4, **account}
-    found = loaded(**flags)
-    assert any(source.kind == "cluster profile" for source in found.sources.values())
-    plan = make_plan(found, ELSEWHERE, Path("/runs/x"))
-    written = [item.name if item.value is None else f"{item.name}={item.value}" for item in plan.directives]
-    assert written == GOLDEN[profile.stem]
-    assert loaded(**flags, time="5").config.launch.time == "5", "a flag outranks it"
 
 
 # What is refused before a job is queued, although ``sbatch --test-only`` might take it.

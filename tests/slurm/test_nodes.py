@@ -36,8 +36,8 @@ def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster
     killed_job, killed, _ = devcluster.submit("killed", *troubled, "model.troubles=hang,kill", "--exclude", "n3,n4")
     for one in (job, few_job, killed_job):
         assert devcluster.wait(one, timeout=400) == "COMPLETED", devcluster.logs()
-    hung, died = devcluster.events(killed, "failed")
-    assert ("no progress" in hung["error"], died["attempt"], died["rank"]) == (True, 1, 1)
+    assert {event["attempt"] for event in devcluster.events(killed, "failed")} == {0, 1}
+    assert nodes(devcluster, killed) == [["n1", "n2"]] * 3
     assert nodes(devcluster, enough) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
     assert excluded(devcluster, enough) == [("n2", "its ranks were behind in 2 hangs")]
     hang = devcluster.events(enough, "failed")[0]
