@@ -151,7 +151,6 @@ WRITERS = {
     "trainkit.distributed.device": "a switch of the kernel in /proc",
     "trainkit.process": "what a program says, in memory or in a file that has no name",
     "trainkit.ranks.signals": "a file of its own that ranks map into memory; its name is random",
-    "trainkit.run.events": "a hard link, which of several at once only one can make",
     "trainkit.run.folder": "the run's own folder, and that of the user's state",
     "trainkit.run.snapshot": "the folder in which runs share their code, and a hard link to its archive",
 }

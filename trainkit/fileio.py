@@ -47,7 +47,6 @@ _LONGEST_HEADER = 1 << 14
 """Bytes of what an archive says of one member: two of the longest paths that a system allows, and some more."""
 _STALE_SECONDS = 3600.0
 """A partial file that has not grown for so long was left by a killed process."""
-_LONGEST_COPY = 1 << 30
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 BROKEN_TAR: tuple[type[Exception], ...] = (
     tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error
@@ -257,35 +256,30 @@ def create(file: Path, within: Path | None = None, *, buffering: int = -1) -> Bi
 def append(file: Path, within: Path | None = None, *, buffering: int = 0) -> BinaryIO:
     """Open a file to append to and to read, and make it where there is none.
 
-    A file with a second name is copied first: what is known by that name stays as it is.
-
     Raises:
-        UserError: it is a link, or not a regular file.
+        UserError: it is a link, or not a regular file, or known by a second name, which others may rely on.
     """
+    descriptor = None
     with _entered(file.parent, within) as (folder, mode):
-        while True:
+        while descriptor is None:
             try:
                 descriptor = os.open(file.name, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | _OPEN, dir_fd=folder)
             except FileNotFoundError:
                 with suppress(FileExistsError):
                     _new(file, folder, mode).close()
-                continue
             except OSError:
                 if file.is_symlink():
                     raise _link(file) from None
                 raise
-            found = os.fstat(descriptor)
-            if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
-                return os.fdopen(descriptor, "rb+", buffering)
-            with os.fdopen(descriptor, "rb", buffering=0) as old:
-                fix = "Move it away; a new file takes its place."
-                if not stat.S_ISREG(found.st_mode):
-                    raise UserError(f"{file} is no regular file.", why="Records are appended to it.", fix=fix)
-                if found.st_size > _LONGEST_COPY:
-                    raise UserError(f"{file} has a second name.", why="It is too long to be copied.", fix=fix)
-                with replacing(file, within) as out:
-                    os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & found.st_mode & 0o777)
-                    shutil.copyfileobj(old, out)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return os.fdopen(descriptor, "rb+", buffering)
+    os.close(descriptor)
+    raise UserError(
+        f"{file} {'has a second name' if stat.S_ISREG(found.st_mode) else 'is no regular file'}.",
+        why="Records are appended to it, and what is known by another name would change as well.",
+        fix="Move it away, and put a copy of it in its place.",
+    )
 
 
 def make_folder(folder: Path, within: Path | None = None) -> None:

@@ -6,7 +6,6 @@ Holders elsewhere are made by changing where a process says that it runs.
 from __future__ import annotations
 
 import ast
-import errno
 import json
 import os
 import shutil
@@ -347,25 +346,6 @@ def test_one_that_is_being_replaced_is_looked_at_again(run: RunDir, monkeypatch:
         aside = run.lease.rename(run.path / "aside")
         monkeypatch.setattr(time, "sleep", lambda seconds: aside.rename(run.lease))
         lease.check()
-
-
-def test_a_file_system_without_hard_links_will_do(
-    run: RunDir, held: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*names: Path) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    held.enter_context(events.lease_on(run, me(job_id="7"))).check()
-    assert run.lease.stat().st_mode & 0o777 == 0o600
-    words = run.lease.read_bytes()
-    with pytest.raises(UserError, match="job 7"):
-        held.enter_context(events.lease_on(run, me()))
-    # Of two that found none, the second finds the first one's.
-    other = run.path / "other"
-    other.write_text("{}")
-    assert not events._put(other, run.lease)
-    assert run.lease.read_bytes() == words
 
 
 def left_by_a_dead_one(run: RunDir) -> str:

@@ -58,7 +58,7 @@ _CACHES = (
     ("/tempfile.py", "/tmp", "TMPDIR"),
 )
 """A part of a path or traceback, the folder that is written to then, and the variable that moves it."""
-_QUOTED = frozenset({"run", "runs", "logs", "there", "more_memory"})
+_QUOTED = frozenset({"run", "logs", "there", "more_memory"})
 """Fields that are quoted for a shell already."""
 _KEY = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
 _GIVEN = re.compile(rf"{_KEY}=(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)")
@@ -372,7 +372,6 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     return Fields(
         {
             "run": shlex.quote(str(run.path)),
-            "runs": shlex.quote(str(run.path.parent)),
             "logs": shlex.quote(str(run.logs)),
             "job": state.job_id,
             "state": state.state,

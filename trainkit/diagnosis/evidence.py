@@ -38,7 +38,7 @@ _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distribute
 # A progress bar does not end its line, so what comes next is glued to it.
 _GLUED = re.compile(r"^(?! *\|).*(?:[|%\])…]|\.\.\.) *(?=Traceback \(most recent call last\))")
 _GROUP = re.compile(r"^[ |+]*\| ?")  # the frame that Python draws around the errors of an ExceptionGroup
-_START = re.compile(r"^(?: |Original |  \+ Exception Group )?Traceback \(most recent call last\)")
+_START = re.compile(r"^(?: |Original )?Traceback \(most recent call last\)")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _HANDLED = "During handling of the above exception, another exception occurred:"
 # What others say while the process ends: torch's C++ log, warnings, srun, wandb, threads.
@@ -141,7 +141,9 @@ class RankLog:
             begin = text.rfind("\n", 0, max(last - _CHAIN, 0)) + 1
             lines = [_plain(line) for line in text[begin : last + _CHAIN].split("\n")]
             at = text.count("\n", begin, last)
-            if _START.match(lines[at]) or "| Traceback" in lines[at]:
+            if "| Traceback" in lines[at]:
+                lines = [_GROUP.sub("", line) for line in lines]
+            if _START.match(lines[at]):
                 return _read(lines, at)  # None where it was cut off: an older one is not what ended the rank
             until = last  # it is a word in another line
         return None
@@ -192,8 +194,6 @@ def _plain(line: str) -> str:
 
 def _read(lines: list[str], at: int) -> Traceback | None:
     """The traceback whose heading is line ``at``."""
-    if "|" in lines[at] or "+" in lines[at]:
-        at, lines = _first_of_group(lines, at)
     end = _end_of(lines, at)
     if end is None:
         return None
@@ -206,26 +206,9 @@ def _read(lines: list[str], at: int) -> Traceback | None:
         if any(line.strip() == _HANDLED for line in lines[max(after - 3, 0) : after]):
             break
         causing = before
-    first = _error_at(lines, starts[0]) or error
+    first_end = _end_of(lines, starts[0])
+    first = _said(lines, first_end)[0] if first_end is not None else error
     return Traceback((*lines[starts[0] : end], error), error, message, first, "\n".join([*lines[causing:end], error]))
-
-
-def _error_at(lines: list[str], at: int) -> str:
-    """The error of the traceback, or of the group, that stands at a line."""
-    if "+" in lines[at]:
-        at, lines = _first_of_group(lines, at)
-    end = _end_of(lines, at)
-    return _said(lines, end)[0] if end is not None else ""
-
-
-def _first_of_group(lines: list[str], at: int) -> tuple[int, list[str]]:
-    """Of the errors of the ExceptionGroup that stands at a line, the first, as if it stood alone."""
-    group = next((index for index in range(at, -1, -1) if "Exception Group Traceback" in lines[index]), at)
-    inner = next((index for index in range(group, len(lines)) if "+-+---" in lines[index]), group) + 1
-    last = next((index for index in range(inner, len(lines)) if "+----" in lines[index]), len(lines))
-    own = [_GROUP.sub("", line) for line in lines[inner:last]]
-    heading = [] if own[:1] and _START.match(own[0]) else ["Traceback (most recent call last):"]
-    return group, [*lines[:group], *heading, *own, ""]
 
 
 def _end_of(lines: list[str], at: int) -> int | None:

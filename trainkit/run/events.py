@@ -19,12 +19,12 @@ is submitted for a run, makes attempts, and each attempt ends. The kinds, in the
 
 A `Remark` is about the training itself.
 
-``lease.json`` names the process that writes, and is renewed as long as it lives. The file is put in place by a hard
-link, which succeeds for one of several at once, and replaced by a rename; both are atomic on NFS too, where locks may
-not be. Ages are differences of the file server's own time stamps, so the clocks of the machines do not matter. A holder
-on this machine is dead when its process is gone; one elsewhere when it has not renewed for `EXPIRY_SECONDS`. A job that
-SLURM starts again takes over from its own earlier attempt at once. A process that has lost the lease (stopped for a
-while, cut off, thought dead) notices before its next write: `Lease.check`.
+``lease.json`` names the process that writes, and is renewed as long as it lives. The file is made anew, which succeeds
+for one of several at once, and replaced by a rename; both are atomic on NFS too, where locks may not be. Ages are
+differences of the file server's own time stamps, so the clocks of the machines do not matter. A holder on this machine
+is dead when its process is gone; one elsewhere when it has not renewed for `EXPIRY_SECONDS`. A job that SLURM starts
+again takes over from its own earlier attempt at once. A process that has lost the lease (stopped for a while, cut off,
+thought dead) notices before its next write: `Lease.check`.
 """
 
 from __future__ import annotations
@@ -659,7 +659,8 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
             fileio.write(mine, json.dumps(content), run.path)
             there = _read(run.lease)
             if there is None:
-                if _put(mine, run.lease):
+                with suppress(FileExistsError), fileio.create(run.lease, run.path) as out:
+                    out.write(fileio.read_bytes(mine))
                     return Lease(run, token)
                 continue
             first, other = first or there, there.holder
@@ -691,20 +692,6 @@ def _stale(run: RunDir, who: object) -> StaleAttemptError:
         why="This process was taken for dead; what it has not saved is done again by the other.",
         fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
     )
-
-
-def _put(mine: Path, lease: Path) -> bool:
-    """Put ``mine`` where no lease is; False if somebody was faster."""
-    with suppress(FileExistsError):
-        try:
-            os.link(mine, lease)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without hard links
-            with fileio.create(lease, lease.parent) as out:
-                out.write(fileio.read_bytes(mine))
-        return True
-    return False
 
 
 def _replace(mine: Path, run: RunDir, token: str) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pwd
 import re
 import shutil
 import stat
@@ -543,21 +542,12 @@ def _folder_of(reference: str, env: Mapping[str, str]) -> Path:
 
 def closed(path: Path) -> UserError:
     """The error for a folder or a file that this user may not read."""
-    me = _user(os.geteuid())
     try:
-        found = path.stat()
-        whose = f"It belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and you are {me}."
-    except OSError:
-        whose = f"A folder on the way there does not let you in, {me}."
+        whose = f"It belongs to {path.owner()} (mode {stat.S_IMODE(path.stat().st_mode):o})."
+    except (OSError, KeyError):
+        whose = "A folder on the way there does not let you in."
     return UserError(
         f"Permission denied: {path}.",
         why=whose,
         fix="Ask its owner: `chmod 750` opens it to their group; TRAINKIT_RUN_MODE=750 does so for new runs.",
     )
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

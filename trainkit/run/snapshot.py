@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import os
 import platform
@@ -224,7 +223,8 @@ def not_code(run_dir: RunDir) -> UserError:
 def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     """Make ``code`` a link to the copy of equal code in ``store``, and ``code.zip`` the run's own archive of it.
 
-    Returns False, and does neither, in a store that is another user's, and on a disk without links.
+    Returns False, and does neither, in a store that is another user's, on a disk without links, and where somebody has
+    changed that copy.
     """
     mode = stat.S_IMODE(run_dir.path.stat().st_mode)
     if mode != 0o700:
@@ -246,7 +246,8 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
             if unpacked(archive) != content:  # it is too large, or a name is not one of code
                 archive.unlink()
                 return False
-        folder = _shared_copy(store, name, content)
+        if (folder := _shared_copy(store, name, content)) is None:
+            return False
         try:
             os.link(archive, run_dir.code_archive)
         except OSError:  # a disk without hard links
@@ -260,21 +261,20 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     return True
 
 
-def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
-    """A folder in ``store`` with this content; one that somebody has changed is left to the runs that have it."""
-    for number in itertools.count():
-        folder = store / (f"{name}-{number}" if number else name)
-        if not folder.exists():
-            partial = store / f".partial-{token_hex(4)}-{name}"
-            try:
-                write_tree(content, partial, store, read_only=True)
-                partial.rename(folder)
-            except OSError:
-                _remove(partial)
-                if not folder.exists():  # else another command was quicker
-                    raise
-        if read_tree(folder) == content:
-            break
+def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path | None:
+    """The folder in ``store`` with this content; None if somebody has changed it."""
+    folder = store / name
+    if not folder.exists():
+        partial = store / f".partial-{token_hex(4)}-{name}"
+        try:
+            write_tree(content, partial, store, read_only=True)
+            partial.rename(folder)
+        except OSError:
+            _remove(partial)
+            if not folder.exists():  # else another command was quicker
+                raise
+    if read_tree(folder) != content:
+        return None
     # Compiled files stay only if nobody else can have put them there: the store may have come with an archive of runs.
     # Nobody else can know or set the time when a file of the copy came to its place.
     file = folder / next(iter(content))
@@ -317,9 +317,8 @@ def _remove_unused(store: Path) -> None:
     links = [link for pattern in ("*/code", "*/*/code") * bool(unused) for link in store.parent.glob(pattern)]
     used = {os.path.basename(os.readlink(link)) for link in links if link.is_symlink()}
     for archive in unused:
-        copies = [archive.with_suffix(""), *store.glob(f"{archive.stem}-*")]
-        if not used & {copy.name for copy in copies}:
-            _remove(archive, *copies)
+        if archive.stem not in used:
+            _remove(archive, archive.with_suffix(""))
 
 
 def write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
