@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from tests.benchmarks import machines, swarm_accuracy, swarm_bytes
 from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
-from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, ratios, side_by_side, take_turns
+from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, side_by_side, take_turns
 from tests.benchmarks.processes import measured
 from tests.benchmarks.swarms import Trained
 from tests.runs import wait_until
@@ -35,26 +34,18 @@ def test_a_goal_is_met_or_not_unless_the_control_is_off(own: float, control: flo
     assert figure.verdict == verdict
 
 
-def test_faster_is_the_inverse_of_the_ratio_of_times() -> None:
-    times = {"first": [2.0, 2.0], "own": [1.0, 0.5], CONTROL: [2.0, 2.0]}
-    figure = against(times, "own", what="it", at_least=2.5, faster=True)
-    assert figure.figure.startswith("3.00 x (2.00 x to 4.00 x")
+def test_arms_take_turns_and_a_ratio_is_to_both_turns_of_the_first() -> None:
+    turns, seconds = list[str](), {"first": iter([2.0, 3.0, 3.0, 5.0]), "own": iter([1.0, 1.0])}
+
+    def arm(name: str) -> float:
+        turns.append(name)
+        return next(seconds[name])
+
+    times = take_turns({name: partial(arm, name) for name in seconds}, 2)
+    assert turns == ["first", "own", "first", "first", "own", "first"], "every other round goes backwards"
+    figure = against(times, "own", what="it", at_least=3.0, faster=True)
+    assert figure.figure.startswith("3.25 x (2.50 x to 4.00 x")
     assert figure.met
-
-
-def test_an_arm_that_takes_part_once_is_compared_with_that_round() -> None:
-    turns: list[str] = []
-
-    def arm(name: str, seconds: float) -> Callable[[], float]:
-        def measure() -> float:
-            turns.append(name)
-            return seconds * (9 if len(turns) > 4 else 1)  # another round, of a slower machine
-
-        return measure
-
-    times = take_turns({"first": arm("first", 1.0), "own": arm("own", 2.0)}, 2, once={"peer": arm("peer", 3.0)})
-    assert turns == ["first", "own", "peer", "first", "first", "own", "first"]
-    assert ratios(times, "peer") == [3.0]
 
 
 def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> None:
@@ -106,32 +97,27 @@ def test_a_measurement_that_fails_is_a_row_that_says_so(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(PROJECT)  # for the process of its own, which begins with this one's path
-    (figure,) = measured("not_there", None, None)
+    (figure,) = measured("not_there", None)
     assert isinstance(figure, Figure)
     assert figure.verdict == "failed: No module named 'tests.benchmarks.not_there'"
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_rows_measured_alone_replace_their_own_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_table_is_written_in_its_place_and_rows_measured_alone_replace_their_own(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
     head = ["", "| file | what |", "|---|---|"]
-    file.write_text(f"{BEGIN}\n" + "\n".join(["2026-01-01, here", *head, "| `a` | 1 |", "| `b` | 2 |"]) + f"\n\n{END}")
+    begin, end = (mark.replace("measured", "swarm_many") for mark in (BEGIN, END))
+    file.write_text(f"before\n{BEGIN}{END}{begin}old\n{end}after")
+    write(file, ["2026-01-01, here", *head, "| `a` | 1 |", "| `b` | 2 |"])
     write(file, merged(file, ["2026-02-02, here", *head, "| `a` | 3 |", "| `a` | 4 |"], ["a"]))
-    rows = ["| `a` | 3 |", "| `a` | 4 |", "| `b` | 2 |"]
-    assert file.read_text().split("\n")[2:-3] == ["2026-01-01 to 2026-02-02, here", *head, *rows]
+    goal = Figure("fewer bytes", "31.2 x", goal="at least 20 x", met=True)
+    write(file, Table(["arm", "bytes"], [["diloco", "550"]], [goal]).lines(), "swarm_many")
+    rows = ["2026-01-01 to 2026-02-02, here", *head, "| `a` | 3 |", "| `a` | 4 |", "| `b` | 2 |"]
+    own = ["| arm | bytes |", "| --- | --- |", "| diloco | 550 |", "", "- fewer bytes: 31.2 x; at least 20 x: yes"]
+    lines = ["before", BEGIN, *rows, "", f"{END}{begin}", *own, "", f"{end}after"]
+    assert file.read_text() == "\n".join(lines)
     with pytest.raises(SystemExit, match="The table is of here; this is elsewhere"):
         merged(file, ["2026-02-02, elsewhere", *head], ["a"])
-
-
-def test_a_table_replaces_the_one_before_in_its_place_and_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "README.md"
-    begin, end = (mark.replace("measured", "swarm_many") for mark in (BEGIN, END))
-    file.write_text(f"{BEGIN}one\n{END}{begin}other\n{end}after")
-    goal = Figure("fewer bytes", "31.2 x", goal="at least 20 x", met=True)
-    for _ in range(2):
-        write(file, Table(["arm", "bytes"], [["diloco", "550"]], [goal]).lines(), "swarm_many")
-    rows = "| arm | bytes |\n| --- | --- |\n| diloco | 550 |\n\n- fewer bytes: 31.2 x; at least 20 x: yes"
-    assert file.read_text() == f"{BEGIN}one\n{END}{begin}\n{rows}\n\n{end}after"
 
 
 def run_of(bytes_a_sample: int, accuracy: float, used: float = 0.97) -> Trained:

@@ -1,14 +1,12 @@
 """``python -m tests.benchmarks``: all measurements, one after the other, and the table of their figures.
 
     python -m tests.benchmarks --only loop_cost    # one of them
-    python -m tests.benchmarks --peers PYTHON      # that has tests/benchmarks/requirements.txt
     python -m tests.benchmarks --rounds 1          # whether they run; says nothing
     python -m tests.benchmarks --write             # the table into README.md here, its headlines into docs/bench.md
     python -m tests.benchmarks --only X --write    # its rows anew, the others' stay
 
-A measurement is a file here with ``measure(rounds=ROUNDS) -> Sequence[Figure | Table]``; it may take ``peers``, the
-python of the others. Each is in a process of its own, which ends with this one however that ends. Those of `BY_NAME`
-take long and have a table each.
+A measurement is a file here with ``measure(rounds=ROUNDS) -> Sequence[Figure | Table]``. Each runs in a process of its
+own, which ends with this one however that ends. Those of `BY_NAME` take long and have a table each.
 """
 
 from __future__ import annotations
@@ -16,12 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from datetime import date
+from importlib import metadata
 from pathlib import Path
+
+import torch
 
 from tests.benchmarks.measuring import Figure, Table
 from tests.benchmarks.processes import measured
@@ -38,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in NOT_MEASUREMENTS)
     parser = argparse.ArgumentParser("python -m tests.benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=names, help="one of them; repeatable")
-    parser.add_argument("--peers", help="the python of an environment that has the peers")
     parser.add_argument("--rounds", type=int, help="how often the arms take turns; otherwise each file's own")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md here and docs/bench.md")
     args = parser.parse_args(argv)
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found, tables, began = list[tuple[str, Figure]](), dict[str, Table](), time.monotonic()
     for name in args.only or [name for name in names if name not in BY_NAME]:
         started = time.monotonic()
-        for one in measured(name, args.peers, args.rounds):
+        for one in measured(name, args.rounds):
             if isinstance(one, Table):
                 tables[name] = one
                 print(*one.lines(), sep="\n", flush=True)
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found.append((name, one))
                 print(one.row(name), flush=True)
         print(f"{name} took {time.monotonic() - started:.0f} s", flush=True)
-    place = where(args.peers)
+    place = where()
     table = [place, "", "| file | what | figure | control | goal | met |", "|---|---|---|---|---|---|"]
     table += [figure.row(name) for name, figure in found]
     headlines = [place, "", "| | figure | goal | met |", "|---|---|---|---|"]
@@ -72,14 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(figure.void or figure.note.startswith("failed") for _, figure in found))
 
 
-def where(peers: str | None) -> str:
+def where() -> str:
     """Date, machine and versions."""
-    packages = ["torch", "torchvision", "timm"] + ([] if peers is None else ["lightning", "accelerate"])
-    ask = f"import importlib.metadata as m; print(', '.join(f'{{p}} {{m.version(p)}}' for p in {packages}))"
-    versions = subprocess.run([peers or sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip()
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "torchvision", "timm"))
     cores, python = f"{os.cpu_count()} CPU cores ({platform.machine()})", f"Python {platform.python_version()}"
-    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
-    gpu = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{date.today()}, {cores}, {gpu}, {python}, {versions}"
 
 

@@ -75,17 +75,11 @@ class Table:
         return [*(f"| {' | '.join(row)} |" for row in cells), "", *goals]
 
 
-def take_turns(
-    arms: Mapping[str, Callable[[], float]], rounds: int, *, once: Mapping[str, Callable[[], float]] | None = None
-) -> dict[str, list[float]]:
-    """What each arm measured in each round, the first one under `CONTROL` as well; every other round goes backwards.
-
-    ``once``: arms that take part in the first round only, before the control.
-    """
-    control = (CONTROL, next(iter(arms.values())))
-    measured: dict[str, list[float]] = {name: [] for name in (*arms, *(once or {}), CONTROL)}
+def take_turns(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each arm measured in each round, the first one under `CONTROL` as well; every other round goes backwards."""
+    turns = [*arms.items(), (CONTROL, next(iter(arms.values())))]
+    measured: dict[str, list[float]] = {name: [] for name, _ in turns}
     for number in range(rounds):
-        turns = [*arms.items(), *((once or {}).items() if number == 0 else ()), control]
         for name, measure in turns if number % 2 == 0 else reversed(turns):
             measured[name].append(measure())
     return measured
@@ -152,8 +146,7 @@ def ratios(measured: Mapping[str, Sequence[float]], name: str) -> list[float]:
     if name == CONTROL:
         return [other / one for one, other in zip(first, measured[CONTROL], strict=True)]
     both = [(one + other) / 2 for one, other in zip(first, measured[CONTROL], strict=True)]
-    own = measured[name]  # fewer, of an arm that took part once
-    return [value / one for value, one in zip(own, both[: len(own)], strict=True)]
+    return [value / one for value, one in zip(measured[name], both, strict=True)]
 
 
 def control_of(measured: Mapping[str, Sequence[float]]) -> float:

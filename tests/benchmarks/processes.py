@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import inspect
 import os
 import re
 import resource
@@ -32,22 +31,19 @@ _PATIENCE_SECONDS = 300.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def measured(name: str, peers: str | None, rounds: int | None) -> Sequence[Figure | Table]:
+def measured(name: str, rounds: int | None) -> Sequence[Figure | Table]:
     """The figures of a measurement, or one that says that it failed."""
     try:
         with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
-            return pool.submit(_measure, name, peers, rounds).result()
+            return pool.submit(_measure, name, rounds).result()
     except Exception as error:
         traceback.print_exc()
         return [Figure("", "", note=f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}")]
 
 
-def _measure(name: str, peers: str | None, rounds: int | None) -> Sequence[Figure | Table]:
+def _measure(name: str, rounds: int | None) -> Sequence[Figure | Table]:
     measure = importlib.import_module(f"tests.benchmarks.{name}").measure
-    options = {} if rounds is None else {"rounds": rounds}
-    if "peers" in inspect.signature(measure).parameters:
-        return measure(peers=peers, **options)  # type: ignore[no-any-return]
-    return measure(**options)  # type: ignore[no-any-return]
+    return measure() if rounds is None else measure(rounds)  # type: ignore[no-any-return]
 
 
 def end_with(parent: int) -> None:

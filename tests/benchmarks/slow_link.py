@@ -1,4 +1,4 @@
-"""Two ranks with 200 Mbit/s between them, and scaling.
+"""Two ranks with 200 Mbit/s between them.
 
 Each rank is on a machine of its own (`machines.py`) whose network has a token bucket (tc tbf). Needs root. A ResNet-18
 (45 MB of gradients) on small images, one thread a rank, wall time; the arms take turns update by update in the same two
@@ -9,8 +9,6 @@ processes, and their first losses must be the same, those in 16 bits up to what 
   (compute alone + exchange alone - both together) / exchange alone: with ddp's buckets of 25 MB, and with all gradients
   in one, which is sent when the backward pass is over, so that nothing can be hidden. Overlap is shown where the
   buckets hide more than the one does, and the difference is above what their control is off.
-- scaling, weak (each rank has the work that the one has), over loopback: a smaller network, as many images as make an
-  update take 100 ms on one thread.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ from trainkit.strategies import ddp
 
 RATE = ("rate", "200mbit", "burst", "256kb", "latency", "50ms")
 ROUNDS = 5
-UPDATES = 5
-"""Of 100 ms, in each turn."""
 FEW, MANY = 8, 48
 PATIENCE_SECONDS = 400
 
@@ -63,7 +59,6 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
             bucket = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *RATE)
             subprocess.run([*net.inside(machine), *bucket], check=True)
         bits, overlap = (_ranks(net, question, rounds) for question in ("bits", "overlap"))
-        scaling = _ranks(net, "scaling", 2 * rounds + 1)
     for measured, one, other, tolerance in ((bits, "plain", "bf16", 1e-2), (overlap, "buckets", "one bucket", 1e-4)):
         pairs = zip(measured["losses"][one], measured["losses"][other], strict=True)
         assert all(abs(a - b) <= tolerance * a for a, b in pairs), f"{other} has other losses than {one}"
@@ -71,7 +66,6 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
     return [
         against(bits["seconds"], "bf16", what=what, at_least=1.5, faster=True, headline=what),
         _overlap(overlap["seconds"]),
-        _scaling(scaling["seconds"]),
     ]
 
 
@@ -94,28 +88,13 @@ def _overlap(measured: Measured) -> Figure:
     return Figure(what, figure, control, "more than with one bucket", shown, note=note)
 
 
-def _scaling(measured: Measured) -> Figure:
-    pairs = zip(measured["one"], measured["control"], measured["two"], strict=True)
-    speedups = [(first + second) / two for first, second, two in pairs]  # twice the work in the time of two
-    met = statistics.median(speedups) >= 1.9
-    figure = (
-        f"{describe(speedups, '{:.2f} x'.format)}; {statistics.median(measured['one']) * 1e3:.0f} ms an update alone"
-    )
-    what, note = (
-        "weak scaling from 1 to 2 ranks over loopback, one thread each",
-        "the cores share their memory and caches",
-    )
-    return Figure(what, figure, control_of(measured), "at least 1.90 x", met, note="" if met else note)
-
-
 def _ranks(net: Machines, question: str, rounds: int) -> dict[str, Any]:
     """What rank 0 has measured: seconds an update of each arm, and the losses of each arm's first updates."""
-    here = question == "scaling"
-    out, address = net.folder / f"{question}.json", "127.0.0.1" if here else net.address(0)
-    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
-    env |= {"MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo" if here else "eth0"}
+    out = net.folder / f"{question}.json"
+    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": net.address(0)}
+    env |= {"MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     words = ("tests.benchmarks.slow_link", str(out), question, str(rounds))
-    ranks = [net.start(0 if here else number, *words, env={**env, "RANK": str(number)}) for number in (0, 1)]
+    ranks = [net.start(number, *words, env={**env, "RANK": str(number)}) for number in (0, 1)]
     for each in ranks:
         each.ends(PATIENCE_SECONDS)
     return json.loads(out.read_text())  # type: ignore[no-any-return]
@@ -126,7 +105,7 @@ def rank(out: str, question: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     losses: Measured = {}
-    arms = {"bits": _bits, "overlap": _in_buckets, "scaling": _one_and_two}[question](losses)
+    arms = {"bits": _bits, "overlap": _in_buckets}[question](losses)
 
     def together(work: Work) -> float:
         dist.barrier()
@@ -135,8 +114,6 @@ def rank(out: str, question: str, rounds: int) -> None:
     for work in arms.values():
         together(work)  # memory, connections, and DDP's first step are new
     measured = take_turns({name: partial(together, work) for name, work in arms.items()}, rounds)
-    if question == "scaling":
-        measured = {name: [seconds / UPDATES for seconds in values] for name, values in measured.items()}
     if dist.get_rank() == 0:
         first = {name: values[:2] for name, values in losses.items()}
         Path(out).write_text(json.dumps({"seconds": measured, "losses": first}))
@@ -167,21 +144,6 @@ def _in_buckets(losses: Measured) -> dict[str, Work]:
     }
 
 
-def _one_and_two(losses: Measured) -> dict[str, Work]:
-    few = _update(_small(), FEW, {}, "few", exchange=False)
-    few()
-    images = torch.tensor([FEW * 0.1 / min(wall_seconds(few) for _ in range(5))])
-    dist.broadcast(images, 0)
-    one = _update(_small(), round(images.item()), {}, "one", exchange=False)
-    two = _update(_small(), round(images.item()), losses, "two")
-
-    def several(update: Work, ranks: int) -> None:
-        for _ in range(UPDATES if dist.get_rank() < ranks else 0):
-            update()
-
-    return {"one": partial(several, one, 1), "two": partial(several, two, 2)}
-
-
 def _update(
     model: nn.Module, images: int, losses: Measured, name: str, *, exchange: bool = True, **options: Any
 ) -> Work:
@@ -206,12 +168,6 @@ def _update(
 def _resnet() -> nn.Module:
     torch.manual_seed(0)
     return resnet18(num_classes=10)  # type: ignore[no-any-return]
-
-
-def _small() -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 32, 3, 2, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, padding=1), nn.GELU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A training of 460 updates, from the command until the prompt is back.
 
 One arm is the kit with all that a user gets by default (console, JSON lines, TensorBoard, W&B offline, checkpoints with
-hashes, validation, a test at the end); the first is `arms/bare.py`, alone or under torchrun. Peers take part in one
-round, where there is a python that has them. Before anything is timed, both make the same 40 updates from the same
-weights and batches, and must have the same losses; that also brings all files into memory.
+hashes, validation, a test at the end); the first is `arms/bare.py`, alone or under torchrun.
+Before anything is timed, both make the same 40 updates from the same weights and batches, and must have the same
+losses; that also brings all files into memory.
 
 Measured are the whole command, its training steps, what lies before and after them, the CPU time of all its processes,
 and memory: of the largest process, which is a rank, and of all of them in sum.
@@ -30,9 +30,8 @@ from trainkit.data import build_data
 from trainkit.data.base import global_batch
 from trainkit.models import build_model
 
-ARMS = Path(__file__).parent / "arms"
-STEPS, ROUNDS, SAME, WARM = 460, 9, 40, 20
-PEERS = ("accelerate", "lightning")
+BARE = Path(__file__).parent / "arms" / "bare.py"
+STEPS, ROUNDS, SAME = 460, 9, 40
 _SHARED = {
     1: "",
     2: "0.81 of bare's CPU time in these are the model's passes and the exchange of gradients, which both have; "
@@ -47,7 +46,7 @@ Measured = dict[str, float]
 """Of one command: seconds, training, before, after, cpu; largest and sum in MiB."""
 
 
-def measure(rounds: int = ROUNDS, peers: str | None = None) -> list[Figure]:
+def measure(rounds: int = ROUNDS) -> list[Figure]:
     """The lines of the table.
 
     Raises AssertionError where the arms do not do the same.
@@ -57,68 +56,60 @@ def measure(rounds: int = ROUNDS, peers: str | None = None) -> list[Figure]:
         folder = Path(temporary)
         for ranks in (1, 2):
             same_losses(folder, ranks)
-            figures += _of(folder, ranks, rounds, peers)
+            figures += _of(folder, ranks, rounds)
     asks = partial(subprocess.run, [sys.executable, "-m", "jobs.submit", "--help"], cwd=PROJECT, capture_output=True)
     times = [wall_seconds(asks) for _ in range(7)]
     return [*figures, alone(times, what="`submit --help`", shown="{:.2f} s".format, at_most=0.2)]
 
 
-def _of(folder: Path, ranks: int, rounds: int, peers: str | None) -> list[Figure]:
-    told: dict[str, list[Measured]] = {}
+def _of(folder: Path, ranks: int, rounds: int) -> list[Figure]:
+    where = f"{ranks} rank{'s' * (ranks > 1)}"
+    commands: dict[str, list[Measured]] = {"bare": [], "kit": []}
 
     def timed(name: str, run: Callable[[], Measured]) -> float:
         measured = run()
-        told.setdefault(name, []).append(measured)
+        commands[name].append(measured)
         shown = ", ".join(f"{key} {value:.2f}" for key, value in measured.items())
-        print(f"{name}, {ranks} rank{'s' * (ranks > 1)}: {shown}", file=sys.stderr, flush=True)
+        print(f"{name}, {where}: {shown}", file=sys.stderr, flush=True)
         return measured["seconds"]
 
-    figures, once = [], {}
-    where = f"{ranks} rank{'s' * (ranks > 1)}"
-    for name in PEERS if peers is not None else ():
-        try:  # it need not work, and its files are in memory from here on
-            trains = partial(script, folder, ranks, f"with_{name}", python=str(peers))
-            trains(steps=WARM)
-            once[name] = partial(timed, name, trains)
-        except AssertionError as error:
-            print(error, file=sys.stderr, flush=True)
-            figures.append(Figure(f"{name}: command to its end, {where}, to bare", "", note="not measured: it fails"))
-    arms = {"bare": partial(timed, "bare", partial(script, folder, ranks, "bare"))}
-    arms["kit"] = partial(timed, "kit", partial(kit, folder, ranks))
-    take_turns(arms, rounds, once=once)
+    take_turns(
+        {
+            "bare": partial(timed, "bare", partial(bare, folder, ranks)),
+            "kit": partial(timed, "kit", partial(kit, folder, ranks)),
+        },
+        rounds,
+    )
 
-    def of(name: str, key: str, what: str, **more: Any) -> Figure:
-        values = {arm: [one[key] for one in found] for arm, found in told.items() if key in found[0]}
-        twice = values["bare"]  # a round has two of them, the control at its end or its beginning
-        values = {"bare": twice[::2], **values, CONTROL: twice[1::2]} | {"bare": twice[::2]}
-        return against(values, name, what=f"{what}, {where}, to bare", **more)
+    def of(key: str, what: str, **more: Any) -> Figure:
+        twice = [one[key] for one in commands["bare"]]  # a round has two, the control at its end or its beginning
+        values = {"bare": twice[::2], "kit": [one[key] for one in commands["kit"]], CONTROL: twice[1::2]}
+        return against(values, "kit", what=f"{what}, {where}, to bare", **more)
 
     headline = f"from the command to its end, {where}, to bare" if ranks == 2 else ""
     size = {"shown": "{:.0f} MiB".format}
-    ours = [
-        of("kit", "seconds", "from the command to its end", at_most=1.0, headline=headline),
-        of("kit", "before", "from the command to its first batch"),
-        of("kit", "after", "from the last update to the prompt"),
-        of("kit", "cpu", "CPU time of all processes of the command"),
-        of("kit", "training", "training steps alone, own data path", at_most=0.9, note=_SHARED[ranks]),
-        of("kit", "largest", "memory of the largest process", at_most=1.05, **size),
-        of("kit", "sum", "memory of all processes in sum", **size),
+    return [
+        of("seconds", "from the command to its end", at_most=1.0, headline=headline),
+        of("before", "from the command to its first batch"),
+        of("after", "from the last update to the prompt"),
+        of("cpu", "CPU time of all processes of the command"),
+        of("training", "training steps alone, own data path", at_most=0.9, note=_SHARED[ranks]),
+        of("largest", "memory of the largest process", at_most=1.05, **size),
+        of("sum", "memory of all processes in sum", **size),
     ]
-    for name in once:
-        figures += [
-            of(name, "seconds", f"{name}: command to its end"),
-            of(name, "training", f"{name}: training steps alone"),
-            of(name, "largest", f"{name}: memory of the largest process", **size),
-        ]
-    return ours + figures
 
 
-def _measured(command: Ran, training: float, first: float | None = None, last: float | None = None) -> Measured:
+def _measured(command: Ran, training: float, first: float, last: float) -> Measured:
     """``first``, ``last``: when the first batch was asked for, and when the last update was made, since 1970."""
-    measured = {"seconds": command.seconds, "training": training}
-    if first is not None and last is not None:
-        measured |= {"before": first - command.began, "after": command.began + command.seconds - last}
-    return measured | {"cpu": command.cpu, "largest": command.largest, "sum": command.sum}
+    return {
+        "seconds": command.seconds,
+        "training": training,
+        "before": first - command.began,
+        "after": command.began + command.seconds - last,
+        "cpu": command.cpu,
+        "largest": command.largest,
+        "sum": command.sum,
+    }
 
 
 def kit(folder: Path, ranks: int, *more: str, steps: int = STEPS, name: str = "") -> Measured:
@@ -139,25 +130,21 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def script(
-    folder: Path, ranks: int, name: str, *more: str, python: str = sys.executable, steps: int = STEPS
-) -> Measured:
-    """A script of `arms`, by hand or under torchrun; Lightning starts its ranks itself."""
-    out = folder / f"{name}.json"
-    words = [str(ARMS / f"{name}.py"), str(steps), str(out), *more]
-    if name == "with_lightning":
-        words.append(str(ranks))
-    elif ranks > 1:
+def bare(folder: Path, ranks: int, *more: str, steps: int = STEPS) -> Measured:
+    """`arms/bare.py`, by hand or under torchrun."""
+    out = folder / "bare.json"
+    words = [str(BARE), str(steps), str(out), *more]
+    if ranks > 1:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
     try:
-        command = ran([python, *words], environment(folder), folder)
+        command = ran([sys.executable, *words], environment(folder), folder)
     except AssertionError as error:
         if _ABORTED_AT_EXIT not in str(error):
             raise
-        print(f"{name}: torch aborted a rank that had ended; once more", file=sys.stderr, flush=True)
-        command = ran([python, *words], environment(folder), folder)
+        print("bare: torch aborted a rank that had ended; once more", file=sys.stderr, flush=True)
+        command = ran([sys.executable, *words], environment(folder), folder)
     told = json.loads(out.read_text())
-    return _measured(command, told["train_seconds"], told.get("first"), told.get("last"))
+    return _measured(command, told["train_seconds"], told["first"], told["last"])
 
 
 def same_losses(folder: Path, ranks: int) -> None:
@@ -176,7 +163,7 @@ def same_losses(folder: Path, ranks: int) -> None:
         "weights": build_model(config.model, splits.info, config.seed).state_dict(),
     }
     torch.save(given, folder / "same.pt")
-    script(folder, ranks, "bare", str(folder / "same.pt"), steps=SAME)
+    bare(folder, ranks, str(folder / "same.pt"), steps=SAME)
     theirs = json.loads((folder / "bare.json").read_text())["losses"]
     kit(folder, ranks, *settings, steps=SAME, name=f"same-{ranks}")
     records = _lines(folder / f"same-{ranks}" / "metrics.jsonl")
