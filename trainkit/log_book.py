@@ -12,7 +12,7 @@ from trainkit.bench.results import page
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.report.facts import Facts, collect
-from trainkit.report.writers import RESULTS, write_comparison, write_logbook, write_page, write_results, write_sweep
+from trainkit.report.writers import RESULTS, write_comparison, write_logbook, write_page, write_results
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import job_state
 
@@ -33,16 +33,18 @@ def report_on(
         why = "There is nothing to set this one against."
         fix = f"Name the reference first: `{terminal.command('report', 'REFERENCE', runs[0].path, '--compare')}`."
         raise UserError("--compare needs two runs or more.", why=why, fix=fix)
-    sweep, facts = runs[0].path.parent, collect(runs) if len(runs) == 1 else _readable(collect(runs), compare)
-    out = (out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()
+    facts = collect(runs) if len(runs) == 1 else _readable(collect(runs), compare)
+    if out is None:
+        out = runs[0].path if len(runs) == 1 else runs[0].path.parent if is_sweep else Path("report")
+    out = out.absolute()
     try:
         if compare:
             table, written = write_comparison(facts, out)
             print(f"{table}\n")
-        elif is_sweep:
-            print(write_results(facts, out))
-            written = [out / RESULTS, *write_sweep(sweep, facts, out)]
         else:
+            if is_sweep:
+                print(write_results(facts, out))
+                print(terminal.path(out / RESULTS))
             written = write_logbook(facts, out)
     except UserError as error:
         raise _explained(error, runs) from None

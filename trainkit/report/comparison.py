@@ -30,7 +30,7 @@ _FEWEST = 3
 """Speeds in a median: the first updates are slow."""
 _MOST_COLUMNS = 8
 """Runs beside each other in a table; more are rows of it."""
-_MOST_SENTENCES, _MOST_ROWS, MOST_DRAWN = 40, 20, 20
+_MOST_SENTENCES, _MOST_ROWS, _MOST_BARS = 40, 20, 20
 
 
 def is_about_speed(keys: Iterable[str]) -> bool:
@@ -89,14 +89,15 @@ class _Pair:
         their_kind, kind = (item.started("device") for item in self.both)
         if None in (kind, their_kind) or (own is None) != (theirs is None):
             return "one of the two has not told its device or the images of a pass"
+        reasons = []
+        if own != theirs:
+            reasons.append(f"a rank takes {own} images in one pass and not {theirs}")
+        if kind != their_kind:
+            reasons.append(f"it ran on {kind} and not {their_kind}")
         # On a CPU the memory is that of the process, which tried larger batches first.
-        tried = " and ".join(item.label for item in self.both if kind == "cpu" and item.last_event("probed"))
-        reasons = {
-            f"a rank takes {own} images in one pass and not {theirs}": own != theirs,
-            f"it ran on {kind} and not {their_kind}": kind != their_kind,
-            f"train.micro_batch_size=auto has tried sizes in the process of {tried}": bool(tried),
-        }
-        return ", ".join(reason for reason, is_one in reasons.items() if is_one)
+        if probed := [item.label for item in self.both if kind == "cpu" and item.last_event("probed")]:
+            reasons.append(f"train.micro_batch_size=auto has tried sizes in the process of {' and '.join(probed)}")
+        return ", ".join(reasons)
 
     def _also_differs(self) -> str:
         """Other settings than strategy and ranks that change the speed."""
@@ -110,19 +111,20 @@ class _Pair:
 
     def sentences(self) -> list[str]:
         """What does not compare, and why."""
-        label = self.facts.label
+        label, told = self.facts.label, []
         if not (self.facts.begun and self.first.begun):
             return []
         if self.other_work:
             return [f"{label} is not compared in speed, time and memory: {self.other_work}."]
-        also = "" if self.no_speed_up else self._also_differs()
-        told = {
-            f"{label} has no speed-up: {self.no_speed_up}.": self.no_speed_up,
-            f"The speed-up of {label} is also that of other settings: {also}.": also,
-            f"{label} has no time ratio: {self.other_length}.": self.other_length,
-            f"{label} has no memory saved: {self.other_pass}.": self.other_pass,
-        }
-        return [sentence for sentence, reason in told.items() if reason]
+        if self.no_speed_up:
+            told.append(f"{label} has no speed-up: {self.no_speed_up}.")
+        elif also := self._also_differs():
+            told.append(f"The speed-up of {label} is also that of other settings: {also}.")
+        if self.other_length:
+            told.append(f"{label} has no time ratio: {self.other_length}.")
+        if self.other_pass:
+            told.append(f"{label} has no memory saved: {self.other_pass}.")
+        return told
 
     def cells(self, name: str) -> dict[str, str]:
         """The row of `comparison_table`; ``name``: of the headline."""
@@ -156,7 +158,7 @@ def comparison(runs: Sequence[Facts]) -> doc.Section:
     if simulated := ", ".join(facts.label for facts in runs if facts.is_simulated):
         nodes = f"The nodes of {simulated} were simulated on one machine, whose processors their ranks share"
         parts.append(doc.Text([f"{nodes}: speed-up and efficiency say nothing of real nodes."]))
-    chart, different = _throughput(runs[:MOST_DRAWN]), differences(runs)
+    chart, different = _throughput(runs[:_MOST_BARS]), differences(runs)
     parts.append(doc.Charts("throughput", [chart], "images per second of every run", wide=True))
     parts += [doc.Heading("Settings that differ"), different] if different else []
     note = (
@@ -179,7 +181,7 @@ def not_comparable(runs: Sequence[Facts]) -> list[str]:
     sentences = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
     sentences += [sentence for facts in runs[1:] for sentence in _Pair(facts, runs[0]).sentences()]
     more = len(sentences) - _MOST_SENTENCES
-    return sentences[:_MOST_SENTENCES] + [f"And {more} more like these."] * (more > 0)
+    return [*sentences[:_MOST_SENTENCES], f"And {more} more like these."] if more > 0 else sentences
 
 
 def differences(runs: Sequence[Facts]) -> doc.Table:
@@ -209,8 +211,8 @@ def _throughput(runs: Sequence[Facts]) -> Picture | None:
             words += f"  {pair.speed_up:.2f}{TIMES}"
             mark = bars[0].value * pair.more if pair.more and pair.more != 1 else None
         bars.append(Bar(facts.label, speed, words, 0 if bars else GREY, mark=mark))
-    unit = "images/s, median" + "; |: linear scaling" * any(bar.mark for bar in bars)
-    return doc.bar_chart("Training throughput", unit, bars)
+    linear = "; |: linear scaling" if any(bar.mark for bar in bars) else ""
+    return doc.bar_chart("Training throughput", f"images/s, median{linear}", bars)
 
 
 def scaling(runs: Sequence[Facts]) -> doc.Section:
@@ -227,22 +229,25 @@ def scaling(runs: Sequence[Facts]) -> doc.Section:
         return doc.Section("scaling", "Scaling", ())
     fewest, most = min(speeds), max(speeds)
 
-    def ratios(many: int, speed: float) -> tuple[float, float]:
-        """Speed-up, and percent of efficiency."""
-        return speed / speeds[fewest], 100 * speed / speeds[fewest] * fewest / many
+    def speed_up(speed: float) -> float:
+        return speed / speeds[fewest]
 
-    up, percent = ([(float(many), ratios(many, speed)[at]) for many, speed in speeds.items()] for at in (0, 1))
+    def efficiency(many: int, speed: float) -> float:
+        """In percent."""
+        return 100 * speed_up(speed) * fewest / many
+
+    up = [(float(many), speed_up(speed)) for many, speed in speeds.items()]
+    percent = [(float(many), efficiency(many, speed)) for many, speed in speeds.items()]
     linear = Series("linear", [(float(fewest), 1.0), (float(most), most / fewest)], GREY, label="linear", dashed=True)
     measured = Series("measured", up, label=f"{up[-1][1]:.2f}{TIMES}")
-    efficiency = Series("efficiency", percent, label=f"{percent[-1][1]:.0f} %")
+    efficient = Series("efficiency", percent, label=f"{percent[-1][1]:.0f} %")
     charts = [
         line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured]),
-        line_chart(Axes("Efficiency", "%", "processors", "scaling", 0.0, 100.0), [efficiency]),
+        line_chart(Axes("Efficiency", "%", "processors", "scaling", 0.0, 100.0), [efficient]),
     ]
     rows = [
-        (facts.label, str(many), doc.rate(speed), f"{ratio:.2f}{TIMES}", f"{share:.0f} %")
+        (facts.label, str(many), doc.rate(speed), f"{speed_up(speed):.2f}{TIMES}", f"{efficiency(many, speed):.0f} %")
         for facts, many, speed in kept
-        for ratio, share in [ratios(many, speed)]
     ]
     note = f"Median images/s against {kept[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
     note += "".join(f" Without {label}: {reason}." for label, reason in reasons.items() if reason)
@@ -255,17 +260,17 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
     first, name, metric = runs[0], runs[0].described.headline, runs[0].headline
     lines = [f"{sum(facts.finished for facts in runs)} of {len(runs)} runs have finished."]
     if first.best is not None and set(first.point) == {"seed"}:
-        val, test = (spread(values) for values in ([f.best for f in runs], [f.tested for f in runs]))
         unit = "In percent, over" if metric.unit == "%" else "Over"
-        lines.append(f"{unit} the seeds: val {name} {val}" + f", test {name} {test}" * (test != NONE) + ".")
+        test = spread([facts.tested for facts in runs])
+        tested = f", test {name} {test}" if test != NONE else ""
+        lines.append(f"{unit} the seeds: val {name} {spread([facts.best for facts in runs])}{tested}.")
     elif first.best is not None:
-        tested = f", test {name} {metric.text(first.tested)}" * (first.tested is not None)
         equal = sum(facts.best == first.best for facts in runs) - 1
-        others = f" and {doc.plural(equal, 'other')}" * (equal > 0)
+        others = f" and {doc.plural(equal, 'other')}" if equal else ""
+        tested = f", test {name} {metric.text(first.tested)}" if first.tested is not None else ""
         unfinished = "" if first.finished else " It has not finished."
-        lines.append(
-            f"Best by validation: {first.label}{others}, val {name} {metric.text(first.best)}{tested}.{unfinished}"
-        )
+        best = f"{first.label}{others}, val {name} {metric.text(first.best)}{tested}"
+        lines.append(f"Best by validation: {best}.{unfinished}")
     elif any(facts.begun for facts in runs):
         lines.append("No validation was reached.")
     if diverged := [facts.label for facts in runs if facts.setbacks.diverged]:
@@ -276,15 +281,20 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
 def swept(runs: Sequence[Facts]) -> doc.Section:
     """The results of a sweep; ``runs`` has the best first."""
     every, *means = sweep_tables(runs)
-    pictures = [_against(key, runs) for key in runs[0].point if key != "seed"]
-    charts = doc.Charts("results", pictures, "results against what was swept")
-    parts: list[doc.Part] = [*means, *[charts] * bool(charts)]
+    charts = doc.Charts(
+        "results",
+        [_against(key, runs) for key in runs[0].point if key != "seed"],
+        "results against what was swept",
+    )
+    parts: list[doc.Part] = [part for part in (*means, charts) if part]
     if len(runs) > _MOST_ROWS and parts:  # they would push what they come to off the screen
         parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)
-    note = "The best by validation first." * (runs[0].best is not None)
-    return doc.Section("results", "Results", parts, note + " Dots: single runs; lines: their means." * bool(charts))
+    note = "The best by validation first." if runs[0].best is not None else ""
+    if charts:
+        note += " Dots: single runs; lines: their means."
+    return doc.Section("results", "Results", parts, note)
 
 
 def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
@@ -318,7 +328,7 @@ def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
 
 def _remark(facts: Facts) -> str:
     if facts.finished:
-        return "diverged" * facts.setbacks.diverged
+        return "diverged" if facts.setbacks.diverged else ""
     last = facts.last_event("failed", "ended")
     if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
         return str(last.get("state", "FAILED"))
@@ -331,7 +341,8 @@ def spread(values: Sequence[float | None], spec: str = ".2f") -> str:
     if not known:
         return NONE
     deviation = f" ± {statistics.stdev(known):{spec}}" if len(known) > 1 else ""
-    return f"{statistics.fmean(known):{spec}}{deviation}" + f" (of {len(known)})" * (len(known) < len(values))
+    of = f" (of {len(known)})" if len(known) < len(values) else ""
+    return f"{statistics.fmean(known):{spec}}{deviation}{of}"
 
 
 def _against(key: str, runs: Sequence[Facts]) -> Picture | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -21,7 +22,7 @@ from markupsafe import Markup
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.report import document as doc
-from trainkit.report.comparison import MOST_DRAWN, comparison_table, outcome, sweep_tables
+from trainkit.report.comparison import comparison_table, outcome, sweep_tables
 from trainkit.report.document import COLOURS, NONE, duration, memory, number, rate, text
 from trainkit.report.facts import Facts
 from trainkit.report.figures import curves
@@ -37,29 +38,51 @@ _LONG = 60
 _MOST_LINES = 12
 
 
+class _Report(NamedTuple):
+    """What page and log book hold."""
+
+    title: str
+    lead: list[tuple[str, str]]
+    """Paragraphs, each with an alarm or none."""
+    sections: list[doc.Section]
+
+
+def _report(runs: Sequence[Facts]) -> _Report:
+    """Of one run, of several against the first, or of a sweep with the best run first."""
+    if not is_sweep(runs):
+        title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+        lead = [_lead(facts, name=len(runs) > 1) for facts in runs[:_MOST_LINES]]
+        return _Report(title, lead, [*of_several(runs), *of_runs(runs)])
+    ranked = sorted(runs, key=lambda facts: facts.rank)
+    sentences = outcome(ranked)
+    if len(runs) > COLOURS:
+        sentences.append(f"Below the results are the best {COLOURS} of them.")
+    title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {len(runs)} runs"
+    sections = [*of_several(ranked), *of_runs(ranked[:COLOURS])]
+    return _Report(title, [(sentence, "") for sentence in sentences], sections)
+
+
+def _lead(facts: Facts, *, name: bool) -> tuple[str, str]:
+    """What a run trains and how far it came, after its label if it is to have its name; and an alarm or none."""
+    settings = [facts.setting(f"{section}.name") for section in ("model", "data", "strategy")]
+    about = ", ".join(str(setting) for setting in settings if setting)
+    words, alarm = headline(facts)
+    if about:
+        words = f"{about}. {words}"
+    return f"{facts.label}: {words}" if name else words, alarm
+
+
 def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
     """Write ``out/logbook.md`` and its charts; the paths, the log book first. Refused where no run has begun."""
-    _require_something(runs)
-    with _book(out, "logbook.md") as book:
-        if len(runs) == 1:
-            book.run(runs[0], "# Log book: ", "##")
-        else:
-            book.lines.append(f"# Log book of {len(runs)} runs")
-            book.compare(runs)
-            book.runs(runs, MOST_DRAWN, f"Here are pictures of the first {MOST_DRAWN}; every other has its own")
-            for facts in runs[MOST_DRAWN:]:
-                book.run(facts, "## ", "###", draw=False)
-    return book.written
-
-
-def write_sweep(sweep: Path, runs: Sequence[Facts], out: Path) -> list[Path]:
-    """Write ``out/logbook.md`` of a sweep: its results, the best first, and the log books of the best runs."""
-    ranked = sorted(runs, key=lambda facts: facts.rank)
-    with _book(out, "logbook.md") as book:
-        name = terminal.literal(terminal.one_line(sweep.name))
-        book.lines += [f"# Log book of the sweep {name}", terminal.literal(" ".join(outcome(ranked)))]
-        book.sections([*of_several(ranked), curves(ranked[:COLOURS])], "##")
-        book.runs(ranked, COLOURS, f"Here are the best {COLOURS} of them; every other has its log book")
+    report = _report(runs)
+    if not is_sweep(runs):
+        _require_something(runs)
+    slug = re.sub(r"[^A-Za-z0-9_.]+", "-", runs[0].label)[:_LONGEST_SLUG].strip("-.") or "run"
+    with _book(out, "logbook.md", f"{slug}-" if len(runs) == 1 else "") as book:
+        book.lines.append(f"# Log book: {terminal.literal(report.title)}")
+        for words, alarm in report.lead:
+            book.lines.append(terminal.literal(words) + (f" **{terminal.literal(alarm)}**" if alarm else ""))
+        book.write(report.sections)
     return book.written
 
 
@@ -67,7 +90,7 @@ def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]
     """Write ``out/comparison.md``, the comparison alone, with its charts; its table, and the paths."""
     _require_something(runs)
     with _book(out, "comparison.md") as book:
-        book.compare(runs)
+        book.write([*(section(runs) for section in SEVERAL), curves(runs)])
     return _table(comparison_table(runs)), book.written
 
 
@@ -80,10 +103,10 @@ def write_results(runs: Sequence[Facts], out: Path) -> str:
 
 
 @contextmanager
-def _book(out: Path, name: str) -> Iterator[_Book]:
-    """A file in Markdown, which is written at the end."""
+def _book(out: Path, name: str, prefix: str = "") -> Iterator[_Book]:
+    """A file in Markdown, which is written at the end; ``prefix``: of the names of its charts."""
     with written_to(out / name) as path:
-        book = _Book(out)
+        book = _Book(out, prefix)
         yield book
         fileio.write(path, "\n\n".join(filter(None, book.lines)) + "\n", run_at(out))
         book.written.insert(0, path)
@@ -92,48 +115,27 @@ def _book(out: Path, name: str) -> Iterator[_Book]:
 class _Book:
     """The text of a file in Markdown, and the files that are written already: the charts beside it."""
 
-    def __init__(self, out: Path) -> None:
-        self.out, self.written = out, list[Path]()
+    def __init__(self, out: Path, prefix: str) -> None:
+        self.out, self.prefix, self.written = out, prefix, list[Path]()
+        self._drawn = Counter[str]()
         self.lines = [f"{_BY}. A new report replaces this file: copy it before you edit it. -->"]
 
-    def compare(self, runs: Sequence[Facts]) -> None:
-        """The sections that set runs against each other, and their curves."""
-        self.sections([*(section(runs) for section in SEVERAL), curves(runs[:MOST_DRAWN])], "##")
-
-    def runs(self, runs: Sequence[Facts], most: int, words: str) -> None:
-        """The sections on each of the first runs, and in ``words`` what becomes of the others."""
-        if runs[most:]:
-            one = terminal.code(terminal.command("report", runs[most].run_dir.path))
-            self.lines.append(f"{words} by {one}.")
-        for facts in runs[:most]:
-            self.run(facts, "## ", "###")
-
-    def run(self, facts: Facts, title: str, heading: str, *, draw: bool = True) -> None:
-        """The sections on one run. Its charts have names of their own, also where two runs' would be alike."""
-        started = next((event["time"] for event in facts.events_of("started") if "time" in event), None)
-        when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
-        words, alarm = map(terminal.literal, headline(facts))
-        self.lines += [f"{title}{terminal.literal(facts.label)}", words + f" **{alarm}**" * bool(alarm) + when]
-        slug = re.sub(r"[^A-Za-z0-9_.]+", "-", facts.label)[:_LONGEST_SLUG].strip("-.") or "run"
-        taken = {path.name.rpartition("-")[0] for path in self.written}
-        own = next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
-        self.sections(of_runs([facts]), heading, f"{own}-" if draw else None)
-
-    def sections(self, sections: Sequence[doc.Section], heading: str, prefix: str | None = "") -> None:
-        """Those that are not empty; ``prefix``: of the names of their charts, which None leaves out."""
+    def write(self, sections: Iterable[doc.Section]) -> None:
+        """Add the sections that are not empty."""
         for section in sections:
-            parts = [self._part(part, heading, prefix) for part in section.parts if part]
+            parts = [self._part(part) for part in section.parts if part]
             if any(parts):
-                self.lines += [f"{heading} {section.title}", terminal.literal(section.note), *parts]
+                self.lines += [f"## {section.title}", terminal.literal(section.note), *parts]
 
-    def _part(self, part: doc.Part, heading: str, prefix: str | None) -> str:
+    def _part(self, part: doc.Part) -> str:
         match part:
             case doc.Table():
-                return f"{terminal.literal(part.caption)}:\n\n" * bool(part.caption) + _table(part)
-            case doc.Charts() if prefix is None:
-                return ""
+                caption = f"{terminal.literal(part.caption)}:\n\n" if part.caption else ""
+                return caption + _table(part)
             case doc.Charts(name, pictures, title, legend, wide):
-                path = self.out / f"{prefix}{name}.svg"
+                self._drawn[name] += 1  # each run may have a chart of that name
+                number = f"-{self._drawn[name]}" if self._drawn[name] > 1 else ""
+                path = self.out / f"{self.prefix}{name}{number}.svg"
                 svg = doc.drawing(pictures, legend=legend, columns=1 if wide else 2)
                 fileio.write(path, svg.encode(errors="replace"), run_at(self.out))
                 self.written.append(path)
@@ -145,9 +147,9 @@ class _Book:
             case doc.Block(text):
                 return terminal.block(text)
             case doc.Heading(text):
-                return f"{heading}# {terminal.literal(text)}"
+                return f"### {terminal.literal(text)}"
             case doc.Fold(title, parts):
-                inner = [self._part(item, heading, prefix) for item in parts if item]
+                inner = [self._part(item) for item in parts if item]
                 return "\n\n".join([f"{terminal.literal(title)}:", *inner])
             case doc.Gallery(photos):
                 rows = [(photo.label, photo.told, photo.sure) for photo in photos]
@@ -201,12 +203,7 @@ def write_page(runs: Sequence[Facts], out: Path) -> Path:
 
 
 def _page(runs: Sequence[Facts]) -> str:
-    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    if sweep := is_sweep(runs):
-        title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {title}"
-        runs = sorted(runs, key=lambda facts: facts.rank)
-    every = (*of_several(runs), *of_runs(runs[:COLOURS] if sweep else runs))
-    here = Path(__file__).parent
+    report, here = _report(runs), Path(__file__).parent
     template, style, script = (fileio.read_text(here / f"page.{kind}", follow=True) for kind in ("html", "css", "js"))
     style += doc.STYLE
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
@@ -214,12 +211,12 @@ def _page(runs: Sequence[Facts]) -> str:
     return environment.from_string(template).render(
         mark=f"{_BY}, which replaces it the next time. -->",
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
-        title=title,
+        title=report.title,
         style_sheet=style,
         script=script,
-        lead=_lead(runs, sweep),
+        lead=report.lead,
         figures=_figures(runs[0]) if len(runs) == 1 else None,
-        sections=[each for each in every if any(each.parts)],
+        sections=[section for section in report.sections if any(section.parts)],
         style=_style,
         now=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     )
@@ -233,19 +230,6 @@ def _style(part: doc.Table, column: int, cell: str = "") -> Markup:
     """The class of a cell of a table, as an attribute."""
     name = "long" if len(cell) > _LONG else "number" if column >= part.numbers_from else ""
     return Markup(f' class="{name}"' if name else "")
-
-
-def _lead(runs: Sequence[Facts], sweep: bool) -> list[tuple[str, str]]:
-    """Paragraphs, each with an alarm or none."""
-    if sweep:
-        more = [f"Below the results are the best {COLOURS} of them."] * (len(runs) > COLOURS)
-        return [(sentence, "") for sentence in [*outcome(runs), *more]]
-    lines = []
-    for facts in runs[:_MOST_LINES]:
-        about = ", ".join(str(item) for key in ("model", "data", "strategy") if (item := facts.setting(f"{key}.name")))
-        words, alarm = headline(facts)
-        lines.append((f"{facts.label}: " * (len(runs) > 1) + about + ". " * bool(about) + words, alarm))
-    return lines
 
 
 def _figures(facts: Facts) -> list[tuple[str, str]]:
