@@ -77,7 +77,7 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_that_of_each_rank() -> 
     ]  # fmt: skip
     assert {arm.base for arm in weak} == {"1 rank x 16"}
     ran, left = arms("scaling", where(1, 2), "1", "2", "4")
-    assert [arm.x for arm in ran[:2]] == [1, 2]
+    assert [arm.ranks for arm in ran[:2]] == [(0,), (0, 1)]
     assert "2 ranks are here" in left["4 ranks"]
 
 

@@ -55,41 +55,39 @@ def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | L
     return found
 
 
-def _leanest(results: Results) -> tuple[float, str]:
-    """The arm that takes the least memory, less than the first, and its share of that; (1, "") if none does."""
-    shares = [(row.memory_ratio, row.name) for row in results.rows[1:] if row.memory_ratio and row.memory_ratio < 1]
-    return min(shares, default=(1.0, ""))
-
-
 def _fastest(results: Results) -> tuple[Row, str]:
-    """The fastest arm of those that compare, and how fast it is in words; none else than the first if none gains."""
+    """The fastest arm of those that compare, and how fast it is in words."""
     first, best = results.rows[0].name, max(results.compared, key=lambda row: row.speed)
     trains = f"{best.name} trains {best.speed:.2f} x as fast"
-    slower = f"Nothing is clearly faster than {first} here, {trains}"
-    return best, f"{trains} as {first} here" if best.speed > 1 else slower
+    if best.speed > 1:
+        return best, f"{trains} as {first} here"
+    return best, f"Nothing is clearly faster than {first} here, {trains}"
 
 
 def amp_meaning(results: Results) -> str:
-    first, (share, lean) = results.rows[0], _leanest(results)
+    first = results.rows[0]
     if not results.compared:
-        return results.no_difference() + f" {lean} takes {share:.2f} of the memory of {first.name}." * bool(lean)
+        return results.no_difference()
     best, gain = _fastest(results)
     if best.speed <= 1:
-        spared = f", or {lean} for {share:.2f} of the memory" * bool(lean)
-        return f"{gain}; use train.precision={first.name}{spared}{results.untold()}."
-    worse, updates = "", f"after {results.updates} updates"
+        return f"{gain}; use train.precision={first.name}."
     if best.memory_ratio is not None:
         gain += f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
-    if first.loss is not None and best.loss is None:
-        worse = f"; but its loss is not finite {updates}"
-    elif first.loss is not None and best.loss is not None and best.loss > first.loss * (1 + base.LOSS_TOLERANCE):
-        worse = f"; but its loss {updates} is {best.loss:.3g}, against {first.loss:.3g}"
-    return f"{gain}; use train.precision={best.name}{worse}{results.untold()}."
+    said = f"{gain}; use train.precision={best.name}"
+    if first.loss is None:
+        return f"{said}."
+    updates = f"after {results.updates} updates"
+    if best.loss is None:
+        return f"{said}; but its loss is not finite {updates}."
+    if best.loss > first.loss * (1 + base.LOSS_TOLERANCE):
+        return f"{said}; but its loss {updates} is {best.loss:.3g}, against {first.loss:.3g}."
+    return f"{said}."
 
 
 def amp_notes(config: Config, where: Where) -> list[str]:
-    emulated = not (where.gpu or cpu_has_bf16())
-    return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."] * emulated
+    if where.gpu or cpu_has_bf16():
+        return []
+    return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."]
 
 
 def batch_size_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
@@ -100,7 +98,7 @@ def batch_size_arms(config: Config, where: Where, asked: Sequence[str]) -> list[
     for size in [int(name) for name in asked] or [own, *powers]:
         if size <= where.train_images // where.world_size:
             overrides = (f"train.global_batch_size={size * where.world_size}", f"train.micro_batch_size={size}")
-            found.append(Arm(str(size), overrides, size=size, x=size))
+            found.append(Arm(str(size), overrides, size=size))
         elif asked:
             found.append(LeftOut(str(size), f"there are {where.train_images} images to train on"))
     return found
@@ -156,7 +154,7 @@ def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm 
     for series, overrides in sources:
         for count in workers:
             name, settings = f"{count} worker{'s' * (count != 1)}{series}", (f"data.workers={count}", *overrides)
-            found.append(Arm(name, settings, work="feed", size=count, series=series, x=count))
+            found.append(Arm(name, settings, work="feed", size=count, series=series))
     return found
 
 
@@ -182,7 +180,7 @@ def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> lis
     """Forward passes of several batch sizes, on one device and split over all that one process sees."""
 
     def infer(size: int, series: str, strategy: str, against: str) -> Arm:
-        return Arm(f"{series}, {size}", (f"strategy.name={strategy}",), (0,), "infer", size, against, series, size)
+        return Arm(f"{series}, {size}", (f"strategy.name={strategy}",), (0,), "infer", size, against, series)
 
     sizes = [int(name) for name in asked] or [1, 4, 16, 64, 256, 1024]
     found: list[Arm | LeftOut] = [infer(size, ONE, "single", "") for size in sizes]
@@ -195,7 +193,7 @@ def dp_inference_meaning(results: Results) -> str:
     one, split = ([row for row in results.series(series) if row.rates] for series in (ONE, ALL))
     alone = ""
     if one:
-        best, about = max(one, key=lambda row: row.median), "roughly " * bool(results.problem)
+        best, about = max(one, key=lambda row: row.median), "roughly " if results.problem else ""
         alone = f"One device classifies most, {about}{rate(best.median)} images/s, in batches of {best.arm.size}"
     if not split:
         return f"{alone}; DataParallel takes two GPUs, so there is nothing to compare it with."
@@ -215,12 +213,12 @@ def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
     whole = [count for count in chosen if count <= where.world_size and size % count == 0]
     why = f"{ranks(where.world_size)} are here, and {size} images are divided among them"
     found: list[Arm | LeftOut] = [LeftOut(ranks(count), why) for count in chosen if count not in whole]
-    for series, times in ((STRONG, ""), (WEAK, f" x {each}")):
-        for count in whole:
-            overrides = (f"train.global_batch_size={each * count}",) if times else ()
-            against = f"{ranks(whole[0])}{times}" if times or count != whole[0] else ""
-            place = tuple(range(count))
-            found.append(Arm(f"{ranks(count)}{times}", overrides, place, base=against, series=series, x=count))
+    for count in whole:
+        first = ranks(whole[0]) if count != whole[0] else ""
+        found.append(Arm(ranks(count), (), tuple(range(count)), base=first, series=STRONG))
+    for count in whole:
+        name, overrides = f"{ranks(count)} x {each}", (f"train.global_batch_size={each * count}",)
+        found.append(Arm(name, overrides, tuple(range(count)), base=f"{ranks(whole[0])} x {each}", series=WEAK))
     return found
 
 
@@ -232,27 +230,37 @@ def scaling_counts(where: Where) -> list[int]:
     return sorted({*within, *between})
 
 
+def _count(row: Row) -> int:
+    """How many ranks an arm of this bench has."""
+    return len(row.arm.ranks or ())
+
+
 def efficiency(row: Row, results: Results) -> float | None:
     """The useful share of the ranks that an arm has more than the one that it is compared with."""
     first = results.series(row.arm.series)[0]
-    return None if row.ratio is None or row is first else row.speed / (row.arm.x / first.arm.x)
+    return None if row.ratio is None or row is first else row.speed * _count(first) / _count(row)
 
 
 def scaling_meaning(results: Results) -> str:
-    most = max(row.arm.x for row in results.rows)
-    parts = []
-    for series, how in ((STRONG, "with the same batch"), (WEAK, "with as much for each")):
-        own = results.series(series)
-        row = next((row for row in own if row.arm.x == most), None)
-        if row is not None and (share := efficiency(row, results)) is not None:
-            gain = f"{row.speed:.2f} x as fast as {ranks(int(own[0].arm.x))} {how} (efficiency {percent(share)})"
-            parts.append((gain, share, row.extra.get("exposed_share", 0.0)))
-    if not parts:
+    most, gains, shares, exposed = max(map(_count, results.rows)), [], [], 0.0
+    for row in results.rows:
+        share = efficiency(row, results)
+        if share is None or _count(row) < most:
+            continue
+        first = results.series(row.arm.series)[0]
+        how = "with the same batch" if row.arm.series == STRONG else "with as much for each"
+        gains.append(f"{row.speed:.2f} x as fast as {ranks(_count(first))} {how} (efficiency {percent(share)})")
+        shares.append(share)
+        exposed = max(exposed, row.extra.get("exposed_share", 0.0))
+    if not gains:
         return results.no_difference()
-    exposed, strong = max(exposed for *_, exposed in parts), parts[0][1]
+    worth = "they are not worth it"
+    if shares[0] >= 0.8:
+        worth = "they are worth it"
+    elif shares[0] * most > 1.1:
+        worth = "they help"
     waits = f"; {percent(exposed)} of an update is communication that no computation hides"
-    worth = "they are worth it" if strong >= 0.8 else "they help" if strong * most > 1.1 else "they are not worth it"
-    return f"{ranks(int(most))} train {' and '.join(gain for gain, *_ in parts)}{waits}: {worth}."
+    return f"{ranks(most)} train {' and '.join(gains)}{waits}: {worth}."
 
 
 def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
@@ -271,21 +279,24 @@ def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Ar
         if why:
             found.append(LeftOut(name, why))
             continue
-        own = micro * where.gpus if splits and size % (micro * max(where.gpus, 1)) == 0 else micro
-        batch = (f"train.micro_batch_size={own}",) * (config.train.micro_batch_size != "auto")
-        found.append(Arm(name, (*settings, *batch), (0,) if traits.ranks == "one" else None))
+        if config.train.micro_batch_size != "auto":
+            own = micro * where.gpus if splits and size % (micro * where.gpus) == 0 else micro
+            settings = (*settings, f"train.micro_batch_size={own}")
+        found.append(Arm(name, settings, (0,) if traits.ranks == "one" else None))
     return found
 
 
 def strategy_meaning(results: Results) -> str:
-    first, losses, (share, lean) = results.rows[0], _losses(results), _leanest(results)
+    first, losses = results.rows[0], _losses(results)
     if not results.compared:
         return f"{results.no_difference()} {losses}".rstrip()
-    best, gain = _fastest(results)
-    spared = f", and {lean} needs the least memory of a rank, {share:.2f} of {first.name}'s" * bool(lean)
+    best, said = _fastest(results)
+    lean = min(results.rows, key=lambda row: row.memory_ratio or 1.0)
+    if lean.memory_ratio is not None and lean.memory_ratio < 1:
+        said += f", and {lean.name} needs the least memory of a rank, {lean.memory_ratio:.2f} of {first.name}'s"
     use = best.name if best.speed > 1 else first.name
     named = "fsdp strategy.shard_within=node" if use == "hsdp" else use
-    return f"{gain}{spared}; use strategy.name={named}{results.untold()}. {losses}".rstrip()
+    return f"{said}; use strategy.name={named}. {losses}".rstrip()
 
 
 def _losses(results: Results) -> str:
@@ -313,9 +324,12 @@ def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
         "between": tuple(place.rank for place in where.places if place.local_rank == 0),
         "all": tuple(place.rank for place in where.places),
     }
-    sizes = [1 << 16, 1 << 20, 1 << 24] + [1 << 28] * where.gpu  # gloo would take seconds for the last one
+    sizes = [1 << 16, 1 << 20, 1 << 24]
+    if where.gpu:  # gloo would take seconds
+        sizes.append(1 << 28)
     messages = [(terminal.size(size), size) for size in sizes]
-    messages += [(f"{GRADIENTS}, {terminal.size(4 * where.params)}", 4 * where.params)] * bool(where.params)
+    if where.params:
+        messages.append((f"{GRADIENTS}, {terminal.size(4 * where.params)}", 4 * where.params))
     found: list[Arm | LeftOut] = []
     seen: set[tuple[int, ...]] = set()
     for name in asked or NETWORKS:
@@ -324,7 +338,7 @@ def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
         elif who[name] not in seen:  # on one node, or with one rank on each, "all" are the same ranks
             seen.add(who[name])
             for text, size in messages:
-                found.append(Arm(f"{name}, {text}", (), who[name], "reduce", size, series=name, x=size / 1e6))
+                found.append(Arm(f"{name}, {text}", (), who[name], "reduce", size, series=name))
     return found
 
 
@@ -335,13 +349,13 @@ def milliseconds(row: Row) -> str:
 
 def network_meaning(results: Results) -> str:
     best = {name: max((row.median for row in results.series(name)), default=0.0) for name in NETWORKS}
-    said = ", ".join(f"{rate(value)} GB/s {NETWORKS[name]}" for name, value in best.items() if value)
+    moves = ", ".join(f"{rate(value)} GB/s {NETWORKS[name]}" for name, value in best.items() if value)
+    said = f"An all-reduce moves {'roughly ' if results.problem else ''}{moves}"
     own = [row for row in results.ran if GRADIENTS in row.name]
-    last = ""
     if own:
         size = own[-1].name.rpartition(", ")[2]
-        last = f"; exchanging this model's gradients ({size}) takes {milliseconds(own[-1])} an update"
-    return f"An all-reduce moves {'roughly ' * bool(results.problem)}{said}{last}."
+        said += f"; exchanging this model's gradients ({size}) takes {milliseconds(own[-1])} an update"
+    return f"{said}."
 
 
 # fmt: off
@@ -356,7 +370,7 @@ BENCHES = {
         Bench(
             "batch-size", "Do larger batches help here?", batch_size_arms, batch_size_meaning,
             (("micro batch", ARM[1]), *base.COMPARED[1:]),
-            stops=batch_size_stops, axis="micro batch",
+            stops=batch_size_stops,
         ),
         Bench(
             "loader", "Does the data keep up here?", loader_arms, loader_meaning,
@@ -365,12 +379,12 @@ BENCHES = {
                 ("loads alone", lambda row, results: rate(row.extra.get("loads_per_sec"))),
                 ("waits", lambda row, results: percent(row.extra.get("data_share"))),
             ),
-            lowest=0, axis="loader processes of a rank",
+            lowest=0,
         ),
         Bench(
             "dp-inference", "Does DataParallel help inference here?", dp_inference_arms, dp_inference_meaning,
             (*base.TIMED, base.MEMORY),
-            strategy="dp", axis="batch",
+            strategy="dp",
         ),
         Bench(
             "scaling", "Do more ranks help here?", scaling_arms, scaling_meaning,
@@ -378,7 +392,7 @@ BENCHES = {
                 ARM, base.RATE, base.SPREAD, ("speed-up", base.SPEED[1]),
                 ("efficiency", lambda row, results: percent(efficiency(row, results))), base.EXPOSED, base.MEMORY,
             ),
-            dispensable=("min to max", "memory"), fewest_ranks=2, strategy="ddp", axis="ranks", ideal=True,
+            dispensable=("min to max", "memory"), fewest_ranks=2, strategy="ddp",
         ),
         Bench(
             "strategy", "Which strategy helps here?", strategy_arms, strategy_meaning,
@@ -393,7 +407,6 @@ BENCHES = {
                 ("takes", lambda row, results: milliseconds(row) if "seconds" in row.extra else base.NONE),
             ),
             names=tuple(NETWORKS), amount="bytes", unit="GB/s", scale=1e-9, fewest_ranks=2, strategy="ddp",
-            axis="message, MB",
         ),
     )
 }

@@ -108,8 +108,7 @@ class Arm:
     base: str = ""
     """The arm that it is compared with; empty: the first."""
     series: str = ""
-    """Arms of one series are one line of the picture, over ``x``."""
-    x: float = 0.0
+    """Arms of one series differ in their size or their number of ranks alone."""
 
 
 @dataclass(frozen=True)
@@ -248,16 +247,10 @@ class Results:
         if not self.ran and not self.ended:
             return "There is nothing to compare yet: no arm has been measured."
         if len(self.ran) < 2:
-            return (
-                f"There is nothing to compare: {f'only {self.ran[0].name}' if self.ran else 'nothing'} could run here."
-            )
+            measured = f"only {self.ran[0].name}" if self.ran else "nothing"
+            return f"There is nothing to compare: {measured} could run here."
         whys = dict.fromkeys(row.why_none for row in self.ran if row.why_none)
         return f"No difference can be told here: {'; '.join(whys)}."
-
-    def untold(self) -> str:
-        """The arms of which nothing can be told, where it can of others; empty if there are none."""
-        names = [row.name for row in self.rows[1:] if row.rates and row.why_none]
-        return f"; nothing can be told of {', '.join(names)}" if names else ""
 
 
 Column = tuple[str, Callable[[Row, Results], str]]
@@ -297,10 +290,6 @@ class Bench:
     """Why an arm is not even tried, after the trials of those before it and with ``room_mb`` for a rank; or empty."""
     notes: Callable[[Config, Where], list[str]] = lambda config, where: []
     """What a reader should know before the figures."""
-    ideal: bool = False
-    """The picture shows a line as if each rank were worth as much as the first."""
-    axis: str = ""
-    """The name of ``x``, where the arms are lines."""
 
 
 def ranks(count: int) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.bench import base
-from trainkit.bench.arms import MODEL, bench_of
+from trainkit.bench.arms import bench_of
 from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
-from trainkit.report.document import GREY, Axes, Bar, Picture, Point, Series, bar_chart, drawing, line_chart, plural
+from trainkit.report.document import Bar, bar_chart, drawing, plural
 from trainkit.report.facts import cpus_taken
 
 TOLERANCE = 0.05
@@ -25,8 +25,6 @@ TOLERANCE = 0.05
 _MANY = 7
 """From so many rounds on the lowest and the highest ratio do not count: a neighbour's moment is no noise."""
 Sample = Mapping[str, Any]
-Values = Mapping[str, tuple[float, Point | None]]
-"""What a chart shows of each arm, and the ends of its spread."""
 
 
 def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, Any]]) -> Results:
@@ -66,8 +64,7 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
             row.ratios = [mean[number] / own[number] for number in sorted(own.keys() & mean.keys())]
             row.why_none = problem or _contradiction(row, control)
             row.ratio = None if row.why_none else statistics.median(row.ratios)
-    if bench.ideal:
-        _refuse_miracles(list(rows.values()))
+    _refuse_miracles(list(rows.values()))
     _compare_memory(list(rows.values()), first, _memory(by_arm[CONTROL].values()))
     complete = min((len(row.rates) for row in rows.values() if row.rates and not row.failed), default=0)
     notes = [str(note) for note in [*began.get("notes", []), *(record.get("why") for record in ended[-1:])] if note]
@@ -84,7 +81,7 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
 
 
 def _arm(told: Mapping[str, Any]) -> Arm:
-    known = {key: told[key] for key in ("name", "work", "size", "base", "series", "x") if key in told}
+    known = {key: told[key] for key in ("name", "work", "size", "base", "series") if key in told}
     ranks = told.get("ranks")
     return Arm(overrides=tuple(told.get("overrides", ())), ranks=None if ranks is None else tuple(ranks), **known)
 
@@ -138,9 +135,11 @@ def noise(control: Sequence[float]) -> tuple[float, float]:
 def _refuse_miracles(rows: Sequence[Row]) -> None:
     """A speed-up above the number of ranks means that the arm with fewer was held up."""
     for row in rows:
-        first = next((other for other in rows if other.arm.series == row.arm.series), row)
-        more = row.arm.x / first.arm.x if first.arm.x else 1
-        if row.ratio is not None and more > 1 and row.ratio > more * (1 + TOLERANCE):
+        first = next(other for other in rows if other.arm.series == row.arm.series)
+        if row.ratio is None or not row.arm.ranks or not first.arm.ranks:
+            continue
+        more = len(row.arm.ranks) / len(first.arm.ranks)
+        if more > 1 and row.ratio > more * (1 + TOLERANCE):
             row.why_none = f"{row.name} came to {row.ratio:.2f} x with {more:g} x the ranks: {first.name} was held up"
             row.ratio = None
 
@@ -237,49 +236,15 @@ def lines(results: Results) -> list[str]:
 
 def picture(results: Results) -> str:
     """An SVG: how fast each arm is, with its lowest and highest round, and its memory. Empty without rates."""
-    rates = {row.name: (row.median, (min(row.rates), max(row.rates))) for row in results.ran}
-    memory = {row.name: (row.memory_mb, None) for row in results.ran if row.memory_mb is not None}
-    charts = [
-        _chart(results, "Speed", results.bench.unit, rates), _chart(results, "Peak memory of a rank", "MiB", memory)
-    ]  # fmt: skip
-    names = list(dict.fromkeys(row.arm.series for row in results.ran)) if results.bench.axis else []
-    legend = [(_label(name), _colour(name, names)) for name in names] if len(names) > 1 else []
-    return drawing(charts, title=f"{results.bench.question} {results.where}", legend=legend, foot=results.meaning)
-
-
-def _chart(results: Results, title: str, unit: str, values: Values) -> Picture | None:
-    """A bar an arm; or, where arms have an x, a line a series, with the ceiling and what is ideal."""
-    if not results.bench.axis:
-        return bar_chart(title, unit, [Bar(name, value, spread=spread) for name, (value, spread) in values.items()])
-    rows = sorted((row for row in results.ran if row.name in values), key=lambda row: row.arm.x)
-    places = sorted({row.arm.x for row in rows if row.arm.work != "ceiling"})
-    names, curves = list(dict.fromkeys(row.arm.series for row in results.ran)), []
-    for name in names:
-        own = [row for row in rows if row.arm.series == name]
-        points = [(row.arm.x, values[row.name][0]) for row in own]
-        spread = [ends for row in own if (ends := values[row.name][1])]
-        is_ceiling = bool(own) and own[0].arm.work == "ceiling"
-        if is_ceiling:
-            points, spread = [(place, points[0][1]) for place in places], []
-        elif results.bench.ideal and spread:
-            (first, speed), (last, _) = points[0], points[-1]
-            ideal = [(first, speed), (last, speed * last / first)]
-            curves.append(Series("as if all ranks were worth as much as the first", ideal, GREY, dashed=True))
-        curves.append(Series(_label(name), points, _colour(name, names), dashed=is_ceiling, spread=spread))
-    return line_chart(Axes(title, unit, results.bench.axis, low=0, x_may_be_log=True, x_ticks=places), curves)
-
-
-def _label(series: str) -> str:
-    return series.removeprefix(", ") or "as configured"
-
-
-def _colour(series: str, names: Sequence[str]) -> int:
-    return GREY if series == MODEL else names.index(series) % GREY
+    speeds = [Bar(row.name, row.median, spread=(min(row.rates), max(row.rates))) for row in results.ran]
+    memory = [Bar(row.name, row.memory_mb) for row in results.ran if row.memory_mb is not None]
+    charts = [bar_chart("Speed", results.bench.unit, speeds), bar_chart("Peak memory of a rank", "MiB", memory)]
+    return drawing(charts, title=f"{results.bench.question} {results.where}", foot=results.meaning)
 
 
 def progress(run: BenchDir) -> Callable[[], None]:
-    """What prints, whenever it is called, what a running bench has written since: a line an arm that is tried, and a
-    round."""
+    """What prints, whenever it is called, what a running bench has written since: its arms, those that failed, and a
+    line a round."""
     request = Request.read(run.request)
     bench, rounds = bench_of(request.bench), defaultdict[int, list[str]](list)
     said = arms = 0

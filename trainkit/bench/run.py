@@ -443,10 +443,6 @@ class ArmFailedError(Exception):
     """An order failed; the words of the rank that failed first."""
 
 
-class _LeftError(Exception):
-    """This rank leaves a group by itself."""
-
-
 @dataclass
 class Team:
     """This rank among all of the job: rank 0 asks, the others serve. ``store``: where they have met."""
@@ -515,7 +511,7 @@ class Team:
         try:
             answer = getattr(self.worker, f"do_{order['work']}")(self._joined(order), order)
         except Exception as error:
-            answer = {"error": _told_of(error), "time": time.time(), "rank": rank}
+            answer = {"error": _in_words(error), "time": time.time(), "rank": rank}
             answer["weight"] = 2 if is_out_of_memory(error) else 1 if isinstance(error, TrainkitError) else 0
             self._leave(None)
         self.store.set(f"answer/{self._number}/{rank}", json.dumps(answer))
@@ -539,9 +535,11 @@ class Team:
         """Leave the group: together with its other ranks if it is still ``group``, else at once."""
         held, together = self._held, self._open is not None and self._open[1] == group
         self._held, self._dist, self._open = ExitStack(), None, None
-        with suppress(_LeftError), held:
-            if not together:
-                raise _LeftError  # an error on the way out: no barrier, at which some may never arrive
+        if together:
+            held.close()
+        else:  # as on an error: without a barrier, at which some may never arrive
+            error = RuntimeError("left alone")
+            held.__exit__(RuntimeError, error, None)
 
 
 def env_among(env: RankEnv, places: Sequence[Place], ranks: Sequence[int]) -> RankEnv:
@@ -561,10 +559,9 @@ def env_among(env: RankEnv, places: Sequence[Place], ranks: Sequence[int]) -> Ra
     )
 
 
-def _told_of(error: Exception) -> str:
+def _in_words(error: Exception) -> str:
     if isinstance(error, TrainkitError):
         return f"{error.what} {error.why}".strip()
-    lines = str(error).strip().splitlines()
-    first = " ".join(lines[0].split())[:300] if lines else ""
+    first = " ".join(str(error).strip().partition("\n")[0].split())[:300]
     kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
-    return f"{kind}: {first}" if first else kind
+    return f"{kind}: {first}".removesuffix(": ")
