@@ -192,7 +192,7 @@ def line_chart(axes: Axes, curves: Iterable[Series]) -> Picture | None:
     x_to = max(places, default=0.0) if axes.x_to is None else axes.x_to
     if not curves or not _is_drawable((x_from, x_to)):
         return None
-    labels = [item for item in curves if item.label]
+    labels = [item for item in curves if item.label and not item.faint]
     margin = 10 + _LETTER * max((len(item.label) for item in labels), default=0) + 8 * bool(labels)
     right, y = WIDTH - min(margin, WIDTH / 3), _vertical(axes, curves)
     if axes.x_may_be_log and _is_wide([x_from, x_to], above=5):

@@ -32,58 +32,76 @@ def curves(runs: Sequence[Facts]) -> doc.Section:
     """Of one run train and val in two colours; of several, at most as many as there are colours, each in its own."""
     known = [facts for facts in runs if facts.train or facts.val]
     drawn = known if len(known) <= COLOURS else sorted(known, key=lambda facts: facts.rank)[:COLOURS]
-    records = [record for facts in drawn for record in (*facts.train, *facts.val)]
+    records, one = [record for facts in drawn for record in (*facts.train, *facts.val)], len(drawn) == 1
     by = "epoch" if max((r["epoch"] for r in records if "epoch" in r), default=0.0) > _FEW_EPOCHS else "step"
-    x_to, one = max((r[by] for r in records if by in r), default=1.0), len(drawn) == 1
+    x_to = max((r[by] for r in records if by in r), default=1.0)
     restarts = [(x, GREY if one else colour) for colour, facts in enumerate(drawn) for x in facts.restarts(by)]
     metrics = {name: metric for facts in drawn for name, metric in facts.described.metrics.items()}
     pictures = []
-    for key in [*metrics, "lr", "images_per_sec"]:
-        metric, lost = metrics.get(key), "not finite" * (key == "loss")
-        title, unit = (metric.label, metric.unit) if metric else _TITLES[key]
-        val = [_series(facts, key, by, "val", colour, one=one) for colour, facts in enumerate(drawn) if metric]
+    for key, metric in metrics.items():
+        lost = "not finite" if key == "loss" else ""
+        axes = Axes(metric.label, metric.unit, by, "curves", None, None, x_to, bool(lost), lost=lost, restarts=restarts)
+        val = [_metric_curve(facts, key, by, "val", colour, one=one) for colour, facts in enumerate(drawn)]
         faint = not one and any(item.points for item in val)
-        train = [_series(facts, key, by, "train", colour, one=one, faint=faint) for colour, facts in enumerate(drawn)]
-        low = None if metric else 0.0
-        axes = Axes(title, unit, by, "curves", low, x_to=x_to, may_be_log=bool(lost), lost=lost, restarts=restarts)
-        pictures.append(line_chart(axes, [*train, *val]))
-    every = max((facts.metrics.every for facts in drawn), default=1)
-    notes = {
-        "Thick: validation. Thin: training.": not one and any(facts.val for facts in drawn),
-        "Ring: the best checkpoint.": one and drawn[0].best is not None,
-        "Dotted lines: a later attempt went on.": bool(restarts),
-        f"Of the train records one in {every} is in the curves, medians and estimates here; in the curves also those"
-        " with the largest and the smallest loss of each stretch, and the first that is no number.": every > 1,
-        f"The best {COLOURS} of {len(known)} runs, by validation.": len(known) > COLOURS,
-    }
-    legend = [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)]
-    whole = doc.Charts("curves", pictures, "loss, metrics, learning rate and throughput", legend)
-    return doc.Section("curves", "Curves", [whole] if whole else [], " ".join(note for note in notes if notes[note]))
+        train = [_metric_curve(facts, key, by, "train", colour, one=one) for colour, facts in enumerate(drawn)]
+        pictures.append(line_chart(axes, [*(item._replace(faint=faint) for item in train), *val]))
+    for key, (title, unit) in _TITLES.items():
+        axes = Axes(title, unit, by, "curves", 0.0, x_to=x_to, restarts=restarts)
+        own = [_course(facts, key, by, colour, one=one) for colour, facts in enumerate(drawn)]
+        pictures.append(line_chart(axes, own))
+    whole = doc.Charts(
+        "curves",
+        pictures,
+        "loss, metrics, learning rate and throughput",
+        [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)],
+    )
+    notes = []
+    if not one and any(facts.val for facts in drawn):
+        notes.append("Thick: validation. Thin: training.")
+    if one and drawn[0].best is not None:
+        notes.append("Ring: the best checkpoint.")
+    if restarts:
+        notes.append("Dotted lines: a later attempt went on.")
+    if (every := max((facts.metrics.every for facts in drawn), default=1)) > 1:
+        notes.append(
+            f"Of the train records one in {every} is in the curves, medians and estimates here; in the curves also"
+            " those with the largest and the smallest loss of each stretch, and the first that is no number."
+        )
+    if len(known) > COLOURS:
+        notes.append(f"The best {COLOURS} of {len(known)} runs, by validation.")
+    return doc.Section("curves", "Curves", [whole] if whole else [], " ".join(notes))
 
 
-def _series(
-    facts: Facts, key: str, by: str, split: str, colour: int, *, one: bool, faint: bool = False
-) -> Series:  # fmt: skip
-    metric, records = facts.described.find(key), facts.val if split == "val" else facts.drawn
+def _points(facts: Facts, key: str, by: str, split: str) -> tuple[list[Point], list[float]]:
+    """What a run has recorded of a key, and the places where that was no number; not those of a key that never is."""
+    records = facts.val if split == "val" else facts.drawn
     placed = [record for record in records if fileio.is_number(record.get(by))]
     points = [(float(record[by]), float(record[key])) for record in placed if fileio.is_number(record.get(key))]
     lost = [float(record[by]) for record in placed if key in record and record[key] is None]
-    values, best = [y for _, y in points], (facts.best_val or {}).get(by)
-    is_best = one and split == "val" and key == facts.described.headline and facts.best is not None
-    name, label = split if metric else "images/s" if key == "images_per_sec" else key, ""
-    if values and not faint:
-        label = f"{values[-1]:{'.1f' if metric and metric.unit == '%' else '.3g'}}"
-        if key in _TITLES:
-            label = f"peak {max(values):.3g}" if key == "lr" else f"median {doc.rate(median(values))}"
-        elif one:
-            label = f"{split} {label}"
+    return points, lost if len(lost) < len(placed) else []
+
+
+def _metric_curve(facts: Facts, key: str, by: str, split: str, colour: int, *, one: bool) -> Series:
+    """A metric of the task; of one run the best checkpoint has a ring."""
+    points, lost = _points(facts, key, by, split)
+    metric, label, ring = facts.described.find(key), "", None
+    if points:
+        label = f"{points[-1][1]:{'.1f' if metric and metric.unit == '%' else '.3g'}}"
     if not one:
-        name = f"{facts.label} {split}" if metric else facts.label
-    return Series(
-        name, points, int(split == "val") if one else colour, faint, label=label,
-        lost=lost if len(lost) < len(placed) else [],
-        ring=next(((x, y) for x, y in points if is_best and x == best), None),
-    )  # fmt: skip
+        return Series(f"{facts.label} {split}", points, colour, label=label, lost=lost)
+    if split == "val" and key == facts.described.headline and facts.best_val is not None and facts.best is not None:
+        ring = next((point for point in points if point[0] == facts.best_val.get(by)), None)
+    colour = 1 if split == "val" else 0
+    return Series(split, points, colour, label=f"{split} {label}" if label else "", lost=lost, ring=ring)
+
+
+def _course(facts: Facts, key: str, by: str, colour: int, *, one: bool) -> Series:
+    """The learning rate or the throughput."""
+    points, lost = _points(facts, key, by, "train")
+    values, name, label = [y for _, y in points], "lr" if key == "lr" else "images/s", ""
+    if values:
+        label = f"peak {max(values):.3g}" if key == "lr" else f"median {doc.rate(median(values))}"
+    return Series(name if one else facts.label, points, 0 if one else colour, label=label, lost=lost)
 
 
 # kind of event -> its mark, its colour, and what it means; the shapes differ, for colours may not be seen
@@ -326,7 +344,7 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
             return lines
         groups = groupby(sorted(point for item in lines for point in item.points), lambda point: point[0])
         mean = drawn("GPUs, mean", [(x, fmean(y for _, y in group)) for x, group in groups], 0, by, "GPUs")
-        return [*(item._replace(colour=0, faint=True, label="") for item in lines), mean]
+        return [*(item._replace(colour=0, faint=True) for item in lines), mean]
 
     node, job = ("node", "memory_used_mb", 7, None, 1024.0), ("job", "process_memory_mb", 5, None, 1024.0)
     return [

@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise, product
 from typing import Any
 
 from pydantic import ValidationError
@@ -75,20 +74,17 @@ def _told(header: doc.Row, rows: Sequence[doc.Row]) -> list[doc.Part]:
 def asked(facts: Facts) -> list[doc.Part]:
     """The command that made the run, and what it changed of the preset."""
     command = [word for word in list_of(facts.manifest.get("command")) if isinstance(word, str)]
+    parts: list[doc.Part] = [doc.Block(shlex.join(command))] if command else []
     names = [word for word in command[3:] if not word.startswith("-") and "=" not in word]
     preset = next((name for name in names if _preset(name) is not None), "")
-    theirs, own = _preset(preset) if preset else None, dict(flatten(facts.config))
-    of_flags = {word for before, word in pairwise(command) if before.startswith("-")}  # --sweep optim.lr=1e-3,3e-3
-    given = [word.partition("=")[0] for word in command if re.match(r"[a-z_.]+=", word) and word not in of_flags]
-    keys = [key for key in own if theirs is not None and own[key] != theirs.get(key)]
-    # The keys of a mapping that was given are settings.
-    keys += [key for key in [*given, *facts.point] if not any(name.startswith(f"{key}.") for name in own)]
-    keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)][:_MOST_SETTINGS]
-    rows = [(key, _line(own.get(key)), _line((theirs or {}).get(key))) for key in keys]
-    parts: list[doc.Part] = [doc.Block(shlex.join(command))] if command else []
+    if not preset:
+        return parts
+    own, theirs = dict(flatten(facts.config)), _preset(preset) or {}
+    keys = [key for key in own if own[key] != theirs.get(key) and not key.startswith(_NOT_OF_THE_TRAINING)]
+    rows = [(key, _line(own[key]), _line(theirs.get(key))) for key in keys[:_MOST_SETTINGS]]
     parts.append(doc.Table(("setting", "this run", "the preset"), rows))
-    if preset and not rows:
-        parts.append(doc.Text(["All other settings are those of the preset ", doc.Code(preset), "."]))
+    if not rows:
+        parts.append(doc.Text(["All settings are those of the preset ", doc.Code(preset), "."]))
     return parts
 
 
@@ -105,7 +101,7 @@ def where(facts: Facts) -> list[doc.Part]:
     """Nodes, GPUs, jobs, software."""
     hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
     device, host = facts.started("device"), facts.manifest.get("host")
-    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " * facts.is_simulated
+    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if facts.is_simulated else ""
     jobs = [f"{job.get('executor', '?')} {job.get('job_id', '?')}" for job in facts.events_of("submitted")]
     versions = {"Python": facts.manifest.get("python")}
     for packages in (facts.manifest.get("packages"), facts.started("versions")):
@@ -135,7 +131,7 @@ def settings(facts: Facts) -> list[doc.Part]:
         ("precision", text(facts.started("precision") or get("train.precision"))),
         ("batch size", _batch(facts)),
         ("optimizer", _optimizer(get("optim"))),
-        ("schedule", _schedule(facts)),
+        ("schedule", _schedule(get("schedule"))),
         ("length", _length(facts)),
         ("seed", text(get("seed"))),
         ("code", _commit(facts)),
@@ -145,16 +141,23 @@ def settings(facts: Facts) -> list[doc.Part]:
 
 def results(facts: Facts) -> list[doc.Part]:
     """The best and the last validation and the test."""
-    best, last, metrics = facts.best_val, facts.val[-1] if facts.val else None, facts.described.metrics
-    step = facts.summary.get("best_step")
-    tested = best if best is not None and best["step"] == step else {"step": step}
-    of_val = (("val, best checkpoint", best, best), ("val, last", last, last))
+    best, metrics, step = facts.best_val, facts.described.metrics, facts.summary.get("best_step")
     rows: list[doc.Row] = []
-    for (name, record, at), prefix in product((*of_val, ("test, best checkpoint", facts.test, tested)), ("", "ema_")):
-        if record is not None and at is not None and (not prefix or "ema_loss" in record):
-            values = (doc.measured(record.get(prefix + key), metric) for key, metric in metrics.items())
-            whose = name + ", averaged weights" * bool(prefix)
-            rows.append((whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
+
+    def add(name: str, record: Mapping[str, Any], place: Mapping[str, Any]) -> None:
+        where = (text(place.get("step")), number(place.get("epoch"), ".1f"))
+        rows.append((name, *where, *(doc.measured(record.get(key), metric) for key, metric in metrics.items())))
+        if "ema_loss" in record:
+            averaged = (doc.measured(record.get(f"ema_{key}"), metric) for key, metric in metrics.items())
+            rows.append((f"{name}, averaged weights", *where, *averaged))
+
+    if best is not None:
+        add("val, best checkpoint", best, best)
+    if facts.val:
+        add("val, last", facts.val[-1], facts.val[-1])
+    if facts.test is not None:
+        is_known = best is not None and best["step"] == step
+        add("test, best checkpoint", facts.test, best if best is not None and is_known else {"step": step})
     return [doc.Table(("split", "step", "epoch", *metrics), rows, 1)]
 
 
@@ -164,7 +167,7 @@ def cost(facts: Facts) -> list[doc.Part]:
     estimated = "" if fileio.is_number(get("train_seconds")) else " (estimated from the records)"
     ranks, kept = facts.memory_of_ranks, numbers(list_of(get("max_memory_reserved_mb_of_ranks")))
     on_cpu, gpu_hours = facts.started("device") == "cpu", number(facts.processor_hours, ".3g")
-    of_process = " (of its process, on the CPU)" * bool(facts.max_memory_mb and on_cpu)
+    of_process = " (of its process, on the CPU)" if facts.max_memory_mb and on_cpu else ""
     if on_cpu and gpu_hours != NONE:
         gpu_hours = f"none; {gpu_hours} rank-hours on the CPU"
     rows = [
@@ -207,34 +210,37 @@ def rounds(facts: Facts) -> list[doc.Part]:
     def share(own: float) -> doc.Row:
         return number(own, ",.0f"), number(100 * own / samples, ".1f", " %")
 
-    names: list[doc.Row] = [
-        (item.name, *share(item.samples), f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"),
-         terminal.size(item.bytes) if item.bytes else NONE)
-        for item in everybody[:_MOST_NAMES]
-    ]  # fmt: skip
-    names += [(f"{len(more)} more", *share(others), NONE, NONE, NONE)] if more else []
+    names: list[doc.Row] = []
+    for item in everybody[:_MOST_NAMES]:
+        received = terminal.size(item.bytes) if item.bytes else NONE
+        hours = number(item.seconds / 3600, ",.2f")
+        names.append((item.name, *share(item.samples), f"{item.rounds:,}", hours, received))
+    if more:
+        names.append((f"{len(more)} more", *share(others), NONE, NONE, NONE))
     header = ("name", "samples", "of all", "rounds", "hours", "received from it")
     return [doc.Table(doc.MEASURE, rows), doc.Table(header, names, 1, "Contributions")]
 
 
 def missing(facts: Facts) -> list[doc.Part]:
     """What a reader may look for and the run does not have, each with the reason."""
-    run = facts.run_dir
+    run, lines = facts.run_dir, list[Sequence[str]]()
     has_classes = run.confusion.exists() or not run.task.exists()
-    test, val = (doc.Code(terminal.command("evaluate", run.path, *split)) for split in ((), ("--split", "val")))
-    lines: dict[Sequence[str], bool] = {
-        ("training metrics: metrics.jsonl has none",): not facts.train,
-        ("validation metrics: no evaluation was reached",): not facts.val,
-        ("test metrics: ", test, " measures them"): facts.test is None,
-        ("images that were told wrong: ", val, " keeps them"):
-            bool(facts.val) and has_classes and not run.mistakes("val").exists(),
-        ("final numbers (summary.json): the run has not ended, or was stopped; times are estimates",):
-            not facts.summary,
-        ("energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)",):
-            facts.summary.get("energy", 0) is None,
-        ("hardware samples: no system-<host>.jsonl with a whole line in it",): not facts.hosts,
-    }  # fmt: skip
-    return [doc.Items([line for line, is_missing in lines.items() if is_missing])]
+    if not facts.train:
+        lines.append(["training metrics: metrics.jsonl has none"])
+    if not facts.val:
+        lines.append(["validation metrics: no evaluation was reached"])
+    if facts.test is None:
+        lines.append(["test metrics: ", doc.Code(terminal.command("evaluate", run.path)), " measures them"])
+    if facts.val and has_classes and not run.mistakes("val").exists():
+        val = doc.Code(terminal.command("evaluate", run.path, "--split", "val"))
+        lines.append(["images that were told wrong: ", val, " keeps them"])
+    if not facts.summary:
+        lines.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
+    elif facts.summary.get("energy", 0) is None:
+        lines.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
+    if not facts.hosts:
+        lines.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
+    return [doc.Items(lines)]
 
 
 def places(facts: Facts) -> list[doc.Part]:
@@ -292,11 +298,11 @@ def _ranks(facts: Facts) -> str:
     world_size, hosts, nodes = facts.started("world_size"), facts.started("hosts") or [], facts.count("launch.nodes")
     if not isinstance(world_size, int):
         return NONE
-    whole, on_hosts = str(world_size), f" on {fold(hosts)}" if hosts else ""
+    on_nodes, on_hosts = "", f" on {fold(hosts)}" if hosts else ""
     if nodes > 1 and world_size % nodes == 0:
-        simulated = " simulated on one machine" * (len(hosts) == 1)
-        whole += f" ({nodes} nodes {TIMES} {world_size // nodes}{simulated})"
-    return whole + on_hosts
+        simulated = " simulated on one machine" if len(hosts) == 1 else ""
+        on_nodes = f" ({nodes} nodes {TIMES} {world_size // nodes}{simulated})"
+    return f"{world_size}{on_nodes}{on_hosts}"
 
 
 def _input(expected: Any) -> str:
@@ -312,7 +318,7 @@ def _batch(facts: Facts) -> str:
     micro, passes = (facts.summary.get(key) for key in ("micro_batch_size", "grad_accum_steps"))
     if not isinstance(micro, int) or not isinstance(passes, int):
         return text(size)
-    accumulated = f" {TIMES} {passes} accumulated passes" * (passes > 1)
+    accumulated = f" {TIMES} {passes} accumulated passes" if passes > 1 else ""
     return f"{size} = {plural(facts.started('world_size'), 'rank')} {TIMES} {micro}{accumulated}"
 
 
@@ -324,19 +330,17 @@ def _optimizer(optim: Any) -> str:
         given = list(OptimConfig.model_validate(optim).given())
     except ValidationError:
         given = [key for key in optim if key not in ("name", "lr", "weight_decay", "layer_decay")]
-    keys = ["lr", "weight_decay", *given, *["layer_decay"] * (optim.get("layer_decay", 1) != 1)]
+    keys = ["lr", "weight_decay", *given]
+    if optim.get("layer_decay", 1) != 1:
+        keys.append("layer_decay")
     return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
 
 
-def _schedule(facts: Facts) -> str:
-    schedule = facts.setting("schedule")
+def _schedule(schedule: Any) -> str:
     if not isinstance(schedule, dict):
         return NONE
-    epochs, total, per_epoch = schedule.get("warmup_epochs", 0), *map(facts.started, ("total_steps", "steps_per_epoch"))
-    told = f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'s' * (epochs != 1)}"
-    known = all(map(fileio.is_number, (epochs, total, per_epoch)))
-    # Training warms up for at most half of a run, and not at all for a single update.
-    return f"{told}, here {total // 2} steps" if known and epochs * per_epoch > total / 2 else told
+    epochs = schedule.get("warmup_epochs", 0)
+    return f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'' if epochs == 1 else 's'}"
 
 
 def _length(facts: Facts) -> str:
@@ -352,7 +356,8 @@ def _length(facts: Facts) -> str:
 def _commit(facts: Facts) -> str:
     git, mark = facts.manifest.get("git"), facts.manifest.get("fingerprint")
     if isinstance(git, dict) and git.get("commit"):
-        return f"commit {str(git['commit'])[:12]}" + ", with uncommitted changes" * bool(git.get("diff"))
+        changed = ", with uncommitted changes" if git.get("diff") else ""
+        return f"commit {str(git['commit'])[:12]}{changed}"
     return f"no git repository; its files have the fingerprint {mark[:12]}" if isinstance(mark, str) and mark else NONE
 
 
@@ -363,9 +368,10 @@ def _largest_batch(facts: Facts) -> str:
     if not fileio.is_whole(micro) or not fileio.is_whole(ranks) or not ranks:
         return NONE
     used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
-    is_all = micro == facts.count("train.global_batch_size") // ranks
-    more = "; more would fit, this is all of train.global_batch_size" * is_all
-    return f"{micro * ranks} = {plural(ranks, 'rank')} {TIMES} {micro} in one pass; {used}{more}"
+    found_size = f"{micro * ranks} = {plural(ranks, 'rank')} {TIMES} {micro} in one pass; {used}"
+    if micro == facts.count("train.global_batch_size") // ranks:
+        return f"{found_size}; more would fit, this is all of train.global_batch_size"
+    return found_size
 
 
 def _each(ranks: Sequence[float]) -> str:
@@ -383,7 +389,8 @@ def _utilisation(facts: Facts, on_cpu: bool) -> str:
 
 
 def _energy(energy: Any) -> str:
-    keys = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"} if isinstance(energy, dict) else {}
-    return (
-        ", ".join(f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in keys.items() if key in energy) or NONE
-    )
+    if not isinstance(energy, dict):
+        return NONE
+    kinds = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"}
+    known = [f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in kinds.items() if key in energy]
+    return ", ".join(known) or NONE
