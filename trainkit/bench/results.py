@@ -243,30 +243,22 @@ def picture(results: Results) -> str:
 
 
 def progress(run: BenchDir) -> Callable[[], None]:
-    """What prints, whenever it is called, what a running bench has written since: its arms, those that failed, and a
-    line a round."""
+    """What prints, whenever it is called, what a running bench has written since, a line a turn."""
     request = Request.read(run.request)
-    bench, rounds = bench_of(request.bench), defaultdict[int, list[str]](list)
-    said = arms = 0
+    bench, said = bench_of(request.bench), 0
 
     def line(record: Mapping[str, Any]) -> str:
-        nonlocal arms
         kind, arm = record.get("kind"), record.get("arm", "")
         if kind == "began":
-            arms = len(record.get("arms", []))
-            return f"{record.get('where')}: {arms} arms, {request.rounds} rounds"
+            return f"{record.get('where')}: {len(record.get('arms', []))} arms, {request.rounds} rounds"
         if kind == "failed":
-            arms -= 1
             return f"{arm}: {record.get('why')}"
         if kind == "largest":
             return f"{arm}: micro batches of {record.get('size')} fit"
         if kind != "sample":
             return ""
-        number = int(record.get("round", 0))
-        rounds[number].append(f"{arm} {base.rate(bench.scale * record[bench.amount] / record['seconds'])}")
-        if len(rounds[number]) <= arms:
-            return ""
-        return f"round {number + 1}/{request.rounds}: {'; '.join(rounds[number])} {bench.unit}"
+        rate = base.rate(bench.scale * record[bench.amount] / record["seconds"])
+        return f"round {int(record.get('round', 0)) + 1}/{request.rounds}: {arm} {rate} {bench.unit}"
 
     def show() -> None:
         nonlocal said

@@ -153,14 +153,15 @@ class _Pair:
 
 def comparison(runs: Sequence[Facts]) -> doc.Section:
     """Every run against the first."""
-    first = runs[0].label
+    first, pairs = runs[0].label, [_Pair(facts, runs[0]) for facts in runs]
     parts: list[doc.Part] = [comparison_table(runs), doc.Items([[sentence] for sentence in not_comparable(runs)])]
     if simulated := ", ".join(facts.label for facts in runs if facts.is_simulated):
         nodes = f"The nodes of {simulated} were simulated on one machine, whose processors their ranks share"
         parts.append(doc.Text([f"{nodes}: speed-up and efficiency say nothing of real nodes."]))
-    chart, different = _throughput(runs[:_MOST_BARS]), differences(runs)
-    parts.append(doc.Charts("throughput", [chart], "images per second of every run", wide=True))
-    parts += [doc.Heading("Settings that differ"), different] if different else []
+    parts.append(doc.Charts("throughput", [_throughput(pairs)], "images per second of every run", wide=True))
+    parts.append(doc.Charts("scaling", [_speed_ups(pairs)], "speed-up by processors"))
+    if different := differences(runs):
+        parts += [doc.Heading("Settings that differ"), different]
     note = (
         f"Speed-up: images/s relative to {first}. Efficiency: speed-up divided by how many times more processors there"
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
@@ -200,59 +201,30 @@ def differences(runs: Sequence[Facts]) -> doc.Table:
     return doc.Table(header, turned)
 
 
-def _throughput(runs: Sequence[Facts]) -> Picture | None:
-    """A bar a run; no ratio where speeds do not compare, or where the first has none."""
+def _throughput(pairs: Sequence[_Pair]) -> Picture | None:
+    """A bar a run, with its speed-up where it has one."""
     bars: list[Bar] = []
-    for facts in runs:
-        if not (speed := facts.images_per_sec):
-            continue
-        words, pair, mark = doc.rate(speed), _Pair(facts, runs[0]), None
-        if bars and facts is not runs[0] and pair.speed_up:
-            words += f"  {pair.speed_up:.2f}{TIMES}"
-            mark = bars[0].value * pair.more if pair.more and pair.more != 1 else None
-        bars.append(Bar(facts.label, speed, words, 0 if bars else GREY, mark=mark))
-    linear = "; |: linear scaling" if any(bar.mark for bar in bars) else ""
-    return doc.bar_chart("Training throughput", f"images/s, median{linear}", bars)
+    for pair in pairs[:_MOST_BARS]:
+        if speed := pair.facts.images_per_sec:
+            compares = pair.speed_up and pair.facts is not pair.first
+            ratio = f"  {pair.speed_up:.2f}{TIMES}" if compares else ""
+            bars.append(Bar(pair.facts.label, speed, doc.rate(speed) + ratio, 0 if bars else GREY))
+    return doc.bar_chart("Training throughput", "images/s, median", bars)
 
 
-def scaling(runs: Sequence[Facts]) -> doc.Section:
-    """Speed-up and efficiency against the run with the fewest processors, where not all have as many.
-
-    Of several runs with as many processors the median counts; those that do not compare are left out.
-    """
-    known = [(facts, many, speed) for facts in runs if (many := facts.processors) and (speed := facts.images_per_sec)]
-    known.sort(key=lambda item: item[1])
-    reasons = {facts.label: _Pair(facts, known[0][0]).no_speed_up for facts, _, _ in known}
-    kept = [item for item in known if not reasons[item[0].label]]
-    speeds = {many: statistics.median(speed for _, other, speed in kept if other == many) for _, many, _ in kept}
-    if len(speeds) < 2:
-        return doc.Section("scaling", "Scaling", ())
-    fewest, most = min(speeds), max(speeds)
-
-    def speed_up(speed: float) -> float:
-        return speed / speeds[fewest]
-
-    def efficiency(many: int, speed: float) -> float:
-        """In percent."""
-        return 100 * speed_up(speed) * fewest / many
-
-    up = [(float(many), speed_up(speed)) for many, speed in speeds.items()]
-    percent = [(float(many), efficiency(many, speed)) for many, speed in speeds.items()]
-    linear = Series("linear", [(float(fewest), 1.0), (float(most), most / fewest)], GREY, label="linear", dashed=True)
-    measured = Series("measured", up, label=f"{up[-1][1]:.2f}{TIMES}")
-    efficient = Series("efficiency", percent, label=f"{percent[-1][1]:.0f} %")
-    charts = [
-        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured]),
-        line_chart(Axes("Efficiency", "%", "processors", "scaling", 0.0, 100.0), [efficient]),
-    ]
-    rows = [
-        (facts.label, str(many), doc.rate(speed), f"{speed_up(speed):.2f}{TIMES}", f"{efficiency(many, speed):.0f} %")
-        for facts, many, speed in kept
-    ]
-    note = f"Median images/s against {kept[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
-    note += "".join(f" Without {label}: {reason}." for label, reason in reasons.items() if reason)
-    table = doc.Table(("run", "processors", "images/s", "speed-up", "efficiency"), rows, 1)
-    return doc.Section("scaling", "Scaling", [doc.Charts("scaling", charts, "speed-up and efficiency"), table], note)
+def _speed_ups(pairs: Sequence[_Pair]) -> Picture | None:
+    """Speed-ups by the number of processors, where not all have as many; of several with as many the median."""
+    found: dict[int, list[float]] = {}
+    for pair in pairs:
+        if pair.speed_up and pair.facts.processors:
+            found.setdefault(pair.facts.processors, []).append(pair.speed_up)
+    if len(found) < 2 or not pairs[0].facts.processors:
+        return None
+    points = [(float(many), statistics.median(found[many])) for many in sorted(found)]
+    ideal = [(many, many / pairs[0].facts.processors) for many, _ in (points[0], points[-1])]
+    linear = Series("linear", ideal, GREY, label="linear", dashed=True)
+    measured = Series("measured", points, label=f"{points[-1][1]:.2f}{TIMES}")
+    return line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured])
 
 
 def outcome(runs: Sequence[Facts]) -> list[str]:

@@ -15,7 +15,7 @@ import statistics
 import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,8 +95,6 @@ class Series(NamedTuple):
     """At its right end."""
     lost: Sequence[float] = ()
     """Places without a value: no line is drawn across them."""
-    spread: Sequence[Point] = ()
-    """Lowest and highest value at each point."""
     ring: Point | None = None
     """A point to stand out."""
 
@@ -117,8 +115,6 @@ class Axes(NamedTuple):
     """Right end; None: as the points have it."""
     may_be_log: bool = False
     x_may_be_log: bool = False
-    x_ticks: Sequence[float] = ()
-    """Values named at the horizontal axis; none: round ones."""
     lost: str = ""
     """What it means that a value is missing."""
     restarts: Sequence[Point] = ()
@@ -126,14 +122,13 @@ class Axes(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One bar with ``text`` at its right; ``spread``: its lowest and highest value; ``mark``: a value to compare."""
+    """One bar with ``text`` at its right; ``spread``: its lowest and highest value."""
 
     name: str
     value: float
     text: str = ""
     colour: int = 0
     spread: Point | None = None
-    mark: float | None = None
 
 
 class Scale(NamedTuple):
@@ -186,7 +181,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def line_chart(axes: Axes, curves: Iterable[Series]) -> Picture | None:
     """Curves over one axis."""
-    curves = [item for item in curves if item.points and _is_drawable(*item.points, *item.spread)]
+    curves = [item for item in curves if item.points and _is_drawable(*item.points)]
     places = [x for item in curves for x, _ in item.points]
     x_from = min(places, default=0.0) if axes.x_may_be_log else 0.0
     x_to = max(places, default=0.0) if axes.x_to is None else axes.x_to
@@ -228,7 +223,7 @@ def _is_wide(values: Sequence[float], above: float = 20) -> bool:
 
 
 def _vertical(axes: Axes, curves: Iterable[Series]) -> Scale:
-    values = [y for item in curves for y in (*map(_y, item.points), *chain.from_iterable(item.spread))]
+    values = [y for item in curves for _, y in item.points]
     low, high = min(values), max(values)
     if axes.may_be_log and _is_wide(values):
         return Scale(low / 1.1, high * 1.1, _FOOT, _TOP, log=True)
@@ -248,7 +243,7 @@ def _grid(axes: Axes, x: Scale, y: Scale) -> list[Markup]:
         lines.append(tag("text", shown(value, 6), x=_LEFT - 6, y=y(value), dy="0.35em", class_="tick end"))
     lines.append(tag("path", d=f"M{_LEFT} {_FOOT}H{x.end:.1f}", class_="axis c7"))
     last_end = -1e9
-    for value in axes.x_ticks or x.ticks(6):
+    for value in x.ticks(6):
         half = len(shown(value)) * _LETTER / 2
         if x(value) - half > last_end + 4:
             lines.append(tag("text", shown(value), x=x(value), y=_FOOT + 14, class_="tick middle"))
@@ -278,8 +273,6 @@ def _curve(item: Series, x: Scale, y: Scale) -> Markup:
         parts.append(tag("path", d=_path(trend, item.lost, x, y), class_="line" + " thin" * item.faint))
     elif not item.dashed and (len(drawn) == 1 or apart):
         parts += [tag("circle", cx=x(a), cy=y(b), r=2.2) for a, b in drawn]
-    for (at, _), (low, high) in zip(item.points, item.spread, strict=False):
-        parts.append(tag("path", d=f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}", class_="whisker"))
     if item.ring is not None and _is_drawable(item.ring):
         parts.append(tag("circle", cx=x(item.ring[0]), cy=y(item.ring[1]), r=4.5, class_="ring"))
     return tag(
@@ -336,33 +329,26 @@ def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Markup]:
 
 
 def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None = None) -> Picture | None:
-    """Bars from the left, one below the other, from 0 to ``high`` or to the longest."""
-    bars = [bar for bar in bars if _is_drawable((bar.value, bar.mark or 0.0))]
-    most = high or max((end for bar in bars for end in (bar.value, bar.mark or 0.0, *(bar.spread or ()))), default=0.0)
+    """Bars from the left, one below the other, each below its name; from 0 to ``high`` or to the longest."""
+    bars = [bar for bar in bars if _is_drawable((bar.value, 0.0))]
+    most = high or max((end for bar in bars for end in (bar.value, *(bar.spread or ()))), default=0.0)
     if not bars or not most > 0:
         return None
-    longest = max(len(bar.name) for bar in bars)
-    above = longest > 16  # names stand above their bars
-    begins = 0 if above else min(34, 6 + 2 * longest)  # percent of the width
-    room, step, body = 72 - begins, 22 + 16 * above, []
+    room, step, body = 72, 38, list[Markup]()  # percent of the width; pixels
 
-    def wide(value: float) -> float:
-        return room * min(max(value / most, 0.0), 1.0)
+    def wide(value: float) -> str:
+        return f"{room * min(max(value / most, 0.0), 1.0):.2f}%"
 
     for at, bar in enumerate(bars):
-        y = step * at + 16 * above
+        y, style = step * at + 16, f"part c{bar.colour % COLOURS}"
         name = bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…"
-        place, style = {"x": f"{begins}%", "y": y + 4}, f"part c{bar.colour % COLOURS}"
-        body.append(tag("text", name, x=0, y=step * at + 14 - above))
-        body.append(tag("rect", **place, width=f"{room}%", height=13, class_="track"))
-        body.append(tag("rect", **place, width=f"{wide(bar.value):.2f}%", height=13, class_=style))
+        body.append(tag("text", name, x=0, y=y - 3))
+        body.append(tag("rect", x=0, y=y + 4, width=f"{room}%", height=13, class_="track"))
+        body.append(tag("rect", x=0, y=y + 4, width=wide(bar.value), height=13, class_=style))
         body.append(tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"))
         if bar.spread:
-            x1, x2 = (f"{begins + wide(end):.2f}%" for end in bar.spread)
-            body.append(tag("line", x1=x1, x2=x2, y1=y + 10.5, y2=y + 10.5, class_="whisker"))
-        if bar.mark:
-            x = f"{begins + wide(bar.mark):.2f}%"
-            body.append(tag("line", x1=x, x2=x, y1=y + 1, y2=y + 20, class_="mark c1"))
+            low, high_end = map(wide, bar.spread)
+            body.append(tag("line", x1=low, x2=high_end, y1=y + 10.5, y2=y + 10.5, class_="whisker"))
     words = "; ".join(f"{bar.name} {bar.text or shown(bar.value)}" for bar in bars)
     return Picture(title, unit, joined(body), f"{title}: {words}", step * len(bars) + 2)
 

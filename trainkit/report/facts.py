@@ -34,12 +34,11 @@ Measured on two cores: runs of 1, 2 and 4 ranks come to 0 or 1 alone, to 27 to 4
 """
 
 
-def cpus_taken(taken: float | None, load: float | None = None) -> str:
+def cpus_taken(taken: float | None) -> str:
     """Why speeds on the CPU are not compared: others had too much of it. Empty where they did not."""
     if taken is None or taken <= _TAKEN:
         return ""
-    told = f" (load {load:.1f})" if load is not None else ""
-    return f"the CPUs were taken: others had {taken:.0f} % of the time that it wanted{told}"
+    return f"the CPUs were taken: others had {taken:.0f} % of the time that it wanted"
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
@@ -404,8 +403,8 @@ class Facts:
             each = -(-ranks // len(hosts))
             if each * threads > cpus:
                 return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
-        known = [[usage.mean for host in self.hosts if (usage := host.usage(key))] for key in ("cpu_taken", "load")]
-        return cpus_taken(max(known[0], default=None), max(known[1], default=0.0))
+        taken = [usage.mean for host in self.hosts if (usage := host.usage("cpu_taken"))]
+        return cpus_taken(max(taken, default=None))
 
     @cached_property
     def spans(self) -> list[Span]:

@@ -115,10 +115,14 @@ _GLYPHS = {
     "rolled_back": ("↶", 3, "went back to a checkpoint"),
 }
 _WORDS = {
-    "submitted": "queued", "refused": "refused", "started": "training begins", "ended": "ended",
-    "swarm_lost": "has lost the swarm", "swarm_back": "is back in the swarm", "save_failed": "a save failed",
+    **{kind: words for kind, (_, _, words) in _GLYPHS.items() if kind not in ("handed_back", "requeued")},
+    "refused": "refused",
+    "swarm_lost": "has lost the swarm",
+    "swarm_back": "is back in the swarm",
+    "save_failed": "a save failed",
     "upload_failed": "the copy elsewhere failed",
-} | {kind: words for kind, (_, _, words) in _GLYPHS.items()}  # fmt: skip
+}
+"""Events that are told in words: those that the table of attempts does not have."""
 
 
 class _Lane:
@@ -145,13 +149,17 @@ class _Lane:
         return kept[:_MOST_MARKS]
 
     def in_words(self) -> str:
-        facts, whole = self.facts, self.seconds
+        facts = self.facts
         if not facts.begun:
-            return "It has not begun" + f", {doc.duration(whole)} after it was queued" * (whole > 0) + "."
+            after = f", {doc.duration(self.seconds)} after it was queued" if self.seconds > 0 else ""
+            return f"It has not begun{after}."
         running = sum(span.seconds for span in facts.spans)
-        waiting = f", {doc.duration(whole - running)} waiting and starting" * (whole - running > 0.02 * running)
-        requeues = f", {doc.plural(facts.requeues, 'requeue')}" * (facts.requeues > 0)
-        return f"{doc.plural(facts.attempts, 'attempt')}, {doc.duration(running)} of training{waiting}{requeues}."
+        words = [doc.plural(facts.attempts, "attempt"), f"{doc.duration(running)} of training"]
+        if (waiting := self.seconds - running) > 0.02 * running:
+            words.append(f"{doc.duration(waiting)} waiting and starting")
+        if facts.requeues:
+            words.append(doc.plural(facts.requeues, "requeue"))
+        return f"{', '.join(words)}."
 
     def picture(self, longest: float, name: str) -> Picture:
         """The lane of ``longest`` seconds, and its title, which begins with ``name``."""
@@ -182,34 +190,29 @@ class _Lane:
         unit, seconds = doc.time_unit(longest)
         for tick in doc.Scale(0.0, longest / seconds, 0, 1).ticks(6) if longest > 0 else ():
             share = 100 * tick * seconds / longest
-            style = "tick" + ("" if share < 3 else " end" if share > 96 else " middle")
-            parts.append(tag("text", f"{doc.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=style))
+            side = "" if share < 3 else " end" if share > 96 else " middle"
+            parts.append(tag("text", f"{doc.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=f"tick{side}"))
         return Picture(name + words, "", doc.joined(parts), f"Time line of {self.label}: {words}", foot + 18)
 
     def happened(self) -> list[doc.Row]:
         """Its events in words, of many the first and the last."""
-        told: list[dict[str, Any]] = []
-        for event in (event for event in self.events if event["event"] in _WORDS):
-            last = told[-1] if told else {}
-            # The ranks and the command that looks after them may both write that it has ended.
-            if not (event["event"] == last.get("event") == "ended" and last.get("state") == event.get("state")):
-                told.append(event)
-        rows: list[doc.Row] = [
-            (doc.duration(max(0.0, event["time"] - self.began)), _WORDS[event["event"]], _details(event))
-            for event in told
-        ]
-        if rows:
-            when = datetime.fromtimestamp(self.began).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-            rows[0] = (*rows[0][:2], ", ".join(filter(None, (rows[0][2], when))))
+        rows: list[doc.Row] = []
+        for event in self.events:
+            if event["event"] in _WORDS:
+                keys = ("attempt", "step", "rank", "host", "node", "why", "error")
+                details = [f"{key} {event[key]}" for key in keys[:3] if event.get(key) is not None]
+                details += [str(event[key]) for key in keys[3:] if event.get(key)]
+                after = doc.duration(max(0.0, event["time"] - self.began))
+                rows.append((after, _WORDS[event["event"]], ", ".join(details)))
         half, more = _MOST_ROWS // 2, len(rows) - _MOST_ROWS
         return [*rows[:half], ("", f"{more} more", ""), *rows[-half:]] if more > 0 else rows
 
 
 def timeline(runs: Sequence[Facts]) -> doc.Section:
-    """When each run waited, ran, saved and was interrupted: a lane a run, and its events in words."""
+    """When each run waited, ran, saved and was interrupted: a lane a run, and what happened in words."""
     lanes = [lane for facts in runs if (lane := _Lane(facts)).events]
     longest, drawn = max((lane.seconds for lane in lanes), default=0.0), lanes[:_MOST_LANES]
-    pictures = [lane.picture(longest, f"{lane.label}: " * (len(runs) > 1)) for lane in drawn]
+    pictures = [lane.picture(longest, f"{lane.label}: " if len(runs) > 1 else "") for lane in drawn]
     marked = {event["event"] for lane in drawn for event in lane.marks(longest)}
     glyphs = [f"{glyph} {words}." for kind, (glyph, _, words) in _GLYPHS.items() if kind in marked]
     note = " ".join(["From the first submission. Bars: training; dotted: waiting; ticks: checkpoints.", *glyphs])
@@ -222,21 +225,6 @@ def timeline(runs: Sequence[Facts]) -> doc.Section:
         tables = [doc.Fold("What happened, run by run", tables)]
     whole = doc.Charts("timeline", pictures, "when it waited, ran and saved", wide=True)
     return doc.Section("timeline", "Time line", [whole, *tables] if lanes else [], note)
-
-
-def _details(event: Mapping[str, Any]) -> str:
-    words, get = [], event.get
-    if event["event"] == "submitted":
-        words.append(f"job {get('job_id', NONE)}, {get('executor', NONE)}")
-    elif "attempt" in event:
-        words.append(f"attempt {event['attempt']}")
-    if event["event"] == "started" and isinstance(get("world_size"), int):
-        words.append(f"{doc.plural(event['world_size'], 'rank')} on {', '.join(get('hosts') or ['?'])}")
-    words += [f"step {event['step']}"] if get("step") else []
-    words += map(str, get("signals") or ())
-    words += [f"rank {event['rank']}"] if get("rank") is not None else []
-    words += [str(event[key]) for key in ("host", "node", "state", "why", "error") if get(key)]
-    return ", ".join(words)
 
 
 def attempts(facts: Facts) -> list[doc.Part]:
@@ -268,34 +256,37 @@ def spent(runs: Sequence[Facts]) -> doc.Section:
     """Where the time of rank 0 went."""
     known = [(facts.label, facts.spent, sum(facts.spent.values())) for facts in runs if facts.spent]
     names, several = list(dict.fromkeys(name for _, parts, _ in known for name in parts)), len(known) > 1
-    bars = [_stacked(f"{label}, {doc.duration(total)}" * several, parts, label, total) for label, parts, total in known]
-    rows: list[doc.Row] = []
+    bars, heads, rows = [], ["part"], list[doc.Row]()
+    for label, parts, total in known:
+        bars.append(_stacked(f"{label}, {doc.duration(total)}" if several else "", parts, label, total))
+        heads += [f"{label}, s" if several else "seconds", "of all"]
     for name in names:
-        shares = [(parts.get(name), 100 * parts.get(name, 0.0) / total) for _, parts, total in known]
-        cells = [(number(own, ",.1f"), NONE if own is None else f"{share:.1f} %") for own, share in shares]
-        rows.append((": ".join([name, *filter(None, [_MEANING.get(name)])]), *chain(*cells)))
+        row = [f"{name}: {_MEANING[name]}" if name in _MEANING else name]
+        for _, parts, total in known:
+            own = parts.get(name)
+            row += [number(own, ",.1f"), NONE if own is None else f"{100 * own / total:.1f} %"]
+        rows.append(tuple(row))
     rows.append(("all", *chain(*((number(total, ",.1f"), "100 %") for *_, total in known))))
-    heads = chain(*((f"{label}, s" if several else "seconds", "of all") for label, *_ in known))
     legend = [(name, _PARTS.get(name, GREY)) for name in names]
     whole = doc.Charts("time", bars, "where the time of rank 0 went", legend, wide=True)
-    parts: list[doc.Part] = [whole, doc.Table(("part", *heads), rows, 1)] if known else []
     note = "Time of rank 0 over all attempts; at any moment it is spent on exactly one thing."
-    return doc.Section("time", "Where the time went", parts, note)
+    return doc.Section("time", "Where the time went", [whole, doc.Table(tuple(heads), rows, 1)] if known else [], note)
 
 
 def _stacked(title: str, parts: Mapping[str, float], run: str, total: float) -> Picture:
-    before, body = 0.0, []
+    before, body, words = 0.0, list[Markup](), []
     for name, seconds in parts.items():
-        share, quiet = 100 * seconds / total, name not in _PARTS
-        hint, style = f"{name} {seconds:,.1f} s, {share:.1f} %", f"part c{_PARTS.get(name, GREY)}" + " quiet" * quiet
+        share, colour = 100 * seconds / total, f"c{_PARTS.get(name, GREY)}"
+        quiet = "" if name in _PARTS else " quiet"
+        hint = tag("title", f"{name} {seconds:,.1f} s, {share:.1f} %")
         place = {"x": f"{before:.3f}%", "y": 0, "width": f"{share:.3f}%", "height": 26}
-        body.append(tag("rect", tag("title", hint), **place, class_=style))
+        body.append(tag("rect", hint, **place, class_=f"part {colour}{quiet}"))
         if share > 8.5:
-            style = "inside middle" + " on-quiet" * quiet + " if-wide" * (share < 24)
+            style = "inside middle" + (" on-quiet" if quiet else "") + (" if-wide" if share < 24 else "")
             body.append(tag("text", f"{name} {share:.0f} %", x=f"{before + share / 2:.3f}%", y=17, class_=style))
         before += share
-    words = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items())
-    return Picture(title, "", doc.joined(body), f"{run}: {words}", 26)
+        words.append(f"{name} {share:.0f} %")
+    return Picture(title, "", doc.joined(body), f"{run}: {', '.join(words)}", 26)
 
 
 def hardware(facts: Facts) -> list[doc.Part]:
@@ -330,30 +321,31 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
         return []
     unit, scale = doc.time_unit(seconds)
 
-    def drawn(name: str, points: list[Point], colour: int, by: float, called: str = "") -> Series:
-        label = f"{called or name} {points[-1][1]:{'.1f' if by > 1 else '.0f'}}" if points else ""
+    def line(name: str, points: list[Point], colour: int, spec: str) -> Series:
+        label = f"{name} {points[-1][1]:{spec}}" if points else ""
         return Series(name, points, colour % COLOURS, label=label, lost=_pauses(points))
 
-    def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0) -> Series:
-        points = sorted(((time - began) / scale, value / by) for time, value in host.curve(key, gpu))
-        return drawn(name, points, colour, by)
+    def of(key: str, gpu: int | None = None, by: float = 1.0) -> list[Point]:
+        return sorted(((time - began) / scale, value / by) for time, value in host.curve(key, gpu))
 
-    def of_gpus(key: str, by: float = 1.0) -> list[Series]:
-        lines = [line(f"GPU {index}", key, at, index, by) for at, index in enumerate(host.gpus())]
+    def of_gpus(key: str, spec: str = ".0f", by: float = 1.0) -> list[Series]:
+        """A line a GPU; of many their mean before them."""
+        lines = [line(f"GPU {index}", of(key, index, by), at, spec) for at, index in enumerate(host.gpus())]
         if len(lines) <= _MOST_LABELS:
             return lines
         groups = groupby(sorted(point for item in lines for point in item.points), lambda point: point[0])
-        mean = drawn("GPUs, mean", [(x, fmean(y for _, y in group)) for x, group in groups], 0, by, "GPUs")
-        return [*(item._replace(colour=0, faint=True) for item in lines), mean]
+        mean = [(x, fmean(y for _, y in group)) for x, group in groups]
+        return [*(item._replace(colour=0, faint=True) for item in lines), line("GPUs", mean, 0, spec)]
 
-    node, job = ("node", "memory_used_mb", 7, None, 1024.0), ("job", "process_memory_mb", 5, None, 1024.0)
+    memory = of_gpus("memory_used_mb", ".1f", 1024.0)
+    memory.append(line("node", of("memory_used_mb", None, 1024.0), 7, ".1f"))
+    memory.append(line("job", of("process_memory_mb", None, 1024.0), 5, ".1f"))
+    use = [*of_gpus("util_percent"), line("CPUs", of("cpu_percent"), 7, ".0f")]
+    group = f"{run} {host.host}"
     return [
-        line_chart(Axes(f"{host.host} · {what}", of, unit, f"{run} {host.host}", 0.0, high, seconds / scale), lines)
-        for what, of, lines, high in (
-            ("use", "%", [*of_gpus("util_percent"), line("CPUs", "cpu_percent", 7)], 100.0),
-            ("memory", "GB", [*of_gpus("memory_used_mb", 1024.0), line(*node), line(*job)], None),
-            ("power", "W", of_gpus("power_w"), None),
-        )
+        line_chart(Axes(f"{host.host} · use", "%", unit, group, 0.0, 100.0, seconds / scale), use),
+        line_chart(Axes(f"{host.host} · memory", "GB", unit, group, 0.0, None, seconds / scale), memory),
+        line_chart(Axes(f"{host.host} · power", "W", unit, group, 0.0, None, seconds / scale), of_gpus("power_w")),
     ]
 
 
@@ -389,29 +381,36 @@ def classes(runs: Sequence[Facts]) -> doc.Section:
     known = [(facts, counts) for facts in runs[:_MOST_RUNS] if (counts := _Counts(facts)).pairs]
     parts: list[doc.Part] = []
     for facts, counts in known:
-        names, totals, pairs = counts.names, counts.totals, counts.pairs
-        wrong = [(pair, times) for pair, times in pairs.most_common() if pair[0] != pair[1]]
-        rows = [
-            (names[label], names[other], f"{times:,}", f"{100 * times / totals[label]:.1f} %")
-            for (label, other), times in wrong[:_MOST_PAIRS]
-        ]
-        each = zip(names, totals, counts.right, strict=True)
-        every = sorted((100 * right / total, name, total) for name, total, right in each if total)
-        worst = every if len(every) <= _MOST_NAMED else every[:_MOST_BARS]
-        title = "Accuracy by class" if len(worst) == len(every) else f"The {len(worst)} worst of {len(every)} classes"
-        bars = [Bar(name, share, f"{share:.1f} % of {total:,}") for share, name, total in worst]
-        pictures = [_matrix(counts), doc.bar_chart(title, "worst first", bars, high=100)]
-        parts += [doc.Heading(f"{facts.label}, {counts.where}")] * (len(runs) > 1)
-        parts += [doc.Charts("classes", pictures, "classes")]
-        parts += [doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused")]
-        parts += [doc.Text(["None was told wrong."])] * (not rows)
-        if len(worst) < len(every):
-            all_rows = [(name, f"{total:,}", f"{share:.1f} %") for share, name, total in every]
-            table = doc.Table(("class", "images", "told right"), all_rows, 1)
-            parts.append(doc.Fold(f"All {len(every)} classes", [table]))
+        if len(runs) > 1:
+            parts.append(doc.Heading(f"{facts.label}, {counts.where}"))
+        parts += _classes_of(counts)
     note = f"Of the best weights, on {known[0][1].where}." if len(runs) == 1 and known else "Of the best weights."
-    note += f" The first {_MOST_RUNS} runs." * (len(runs) > _MOST_RUNS)
+    if len(runs) > _MOST_RUNS:
+        note += f" The first {_MOST_RUNS} runs."
     return doc.Section("classes", "Classes", parts, note)
+
+
+def _classes_of(counts: _Counts) -> list[doc.Part]:
+    names, totals = counts.names, counts.totals
+    wrong = [(pair, times) for pair, times in counts.pairs.most_common() if pair[0] != pair[1]]
+    rows = [
+        (names[label], names[other], f"{times:,}", f"{100 * times / totals[label]:.1f} %")
+        for (label, other), times in wrong[:_MOST_PAIRS]
+    ]
+    each = zip(names, totals, counts.right, strict=True)
+    every = sorted((100 * right / total, name, total) for name, total, right in each if total)
+    worst = every if len(every) <= _MOST_NAMED else every[:_MOST_BARS]
+    title = "Accuracy by class" if len(worst) == len(every) else f"The {len(worst)} worst of {len(every)} classes"
+    bars = [Bar(name, share, f"{share:.1f} % of {total:,}") for share, name, total in worst]
+    pictures = [_matrix(counts), doc.bar_chart(title, "worst first", bars, high=100)]
+    confused = doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused")
+    parts: list[doc.Part] = [doc.Charts("classes", pictures, "classes")]
+    parts.append(confused if rows else doc.Text(["None was told wrong."]))
+    if len(worst) < len(every):
+        all_rows = [(name, f"{total:,}", f"{share:.1f} %") for share, name, total in every]
+        table = doc.Table(("class", "images", "told right"), all_rows, 1)
+        parts.append(doc.Fold(f"All {len(every)} classes", [table]))
+    return parts
 
 
 def _at_step(read: Mapping[str, Any]) -> str:
@@ -439,7 +438,7 @@ def _matrix(counts: _Counts) -> Picture | None:
         body.append(tag("rect", hint, **place, fill_opacity=opacity, class_="cell c0" if right else "cell c1"))
         if size >= 22 and count < 10 ** int(size / 7):
             middles = {"x": margin + (told + 0.5) * size, "y": margin + (label + 0.5) * size, "dy": "0.35em"}
-            body.append(tag("text", count, **middles, class_="count" + " over" * (opacity > 0.6)))
+            body.append(tag("text", count, **middles, class_="count over" if opacity > 0.6 else "count"))
     body.append(tag("rect", x=margin, y=margin, width=400 - margin, height=400 - margin, class_="frame"))
     total = sum(counts.totals)
     words = f"Confusion matrix of {many} classes: {total - sum(counts.right)} of {total} told wrong"
@@ -454,7 +453,7 @@ def mistakes(runs: Sequence[Facts]) -> doc.Section:
         read = fileio.read_object(facts.run_dir.mistakes(split))
         photos = [photo for item in list_of(read.get("images"))[:most] if (photo := _photo(item))]
         if photos or read.get("images") == []:
-            parts.append(doc.Heading(f"{facts.label}, " * (len(runs) > 1) + split + _at_step(read)))
+            parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + split + _at_step(read)))
             parts.append(doc.Gallery(photos) if photos else doc.Text(["None was told wrong."]))
     note = "The class that the model was surest of, and was wrong; each with the probability that it gave to it."
     return doc.Section("mistakes", "Most confidently wrong", parts, note)

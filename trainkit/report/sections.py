@@ -1,4 +1,4 @@
-"""The sections of a report, in order, and those that are tables. A new section is a function in `SEVERAL` or `RUNS`."""
+"""The sections of a report, in order, and those that are tables. A new section of runs is a function in `RUNS`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.config.schema import OptimConfig
 from trainkit.errors import TrainkitError
 from trainkit.ranks import fold
 from trainkit.report import document as doc
-from trainkit.report.comparison import comparison, is_about_speed, scaling, swept
+from trainkit.report.comparison import comparison, is_about_speed, swept
 from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
 from trainkit.report.facts import Facts, list_of, numbers
 from trainkit.report.figures import attempts, classes, curves, hardware, mistakes, spent, timeline
@@ -30,9 +30,9 @@ _MOST_SETTINGS, _MOST_NAMES, _MOST_RANKS = 200, 100, 64
 def of_several(runs: Sequence[Facts]) -> list[doc.Section]:
     """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
     if not is_sweep(runs):
-        return [section(runs) for section in SEVERAL]
+        return [comparison(runs)]
     about_speed = is_about_speed(key for facts in runs for key in facts.point)
-    return [swept(runs), *(section(runs) for section in SEVERAL if about_speed)]
+    return [swept(runs), comparison(runs)] if about_speed else [swept(runs)]
 
 
 def of_runs(runs: Sequence[Facts]) -> list[doc.Section]:
@@ -262,7 +262,6 @@ def places(facts: Facts) -> list[doc.Part]:
     return [doc.Items(lines)]
 
 
-SEVERAL: Sequence[Callable[[Sequence[Facts]], doc.Section]] = (comparison, scaling)
 RUNS: Sequence[Callable[[Sequence[Facts]], doc.Section]] = (
     curves,
     doc.of_each("splits", "Results by split", results),

@@ -22,11 +22,11 @@ from markupsafe import Markup
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.report import document as doc
-from trainkit.report.comparison import comparison_table, outcome, sweep_tables
+from trainkit.report.comparison import comparison, comparison_table, outcome, sweep_tables
 from trainkit.report.document import COLOURS, NONE, duration, memory, number, rate, text
 from trainkit.report.facts import Facts
 from trainkit.report.figures import curves
-from trainkit.report.sections import SEVERAL, headline, is_sweep, of_runs, of_several
+from trainkit.report.sections import headline, is_sweep, of_runs, of_several
 from trainkit.run.folder import run_at
 
 RESULTS = "results.md"
@@ -90,7 +90,7 @@ def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]
     """Write ``out/comparison.md``, the comparison alone, with its charts; its table, and the paths."""
     _require_something(runs)
     with _book(out, "comparison.md") as book:
-        book.write([*(section(runs) for section in SEVERAL), curves(runs)])
+        book.write([comparison(runs), curves(runs)])
     return _table(comparison_table(runs)), book.written
 
 
