@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import pictures, readme
+from tests import readme
 
 PROJECT = readme.README.parent
 ACCURACY = r"(val|test) acc1 ([\d.]+) %"
@@ -86,13 +86,12 @@ def test_its_speeds_are_those_of_the_measured_table() -> None:
         assert any(round(value, decimals) == float(number) for value in measured), number
 
 
-def test_its_pictures_are_made_by_a_command_and_small() -> None:
+def test_its_pictures_are_there_and_small_and_show_the_accuracy_that_the_text_says() -> None:
     text = readme.README.read_text("utf-8")
     shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert shown == ["docs/pictures/curves.svg", "docs/pictures/run.svg"]
     curves, way = ((PROJECT / name).read_text("utf-8") for name in shown)
-    assert way == pictures.way_of_a_run(), "python -m tests.pictures"
-    assert len(curves) < 30_000
+    assert len(curves) + len(way) < 30_000
     assert dict(re.findall(ACCURACY, curves)) == dict(re.findall(ACCURACY, text))
 
 

@@ -47,7 +47,7 @@ def test_several_runs_go_into_a_folder_report_and_one_given_twice_is_one(env: di
     assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0001")], env) == 0
     assert (tmp_path / "runs" / "ddp-0001" / "logbook.md").is_file()
     assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0002")], env) == 0
-    assert "# Log book of 2 runs" in (tmp_path / "report" / "logbook.md").read_text()
+    assert "# Log book: 2 runs" in (tmp_path / "report" / "logbook.md").read_text()
 
 
 def test_reporting_never_loads_torch(env: dict[str, str], tmp_path: Path) -> None:

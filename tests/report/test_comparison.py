@@ -54,7 +54,7 @@ def test_the_best_run_and_the_best_mean_over_seeds_come_first_and_are_drawn(make
     assert page.series()["Top-1 accuracy, validation, val acc1"] == {0.001: 91.0, 0.01: 96.5}
     (chart,) = (svg for svg in page.named("svg") if svg.get("data-x") == "optim.lr")
     assert chart["data-log"] == "x", "rates that lie a factor of ten apart are on a logarithmic axis"
-    assert {"comparison", "scaling"} & set(page.sections()) == set(), "learning rates have no speed-up"
+    assert "comparison" not in page.sections(), "learning rates have no speed-up"
     assert "speed-up" not in page.text.lower()
 
 
@@ -162,8 +162,8 @@ def test_a_difference_of_nothing_in_memory_has_no_sign_of_less(make_run: MakeRun
 
 
 HELD_UP = [
-    ({"taken": 93.0}, {}, "of a-1 the CPUs were taken: others had 93 % of the time that it wanted (load 9.3)"),
-    ({}, {"taken": 11.0}, "of b-2 the CPUs were taken: others had 11 % of the time that it wanted (load 1.1)"),
+    ({"taken": 93.0}, {}, "of a-1 the CPUs were taken: others had 93 % of the time that it wanted"),
+    ({}, {"taken": 11.0}, "of b-2 the CPUs were taken: others had 11 % of the time that it wanted"),
     ({}, {"told": {"threads": 2, "cpus": 3}}, "of b-2 2 ranks of 2 threads shared 3 CPUs"),
     ({}, {"told": {"threads": 1, "cpus": 1}}, "of b-2 2 ranks of 1 thread shared 1 CPU"),
     (
@@ -254,16 +254,10 @@ def test_of_many_runs_each_has_a_row_of_what_differs_and_sentences_end(make_run:
 
 def test_a_speed_that_is_not_compared_has_no_ratio_in_the_chart(make_run: MakeRun) -> None:
     def drawn(*runs: RunDir) -> str:
-        parts = comparison.comparison(collect(runs)).parts
-        (chart,) = (picture for part in parts if isinstance(part, Charts) for picture in part.pictures)
-        assert chart is not None
-        return f"{chart.words} {chart.unit}"
+        charts = [part for part in comparison.comparison(collect(runs)).parts if isinstance(part, Charts)]
+        return " ".join(picture.words for chart in charts for picture in chart.pictures if picture is not None)
 
     first = make_run("a")
-    linear = drawn(first, make_run("b", ranks=4, speed=4000.0))
-    assert f"b 4,010  2.00{TIMES}" in linear
-    assert "linear scaling" in linear
-    held_up = drawn(first, make_run("d", ranks=4, speed=4000.0, taken=50.0))
-    assert TIMES not in held_up
-    assert "linear scaling" not in held_up
+    assert f"b 4,010  2.00{TIMES}" in drawn(first, make_run("b", ranks=4, speed=4000.0))
+    assert TIMES not in drawn(first, make_run("d", ranks=4, speed=4000.0, taken=50.0))
     assert TIMES not in drawn(make_run("e", steps=0, finished=False), first, make_run("f"))

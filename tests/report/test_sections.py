@@ -9,7 +9,7 @@ import pytest
 from tests.report.conftest import rows_of
 from trainkit import fileio
 from trainkit.report import document, figures, sections
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -49,16 +49,6 @@ def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
         "seed": "3",
         "code": "commit 0123456789ab, with uncommitted changes",
     }
-
-
-def test_a_warm_up_that_the_run_is_too_short_for_is_that_of_the_run(make_run: MakeRun) -> None:
-    def schedule(**told: Any) -> str:
-        run = make_run(f"r{told}", "schedule.warmup_epochs=5", told=told)
-        return next(value for name, value in rows_of(sections.settings(collect([run])[0])) if name == "schedule")
-
-    assert schedule() == "onecycle, warm-up 5 epochs"
-    assert schedule(total_steps=40) == "onecycle, warm-up 5 epochs, here 20 steps"
-    assert schedule(total_steps=1) == "onecycle, warm-up 5 epochs, here 0 steps"
 
 
 def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun) -> None:

@@ -335,7 +335,7 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
             return lines
         groups = groupby(sorted(point for item in lines for point in item.points), lambda point: point[0])
         mean = [(x, fmean(y for _, y in group)) for x, group in groups]
-        return [*(item._replace(colour=0, faint=True) for item in lines), line("GPUs", mean, 0, spec)]
+        return [*(item._replace(colour=0, faint=True) for item in lines), line("GPU mean", mean, 0, spec)]
 
     memory = of_gpus("memory_used_mb", ".1f", 1024.0)
     memory.append(line("node", of("memory_used_mb", None, 1024.0), 7, ".1f"))
