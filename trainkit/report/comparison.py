@@ -258,7 +258,9 @@ def swept(runs: Sequence[Facts]) -> doc.Section:
         [_against(key, runs) for key in runs[0].point if key != "seed"],
         "results against what was swept",
     )
-    parts: list[doc.Part] = [part for part in (*means, charts) if part]
+    parts: list[doc.Part] = list(means)
+    if charts:
+        parts.append(charts)
     if len(runs) > _MOST_ROWS and parts:  # they would push what they come to off the screen
         parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
