@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from trainkit import fileio, terminal
-from trainkit.config import yaml
+from trainkit import terminal
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
 from trainkit.data import train_size
 from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, TrainkitError
-from trainkit.finish import full_name
 from trainkit.launch.plan import Plan, Row, config_rows, make_plan, plan_rows, validate
-from trainkit.run import folder as run_folder
-from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import Start, named
 from trainkit.site.profile import ON_CPUS, ON_GPUS, Site, auto_precision
 from trainkit.start import by_names
 
 DERIVED = "derived"
-LOOKED_AT = 50
-"""How many of the newest runs to search for one that tells what memory this one will need."""
-# What decides how much memory a rank needs, besides its micro batch and the number of ranks.
-_DECIDE = (
-    "model", "strategy", "augment", "data.name", "data.image_size", "data.in_chans", "data.device", "optim.name",
-    "train.precision", "train.channels_last", "train.activation_checkpointing", "train.compile", "train.ema_decay",
-)  # fmt: skip
 MOST = 4
 """Partitions that are asked for: with the two calls that found them, six, as many as a scheduler hears in a minute."""
 
@@ -52,13 +39,11 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
-    """Setting, value, source, reason of what follows from the settings; of the rest, who will know it."""
-    micro = config.train.given_micro_batch_size or config.train.global_batch_size // plan.world_size
-    known = None if config.train.micro_batch_size == "auto" else micro
-    precision, memory = _precision(plan, config), _memory(plan, config, known)
+    """Setting, value, source and reason of what follows from the settings."""
+    precision = _precision(plan, config)
     if strategy_traits(config.strategy.name).loop == "collaborative":
-        return [precision, memory]
-    return [_steps(config), precision, memory]
+        return [precision]
+    return [_steps(config), precision]
 
 
 def _steps(config: Config) -> Row:
@@ -80,38 +65,6 @@ def _precision(plan: Plan, config: Config) -> Row:
     elif value == "auto":
         value, why = auto_precision(None), f"this machine's; auto is {ON_CPUS}"
     return "precision", value, DERIVED, why
-
-
-def _memory(plan: Plan, config: Config, micro: int | None) -> Row:
-    """Memory of a rank, as an earlier run of the same kind took it.
-
-    Nothing is guessed: activations are most of it, and only the model knows them.
-    """
-    settings = config.model_dump(mode="json")
-    for run in map(RunDir, reversed(run_folder.known()[-LOOKED_AT:])):
-        summary = fileio.read_object(run.summary)
-        device, ranks = str(summary.get("device")), summary.get("max_memory_mb_of_ranks")
-        took = [value for value in ranks if fileio.is_number(value)] if isinstance(ranks, list) else []
-        same = (summary.get("micro_batch_size"), summary.get("world_size")) == (micro, plan.world_size)
-        if not took or not same or (device == "cpu") != (plan.gpus_per_node == 0):
-            continue
-        with suppress(TrainkitError):
-            if _alike(settings, yaml.read(run.config, follow=False)[0], _DECIDE):
-                why = f"as {full_name(run)} took on {device}: the same model, batch, precision and strategy"
-                return "memory of a rank", f"{max(took):,.0f} MB", "earlier run", why
-    why = "no earlier run of this kind tells. train.micro_batch_size=auto finds what fits"
-    return "memory of a rank", "?", "not known", why
-
-
-def _alike(settings: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Whether two configurations say the same of sections or settings."""
-
-    def at(tree: Mapping[str, Any], key: str) -> Any:
-        section, _, name = key.partition(".")
-        found = tree.get(section)
-        return found.get(name) if name and isinstance(found, dict) else found
-
-    return all(at(settings, key) == at(other, key) for key in keys)
 
 
 def estimate(

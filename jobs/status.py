@@ -39,11 +39,8 @@ LOOK_SECONDS = 2.0
 """Seconds between looks at the runs' own records while watching."""
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 MOST_BARS = 6
-_TAIL_BYTES = 16384
-_RECORDS = 24
 _HIDDEN = ("time", "event", "process_started", "process_space")
 """Fields of events that a list of them leaves out."""
-_HEIGHTS = "▁▂▃▄▅▆▇█"
 _STYLES = {
     "RUNNING": "cyan", "COMPLETED": "green", "FAILED": "bold red", "TIMEOUT": "red", "CANCELLED": "yellow",
     "NODE_FAIL": "red", "OUT_OF_MEMORY": "bold red", "PENDING": "blue", "UNKNOWN": "magenta", "DIVERGED": "bold red",
@@ -322,36 +319,16 @@ def view(table: Sequence[str], rows: Sequence[StatusRow], height: int) -> Render
     bars = Table.grid(padding=(0, 2))
     for row in going_on:
         total, step = row.total_steps, row.progress.step or 0
-        losses, speed = losses_of_late(row.run), row.progress.train.get("images_per_sec")
+        loss, speed = row.progress.train.get("loss"), row.progress.train.get("images_per_sec")
         known = float(total) if fileio.is_whole(total) and total > 0 else None
         bars.add_row(
             Text(one_line(row.name)),
             ProgressBar(total=known, completed=float(step), width=24, pulse=not known),
             Text(f"{step}/{total}" if known else str(step)),
-            Text(f"loss {number(losses[-1], '.4f')}" if losses else ""),
-            Text(sparkline(losses), style="cyan"),
+            Text(f"loss {number(loss, '.4f')}" if "loss" in row.progress.train else ""),
             Text(f"{speed:,.0f} images/s" if fileio.is_number(speed) else ""),
         )
     return Group(text, "", bars) if going_on else text
-
-
-def losses_of_late(run: RunDir) -> list[float | None]:
-    """Losses of the newest train records; None if not finite."""
-    try:
-        text = fileio.read_end(run.metrics, _TAIL_BYTES)
-    except OSError:
-        return []
-    of_task, parsed = metrics.described(run), map(fileio.parse_object, text.splitlines())
-    records = [metrics.typed_record(raw, of_task) for raw in parsed if raw is not None]
-    return [r["loss"] for r in records if r is not None and r["split"] == "train" and "loss" in r][-_RECORDS:]
-
-
-def sparkline(values: Sequence[float | None]) -> str:
-    """One bar character per value, scaled between the smallest and the largest; x for no number."""
-    known = [value for value in values if value is not None]
-    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
-    steps = (len(_HEIGHTS) - 1) / (span or 1.0)
-    return "".join("x" if value is None else _HEIGHTS[round(steps * (value - low))] for value in values)
 
 
 if __name__ == "__main__":

@@ -238,9 +238,8 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
 @pytest.fixture
 def trained(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
-    for step, loss in enumerate((2.0, 1.5, 1.0, None, 0.25), 1):
-        record = {"step": 10 * step, "epoch": step / 2, "split": "train", "loss": loss, "images_per_sec": 1234.5}
-        fileio.append_jsonl(run.metrics, record)
+    record = {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.25, "images_per_sec": 1234.5}
+    fileio.append_jsonl(run.metrics, record)
     fileio.append_jsonl(run.metrics, {"step": 50, "split": "val", "loss": 9.0})
     return run
 
@@ -252,12 +251,12 @@ def drawn(run: RunDir, state: str, table: list[str], height: int = 24) -> list[s
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
-def test_a_run_that_trains_has_a_bar_its_loss_of_late_and_its_speed(trained: RunDir) -> None:
+def test_a_run_that_trains_has_a_bar_with_its_loss_and_its_speed(trained: RunDir) -> None:
     *table, _, bar = drawn(trained, "RUNNING", ["run  state", "[red]ddp  RUNNING"])
     assert [line.strip() for line in table] == ["run  state", "[red]ddp  RUNNING"]
     assert bar.startswith("[red]ddp"), "a name is no markup"
     assert [word for word in bar.split() if not word.startswith("━")][1:] == [
-        "50/100", "loss", "0.2500", "█▆▄x▁", "1,234", "images/s",
+        "50/100", "loss", "0.2500", "1,234", "images/s",
     ]  # fmt: skip
 
 
