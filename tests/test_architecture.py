@@ -7,7 +7,6 @@ import io
 import os
 import re
 import subprocess
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -50,13 +49,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.__main__",),
     ("trainkit",),
 )
-# Nothing inside a job needs what puts jobs onto machines.
-NOT_INSIDE_A_JOB = {"trainkit.launch"}
-INSIDE_A_JOB = {
-    "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.monitor",
-    "trainkit.bench", "trainkit.tasks",
-}  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
 # Models and tasks are built for the data that they see: they name that type, and load nothing of it.
@@ -88,6 +80,8 @@ TORCH_ROOMS = {
     "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.bench",
     "trainkit.tasks",
 }  # fmt: skip
+# Nothing inside a job needs what puts jobs onto machines.
+INSIDE_A_JOB = {*TORCH_ROOMS, "trainkit.monitor"}
 HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
 
 # The environment is read at the doors, and handed down as a mapping. These are all of them: at most eight.
@@ -317,7 +311,7 @@ WRONG_IMPORTS: dict[str, Callable[[Import], bool]] = {
     "of a plugin": names_a_plugin,
     "of another verb": stands_on_a_verb,
     "of what launches, inside a job": lambda it: (
-        room(it.importer) in INSIDE_A_JOB and room(it.module) in NOT_INSIDE_A_JOB
+        room(it.importer) in INSIDE_A_JOB and room(it.module) == "trainkit.launch"
     ),
     "of torch at the top, where nothing trains": lambda it: (
         loads(it, {"torch"}) and room(it.importer) not in TORCH_ROOMS
@@ -480,80 +474,41 @@ def somewhere(check: Callable[[ast.AST], bool]) -> Callable[[ast.Module], bool]:
     return lambda tree: any(map(check, ast.walk(tree)))
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What only these modules do, each for a reason."""
-
-    does: Callable[[ast.Module], bool]
-    may: Iterable[str]
-    seen: tuple[str, ...]
-    """Code of which it is told that it does so."""
-    unseen: tuple[str, ...] = ()
-    free: str = "no.room"
-    """Modules that begin like this may, too."""
+def writes_events(node: ast.AST) -> bool:
+    """Else than by the functions of `trainkit.run.events`, which give each event its fields."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("append_event")
 
 
-IMPORTED = "import os, sys, torch\nfrom wandb import Run\n"
-SLURMS = "trainkit.schedulers.slurm"
-RULES: dict[str, Rule] = {
-    "reads the environment": Rule(somewhere(reads_the_environment), ENVIRONMENT, ("os.environ['A']", "os.getenv('A')")),
-    "names SLURM": Rule(somewhere(names_slurm), SLURM, ("name == 'slurm'",), free=SLURMS),
-    "runs SLURM's programs": Rule(
-        somewhere(commands_slurm), OPTIONS_OF_PROGRAMS,
-        ("ask('squeue', '-h')", "run(['scontrol', 'ping'])", "shutil.which('sbatch')"), free=SLURMS,
-    ),
-    "knows a strategy": Rule(
-        somewhere(knows_a_strategy), (),
-        ("config.strategy.name == 'fsdp'", "p.strategy.name in ('a', 'b')", "strategy.options.get('comm_hook')"),
-        free="trainkit.strategies",
-    ),
-    "reads files": Rule(
-        somewhere(reads_a_file), READERS,
-        ("p.read_text()", "(a / b).read_bytes()", "json.loads(t)", "p.open('rb')", "open(p)", "os.open(p, 0)"),
-        ("fileio.read_text(p)", "p.open('w')", "os.open(p, os.O_CREAT | os.O_WRONLY)", "RunDir.open(p)"),
-    ),
-    "writes files": Rule(
-        somewhere(writes_a_file), {*WRITERS, "trainkit.fileio"},
-        ("open(p, 'w')", "p.open('ab+')", "p.write_text('')", "os.open(p, os.O_WRONLY)", "shutil.copy(a, b)"),
-        ("open(p)", "fileio.write(p, '')"),
-    ),
-    "names a message between processes": Rule(
-        somewhere(spells_a_message),
-        ("trainkit.run.folder",),
-        ("'lease.json'", "'preflight.json'", "'rank-{}.hang'"),
-    ),
-    "starts programs": Rule(
-        somewhere(starts_a_program), STARTERS,
-        ("subprocess.run(words)", "subprocess.check_output(w)", "os.popen(t)", "utils.CommandFunction(words)()"),
-    ),
-    "overrides hivemind": Rule(
-        overrides_hivemind, ("trainkit.swarm.access", "trainkit.swarm.exchange"),
-        ("import hivemind\nclass Node(hivemind.DHT): ...", "from hivemind.averaging import A as B\nclass C(B): ..."),
-        ("import hivemind\nclass Node: ...",),
-    ),
-    "changes other libraries": Rule(
-        changes_a_library, PATCHING,
-        ("sys.modules['boto3'] = None", "sys.modules.setdefault('notf', it)", "del sys.modules['torch._dynamo']",
-         "torch._dynamo = it", "Run.start = it", "setattr(Run, 'start', it)", "torch.optim.Adam.step, other = it"),
-        ("torch.backends.cudnn.benchmark = True", "os.environ['A'] = 'b'", "self.step = torch", "sys.path[:] = []"),
-    ),
-}  # fmt: skip
+# What only these modules do, each for a reason; a strategy and SLURM's room know themselves.
+ONLY: dict[str, tuple[Callable[[ast.Module], bool], Iterable[str]]] = {
+    "reads the environment": (somewhere(reads_the_environment), ENVIRONMENT),
+    "names SLURM": (somewhere(names_slurm), SLURM),
+    "runs SLURM's programs": (somewhere(commands_slurm), OPTIONS_OF_PROGRAMS),
+    "knows a strategy": (somewhere(knows_a_strategy), ()),
+    "reads files": (somewhere(reads_a_file), READERS),
+    "writes files": (somewhere(writes_a_file), {*WRITERS, "trainkit.fileio"}),
+    "names a message between processes": (somewhere(spells_a_message), {"trainkit.run.folder"}),
+    "starts programs": (somewhere(starts_a_program), STARTERS),
+    "writes events": (somewhere(writes_events), {"trainkit.run.events"}),
+    "overrides hivemind": (overrides_hivemind, {"trainkit.swarm.access", "trainkit.swarm.exchange"}),
+    "changes other libraries": (changes_a_library, PATCHING),
+}
+THEMSELVES = {
+    "names SLURM": "trainkit.schedulers.slurm",
+    "runs SLURM's programs": "trainkit.schedulers.slurm",
+    "knows a strategy": "trainkit.strategies",
+}
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_only_the_modules_that_are_listed_do_so(name: str) -> None:
-    rule = RULES[name]
-    found = {it for it, tree in trees().items() if not it.startswith(rule.free) and rule.does(tree)}
-    assert listed(found - {*rule.may}) == [], f"{name}, and is not listed"
-    assert listed({*rule.may} - found) == [], f"{name} no longer: take it off the list"
+@pytest.mark.parametrize("what", ONLY)
+def test_only_the_modules_that_are_listed_do_so(what: str) -> None:
+    """And each of them does: a rule that no longer sees anything would be noticed."""
+    does, listed_modules = ONLY[what]
+    themselves = THEMSELVES.get(what, "no.room")
+    found = {name for name, tree in trees().items() if not name.startswith(themselves) and does(tree)}
+    assert listed(found - {*listed_modules}) == [], f"{what}, and is not listed"
+    assert listed({*listed_modules} - found) == [], f"{what} no longer: take it off the list"
     assert len(ENVIRONMENT) <= 8
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_tells_what_it_is_about_from_what_it_is_not(name: str) -> None:
-    rule = RULES[name]
-    assert [code for code in rule.seen if not rule.does(ast.parse(IMPORTED + code))] == []
-    assert [code for code in rule.unseen if rule.does(ast.parse(IMPORTED + code))] == []
 
 
 def test_commands_and_a_dry_run_never_load_torch(tmp_path: Path) -> None:
@@ -643,27 +598,20 @@ def test_names_of_tests_can_be_read_at_a_glance() -> None:
 # Speed
 
 
-def cpu_seconds(*command: str, cwd: Path) -> float:
-    """CPU time of a Python process: its own, whatever else this test session runs."""
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen([sys.executable, *command], cwd=cwd, env=env, stdout=quiet, stderr=quiet) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_utime + usage.ru_stime
+def cpu_seconds(*words: str, cwd: Path) -> float:
+    """The least CPU time of three runs of Python, whatever else this machine does."""
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        python(*words, cwd=cwd)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return min(seconds)
 
 
-@pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """What Python needs to load the configuration's libraries."""
-    folder = tmp_path_factory.mktemp("control")
-    return min(cpu_seconds("-c", "import argparse, pydantic, yaml", cwd=folder) for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "limit"),
-    [("--help", 2), ("ddp --nodes 2 --dry-run", 8), ("ddp optim.wieght_decay=1", 5), ("ddp model.name=resnett18", 7)],
-)
-def test_an_answer_comes_at_once(arguments: str, limit: float, control: float, tmp_path: Path) -> None:
-    times = (cpu_seconds("-m", "jobs.submit", *arguments.split(), cwd=tmp_path) for _ in range(3))
-    assert any(seconds / control < limit for seconds in times)
+def test_an_answer_comes_at_once(tmp_path: Path) -> None:
+    """Measured by what Python needs to load the configuration's libraries."""
+    control = cpu_seconds("-c", "import argparse, pydantic, yaml", cwd=tmp_path)
+    limits = {"--help": 2, "ddp --nodes 2 --dry-run": 8, "ddp optim.wieght_decay=1": 5, "ddp model.name=resnett18": 7}
+    for arguments, limit in limits.items():
+        assert cpu_seconds("-m", "jobs.submit", *arguments.split(), cwd=tmp_path) / control < limit, arguments
