@@ -1,4 +1,4 @@
-"""A model that takes 64 MiB and more for each sample, and a data set for it."""
+"""A model that takes 64 MiB and more for each sample, and a small data set for it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,11 @@ SETTINGS = (
 )
 
 
-class Noise:
-    """Images [1, 4, 4]."""
-
-    def __init__(self, size: int) -> None:
-        self.images = torch.randint(0, 256, (size, 1, 4, 4), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        return self.images[index], index % 2
-
-
 def data(root: Path) -> Splits:
-    info = DataInfo("noise", 2, 1, 4, ("even", "odd"), (0.5,), (0.3,))
-    return Splits(info, Noise(3 * BATCH), Noise(2), Noise(2), poisoned.same, poisoned.same, in_memory=True)
+    info = DataInfo("grey", 2, 1, 4, ("dark", "light"), (0.4,), (0.2,))
+    return Splits(
+        info, poisoned.Grey(3 * BATCH), poisoned.Grey(2), poisoned.Grey(2), poisoned.same, poisoned.same, in_memory=True
+    )
 
 
 class Hungry(nn.Module):

@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.rank_functions import QUICK, run_ranks, train_run
+from tests.rank_functions import QUICK, run_ranks
 from tests.training.parts import SMALL
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
@@ -23,11 +23,8 @@ from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
-from trainkit.run.folder import RunDir
-from trainkit.run.metrics import read_metrics
 from trainkit.training.build import (
     build,
-    build_hollow,
     checkpoint_activations,
     make_deterministic,
     to_device,
@@ -99,19 +96,6 @@ def test_only_rank_0_ever_holds_the_whole_model_in_memory() -> None:
     assert max(others) < LARGE * 0.85  # a third, one whole tensor at a time, and 30 MiB that a rank touches else
 
 
-def test_a_model_is_made_without_its_numbers_wherever_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[nn.Module] = []
-    config = config_of("odd")
-    info = build_data(config.data).info
-    monkeypatch.setattr(
-        "trainkit.training.build.build_model",
-        lambda *given: made.append(build_model(*given)) or made[-1],  # type: ignore[func-returns-value]
-    )
-    assert all(tensor.is_meta for tensor in build_hollow(config, info).parameters())
-    assert len(made) == 1
-    assert all(tensor.is_meta for tensor in made[0].buffers())
-
-
 # What the settings of training do to a model: layout, compiler, determinism, activation checkpointing.
 
 CPU = torch.device("cpu")
@@ -158,19 +142,6 @@ def test_deterministic_keeps_other_kernels_out(as_it_was: None, monkeypatch: pyt
     make_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.benchmark, "else convolutions are not the quickest of their kind on this GPU"
-
-
-SETTINGS = ("train.max_steps=12", "data.augment=true", "model.norm=batch")
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for split in ("train", "val") for record in read_metrics(RunDir(folder), split)]
-
-
-def test_channels_last_trains_alike(tmp_path: Path) -> None:
-    for preset, more in (("single", ()), ("fsdp", ("train.channels_last=true",))):
-        run_ranks(1, train_run, tmp_path / preset, preset, (*SETTINGS, *more))
-    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "single"), rel=1e-4)
 
 
 @pytest.mark.parametrize(("planted", "given"), [(False, ""), (True, ""), (True, "/scratch/mine")])

@@ -18,15 +18,13 @@ from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.checks import micro_batch_sizes
-from trainkit.data.base import Batch
-from trainkit.data.loader import TensorSamples, on_gpu, train_batches
+from trainkit.data.loader import TensorSamples, train_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import TrainState
-from trainkit.training.optim import Ema
 from trainkit.training.recorder import Progress
 from trainkit.training.timing import DATA, FORWARD, OTHER, clock_of, peak_flops
 from trainkit.training.update import Updater
@@ -230,43 +228,3 @@ def test_all_gpus_together_train_as_one_does(tmp_path: Path, preset: str) -> Non
         assert run_ranks(ranks, train_run, tmp_path / name, name, own) == ["finished"] * ranks
         traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / name), "train")])
     assert traces[1] == pytest.approx(traces[0], rel=5e-3)
-
-
-def test_the_next_batch_is_copied_while_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, make = list[torch.cuda.Stream](), torch.cuda.Stream
-
-    def made(device: torch.device) -> torch.cuda.Stream:
-        streams.append(make(device))  # type: ignore[no-untyped-call]
-        return streams[-1]
-
-    monkeypatch.setattr(torch.cuda, "Stream", made)
-    device, labels, keys = torch.device("cuda", 0), torch.zeros(64, dtype=torch.int64), torch.arange(64)
-    images = [torch.full((64, 3, 64, 64), number, dtype=torch.uint8).pin_memory() for number in range(4)]
-    batches = on_gpu(iter([Batch(one, labels.pin_memory(), keys) for one in images]), device)
-    matrix = torch.randn(8192, 8192, device=device)
-    found = [next(batches).images.clone()]
-    (matrix @ matrix).sum().item()
-    for _ in range(100):  # a second or more
-        matrix @ matrix
-    found.append(next(batches).images.clone())  # the third is being copied
-    streams[0].synchronize()
-    assert not torch.cuda.current_stream(device).query(), "the copy has waited for what the GPU computes"
-    found += [batch.images.clone() for batch in batches]
-    assert [one.unique().tolist() for one in found] == [[0], [1], [2], [3]]
-
-
-def _averaged(env: RankEnv) -> tuple[bool, bool]:
-    torch.cuda.set_device(0)
-    model = nn.Linear(64, 64).cuda()
-    ema, before = Ema(model, 0.5), model.weight.detach().clone()
-    nn.init.zeros_(model.weight)
-    torch.cuda.set_sync_debug_mode("error")  # neither the update nor the answer whether it counts waits for the GPU
-    ema.update(torch.ones((), device="cuda"), updates=100)
-    kept = ema.tensors()["weight"].clone()
-    ema.update(torch.zeros((), device="cuda"), updates=100)
-    torch.cuda.set_sync_debug_mode("default")
-    return torch.equal(kept, before), torch.equal(ema.tensors()["weight"], before / 2)
-
-
-def test_weights_are_averaged_without_asking_the_gpu() -> None:
-    assert run_ranks(1, _averaged) == [(True, True)]

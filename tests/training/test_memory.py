@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.rank_functions import run_ranks
 from tests.training.hungry import BATCH, train_and_tell
-from trainkit.config.loading import load
 from trainkit.diagnosis.causes import rows
-from trainkit.distributed.process_group import Distributed
-from trainkit.errors import RunFailedError
-from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.memory import explain_out_of_memory, largest
+from trainkit.training.memory import largest
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
@@ -152,22 +147,3 @@ def test_a_rank_that_runs_out_of_memory_says_what_to_change_and_why_names_it(tmp
     )
     (failed,) = read_events(RunDir(tmp_path / "run"), "failed")
     assert any(row.find(failed["error"]) for row in rows() if row.name == "gpu-out-of-memory")
-
-
-@pytest.mark.parametrize(
-    ("settings", "fix"),
-    [
-        ((), "train.micro_batch_size=3 (the result stays the same) or auto, or "),
-        (("augment.mixup_alpha=0.2",), "train.micro_batch_size=2 (the result stays the same) or auto, or "),
-        (("train.micro_batch_size=2", "augment.mixup_alpha=0.2"), ""),
-        (("train.micro_batch_size=1",), ""),
-    ],
-)
-def test_the_smaller_micro_batch_that_is_advised_is_one_that_can_be(settings: tuple[str, ...], fix: str) -> None:
-    config = load("single", ("train.global_batch_size=12", "train.micro_batch_size=6", *settings)).config
-    with (
-        pytest.raises(RunFailedError) as failed,
-        explain_out_of_memory(config, Distributed(RankEnv.single(), torch.device("cpu"))),
-    ):
-        raise MemoryError
-    assert failed.value.fix.startswith(f"Use {fix}strategy.name=fsdp")

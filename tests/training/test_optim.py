@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import timm.optim
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
@@ -28,8 +24,6 @@ from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import read_metrics
-from trainkit.strategies import ddp
 from trainkit.training.loop import train
 from trainkit.training.optim import Ema, build_optimizer, lr_at, set_lr
 from trainkit.training.recorder import Progress
@@ -54,50 +48,15 @@ def not_decayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
     return {name for name, parameter in named.items() if decay[id(parameter)] == 0.0}
 
 
-def frozen_half() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2)),
-         {"0.bias", "1.weight", "1.bias", "2.bias"}),
-        (lambda: nn.Sequential(small_vit(), nn.Linear(2, 2)), {"0.cls_token", "0.pos_embed", "1.bias"}),
-        (lambda: nn.DataParallel(small_vit(), device_ids=[]), {"module.cls_token", "module.pos_embed"}),
-        (frozen_half, {"1.bias"}),
-        (lambda: nn.Linear(2, 2, bias=False), set()),
-    ],
-    ids=["a network", "a backbone below a head", "DataParallel", "frozen", "no biases"],
-)  # fmt: skip
-def test_matrices_decay_and_biases_norms_and_what_the_model_names_do_not(
-    config: OptimConfig, make: Callable[[], nn.Module], names: set[str]
-) -> None:
-    model = make()
-    found = not_decayed(model, build_optimizer(model, config))
-    assert names <= found
-    assert names == found or "cls_token" in str(names)
+def test_matrices_decay_and_biases_norms_and_what_the_model_names_do_not(config: OptimConfig) -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    plain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), frozen, nn.Linear(2, 2))
+    assert not_decayed(plain, build_optimizer(plain, config)) == {"0.bias", "1.weight", "1.bias", "3.bias"}
+    backbone = nn.DataParallel(nn.Sequential(small_vit(), nn.Linear(2, 2)), device_ids=[])
+    found = not_decayed(backbone, build_optimizer(backbone, config))
+    assert found >= {"module.0.cls_token", "module.0.pos_embed", "module.1.bias"}
     assert not any(name.endswith("qkv.weight") for name in found)
-
-
-def _on_ranks(env: RankEnv) -> list[set[str]]:
-    with distributed(env, use_gpu=False) as dist:
-        parallel = ddp.build(dist).parallelize(small_vit())
-        sharded = small_vit()
-        fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.world_size,)))
-        optimizer = build_optimizer(sharded, SGD)  # torch has no sharded version of that fused kernel
-        sharded(torch.ones(1, 3, 16, 16)).sum().backward()
-        optimizer.step()
-        assert not any(group["fused"] for group in optimizer.param_groups)
-        return [not_decayed(model, build_optimizer(model, ADAMW)) for model in (small_vit(), parallel, sharded)]
-
-
-def test_ddp_and_fsdp_decay_what_one_process_does() -> None:
-    for plain, parallel, sharded in run_ranks(2, _on_ranks):
-        assert "cls_token" in plain
-        assert parallel == {f"module.{name}" for name in plain}
-        assert sharded == plain
 
 
 LAMB = OptimConfig(name="lamb", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
@@ -129,7 +88,7 @@ def test_the_settings_reach_every_group_and_so_does_a_new_rate(
 def test_layers_nearer_to_the_image_learn_slower(config: OptimConfig) -> None:
     config = config.model_copy(update={"layer_decay": 0.5})
     model = small_vit()
-    optimizer, wrapped = build_optimizer(model, config), build_optimizer(nn.DataParallel(small_vit(), []), config)
+    optimizer = build_optimizer(model, config)
     set_lr(optimizer, 0.125)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     rates = {name: rate[id(parameter)] for name, parameter in model.named_parameters()}
@@ -137,11 +96,6 @@ def test_layers_nearer_to_the_image_learn_slower(config: OptimConfig) -> None:
     assert rates["blocks.0.attn.qkv.weight"] < rates["head.weight"]
     assert rates["patch_embed.proj.weight"] == rates["blocks.0.attn.qkv.weight"] / 2
     assert not_decayed(model, optimizer) >= {"cls_token", "pos_embed", "head.bias"}
-    one, other = (
-        [(group["lr_scale"], group["weight_decay"], len(group["params"])) for group in each.param_groups]
-        for each in (optimizer, wrapped)
-    )
-    assert one == other, "layers are the same below ddp's wrapper"
     with pytest.raises(UserError, match="needs to know the model's layers"):
         build_optimizer(nn.Linear(2, 2), config)
 
@@ -189,16 +143,6 @@ def test_what_timm_and_torch_have_is_known_without_them() -> None:
     classes = {name for name, item in vars(torch.optim).items() if inspect.isclass(item) and name != "Optimizer"}
     assert {f"torch/{name.lower()}" for name in classes} == {key for key in known if key.startswith("torch")}
     assert len(ACCEPTED) > 90
-
-
-@pytest.mark.parametrize("name", ["adan", "lion", "adopt", "rmsprop", "timm/muon", "torch/adafactor", "torch/nadam"])
-def test_the_options_of_a_library_are_those_of_its_class(name: str) -> None:
-    listed = library_optimizers()[name if "/" in name else f"timm/{name}"]
-    parameters = list(inspect.signature(type(build_optimizer(network(), OptimConfig(name=name)))).parameters.values())
-    assert listed.signature.options == tuple(item.name for item in parameters[1:])
-    defaults = {item.name: item.default for item in parameters}
-    assert listed.signature.defaults == {key: defaults[key] for key in listed.signature.defaults}
-    assert listed.signature.defaults["weight_decay"] == 0
 
 
 def test_settings_and_further_keys_reach_an_optimizer_of_a_library() -> None:
@@ -374,16 +318,6 @@ def test_a_function_of_the_users_own_says_the_rate_of_each_update(own: str) -> N
         assert refused.value.key == "schedule.name"
 
 
-def test_a_schedule_of_the_users_own_is_looked_up_once(own: str, tmp_path: Path) -> None:
-    """Its file may change or go while a run goes on."""
-    inside = tmp_path / f"package_{tmp_path.name}"
-    inside.mkdir()
-    file = (tmp_path / f"{own}.py").rename(inside / "schedules.py")
-    rates = lrs(name=f"{inside.name}.schedules:falling")
-    file.unlink()
-    assert lrs(name=f"{inside.name}.schedules:falling") == rates
-
-
 FINITE, NONFINITE = torch.zeros(()), torch.ones(())
 
 
@@ -425,10 +359,8 @@ def test_statistics_and_tied_weights_are_averaged_but_nothing_frozen() -> None:
     other.weight = one.weight
     ema = Ema(nn.Sequential(batchnorm, frozen, one, other), 0.5)
     before = ema.tensors()["2.weight"].clone()
-    assert batchnorm.running_mean is not None
-    assert batchnorm.num_batches_tracked is not None
-    batchnorm.running_mean.fill_(1.0)
-    batchnorm.num_batches_tracked.fill_(7)
+    batchnorm.get_buffer("running_mean").fill_(1.0)
+    batchnorm.get_buffer("num_batches_tracked").fill_(7)
     nn.init.zeros_(one.weight)
     ema.update(FINITE, updates=100)
     tensors = ema.tensors()
@@ -467,14 +399,6 @@ def test_the_average_is_the_same_on_any_number_of_ranks(
         if "running" not in name and "num_batches" not in name:  # rank 0 has seen other samples than a single process
             assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
             assert not torch.equal(value, tensors(whole / "checkpoints", "model")[name]), name
-
-
-def test_both_weights_are_measured_and_told_apart(whole: Path) -> None:
-    summary = json.loads((whole / "summary.json").read_text())
-    (first, *_), (test,) = read_metrics(RunDir(whole), "val"), read_metrics(RunDir(whole), "test")
-    for record in (first, test, summary["val"], summary["test"]):
-        assert record["loss"] != record["ema_loss"]
-        assert {"acc1", "acc5", "ema_acc1", "ema_acc5", "samples"} <= record.keys()
 
 
 @pytest.mark.long

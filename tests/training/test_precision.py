@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import evaluated, parts_of
@@ -32,16 +31,11 @@ from trainkit.strategies import fsdp
 from trainkit.training import precision as precision_module
 from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision, to_half
+from trainkit.training.precision import Precision, allow_tf32, choose_precision, to_half
 from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")
 ALONE = Distributed(RankEnv.single(), CPU)
-
-
-def test_auto_on_cpu_is_bf16_where_torch_finds_instructions_for_it() -> None:
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    assert choose_precision("auto", CPU) == ("bf16" if native else "fp32")
 
 
 @pytest.mark.parametrize(("flag", "name"), [("avx512f", "fp32"), ("avx512_bf16", "bf16"), ("amx_bf16", "bf16")])
@@ -53,12 +47,10 @@ def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.Monk
 
 
 GPU = torch.device("cuda", 1)
-PASCAL, VOLTA, TURING, AMPERE, HOPPER = (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)
+PASCAL, VOLTA, AMPERE = (6, 1), (7, 0), (8, 0)
 
 
-@pytest.mark.parametrize(
-    ("generation", "name"), [(PASCAL, "fp32"), (VOLTA, "fp16"), (TURING, "fp16"), (AMPERE, "bf16"), (HOPPER, "bf16")]
-)
+@pytest.mark.parametrize(("generation", "name"), [(PASCAL, "fp32"), (VOLTA, "fp16"), (AMPERE, "bf16")])
 def test_auto_on_a_gpu_is_what_its_generation_multiplies_fast(
     monkeypatch: pytest.MonkeyPatch, generation: tuple[int, int], name: str
 ) -> None:
@@ -73,50 +65,14 @@ def test_auto_on_a_gpu_is_what_its_generation_multiplies_fast(
 
 
 @pytest.mark.parametrize(("allowed", "matmul"), [(True, "high"), (False, "highest")])
-def test_tf32_is_for_products_and_convolutions(allowed: bool, matmul: str) -> None:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def test_tf32_is_for_products_and_convolutions(allowed: bool, matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not allowed)
+    before = torch.get_float32_matmul_precision()
     try:
         allow_tf32(allowed)
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, allowed)
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_matrices_are_multiplied_in_the_format_that_was_asked_for(name: str, dtype: torch.dtype) -> None:
-    precision = Precision(name, ALONE)
-    assert precision.name == name
-    assert bool(precision.state_dict()["scaler"]) == (name == "fp16"), "only fp16 scales the loss"
-    with precision.autocast():
-        assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == dtype
-
-
-def test_an_fp16_overflow_skips_the_update_and_is_counted() -> None:
-    model = nn.Linear(4, 1)
-    before = model.weight.detach().clone()
-    precision = Precision("fp16", ALONE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def update(factor: float) -> Stepped:
-        precision.backward(model(torch.ones(2, 4)).sum() * factor)
-        stepped = precision.step(optimizer, model.parameters(), None)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert stepped.norm is None
-        return stepped
-
-    first = update(float("inf"))
-    assert torch.equal(model.weight, before)
-    assert (first.nonfinite.item(), first.skip) == (1.0, Skip(before=65536.0, after=32768.0, parameter=0))
-    assert precision.skipped_steps == 1
-    second = update(1.0)
-    assert not torch.equal(model.weight, before)
-    assert (second.nonfinite.item(), second.skip) == (0.0, None)
-    assert precision.skipped_steps == 1
-    assert update(float("nan")).skip == Skip(32768.0, 16384.0, 0)
-    assert precision.skipped_steps == 2
+        torch.set_float32_matmul_precision(before)
 
 
 def _skipped(dist: Distributed) -> tuple[int, bool, int]:
@@ -158,21 +114,6 @@ def test_what_is_bad_on_one_rank_is_bad_on_all_who_name_where() -> None:
     assert run_ranks(2, _on_a_rank) == [[(2, True, 1), (1.0, True, 0.0), (1.0, True, 0.0), (0.0, False, norm)]] * 2
 
 
-def test_scale_and_skips_go_on_where_they_were() -> None:
-    model = nn.Linear(4, 1)
-    first, second, other = (Precision(name, ALONE) for name in ("fp16", "fp16", "fp32"))
-    first.backward(model(torch.ones(2, 4)).sum() * math.inf)
-    first.step(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters(), None)
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict()
-    assert second.state_dict()["scaler"]["scale"] == 32768.0
-    other.load_state_dict(first.state_dict())
-    assert other.state_dict() == {"skipped_steps": 1, "scaler": {}}
-    first.load_state_dict(Precision("fp32", ALONE).state_dict())
-    assert first.state_dict()["skipped_steps"] == 0
-    assert first.state_dict()["scaler"]["scale"] == 32768.0, "no scale in a checkpoint of fp32"
-
-
 @pytest.mark.parametrize(("is_free", "max_norm"), [(True, None), (True, 1.0), (False, None), (False, 1.0)])
 @pytest.mark.parametrize("settings", [{}, {"name": "sgd", "nesterov": True}, {"name": "sgd", "momentum": 0.0}])
 def test_an_update_that_is_not_finite_leaves_no_trace(
@@ -200,13 +141,6 @@ def test_an_update_that_is_not_finite_leaves_no_trace(
     without, among = values(()), values((0, 3))
     assert len(without) == len(among)
     assert all(torch.equal(one, other) for one, other in zip(without, among, strict=True))
-
-
-def test_a_parameter_without_a_gradient_is_no_bad_one() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    precision = Precision("fp32", ALONE)
-    precision.backward(model[1](torch.ones(1, 2)).sum())
-    assert precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None).nonfinite.item() == 0.0
 
 
 IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -240,8 +174,10 @@ def updated(count: int, *overrides: str, precision: str = "o2", lr: float = 0.05
     """The weights that are saved after so many updates."""
     trained = parts(*overrides, precision=precision)
     update = Updater(trained)
+    size = trained.micro_batch_size
     for step in range(count):
-        update(iter([BATCH]), lr=lr, seed=step)
+        batches = [Batch(*(part[start : start + size] for part in BATCH)) for start in range(0, 8, size)]
+        update(iter(batches), lr=lr, seed=step)
     return weights_of(trained.model)
 
 
@@ -283,16 +219,7 @@ def test_changes_that_are_too_small_for_fp16_add_up() -> None:
     ids=lambda value: "+".join(value),
 )
 def test_every_optimizer_clipping_and_freezing_work_on_the_fp32_weights(settings: tuple[str, ...]) -> None:
-    batches = iter([Batch(*(part[half : half + 4] for part in BATCH)) for half in (0, 4)] * 3)
-    results = []
-    for precision in ("o2", "fp32"):
-        trained = parts(*settings, precision=precision)
-        update = Updater(trained)
-        for step in range(3):
-            update(batches if trained.micro_batch_size == 4 else iter([BATCH]), lr=0.01, seed=step)
-        batches = iter([Batch(*(part[half : half + 4] for part in BATCH)) for half in (0, 4)] * 3)
-        results.append(weights_of(trained.model))
-    learnt, wanted = results
+    learnt, wanted = (updated(3, *settings, precision=precision, lr=0.01) for precision in ("o2", "fp32"))
     start = Net().state_dict()
     assert torch.equal(learnt["filters.weight"], start["filters.weight"]) == ("freeze" in settings[0])
     for name in ("filters.weight", "head.weight", "norm.weight"):
@@ -330,13 +257,7 @@ def test_the_averaged_weights_are_those_of_the_fp32_weights() -> None:
             trained.ema.update(made.stepped.nonfinite, updates=step)
         averages.append(trained.ema.tensors()["head.weight"].clone())
         with trained.ema.in_model():
-            if precision == "o2":
-                assert torch.equal(trained.model.state_dict()["head.weight"], averages[-1].half())
             losses.append(evaluated(trained, batch_size=4)["loss"])
-        weights = weights_of(trained.model)["head.weight"]
-        assert torch.equal(trained.model.state_dict()["head.weight"].float(), weights.half().float()) == (
-            precision == "o2"
-        )
     start = Net().head.weight.detach()
     assert averages[0].dtype == torch.float32
     assert torch.allclose(averages[0] - start, averages[1] - start, rtol=0.1, atol=1e-7)
@@ -349,32 +270,6 @@ def test_weights_of_another_run_are_taken_over_in_full() -> None:
     load_weights(started.model, Sent(Held(other), ALONE), ALONE)
     weights = weights_of(started.model)
     assert torch.equal(weights["filters.weight"], other["filters.weight"])
-
-
-def _what_travels(env: RankEnv) -> tuple[set[str], bool]:
-    with distributed(env, use_gpu=False) as dist:
-        model = Net()
-        model.head.weight.data += env.rank  # DDP trains what rank 0 has
-        trained = parts_of(*PLAIN, "train.micro_batch_size=4", "train.precision=o2", dist=dist, model=model)
-        travelled: set[str] = set()
-
-        def hook(state: Any, bucket: Any) -> Any:
-            travelled.add(f"{bucket.buffer().dtype} {sum(map(torch.numel, bucket.gradients()))}")
-            return allreduce_hook(state, bucket)
-
-        hook.__annotations__ = {}  # DDP looks at types, not at their names
-        trained.model.register_comm_hook(torch.distributed.group.WORLD, hook)  # type: ignore[operator]
-        half = Batch(*(part[4 * env.rank : 4 * env.rank + 4] for part in BATCH))
-        Updater(trained)(iter([half]), lr=0.05, seed=0)
-        weights = weights_of(trained.model)
-        told = dist.gather_json(master_of(model.head.weight).sum().item())
-        return travelled, told[0] == told[1] and (weights["head.weight"].dtype == torch.float32)
-
-
-def test_gradients_travel_as_fp16_and_all_ranks_learn_rank_0s_weights() -> None:
-    numbers = sum(parameter.numel() for parameter in Net().parameters())
-    travelled = {f"torch.float16 {numbers - 12}", "torch.float32 12"}  # BatchNorm's are 2 x 6
-    assert run_ranks(2, _what_travels) == [(travelled, True)] * 2
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn import functional
 
 from tests.rank_functions import run_ranks, train_run
-from tests.training.parts import Formats, Linear, Notes, evaluated, keeper_of, parts_of
+from tests.training.parts import Linear, Notes, evaluated, keeper_of, parts_of
 from tests.training.test_resume import final_weights
 from trainkit.checkpoint import format
 from trainkit.config.loading import load
@@ -32,8 +32,7 @@ from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.update import Updater
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf])
-@pytest.mark.parametrize("prefix", ["", "ema_"])
+@pytest.mark.parametrize(("prefix", "lost"), [("", math.nan), ("ema_", math.inf)])
 def test_a_model_whose_loss_is_not_finite_is_never_the_best(prefix: str, lost: float) -> None:
     progress, by = Progress(step=1), f"val/{prefix}acc1"
     assert not progress.judge({f"{prefix}acc1": 90.0, f"{prefix}loss": lost}, by, higher_is_better=True)
@@ -124,9 +123,7 @@ def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path:
 
 
 def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
-    progress = Progress(
-        step=3, best_step=2, best=math.nan, val={"acc1": 40.0}, train_seconds=1.23456, images=1000
-    )  # fmt: skip
+    progress = Progress(step=3, best_step=2, best=math.nan, val={"acc1": 40.0}, train_seconds=1.23456, images=1000)
     keeper = keeper_of(parts_of(), tmp_path / "run", progress)
     keeper.summarize("finished", epochs=1.23456, test={"acc1": 45.0}, rounds=7)
     text = keeper.writer.run.summary.read_text()
@@ -355,20 +352,6 @@ def by_hand(parts: TrainState) -> dict[str, float]:
         "acc5": 100 * (ranks < 5).float().mean().item(),
         "samples": len(samples),
     }
-
-
-def test_it_multiplies_in_the_formats_of_training_and_takes_the_loss_in_fp32() -> None:
-    model = Formats()
-    parts = parts_of("train.precision=bf16", model=model)
-    result = evaluated(parts, batch_size=10)
-    assert model.formats == {torch.bfloat16}
-    assert result["loss"] == pytest.approx(by_hand(parts)["loss"], rel=0.02)
-    with torch.no_grad(), parts.precision.autocast():
-        samples = [parts.splits.val[index] for index in range(10)]
-        images = normalize(torch.stack([image for image, _ in samples]), parts.splits.info)
-        labels = torch.tensor([label for _, label in samples])
-        exact = functional.cross_entropy(model(images).float(), labels)
-    assert result["loss"] == pytest.approx(exact.item(), rel=1e-6)
 
 
 def test_each_sample_counts_once_whatever_pads_the_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,30 +108,6 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert keeper.progress.train_seconds == 12 + 12 + 6 + records
 
 
-def test_the_first_batch_is_waited_for_at_the_start_and_all_others_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    time, progress = HandMoved(monkeypatch), Progress(seconds={"data": 5.0})
-    watch = timing.Clock()
-    for _ in range(3):
-        watch.wait()
-        time.second()
-        watch.to(timing.COPY)
-        watch.step()
-    time.second()
-    lap = watch.lap(progress)
-    assert {name: seconds for name, seconds in progress.seconds.items() if seconds} == {
-        "start": 1,
-        "data": 7,
-        "copy": 1,
-    }
-    assert (lap.steps, lap.training, lap.own) == (3, 3.0, 3.0)
-    time.second()
-    watch.settle(progress)
-    time.second()
-    lap = watch.lap(progress)
-    assert (lap.steps, lap.training, watch.lap(progress).training) == (0, 2.0, 0.0), "it begins where the last ended"
-    assert (progress.seconds["copy"], progress.train_seconds) == (3.0, 5.0)
-
-
 def _run(env: RankEnv, folder: Path) -> tuple[float, float]:
     """A whole run: seconds from the start of this process to its summary, and what that counts."""
     process_began = psutil.Process().create_time()
@@ -191,7 +167,6 @@ PAIR, TENTH = ("n1", "n2"), [seconds / 10 for seconds in SLOW]
         ([[8.0, 8.0, 11.9, 8.0]] * 9, HOSTS, {}),  # no more than that may well be chance
         ([[0.5, 0.5, 1.9, 0.5]] * 9, HOSTS, {}),  # 4 times as slow, and nobody waits for it for long
         ([[14.0, 14.0, 8.0, 14.0]] * 9, HOSTS, {}),  # the quick one is not the trouble
-        ([[14.0, 14.0, 8.0, 8.0]] * WINDOWS, HOSTS, {3: [0, 1]}),
         ([[5.0, 14.0]] * WINDOWS, PAIR, {3: [1]}),
         ([[14.0]] * WINDOWS, ("n1",), {}),
         ([SLOW] * WINDOWS, (), {}),  # nobody has told their hosts
@@ -242,11 +217,8 @@ def test_the_flops_of_an_image_are_those_of_products_forward_and_backward() -> N
     ("device", "precision", "tflops"),
     [
         ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A10", "fp16", 125), ("NVIDIA A10G", "fp16", None),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "tf32", 495),
-        ("NVIDIA H100 NVL", "fp32", 60), ("NVIDIA L4", "bf16", 121), ("NVIDIA L40S", "bf16", 362),
-        ("Tesla T4", "fp16", 65), ("Tesla T4", "o2", 65), ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "fp16", 125), ("Tesla V100-PCIE-16GB", "fp16", 112),
-        ("NVIDIA RTX A4000", "fp16", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("cpu", "fp32", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("Tesla T4", "o2", 65),
+        ("Tesla T4", "bf16", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("cpu", "fp32", None),
     ],
 )  # fmt: skip
 def test_the_peak_of_a_gpu_goes_by_its_name_and_the_precision(
@@ -276,13 +248,6 @@ WAITING = "40% waiting for gradients of other ranks: "
         ({"data": 62}, (1, 0, 3), ("ddp",), "62% data wait: data.workers=2"),
         ({"data": 62}, (1, 3, 4), ("ddp",), "62% data wait: more CPUs for each rank, --cpus-per-task 8"),
         ({"exposed": 40}, HERE, ("ddp",), WAITING + "strategy.comm_hook=bf16"),
-        ({"exposed": 40}, HERE, ("zero",), WAITING + "strategy.comm_hook=bf16"),
-        (
-            {"exposed": 40},
-            HERE,
-            ("ddp", "strategy.comm_hook=bf16", "train.global_batch_size=64"),
-            WAITING + "train.global_batch_size=128",
-        ),
         # It has no hooks.
         ({"exposed": 40}, HERE, ("fsdp", "train.global_batch_size=64"), WAITING + "train.global_batch_size=128"),
         ({"exposed": 40}, (2, 2, 8, True), ("ddp",), None),  # that one is to blame, and no setting
@@ -293,8 +258,7 @@ WAITING = "40% waiting for gradients of other ranks: "
         ({"data": 25, "checkpoint": 40}, HERE, ("ddp",), "40% saving: checkpoint.every_epochs=14"),
         *(
             (spent, HERE, ("ddp",), None)
-            for spent in ({}, {"data": 19}, {"checkpoint": 9}, {"evaluation": 29}, {"exposed": 19}, {"optimizer": 60},
-                          {"copy": 50})
+            for spent in ({}, {"data": 19}, {"checkpoint": 9}, {"evaluation": 29}, {"exposed": 19}, {"copy": 50})
         ),
     ],
 )  # fmt: skip
