@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.versions.__main__ import RESOLUTIONS, checks, kept
+from tests.versions.__main__ import RESOLUTIONS, kept
 
 PROJECT = Path(__file__).resolve().parents[1]
 MODULES = {
@@ -100,12 +100,6 @@ def test_the_lowest_versions_that_are_declared_are_those_tried(table: str) -> No
 def test_whatever_is_tried_may_be_installed(name: str) -> None:
     for item in (*requirements("dependencies"), *requirements("dev")):
         assert {version for version in tried(name)[item.name.lower()] if version not in item.specifier} == set()
-
-
-def test_versions_are_tried_by_the_checks_of_the_readme() -> None:
-    commands = [" ".join(words) for words in checks(Path("/env"))]
-    assert commands[:3] == ["/env/bin/ruff check .", "/env/bin/ruff format --check .", "/env/bin/mypy"]
-    assert [command.split()[0] for command in commands[3:]] == ["/env/bin/pytest"]
 
 
 def test_no_text_tells_anybody_to_install_a_name_that_is_not_ours() -> None:

@@ -55,15 +55,6 @@ def test_it_leaves_though_nobody_reads_its_output_any_more() -> None:
     assert subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
-def test_garbage_is_not_collected_while_a_library_is_imported_and_then_is() -> None:
-    code = (
-        "import gc; from trainkit.process import without_garbage_collection\n"
-        "with without_garbage_collection():\n    assert not gc.isenabled()\n"
-        "assert gc.isenabled() and gc.get_freeze_count() > 0"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
-
-
 @pytest.mark.parametrize("name", ["", *process._WAITING])
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
     name: str, monkeypatch: pytest.MonkeyPatch

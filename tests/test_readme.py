@@ -93,10 +93,3 @@ def test_its_pictures_are_there_and_small_and_show_the_accuracy_that_the_text_sa
     curves, way = ((PROJECT / name).read_text("utf-8") for name in shown)
     assert len(curves) + len(way) < 30_000
     assert dict(re.findall(ACCURACY, curves)) == dict(re.findall(ACCURACY, text))
-
-
-def test_it_has_four_doors_a_comparison_of_five_rows_and_non_goals() -> None:
-    doors, comparison = section("Where to go from here"), section("What you would write yourself")
-    assert doors.split("|---|")[-1].count("\n|") == 4
-    assert comparison.split("|---|")[-1].count("\n|") == 5
-    assert section("Non-goals").count("\n- ") > 2

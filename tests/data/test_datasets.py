@@ -22,7 +22,6 @@ from trainkit.data import Dataset, build_data, check_data
 from trainkit.data.base import Samples, Splits, normalize
 from trainkit.data.datasets import cifar10, fashion_mnist
 from trainkit.data.folders import ImageFiles
-from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 
 SETS = plugins.available("trainkit.data.datasets")
@@ -96,11 +95,6 @@ def test_an_impossible_option_is_refused_by_name(name: str, options: dict[str, A
         with pytest.raises(UserError, match=rf"data\.{option}={value}") as caught:
             refuse(choice(name, **options))
         assert caught.value.key == f"data.{option}"
-
-
-@pytest.mark.parametrize(("name", "count"), [("cinic10", 80), ("imagenet", 48)])
-def test_the_root_may_be_the_data_sets_own_folder(name: str, count: int, prepared: Path) -> None:
-    assert len(build(name, prepared / name).train) == count
 
 
 @pytest.mark.parametrize("name", ["cifar10", "fashion_mnist"])
@@ -252,19 +246,6 @@ def test_augmentation_moves_a_digit_by_one_pixel_at_most() -> None:
 
 
 # Made-up images
-
-
-def test_few_small_images_are_made_at_once_and_are_the_same() -> None:
-    made, one_by_one = build("synthetic", train_size=300), build("synthetic", train_size=20_001)
-    torch.manual_seed(5)  # an image is a function of its index
-    assert isinstance(made.train, TensorSamples)
-    assert not isinstance(one_by_one.train, TensorSamples)
-    assert not isinstance(build("synthetic", image_size=65, train_size=9).train, TensorSamples)
-    for index in (0, 7, 255, 256, 299):
-        assert torch.equal(made.train[index][0], one_by_one.train[index][0])
-        assert made.train[index][1] == one_by_one.train[index][1]
-    with pytest.raises(IndexError):
-        one_by_one.train[20_001]
 
 
 def test_made_classes_can_be_told_apart() -> None:

@@ -280,9 +280,9 @@ def test_the_next_whole_image_stands_in_whoever_meets_the_broken(data: Splits, t
     assert torch.equal(trained_on(build("image_folder", tmp_path, image_size=8, augment=False), most=0)[0], alone)
 
 
-@pytest.mark.parametrize(("most", "workers", "name"), [(0, 0, ""), (0, 1, ""), (1, 0, "cat/004")])
-def test_more_broken_images_in_a_row_than_may_be_end_the_run(data: Splits, most: int, workers: int, name: str) -> None:
-    with pytest.raises(BrokenImageError, match=rf"Cannot decode the image .*{name}.*\.jpg"):
+@pytest.mark.parametrize(("most", "workers"), [(0, 1), (1, 0)])
+def test_more_broken_images_in_a_row_than_may_be_end_the_run(data: Splits, most: int, workers: int) -> None:
+    with pytest.raises(BrokenImageError, match=r"Cannot decode the image .*\.jpg"):
         trained_on(data, most=most, workers=workers)
 
 

@@ -92,15 +92,13 @@ def test_a_function_of_the_users_own_is_a_data_set(tmp_path: Path, monkeypatch: 
         check_data(choice("own_images:make", sise=5))
 
 
-@pytest.mark.parametrize(("gives", "kind"), [("(1, 2)", "tuple"), ("None", "NoneType"), ("{'train': []}", "dict")])
 def test_a_function_that_returns_something_else_is_told_what_to_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives: str, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"odd_{kind.lower()}"
-    (tmp_path / f"{name}.py").write_text(f"def make(root):\n    return {gives}\n")
+    (tmp_path / "odd_images.py").write_text("def make(root):\n    return {'train': []}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=rf"make returned no Splits\.[\s\S]*It returned {kind};") as caught:
-        build_data(choice(f"{name}:make"))
+    with pytest.raises(UserError, match=r"make returned no Splits\.[\s\S]*It returned dict;") as caught:
+        build_data(choice("odd_images:make"))
     assert caught.value.key == "data.name"
 
 
