@@ -39,15 +39,6 @@ def refused(*arguments: Any, **options: Any) -> UserError:
     return caught.value
 
 
-def answer(override: str) -> str:
-    """What is said to an override; nothing if it is taken."""
-    try:
-        load("ddp", [override])
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 # Presets
 
 
@@ -70,13 +61,11 @@ def test_every_cluster_profile_loads() -> None:
     ("files", "preset", "name", "config"),
     [
         pytest.param({}, "ddp", "ddp", {"strategy.name": "ddp"}, id="a packaged one, from any folder"),
-        pytest.param({"configs/ddp.yaml": "seed: 7"}, "ddp", "ddp", {"seed": 7}, id="of one's own folder first"),
         pytest.param({"ddp/x": ""}, "ddp", "ddp", {"strategy.name": "ddp"}, id="beside a folder of that name"),
         pytest.param({"my/vit.yaml": "seed: 3"}, "my/vit.yaml", "vit", {"seed": 3}, id="a file anywhere"),
         pytest.param(
             {"runs/vit-big-0007/config.yaml": "seed: 3"}, "runs/vit-big-0007", "vit-big", {"seed": 3}, id="a run"
         ),
-        pytest.param({"mine.yaml": "extends: fsdp"}, "mine.yaml", "mine", {"strategy.name": "fsdp"}, id="extended"),
         pytest.param(
             {"shared/base.yaml": "seed: 5", "my/top.yaml": "extends: ../shared/base.yaml"},
             "my/top.yaml", "top", {"seed": 5}, id="a path extended",
@@ -107,8 +96,6 @@ def test_a_preset_is_found_and_extended(
         ({"runs/ddp-0001/x": ""}, "runs/ddp-0001", ["only half of one"]),
         ({"a\nb.yaml": "seed: 1"}, "a\nb.yaml", ["cannot name a run"]),
         ({"a.yaml": "extends: b", "b.yaml": "extends: a"}, "a.yaml", ["extends itself", "a.yaml -> b.yaml -> a.yaml"]),
-        ({"a.yaml": "seed: 1\nextends: ddpp"}, "a.yaml", ["a.yaml:2", "Did you mean 'ddp'?"]),
-        ({"a.yaml": "extends: [ddp, fsdp]"}, "a.yaml", ["a.yaml:1"]),
         *(
             ({"a.yaml": f"extends: {json.dumps(name)}"}, "a.yaml", ["a.yaml:1"])
             for name in ("a" * 5000, "a\0b", "/dev/zero", "../../..", "https://host/preset")
@@ -125,7 +112,6 @@ def test_a_preset_is_found_and_extended(
             ["Unknown key 'optim.wieght_decay'.", "a.yaml:4)", "Did you mean 'optim.weight_decay'?"],
         ),
         ({"a.yaml": "seed: 1\noptim:\n  lr: fast"}, "a.yaml", ["optim.lr=fast is not valid (file a.yaml:3)."]),
-        ({"a.yaml": "extends: base", "base.yaml": "train:\n  epochs: many"}, "a.yaml", ["base.yaml:2"]),
         ({"a.yaml": "launch:\n  account: 123"}, "a.yaml", ["Put it in quotes: account: '123'."]),
         ({"a.yaml": "seed: 1\ndata: digits"}, "a.yaml", ["a.yaml:2).", "Did you mean data.name=digits?"]),
     ],
@@ -137,13 +123,6 @@ def test_a_preset_that_is_wrong_is_refused_with_its_place(
         write(file, f"{text}\n")
     error = str(refused(preset))
     assert [word for word in words if word not in error] == [], error
-
-
-@pytest.mark.parametrize(
-    ("text", "keys"), [("# nothing yet\n", set()), ("optim:\n  # lr: 1\nseed: 1\n", {"seed"})], ids=["file", "section"]
-)
-def test_comments_say_nothing(write: Write, text: str, keys: set[str]) -> None:
-    assert load(str(write("a.yaml", text))).sources.keys() == keys
 
 
 # Precedence
@@ -221,7 +200,6 @@ def test_each_entry_of_the_options_for_sbatch_has_its_own_source(write: Write) -
 @pytest.mark.parametrize(
     ("overrides", "env", "key", "value"),
     [
-        (["launch.account=mine"], {"SBATCH_ACCOUNT": "env"}, "account", "mine"),
         (["launch.account=first", "launch.account=last"], {}, "account", "last"),
         ([], {"SBATCH_ACCOUNT": ""}, "account", None), ([], {"TRAINKIT_CLUSTER": "site"}, "partition", "gpu"),
         (["launch.cluster=elsewhere.yaml"], {}, "partition", "gpu"),
@@ -302,13 +280,6 @@ def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
         raise UserError("Unknown key 'strategy.bucket'.", why="It has none.", key="strategy.bucket")
 
 
-def test_only_the_key_of_an_error_counts_and_never_its_words() -> None:
-    error = UserError("data.name=digit and strategy.name=ddp are fine.", key="optim.momentum")
-    with pytest.raises(UserError) as caught, load("ddp", ["data.name=digit"]).pointing_at_sources():
-        raise error
-    assert caught.value is error
-
-
 @pytest.mark.parametrize(
     ("override", "must_be"),
     [
@@ -331,11 +302,6 @@ def test_what_would_fail_later_is_refused_at_once_in_one_printable_line(override
     assert error.key == ".".join(override.partition("=")[0].split(".")[:2])
     assert error.why == f"{error.key} must be {must_be}."
     assert error.what.isprintable()
-
-
-def test_tabs_and_what_any_language_writes_may_stand_in_a_script() -> None:
-    launch = load("ddp", ["launch.job_name=Übung 3", "launch.setup=['module load\tcuda']"]).config.launch
-    assert (launch.job_name, launch.setup) == ("Übung 3", ("module load\tcuda",))
 
 
 # Overrides
@@ -395,35 +361,22 @@ def test_what_is_no_override_is_told_what_one_looks_like(words: str, fix: str) -
     [
         ("optim.wieght_decay=1", "Unknown key 'optim.wieght_decay'.", "Did you mean 'optim.weight_decay'?"),
         ("optimm.lr=1", "Unknown key 'optimm.lr'.", "Did you mean 'optim.lr'?"),
-        ("optimm=1", "Unknown key 'optimm'.", "Did you mean 'optim'?"),
-        ("modle.depth=1", "Unknown key 'modle.depth'.", "Did you mean 'model.depth'?"),
         ("lr=1", "Unknown key 'lr'.", "Did you mean 'optim.lr'?"),
-        ("train.lr=1", "Unknown key 'train.lr'.", "Did you mean 'optim.lr'?"),
         ("train.name=vit", "Unknown key 'train.name'.", "Did you mean 'model.name'?"),
-        ("bogus.name=vit", "Unknown key 'bogus.name'.", "Did you mean 'model.name'?"),
         ("batch_size=8", "Unknown key 'batch_size'.", "Did you mean 'train.global_batch_size'?"),
-        ("gpus=2", "Unknown key 'gpus'.", "Did you mean 'launch.gpus_per_node'?"),
         ("launch.gpus=2", "Unknown key 'launch.gpus'.", "Did you mean 'launch.gpus_per_node'?"),
-        ("train.batch_size=8", "Unknown key 'train.batch_size'.", "Did you mean 'train.global_batch_size'?"),
         ("optim.learning_rate=1", "Unknown key 'optim.learning_rate'.", "Did you mean 'optim.lr'?"),
-        ("dataset=cifar10", "Unknown key 'dataset'.", "Did you mean 'data.name'?"),
         ("launch.gpus-per-node=1", "Unknown key 'launch.gpus-per-node'.", "Did you mean 'launch.gpus_per_node'?"),
         ("bogus.key=1", "Unknown key 'bogus.key'.", "Use one of these, or remove 'bogus.key'."),
         ("optim.lr.x=1", "Unknown key 'optim.lr.x'.", "For example optim.lr=0.002."),
-        ("train.max_steps.x=1", "Unknown key 'train.max_steps.x'.", "Give train.max_steps=VALUE."),
         ("model=vit", "'model' is a section, not a value (override model=vit).", "Did you mean model.name=vit?"),
         ("train=3", "'train' is a section, not a value (override train=3).", "for example train.epochs=20."),
-        ("optim=", "'optim' is a section, not a value (override optim=).", "for example optim.name=adamw."),
         ("optim.lr=abc", "optim.lr=abc is not valid (override optim.lr=abc).", "For example optim.lr=0.002."),
-        ("optim.lr=null", "optim.lr=null is not valid", "For example optim.lr=0.002."),
         ("train.epochs=true", "train.epochs=true is not valid", "For example train.epochs=20."),
-        ("train.epochs=1.5", "train.epochs=1.5 is not valid", "For example train.epochs=20."),
         ("launch.executor=slrm", "launch.executor=slrm is not valid", "Did you mean 'slurm'?"),
         ("monitor.loggers=[jsonl, jsonl]", "monitor.loggers=[jsonl, jsonl] is not valid", "For example"),
         ("monitor.loggers=wandb", "monitor.loggers=wandb is not valid", "Did you mean monitor.loggers=[wandb]?"),
-        ("launch.setup=x", "launch.setup=x is not valid", "Did you mean launch.setup=[x]?"),
         ("optim.lr=1e-3,", "optim.lr=1e-3, is not valid", "Did you mean optim.lr=1e-3?"),
-        ("optim.lr=0,5", "optim.lr=0,5 is not valid", "Did you mean optim.lr=0.5? Several values are for --sweep"),
         ("train.epochs=3,5", "train.epochs=3,5 is not valid", "Did you mean train.epochs=3? Several values are for --"),
     ],
 )
@@ -442,30 +395,21 @@ BETAS += "[0.9, 0.99, 0.999], or null."
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("optim.lr=0", "a number above 0."), ("optim.momentum=1", "a number of at least 0 and below 1, or null."),
+        ("optim.lr=0", "a number above 0."), ("optim.nesterov=maybe", "true or false, or null."),
         ("seed=-1", "a whole number of at least 0 and of at most 4294967295."),
-        ("train.max_steps=x", "a whole number above 0, or null."),
         ("launch.gpus_per_node=few", "a whole number of at least 0, or auto."),
         ("optim.betas=[0.9]", BETAS), ("optim.betas=[0.9, 2]", BETAS),
-        ("checkpoint.asynchronous=maybe", "true or false."), ("optim.nesterov=maybe", "true or false, or null."),
         ("monitor.loggers=3", "a list of texts: [a, b]."),
         ("train.class_weights=[0, 1]", "balanced, or a list, each item a number above 0, or null."),
         ("monitor.profile_steps=5", "2 whole numbers of at least 0, as in [20, 25], or null."),
         ("launch.sbatch=3", "a mapping, as in {name: value}."),
         ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
         ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),
-        ("launch.mem=1.5", "a size as sbatch writes it: 32G, 500M, 0."),
         *((f"launch.environment={value}", "venv:FOLDER, conda:NAME or uv:PROJECT.") for value in ("vision", "conda:")),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_must_stand_there(override: str, wanted: str) -> None:
     assert refused("ddp", [override]).why == f"{override.split('=')[0]} must be {wanted}"
-
-
-def test_a_wrong_flag_is_named_as_a_flag() -> None:
-    error = refused("ddp", flags={"launch.nodes": ("x", "--nodes")})
-    assert error.what == "--nodes x is not valid."
-    assert error.fix == "For example --nodes 1."
 
 
 def test_settings_that_cannot_hold_together_are_named_with_their_places(write: Write) -> None:
@@ -483,8 +427,13 @@ ODD = ("", "x", "-1", "1.5", "true", "null", "[1]", "{a: 1}", "1e400", "[[]]", "
 @pytest.mark.parametrize("section", ["", *SECTIONS])
 def test_whatever_is_typed_the_answer_is_three_lines_in_our_words(section: str) -> None:
     fields = [*SECTIONS[section].model_fields, "nope", "nope.x"] if section else ["seed", "nope", section]
-    answers = [answer(f"{section}.{field}".lstrip(".") + f"={value}") for field in fields for value in ODD]
-    assert [text for text in answers if text and len(text.splitlines()) != 3] == []
+    answers = []
+    for override in (f"{section}.{field}".lstrip(".") + f"={value}" for field in fields for value in ODD):
+        try:
+            load("ddp", [override])
+        except UserError as error:
+            answers.append(str(error))
+    assert [text for text in answers if len(text.splitlines()) != 3] == []
     assert [text for text in answers if re.search("nput should|pydantic|Undefined|<class|validation", text)] == []
 
 
