@@ -135,16 +135,12 @@ def cut(name: str, size: int) -> Callable[[Path], None]:
     return lambda checkpoint: os.truncate(checkpoint / name, size)
 
 
-def named(name: str) -> Callable[[Path], None]:
+def named_above(checkpoint: Path) -> None:
     """state.json names a file somewhere else, whose size and hash are right."""
-
-    def edit(checkpoint: Path) -> None:
-        body = json.loads((checkpoint / "state.json").read_text())
-        facts = body["files"].pop("model.safetensors")
-        shutil.copy(checkpoint / "model.safetensors", checkpoint.parent / "elsewhere.safetensors")
-        edited(files={**body["files"], name.replace("HERE", str(checkpoint.parent)): facts})(checkpoint)
-
-    return edit
+    body = json.loads((checkpoint / "state.json").read_text())
+    facts = body["files"].pop("model.safetensors")
+    shutil.copy(checkpoint / "model.safetensors", checkpoint.parent / "elsewhere.safetensors")
+    edited(files={**body["files"], "../elsewhere.safetensors": facts})(checkpoint)
 
 
 def not_safetensors(checkpoint: Path) -> None:
@@ -167,33 +163,24 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights cut short": (cut("model.safetensors", 50), "has 50 bytes instead of"),
     "weights missing": (replaced("model.safetensors", lambda file: None), "No such file"),
     "weights are a link": (replaced("model.safetensors", lambda file: file.symlink_to("../outside")), "It is a link"),
-    "weights are a pipe": (replaced("model.safetensors", os.mkfifo), "no regular file"),
     "weights are no safetensors": (not_safetensors, "not readable"),
     "the folder is a link": (replaced("", lambda folder: folder.symlink_to("outside")), "no folder"),
-    "the folder is a file": (replaced("", Path.touch), "no folder"),
     "state.json is missing": (replaced("state.json", lambda file: None), "No such file"),
-    "state.json is a folder": (replaced("state.json", Path.mkdir), "no regular file"),
     "state.json is empty": (text(""), "not readable"),
     "state.json is cut short": (cut("state.json", 40), "not readable"),
-    "state.json is a list": (text("[]"), "no checksum"),
     "state.json is deep": (text("[" * 100_000), "not readable"),
     "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),
     "state.json has no end": (text(" " * (LONGEST + 1)), "a file of its kind at most"),
-    "state.json is not UTF-8": (lambda c: (c / "state.json").write_bytes(b"\xff\xfe\xfd"), "not readable"),
     "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "has been changed"),
     "state.json has no checksum": (text('{"step": 2}'), "no checksum"),
     "a digit of state.json changed": (a_digit_changed, "has been changed"),
     "made by another version": (edited(format=0), "another version"),
-    "with a key more": (edited(more=1), "another version"),
     "of another step": (edited(step=7), "that of step 7"),
-    "its step is true": (edited(step=True), "that of step True"),
     "its step is huge": (edited(step=10**30), "has been changed"),
-    "its state is a list": (edited(state=[]), "does not say"),
     "its files are a list": (edited(files=[]), "does not say"),
     "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not say"),
     "it names no weights": (edited(files={}), "no model.safetensors"),
-    "it names a file above": (named("../elsewhere.safetensors"), "names a file"),
-    "it names a file by its path": (named("HERE/elsewhere.safetensors"), "names a file"),
+    "it names a file above": (named_above, "names a file"),
 }  # fmt: skip
 
 
@@ -272,14 +259,13 @@ def a_folder(link: Path) -> None:
         a_folder,
         lambda link: link.write_text("step-00000001"),
         lambda link: link.symlink_to("step-00000009"),
-        lambda link: link.symlink_to("step-1"),
         lambda link: link.symlink_to(link.parent / "step-00000001"),
         lambda link: link.symlink_to("../checkpoints/step-00000001"),
         lambda link: link.symlink_to("step-" + "9" * 200),
         lambda link: link.symlink_to(link.name),
         os.mkfifo,
     ],
-    ids=["absent", "folder", "file", "dangling", "odd", "absolute", "winding", "huge", "circle", "pipe"],
+    ids=["absent", "folder", "file", "dangling", "absolute", "winding", "huge", "circle", "pipe"],
 )
 def test_a_link_that_names_no_checkpoint_is_said_and_then_replaced(
     two: Path, capsys: pytest.CaptureFixture[str], name: str, make: Callable[[Path], object]

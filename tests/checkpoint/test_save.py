@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,20 +35,6 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.recorder import Progress
-
-
-def test_data_parallel_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
-    with distributed(RankEnv.single(), use_gpu=False) as dist:
-        wrapped = nn.DataParallel(nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(wrapped.parameters())
-        wrapped(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        checkpoints = Checkpoints(tmp_path, keep=3, dist=dist)
-        checkpoints.save(wrapped, optimizer, step=1, state={}, best_step=None)
-        assert set(load_file(tmp_path / "latest/model.safetensors")) == {"weight", "bias"}
-        other = nn.DataParallel(nn.Linear(4, 2))
-        assert checkpoints.restore(other, torch.optim.AdamW(other.parameters())) is not None
-        assert torch.equal(other.module.weight, wrapped.module.weight)
 
 
 def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
@@ -161,21 +145,6 @@ def test_nothing_names_it_and_nobody_hears_of_it_before_it_is_on_the_disk(tmp_pa
     assert (heard, format.steps(tmp_path)) == ([2], [2])
     assert [format.pointed(tmp_path, name) for name in ("latest", "best")] == [2, 2]
     assert torch.equal(tensors(tmp_path)["weight"], torch.ones(2, 3)), "it is the model as the save began"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
-def test_the_thread_that_writes_gives_way_to_those_that_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def write(*args: Any) -> Any:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return _write(*args)
-
-    monkeypatch.setattr(checkpoint_tensors, "write", write)
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    begun(tmp_path)[0].settle()
-    assert seen == [max(10, before)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def buffers(checkpoints: Checkpoints) -> set[int]:
@@ -369,14 +338,3 @@ def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questi
         checkpoints.settle()
     assert contents(tmp_path) == before
     assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
-
-
-def test_extra_tensors_come_back_with_their_checkpoint(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
-    extra = {"common": {"theta": torch.arange(3.0), "momentum": torch.ones(3)}}
-    checkpoints.save(model, None, step=1, state={"round": 4}, best_step=None, extra=extra)
-    restored = checkpoints.restore(nn.Linear(2, 1), None, extra=("common",))
-    assert restored is not None
-    assert restored.state == {"round": 4}
-    assert torch.equal(restored.extra["common"]["theta"], torch.arange(3.0))

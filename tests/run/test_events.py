@@ -5,7 +5,6 @@ Holders elsewhere are made by changing where a process says that it runs.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
@@ -37,20 +36,6 @@ def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> N
     events.append_event(run, "unanswered", error="x" * 100_000_000)
     assert run.events.stat().st_size < 100_000
     assert [event["event"] for event in events.read_events(run)] == ["unanswered"]
-
-
-PROJECT = Path(__file__).parents[2]
-
-
-def test_nothing_else_writes_events() -> None:
-    writers = {
-        str(file.relative_to(PROJECT))
-        for package in ("jobs", "trainkit")
-        for file in (PROJECT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("append_event")
-    }
-    assert writers == {"trainkit/run/events.py"}
 
 
 def test_each_event_says_what_it_is_of(run: RunDir) -> None:

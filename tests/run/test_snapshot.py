@@ -25,7 +25,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.fileio import create as real_create
 from trainkit.run import folder, snapshot
 from trainkit.run.folder import RunDir
-from trainkit.run.snapshot import LARGEST_CODE, digest_of, fingerprint, read_tree, same_runs
+from trainkit.run.snapshot import LARGEST_CODE, fingerprint, read_tree, same_runs
 
 
 @pytest.fixture
@@ -181,16 +181,6 @@ def test_a_diff_leaves_out_files_of_credentials_renamed_ones_by_both_names(
     assert all(name in told for name in ("sub/.netrc", "old.pem", "notes.txt", "b.key"))
 
 
-def test_a_key_in_a_change_is_not_written_whatever_the_file(run: RunDir) -> None:
-    git, key = repository(), "0123456789abcdef0123456789abcdef01234567"
-    for name, quote in (("notes.ipynb", '\\"'), ("train.py", '"'), ("run.sh", '"'), ("noted", '"')):
-        Path(name).write_text(f"WANDB = {quote}{key}{quote}\nsize = 3\n")
-    git("add", ".")
-    written = manifest(run)
-    assert key not in json.dumps(written)
-    assert written["git"]["diff"].count("size = 3") == len(written["withheld"]) == 4
-
-
 def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: RunDir) -> None:
     git = repository()
     git("config", "diff.external", "false")
@@ -201,19 +191,17 @@ def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: R
     assert "+gr" in written
 
 
-def test_the_manifest_says_what_was_run_and_not_the_environment(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_VARIABLE", "v4lue")
-    written = manifest(run, "python", "-m", "jobs.submit", "ddp")
-    assert written["command"] == ["python", "-m", "jobs.submit", "ddp"]
+def test_the_manifest_says_what_was_run_and_neither_secrets_nor_the_environment(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "s3cret")
+    words = ["WANDB_API_KEY=s3cret", "--token=s3cret", "remote.secret_key=s3cret", "password:s3cret"]
+    written = manifest(run, "python", "-m", "jobs.submit", "ddp", *words)
+    assert written["command"][:4] == ["python", "-m", "jobs.submit", "ddp"]
     assert written["cwd"] == str(Path.cwd())
     assert written["packages"]["pydantic"]
     assert set(written["git"]) == {"commit", "diff", "untracked"}
-    assert "v4lue" not in json.dumps(written)
-
-
-def test_a_secret_on_the_command_line_is_not_written(run: RunDir) -> None:
-    words = ["WANDB_API_KEY=s3cret", "--token=s3cret", "remote.secret_key=s3cret", "password:s3cret"]
-    assert "s3cret" not in json.dumps(manifest(run, *words))
+    assert "s3cret" not in json.dumps(written)
 
 
 def test_the_diff_of_python_is_read_as_python(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,22 +378,6 @@ def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: Run
     assert not list(first.rglob("*.pyc"))
 
 
-def test_compiled_files_that_cannot_be_removed_are_not_vouched_for(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = shared(run)
-    compiled(first)
-    received(first.parent)
-
-    def refuse(path: Path, ignore_errors: bool = False) -> None:  # as for a folder without write permission
-        if not ignore_errors:
-            raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    assert snapshot.write_code(other := another(run), store=first.parent) == []
-    assert not other.code.is_symlink()
-
-
 def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
     first = shared(run)
     (first / "jobs" / "__pycache__").symlink_to(tmp_path)
@@ -519,16 +491,7 @@ def mark_of(*overrides: str, code: str = "c") -> str:
 )
 def test_a_run_is_the_same_wherever_it_trains_with_equal_settings(overrides: tuple[str, ...], same: bool) -> None:
     assert (mark_of(*overrides) == mark_of()) == same
-
-
-def test_other_code_makes_it_another(tmp_path: Path) -> None:
-    file = tmp_path / "my_model.py"
-    file.write_text("width = 3\n")
-    before = digest_of([("my_model.py", file)])
-    assert digest_of([("other.py", file)]) != before
-    file.write_text("width = 4\n")
-    assert digest_of([("my_model.py", file)]) != before
-    assert mark_of(code="d") != mark_of(code="c")
+    assert mark_of(*overrides, code="other") != mark_of()
 
 
 def test_other_data_in_the_same_folder_makes_it_another(tmp_path: Path) -> None:
@@ -559,23 +522,3 @@ def test_the_same_runs_are_found_by_their_mark_while_they_are_what_they_were(tmp
     run_of(tmp_path / "e", "m1").config.unlink()
     replaced.manifest.write_text('{"fingerprint": "m9"}')
     assert same_runs(["m1", "m2", "m3"]) == {"m1": [first, second], "m2": [other]}
-
-
-def test_a_look_among_thousands_of_runs_opens_none_of_them(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "mine", "mine")
-    with (Path(folder.own_file("fingerprints"))).open("a") as file:
-        file.writelines(f"{number:032x} /runs/ddp-{number:05d}\n" for number in range(20_000))
-    looked_at: set[str] = set()
-    listening = [True]
-
-    def listen(event: str, arguments: tuple[object, ...]) -> None:
-        if listening and event == "open":
-            looked_at.add(str(arguments[0]))
-
-    sys.addaudithook(listen)
-    try:
-        assert same_runs(["mine"]) == {"mine": [run]}
-    finally:
-        listening.clear()  # a hook stays for ever
-    assert not [path for path in looked_at if path.startswith("/runs/")]
-    assert str(run.manifest) in looked_at
