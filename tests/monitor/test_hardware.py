@@ -165,10 +165,11 @@ def test_the_gpus_of_the_mask_are_sampled_and_shown_as_nvidia_smi_does_it(
         {"index": 1, "util_percent": 91, "memory_used_mb": 1000.0, "memory_total_mb": 16000.0, "power_w": 61.5},
     ]
     head, *shown = (tmp_path / "nvidia-smi-node1.txt").read_text().splitlines()
-    assert head.endswith("driver 550.54")
+    assert head.startswith("20")
     assert len(shown) == 6
     assert shown[:3] == [
-        "GPU 2  NVIDIA T2  92 % used  2000.0 of 16000.0 MB  62.5 of ? W  ? C",
+        "GPU 2  driver 550.54  name NVIDIA T2  util_percent 92  memory_used_mb 2000.0  memory_total_mb 16000.0  "
+        "power_w 62.5",
         "    process 77  5 MB",
         "    process 78  ? MB",
     ]

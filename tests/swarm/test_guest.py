@@ -47,22 +47,20 @@ class World:
             return guest.wait_until_back(self.look, lambda: self.now >= self.ready_at, hooks, patience)
 
 
-def test_it_asks_until_somebody_answers_ever_less_often_and_tells_so() -> None:
+def test_it_asks_until_somebody_answers_ever_less_often() -> None:
     world = World()
     assert world.wait()
-    assert 0 <= world.now - world.back_at <= 60.0
+    assert 0 <= world.now - world.back_at <= 30.0
     pauses = [later - before for before, later in pairwise(world.asked)]
     assert pauses == sorted(pauses)
-    assert [pauses[0], pauses[-1]] == pytest.approx([2.0, 60.0])
+    assert [pauses[0], pauses[-1]] == pytest.approx([2.0, 30.0])
     assert world.said[0].startswith("Nobody of the swarm answers. Waiting for it for up to 1 d")
-    assert 4 <= len(world.said[1:]) <= 6
-    assert world.said[1].startswith("Still waiting for the swarm, since 1")
 
 
 @pytest.mark.parametrize(
     ("world", "comes_back", "until"),
     [(World(ready_at=3690.0), True, 3725.0), (World(stop_at=100.0), False, 101.0)],
-    ids=["asked again soon where somebody answers", "leaves at once when told to"],
+    ids=["asked again until it is ready", "leaves at once when told to"],
 )
 def test_it_neither_waits_for_who_is_nearly_ready_nor_stays(world: World, comes_back: bool, until: float) -> None:
     assert world.wait() is comes_back

@@ -42,10 +42,10 @@ ROUNDS = [f"swarm/{name}" for name in ("exchange", "link", "messages", "sync", "
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        ("data/order", ["code of data"]),
-        ("training/deep/er", ["code of training"]),
-        ("training/new", ["code of training"]),
-        ("swarm/sync", ["code of swarm"]),
+        ("data/order", ["code of trainkit"]),
+        ("training/deep/er", ["code of trainkit"]),
+        ("training/new", ["code of trainkit"]),
+        ("swarm/sync", ["code of trainkit"]),
         ("swarm/doctor", []),
         ("report/page", []),
         ("mine_of_facts", ["code of mine_of_facts"]),
@@ -67,8 +67,9 @@ def test_code_that_decides_what_is_computed_counts_also_a_users_own(
 
 
 def test_the_files_that_are_looked_at_exist() -> None:
-    found = code_facts(Path(session.__file__).parents[1], ())
-    assert list(found) == ["code of data", "code of models", "code of tasks", "code of training", "code of swarm"]
+    package = Path(session.__file__).parents[1]
+    assert list(code_facts(package, ())) == ["code of trainkit"]
+    assert all(any((package / room).rglob("*.py")) for room in session._ROOMS)
 
 
 def test_each_difference_is_told_with_both_values_and_a_remedy() -> None:
@@ -239,7 +240,7 @@ def test_weights_go_to_the_other_ranks_in_one_message_a_type(monkeypatch: pytest
     ("override", "says"),
     [
         ("train.global_batch_size=33", "An update of 33 samples cannot be divided among the 2 ranks"),
-        ("train.micro_batch_size=32", "They need micro batches of 32 each"),
+        ("train.micro_batch_size=32", "all of them together take 64 samples"),
     ],
 )
 def test_an_update_that_cannot_be_divided_is_refused(override: str, says: str) -> None:

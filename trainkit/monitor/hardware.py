@@ -30,7 +30,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -252,22 +251,19 @@ class Gpus:
 
     def described(self) -> str:
         """What `nvidia-smi` shows: driver, names, use, and the processes on each GPU."""
-        nvml, lines = self._nvml, list[str]()
+        nvml = self._nvml
         about: dict[str, Callable[[Any], Any]] = {
             "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
             "name": nvml.nvmlDeviceGetName,
-            "limit": lambda handle: nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
+            "limit_w": lambda handle: nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
             "processes": nvml.nvmlDeviceGetComputeRunningProcesses,
         }
+        lines = [time.strftime("%Y-%m-%d %H:%M:%S")]
         for sample, handle in zip(self.samples(), self._handles.values(), strict=True):
-            known = defaultdict(lambda: "?", {"processes": (), **sample, **self._reported(handle, about)})
-            lines = lines or [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  driver {known['driver']}"]
-            lines.append(
-                f"GPU {known['index']}  {known['name']}  {known['util_percent']} % used  "
-                f"{known['memory_used_mb']} of {known['memory_total_mb']} MB  {known['power_w']} of {known['limit']} W"
-                f"  {known['temperature_c']} C"
-            )
-            for process in known["processes"]:
+            known = {**self._reported(handle, about), **sample}
+            running = known.pop("processes", ())
+            lines.append(f"GPU {known.pop('index')}  " + "  ".join(f"{key} {value}" for key, value in known.items()))
+            for process in running:
                 used = getattr(process, "usedGpuMemory", None)  # unknown inside of containers
                 lines.append(f"    process {process.pid}  {'?' if used is None else round(used / MB)} MB")
         return "\n".join(lines) + "\n"

@@ -596,9 +596,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             known = {peer: member for peer in group if (member := await self.guard.member(peer)) is not None}
-            probes = {peer: member.about.probe for peer, member in group.items() if member.about.shares}
-            own_probe = group[own_id].about.probe
-            drifted = has_drifted(own_probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
+            probes = {peer: member.probe for peer, member in group.items() if member.shares}
+            drifted = has_drifted(group[own_id].probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
             if drifted and self.common.same_weights:
                 weights = [0.0] * len(weights)
             trusted = {peer for peer, member in known.items() if member.trusted} | {own_id}
@@ -620,7 +619,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                 async for tensor, average in azip(as_aiter(*tensors), runner):
                     tensor.copy_(average)
                 self._report(runner)
-            return Averaged({peer: member.about.rate for peer, member in group.items()}, drifted, runner.outcome())
+            return Averaged({peer: member.rate for peer, member in group.items()}, drifted, runner.outcome())
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
 

@@ -22,8 +22,7 @@ from trainkit.swarm.rounds import Ending, take_part
 from trainkit.swarm.session import Session, require_same, without_data
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 
-_SAY_EVERY = 600.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 30.0
 _LOOK_SECONDS = 0.5
 # Seconds for which a newcomer asks for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
@@ -40,25 +39,17 @@ def wait_until_back(look: Callable[[], int], goes_on: Callable[[], bool], hooks:
 
     Raises RunFailedError when nobody has answered for ``patience`` seconds.
     """
-    began = said = time.monotonic()
-    pause, there = _FIRST_PAUSE, False
+    deadline, pause = time.monotonic() + patience, _FIRST_PAUSE
     hooks.say(
         f"Nobody of the swarm answers. Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
     )
     while not hooks.stop_requested():
-        if look():
-            if goes_on():
-                return True
-            if not there:  # it has just come back, and will be ready soon
-                there, pause = True, _FIRST_PAUSE
-        now = time.monotonic()
-        if now - began >= patience:
+        if look() and goes_on():
+            return True
+        if (now := time.monotonic()) >= deadline:
             why, fix = "Its creator has gone without a word, or this machine has lost its network.", _ASK_THE_CREATOR
             raise RunFailedError(f"The swarm has not answered for {terminal.age(patience)}.", why=why, fix=fix)
-        if now - said >= _SAY_EVERY:
-            said = now
-            hooks.say(f"Still waiting for the swarm, since {terminal.age(now - began)}.")
-        until = now + min(pause, patience - (now - began))
+        until = min(now + pause, deadline)
         while (left := until - time.monotonic()) > 0 and not hooks.stop_requested():
             time.sleep(min(left, _LOOK_SECONDS))
         pause = min(1.5 * pause, _LONGEST_PAUSE)
@@ -108,7 +99,7 @@ class Guest(Session):
         """Refuse to train something else than the run does, once there is a model."""
         theirs, values, limit = self.manifest.facts, self.common.theta.numel(), self.spec.max_upload
         if limit is not None:
-            self.hooks.say(link.volunteers_share(self.config.collaborative, values, limit))
+            self.hooks.say(link.in_words(link.load_for(limit, values, self.config.collaborative), limit))
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         require_same(theirs, self.facts)

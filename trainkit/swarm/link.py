@@ -282,24 +282,12 @@ def fitted(config: CollaborativeConfig, values: int, upload: float) -> Collabora
 
 def creators_share(config: CollaborativeConfig, values: int, upload: float) -> str:
     """What to expect of a creator that averages for all, in a line."""
-    size = encoded_bytes(values, config.compression)
-    seconds = size / upload
+    seconds = encoded_bytes(values, config.compression) / upload
     volunteers = int((config.round_seconds - config.matchmaking_seconds) / seconds)
     codec = {"none": "no compression", "8bit": "8 bit"}.get(config.compression, config.compression)
     return (
-        f"At {upload / MEGABIT:g} Mbit/s: {codec}, rounds of {config.round_seconds:g} s. "
-        f"For each volunteer this machine sends {size / 1e6:.1f} MB a round, {seconds:.1f} s, "
-        f"{100 * seconds / config.round_seconds:.0f} % of it; {volunteers} at most, or others must reduce as well."
-    )
-
-
-def volunteers_share(config: CollaborativeConfig, values: int, upload: float) -> str:
-    """What to expect of a volunteer, in a line."""
-    load = load_for(upload, values, config)
-    size = encoded_bytes(values, load.codec) * load.parts / load.of
-    return (
-        f"{in_words(load, upload)}; {size / 1e6:.1f} MB a round, {size / upload:.1f} s, "
-        f"{100 * size / upload / config.round_seconds:.0f} % of it."
+        f"At {upload / MEGABIT:g} Mbit/s: {codec}, rounds of {config.round_seconds:g} s. Sending to a volunteer takes "
+        f"{seconds:.1f} s of each; {volunteers} at most, or others must reduce as well."
     )
 
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from trainkit import terminal
 from trainkit.data.base import DataInfo, Splits
-from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.errors import RefusedError, UserError
 from trainkit.run.metrics import Contribution, typed_contributions
 from trainkit.swarm import address
 
@@ -205,26 +205,18 @@ NODE, CLIENT, AUX = 0, 1, 2
 """hivemind's ``AveragingMode``: averages for others and trains; only trains; only averages for others."""
 
 
-class About(BaseModel):
-    """What a peer says about itself; fields of later versions are passed over."""
+class Gathered(BaseModel):
+    """What hivemind needs of a peer, and what the peer says; fields of later versions are passed over."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
+    bandwidth: Annotated[float, Field(ge=0.0, le=1e12)] | None = None
+    mode: Annotated[int, Field(ge=NODE, le=AUX)] = CLIENT
     rate: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
     """Samples per second in this round."""
     shares: bool = False
     """Gives away its state."""
     probe: Annotated[bytes, Field(max_length=1024)] = b""
-
-
-class Gathered(BaseModel):
-    """What hivemind needs of a peer, and what the peer says."""
-
-    model_config = About.model_config
-
-    bandwidth: Annotated[float, Field(ge=0.0, le=1e12)] | None = None
-    mode: Annotated[int, Field(ge=NODE, le=AUX)] = CLIENT
-    about: About = About()
 
 
 NOTHING = Gathered()
@@ -239,7 +231,7 @@ def read_gathered(data: bytes) -> Gathered | None:
     if len(data) <= _LONGEST:
         with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
             bandwidth, mode, about = plain_msgpack(data)
-            return Gathered(bandwidth=bandwidth, mode=mode, about=About.model_validate(plain_msgpack(about)))
+            return Gathered(bandwidth=bandwidth, mode=mode, **plain_msgpack(about))
     return None
 
 
@@ -249,7 +241,7 @@ def plain_msgpack(data: bytes) -> Any:
 
 
 def _untouched(image: Any) -> Any:
-    raise RunFailedError("An anchor has no images.", why="It does not train.", fix="Report this: it is a bug.")
+    raise AssertionError("an anchor has no images")
 
 
 def no_data(name: str, manifest: Manifest) -> Splits:

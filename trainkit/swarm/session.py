@@ -15,7 +15,6 @@ import hashlib
 import json
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from torch import nn
 
 from trainkit import fileio, plugins
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.config.loading import load, to_yaml
+from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch, Samples, Splits, derive_seed
@@ -53,7 +52,7 @@ from trainkit.swarm.link import Link
 from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
-from trainkit.swarm.spec import Hooks, PeerSpec
+from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
@@ -143,13 +142,12 @@ def spread(config: Config, dist: Distributed, splits: Splits, common: CommonStat
         state = build(alone(config), dist, splits, model=common.model)
         yield Team(state, state, common)
         return
-    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
-    if size % (dist.world_size * (micro or 1)):
-        each = f"micro batches of {micro} each" if micro else "samples for each"
+    size, of_one_pass = config.train.global_batch_size, dist.world_size * (config.train.given_micro_batch_size or 1)
+    if size % of_one_pass:
         raise UserError(
             f"An update of {size} samples cannot be divided among the {dist.world_size} ranks of this peer.",
-            why=f"They need {each}, alike, and {size} is no multiple of {dist.world_size * (micro or 1)}.",
-            fix="Use a number of ranks that divides it" + (", or another train.micro_batch_size." if micro else "."),
+            why=f"In one pass all of them together take {of_one_pass} samples, and {size} is no multiple of that.",
+            fix="Use a number of ranks that divides it, or another train.micro_batch_size.",
         )
     dist.broadcast_json({"config": to_yaml(config), "identity": identity})
     state = build(_as_ddp(config), dist, splits, model=common.model)
@@ -171,10 +169,7 @@ def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.
     with together(dist.world_size), ExitStack() as loading:
         told: dict[str, Any] = dist.broadcast_json({})
         # Rank 0, who knows the secret, has asked whether its code may be run.
-        with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-            file = Path(folder) / "rank-0.yaml"
-            fileio.write(file, told["config"])
-            config = load(str(file)).config
+        config = load_text(told["config"]).config
         splits = build_data(config.data)
         model = build_model(config.model, splits.info, config.seed)
         state = build(_as_ddp(config), dist, splits, model=model)
@@ -319,8 +314,8 @@ def code_facts(package: Path, names: Iterable[str]) -> dict[str, str]:
 
     The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
     """
-    found = {_CODE + room: sorted((package / room).rglob("*.py")) for room in _ROOMS}
-    found[f"{_CODE}swarm"] = [package / "swarm" / f"{name}.py" for name in _ROUNDS]
+    kit = [file for room in _ROOMS for file in sorted((package / room).rglob("*.py"))]
+    found = {f"{_CODE}trainkit": [*kit, *(package / "swarm" / f"{name}.py" for name in _ROUNDS)]}
     for module in sorted(name.partition(":")[0] for name in names if ":" in name):
         if (file := plugins.find_module(module)) is not None:
             found[_CODE + module] = [file]

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainkit import fileio, plugins
 from trainkit.config.checks import check_strategy, strategy_traits
-from trainkit.config.loading import flatten, load
+from trainkit.config.loading import Loaded, flatten, load
 from trainkit.config.schema import SECTIONS, Config, reach
 from trainkit.errors import UserError
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
@@ -116,6 +117,14 @@ def check_own(overrides: Sequence[str]) -> None:
             )
 
 
+def load_text(text: str, overrides: Sequence[str] = (), **layers: Any) -> Loaded:
+    """As `trainkit.config.loading.load`, of a configuration that somebody has sent."""
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "hivemind-peer.yaml"  # a run is named after it
+        fileio.write(file, text)
+        return load(str(file), overrides, **layers)
+
+
 def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> Config:
     """The manifest's configuration for this machine, with data and resources of its own.
 
@@ -123,12 +132,9 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
 
     Raises UserError when it needs code of the creator's own and that is not allowed.
     """
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        file = Path(folder) / "manifest.yaml"
-        fileio.write(file, config_yaml)
-        # The creator's folder and machine are not this one's.
-        own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
-        config = load(str(file), own).config
+    # The creator's folder and machine are not this one's.
+    own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
+    config = load_text(config_yaml, own).config
     given = {text.partition("=")[0] for text in overrides}
     for key, value in flatten(config.model_dump(mode="json")):
         if reach(key, value).does == "imports" and key not in given and not allow_code:

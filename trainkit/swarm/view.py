@@ -10,12 +10,10 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trainkit import fileio, terminal
@@ -29,7 +27,7 @@ from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, descr
 from trainkit.swarm import address, admission, invitations, messages, processes
 from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import Entry
-from trainkit.swarm.spec import adapted, check_own
+from trainkit.swarm.spec import adapted, check_own, load_text
 from trainkit.workarounds import hivemind_without_torch
 
 T = TypeVar("T")
@@ -136,19 +134,15 @@ def run_at(entry: Entry) -> str:
     """
     command = [sys.executable, "-m", "trainkit.swarm.view"]
     try:
-        answer = ask(command, text=f"{entry.text}\n", seconds=_ASK_SECONDS)
-        told: dict[str, Any] = fileio.parse(answer.out)
+        answer: dict[str, Any] = fileio.parse(ask(command, text=f"{entry.text}\n", seconds=_ASK_SECONDS).require())
     except NoAnswer as error:
         words = error.words.replace(sys.executable, "The process that asks")
         why = f"{words}: this machine is overloaded, or its network is."
-    except ValueError:  # a bug of ours
-        why = (answer.err.strip().splitlines() or ["Nothing was said."])[-1][:200]
-    else:
-        if "error" in told:
-            raise error_from_json(told["error"])
-        return str(told["config"])
-    fix = "Try again; `python -m jobs.swarm doctor` with the same token says what is in the way."
-    raise RunFailedError("The swarm could not be asked for its settings.", why=why, fix=fix)
+        fix = "Try again; `python -m jobs.swarm doctor` with the same token says what is in the way."
+        raise RunFailedError("The swarm could not be asked for its settings.", why=why, fix=fix) from None
+    if "error" in answer:
+        raise error_from_json(answer["error"])
+    return str(answer["config"])
 
 
 def as_peer(
@@ -159,18 +153,13 @@ def as_peer(
     Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
     allowed.
     """
-    config, own = run_at(entry), [text for text in overrides if not text.startswith("launch.")]
+    text, own = run_at(entry), [text for text in overrides if not text.startswith("launch.")]
     check_own(own)
-    adapted(config, own, allow_code=allow_code)
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        file = Path(folder) / "hivemind-peer.yaml"
-        fileio.write(file, config)
-        values, _ = yaml.read(file)
-        values.pop("launch", None)  # of the creator's own site
-        values["data"] = {key: value for key, value in values["data"].items() if key not in ("root", "workers")}
-        values["collaborative"] |= {"initial_peers": list(entry.addresses), "port": 0}
-        fileio.write(file, yaml.dump(values))
-        return load(str(file), list(overrides), flags=flags, env=env)
+    config = adapted(text, own, allow_code=allow_code)
+    # Without what is of the creator's own site.
+    values = config.model_dump(mode="json", exclude={"launch": True, "data": {"root", "workers"}})
+    values["collaborative"] |= {"initial_peers": list(entry.addresses), "port": 0}
+    return load_text(yaml.dump(values), overrides, flags=flags, env=env)
 
 
 @dataclass(frozen=True)
