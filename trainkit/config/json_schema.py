@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from trainkit import plugins
 from trainkit.config.components import usable_names
-from trainkit.config.loading import PACKAGED
+from trainkit.config.loading import PACKAGED, type_in_words
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
 from trainkit.errors import unknown
 
@@ -55,8 +55,6 @@ _SHARED = {
     "val_size": "Number of validation images.",
     "width": "Channels of the first stage.",
 }
-_NAMES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "object": "{name: text}"}
-_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def library_models() -> list[str]:
@@ -210,22 +208,8 @@ def settings(section: str | None = None) -> list[Setting]:
 def _setting(key: str, field: Mapping[str, Any]) -> Setting:
     default = _written(field["default"]) if "default" in field else "(no default)"
     is_name = key.endswith(".name") or key == "launch.executor"
-    kind = "text" if is_name else "[text, ...]" if key == "monitor.loggers" else _type(field)
+    kind = "text" if is_name else "[text, ...]" if key == "monitor.loggers" else type_in_words(field)
     return Setting(key, kind, default, " ".join(field.get("description", "").split()))
-
-
-def _type(field: Mapping[str, Any]) -> str:
-    """A type of the schema in words: ``int > 0 | auto | null``."""
-    if "anyOf" in field:
-        return " | ".join(map(_type, field["anyOf"]))
-    if "const" in field or "enum" in field:
-        return " | ".join(map(str, field.get("enum", [field.get("const")])))
-    kind = field.get("type", "any")
-    if kind == "array":
-        items = field.get("prefixItems") or [field.get("items", {}), {"type": "..."}]
-        return f"[{', '.join(_type({'type': item.get('type', 'any')}) for item in items)}]"
-    bounds = [f"{sign} {field[word]:.10g}" for word, sign in _BOUNDS.items() if word in field]
-    return f"{_NAMES.get(kind, kind)} {', '.join(bounds)}".strip()
 
 
 def _written(value: Any) -> str:

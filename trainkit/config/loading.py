@@ -12,15 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
 from trainkit import fileio
 from trainkit.config import yaml
 from trainkit.config.schema import (
-    ALWAYS_WRITTEN,
     SECTIONS,
     Config,
     ImpossibleError,
@@ -62,16 +60,12 @@ OPEN_MAPPINGS = ("launch.sbatch", "launch.srun")
 def override_layer(overrides: Iterable[str]) -> Layer:
     """The layer of overrides, ``section.key=value``. The last one of a key counts."""
     layer: Layer = {}
-    texts = list(overrides)
-    for index, text in enumerate(texts):
+    for text in overrides:
         key, equals, value = text.partition("=")
         shown = text if text.isprintable() else repr(text)
-        # `optim.lr = 3`, `optim.lr:3`, `optim.lr==3`
-        odd = re.match(r"([\w.]+)( ?==? ?|:=?)([^\s=]+)(?!\S)", " ".join(texts[index : index + 3]))
-        is_odd = odd is not None and odd[2] != "=" and odd[1] not in SECTIONS and field_of(odd[1]) is not None
-        if not equals or not key or key.startswith("-") or is_odd:
-            fix = f"Write {odd[1]}={odd[3]}." if odd and is_odd else "For example optim.lr=3e-4."
-            raise UserError(f"'{shown}' is not an override.", why="Overrides are written section.key=value.", fix=fix)
+        if not equals or not key or key.startswith("-"):
+            why = "Overrides are written section.key=value, without spaces."
+            raise UserError(f"'{shown}' is not an override.", why=why, fix="For example optim.lr=3e-4.")
         mapping = next((name for name in OPEN_MAPPINGS if key.startswith(f"{name}.")), "")  # launch.sbatch.comment=x
         entry = key.removeprefix(f"{mapping}.")
         parsed = {mapping: {entry: value}} if mapping else {key: _override_value(key, value)}
@@ -82,8 +76,14 @@ def override_layer(overrides: Iterable[str]) -> Layer:
 def _override_value(key: str, text: str) -> Any:
     """The value of an override. What must be text stays as it was typed: account 0123 is no number."""
     value, field = yaml.parse_value(text), field_of(key)
-    is_text = field is not None and key not in SECTIONS and _wanted(field.annotation).startswith("text")
+    is_text = field is not None and key not in SECTIONS and _takes_text(field.annotation)
     return value if value is None or not is_text or text[0] in "'\"" else text
+
+
+def _takes_text(annotation: Any) -> bool:
+    if get_origin(annotation) in (tuple, dict):
+        return False
+    return annotation is str or any(map(_takes_text, get_args(annotation)))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -117,8 +117,6 @@ def merge(low: Layer, high: Layer) -> Layer:
 PACKAGED = fileio.folder("configs")
 OWN = Path("configs")
 """The user's own, in the folder where the command is given; they come before the packaged ones."""
-_LONGEST_CHAIN = 20
-"""Files that extend one another."""
 SITE = "site"
 """The section of a profile that holds what is known of the site."""
 
@@ -195,9 +193,6 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any], dict[str, int]]]:
         if file.resolve() in [item.resolve() for item in seen]:
             chain = " -> ".join(map(str, [*seen, file]))
             raise UserError(f"{file} extends itself.", why=chain, fix="Break the circle.")
-        if len(seen) > _LONGEST_CHAIN:
-            why = f"Each of {_LONGEST_CHAIN} files extends the next."
-            raise UserError(f"{path} extends too many files.", why=why, fix="Write what they say into fewer.")
         found.append((file, *yaml.read(file)))
     return found
 
@@ -324,8 +319,8 @@ def load(
     cluster, written = merged.get("launch.cluster", (None, DEFAULT))
     # The configuration that a run keeps is complete: what its site's profile says by now, or whether it is still there,
     # must not matter.
-    complete = all(f"launch.{name}" in from_file for name in ALWAYS_WRITTEN) and written.kind == "file"
-    if cluster is not None and not complete:
+    is_of_run = path.name == "config.yaml" and written.kind == "file"
+    if cluster is not None and not is_of_run:
         layers.insert(0, profile_layer(str(cluster)))
         merged = merge(layers[0], merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
@@ -379,10 +374,12 @@ def _validate(layer: Layer) -> Config:
             raise _value_for_section(key, value, source)
         *parents, last = key.split(".")
         node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise _below_a_value(key, layer)
+        for depth, parent in enumerate(parents, start=1):
+            node, above = node.setdefault(parent, {}), ".".join(parents[:depth])
+            is_setting = above not in SECTIONS and field_of(above) is not None
+            if is_setting or not isinstance(node, dict):
+                why = f"'{above}' is one value, not a section ({source})."
+                raise UserError(f"Unknown key '{key}'.", why=why, fix=f"Give {above}=VALUE.", key=key)
         node[last] = value
     try:
         return Config.model_validate(tree)
@@ -459,15 +456,32 @@ def _explain(error: ValidationError, layer: Layer) -> UserError:
 
 
 def _unknown_key(key: str, layer: Layer) -> UserError:
-    """``key`` names no setting; say which is nearest."""
+    """``key`` names no setting; say which may be meant."""
     # An unknown section is reported by its name alone; show one of the settings that were to go into it.
     written = key if key in layer else next((item for item in layer if item.startswith(f"{key}.")), key)
     section, last = written.split(".")[0] if "." in written else "", written.rpartition(".")[2]
     named = f"'{section}' has" if section in SECTIONS else "The sections are"
     has = ", ".join(SECTIONS.get(section, Config).model_fields)
-    what = f"Unknown key '{written if written.isprintable() else repr(written)}'."
-    why = f"{named}: {has} ({_source(key, layer)})."
-    return UserError(what, why=why, fix=_nearest_key(section, last, written), key=written)
+    _, source = layer.get(written, (None, DEFAULT))
+    best = next(filter(None, _nearest_keys(section, last, written)), "")
+    return UserError(
+        f"Unknown key '{written if written.isprintable() else repr(written)}'.",
+        why=f"{named}: {has} ({source}).",
+        fix=f"Did you mean '{best}'?" if best else f"Use one of these, or remove '{written}'.",
+        key=written,
+    )
+
+
+def _nearest_keys(section: str, last: str, written: str) -> Iterator[str]:
+    """What a key that does not exist may mean, the likeliest first; some may be empty."""
+    keys = [f"{item}.{field}" for item, model in SECTIONS.items() for field in model.model_fields]
+    if section in ("", *SECTIONS):
+        yield meant_by(last)
+    yield from difflib.get_close_matches(written, [*Config.model_fields, *keys], n=1, cutoff=0.8)
+    yield from (key for key in keys if key.endswith((f".{last}", f"_{last}")))
+    for near in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.7):
+        if issubclass(SECTIONS[near], PluginSection):
+            yield f"{near}.{last}"
 
 
 def _value_for_section(section: str, value: Any, source: Source) -> UserError:
@@ -492,98 +506,36 @@ def _shown(value: Any) -> str:
         return str(value)
 
 
-def _below_a_value(key: str, layer: Layer) -> UserError:
-    """``key`` lies below a setting that is no section: ``optim.lr.x=1``."""
-    parent = ".".join(key.split(".")[: 2 if key.split(".")[0] in SECTIONS else 1])
-    field = field_of(parent)
-    default = field.default if field is not None else None
-    why = f"'{parent}' is one value, not a section ({_source(key, layer)})."
-    fix = f"For example {parent}={_shown(default)}." if default is not None else f"Give {parent}=VALUE."
-    return UserError(f"Unknown key '{key}'.", why=why, fix=fix, key=key)
-
-
-def _wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
-    """A type in words: ``a whole number above 0, or null``. ``limits`` are pydantic's, where they stand apart."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        limits = tuple(item for part in arguments[1:] for item in getattr(part, "metadata", [part]))
-        return _wanted(arguments[0], limits)
-    if origin is Literal:
-        return " or ".join(filter(None, [", ".join(map(str, arguments[:-1])), str(arguments[-1])]))
-    if origin in (Union, UnionType):
-        return ", or ".join(map(_wanted, arguments))
-    if origin is tuple and arguments[-1] is Ellipsis:
-        item = _wanted(arguments[0])
-        return "a list of texts: [a, b]" if item.startswith("text") else f"a list, each item {item}"
-    if origin is tuple:
-        item = _wanted(arguments[0])
-        whole, bounds = re.findall("^a (whole )?number(.*)", item)[0]
-        example = ", ".join(["20", "25"] if whole else ["0.9", "0.99", "0.999"][: len(arguments)])
-        return f"{len(arguments)} {whole}numbers{bounds}, as in [{example}]"
-    if origin is dict:
-        return "a mapping, as in {name: value}"
-    words = {NoneType: "null", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-    return words[annotation] + _within(limits)
-
-
 def _wrong_value(key: str, given: Any, cause: str, layer: Layer) -> UserError:
-    if below := next((item for item in layer if item.startswith(f"{key}.")), None):
-        return _below_a_value(below, layer)
     value, source = layer.get(key, (given, DEFAULT))
     field = field_of(key)
     assert field is not None, key
-    sentence = cause or _wanted(field.annotation, tuple(field.metadata))
+    section, _, name = key.rpartition(".")
+    model = SECTIONS[section] if section else Config
+    wanted = type_in_words(model.model_json_schema()["properties"][name])
     # The value itself, or an item of a list, may be a misspelt choice.
     choices = _choices(field.annotation)
     near = [item for item in choices if given != "" and item.startswith(str(given))]
     near = near or difflib.get_close_matches(str(given), choices, n=1)
-    number = re.fullmatch(r"([\d.e+-]+)[,;]([\d.e+-]*)", str(value))
-    if sentence.startswith("a list") and isinstance(value, str) and (value in choices or not choices):
+    if wanted.startswith("[") and isinstance(value, str):
         fix = f"Did you mean {_written(key, [value], source)}?"
     elif near:
         fix = f"Did you mean '{near[0]}'?"
-    elif number and sentence.startswith(("a number", "a whole number")):
-        several = f" Several values are for --sweep {key}={value}." if number[2] else ""
-        point = f".{number[2]}" if number[2] and sentence.startswith("a number") else ""
-        fix = f"Did you mean {key}={number[1]}{point}?{several}"
-    elif sentence.startswith("text") and isinstance(value, int | float):
-        fix = f"Put it in quotes: {key.rpartition('.')[2]}: '{_shown(value)}'."
+    elif wanted.startswith(("int", "float")) and re.fullmatch(r"[\d.e+-]+[,;][\d.e+-]*", str(value)):
+        fix = f"Numbers have a point, as in 0.5; several values are for --sweep {key}=1,2."
+    elif _takes_text(field.annotation) and isinstance(value, int | float):
+        fix = f"Put it in quotes: {name}: '{_shown(value)}'."
     elif field.default not in (None, (), {}):
         fix = f"For example {_written(key, field.default, source)}."
     else:
-        fix = f"Give {sentence.removesuffix(', or null')}, or leave it out."
+        fix = "Give such a value, or leave it out."
     what = f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source}).")
-    return UserError(what, why=f"{key} must be {sentence}.", fix=fix, key=key)
-
-
-def _source(key: str, layer: Layer) -> Source:
-    """Where a setting, or the first one below it, was written."""
-    found = [source for item, (_, source) in layer.items() if item == key or item.startswith(f"{key}.")]
-    return layer[key][1] if key in layer else found[0] if found else DEFAULT
+    return UserError(what, why=f"{key} must be {cause or wanted}.", fix=fix, key=key)
 
 
 def _written(key: str, value: Any, source: Source) -> str:
     """``--nodes 0`` for what came by a flag, else ``launch.nodes=0``."""
     return f"{source.where} {_shown(value)}" if source.kind == "flag" else f"{key}={_shown(value)}"
-
-
-def _nearest_key(section: str, name: str, written: str) -> str:
-    """The fix for a key that does not exist: the first of what may be meant, the likeliest first."""
-    everywhere = {f"{item}.{field}": field for item, model in SECTIONS.items() for field in model.model_fields}
-    sections = difflib.get_close_matches(section or name, list(Config.model_fields), n=1, cutoff=0.7)
-    found = [meant_by(name)] if section in ("", *SECTIONS) else []
-    if section in SECTIONS:
-        own = list(SECTIONS[section].model_fields)
-        found += [f"{section}.{near}" for near in difflib.get_close_matches(name, own, n=1, cutoff=0.7)]
-    elif not section:
-        found += sections
-    elif sections and (model := SECTIONS.get(sections[0])):
-        found += [f"{sections[0]}.{name}"] * (name in model.model_fields or issubclass(model, PluginSection))
-    found += [key for key, field in everywhere.items() if field == name]
-    found += [key for key, field in everywhere.items() if field.endswith(f"_{name}")]
-    found += [key for key, field in everywhere.items() if difflib.SequenceMatcher(None, name, field).ratio() > 0.75]
-    best = next(filter(None, found), "")
-    return f"Did you mean '{best}'?" if best else f"Use one of these, or remove '{written}'."
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -592,7 +544,26 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
-def _within(limits: tuple[Any, ...]) -> str:
-    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-    found = [(word, getattr(item, name)) for item in limits for name, word in words.items() if hasattr(item, name)]
-    return " and".join(f" {word} {limit if isinstance(limit, int) else format(limit, 'g')}" for word, limit in found)
+_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "object": "{name: text}"}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+def type_in_words(field: Mapping[str, Any]) -> str:
+    """The type of a JSON schema in words: ``int > 0 | auto | null``."""
+    if "anyOf" in field:
+        return " | ".join(map(type_in_words, field["anyOf"]))
+    if "const" in field:
+        return str(field["const"])
+    if "enum" in field:
+        return " | ".join(map(str, field["enum"]))
+    if "prefixItems" in field:
+        return f"[{', '.join(_name_of_type(item) for item in field['prefixItems'])}]"
+    if field.get("type") == "array":
+        return f"[{_name_of_type(field.get('items', {}))}, ...]"
+    bounds = [f"{sign} {field[word]:.10g}" for word, sign in _BOUNDS.items() if word in field]
+    return f"{_name_of_type(field)} {', '.join(bounds)}".strip()
+
+
+def _name_of_type(field: Mapping[str, Any]) -> str:
+    kind = field.get("type", "any")
+    return _TYPES.get(kind, kind)

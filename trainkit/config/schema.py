@@ -264,16 +264,6 @@ class CheckpointConfig(Section):
         return value
 
 
-ALWAYS_WRITTEN = (
-    *("executor", "cluster", "nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "mem", "time", "partition"),
-    *("account", "qos", "constraint", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency"),
-    *("mail_user", "mail_type", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
-)
-"""What every version has written into the configuration that a run keeps, and nobody writes by hand all at once. Keys
-that came later an older run does not have. A copy without one of them, such as the partition, is a preset: it gets that
-from its site's profile."""
-
-
 class LaunchConfig(Section):
     """Resources. The names are those of sbatch's flags, with underscores."""
 
