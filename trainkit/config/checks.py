@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainkit import plugins
 from trainkit.config import yaml
@@ -18,12 +19,6 @@ from trainkit.config.schema import Config, ImpossibleError, field_of
 from trainkit.errors import UserError
 
 _STRATEGIES = "trainkit.strategies"
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "RANKS": ("any", "one"),
-    "GPUS_PER_RANK": (1, "all"),
-    "LOOP": ("updates", "collaborative"),
-    "SHARDED": (False, True),
-}
 _CONDITION = re.compile(r"(?P<key>[a-z]\w*(?:\.\w+)?)(?:(?P<sign>[=>])(?P<value>\S+))?")
 
 _O2 = "train.precision=o2"
@@ -43,6 +38,14 @@ EXCLUDED_BY_LOOP = {
             "Leave train.ema_decay out.",
         ),
         _O2: ("Peers average fp32 weights.", "Use train.precision=fp16."),
+        "collaborative.sync=gradients, train.micro_batch_size=null": (
+            "Peers gather an update of train.global_batch_size together, each in micro batches of its own size.",
+            "Give a number that divides train.global_batch_size; each peer may have its own.",
+        ),
+        "train.class_weights, collaborative.sync=gradients": (
+            "They are weighed against those of the whole update, which no peer sees.",
+            "Use collaborative.sync=diloco, or leave train.class_weights out.",
+        ),
     },
 }
 """Loop -> what no strategy with that loop goes with, as in ``EXCLUDES``."""
@@ -54,29 +57,30 @@ _EXCLUDED_BY_SHARDS = {
 }
 
 
-@dataclass(frozen=True)
-class StrategyTraits:
+class StrategyTraits(BaseModel):
     """What planning, starting, training and reporting must know of a strategy.
 
     A condition is a setting that is not at its default, ``train.ema_decay``, or has a certain value,
     ``train.precision=fp16|o2``, ``launch.nodes>1``; a comma joins those that must hold at once.
     """
 
-    ranks: str = "any"
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    ranks: Literal["any", "one"] = "any"
     """``RANKS``: any, or one process on one node."""
-    gpus_per_rank: int | str = 1
+    gpus_per_rank: Literal[1, "all"] = 1
     """``GPUS_PER_RANK``: 1, or all that the process sees."""
-    loop: str = "updates"
+    loop: Literal["updates", "collaborative"] = "updates"
     """``LOOP``: updates of all ranks together, or collaborative: every rank is a peer with batches of its own."""
     sharded: bool = False
     """``SHARDED``: a rank holds a part of each weight, so that its memory layout is the strategy's own."""
-    excludes: Mapping[str, Any] = field(default_factory=dict)
+    excludes: dict[str, str | tuple[str, str]] = {}
     """``EXCLUDES``: condition -> why it does not go with this strategy, or (why, what to do instead)."""
     global_batchnorm: str = ""
     """``GLOBAL_BATCHNORM``: the condition under which BatchNorm's statistics are those of all ranks."""
     less_traffic: str = ""
     """``LESS_TRAFFIC``: a setting with which gradients take less of the network, ``strategy.comm_hook=bf16``."""
-    lost_when_resized: Mapping[str, str] = field(default_factory=dict)
+    lost_when_resized: dict[str, str] = {}
     """``LOST_WHEN_RESIZED``: condition -> what a run gives up that goes on with another number of ranks."""
 
 
@@ -88,14 +92,13 @@ def strategy_traits(name: str) -> StrategyTraits:
         fix = "Correct it in the file of the strategy, or leave it out."
         return UserError(f"Strategy '{name}' states {what}.", why=why, fix=fix, key="strategy.name")
 
-    for trait, choices in _CHOICES.items():
-        if trait in stated and stated[trait] not in choices:
-            raise wrong(f"{trait} = {stated[trait]!r}", f"It is one of: {', '.join(map(repr, choices))}.")
-    for trait in ("EXCLUDES", "LOST_WHEN_RESIZED"):
-        if not isinstance(stated.get(trait, {}), dict):
-            raise wrong(f"{trait} = {stated[trait]!r}", "It is a mapping from conditions.")
-    known = {trait: trait.upper() for trait in StrategyTraits.__dataclass_fields__}
-    traits = StrategyTraits(**{trait: stated[constant] for trait, constant in known.items() if constant in stated})
+    given = {trait: stated[trait.upper()] for trait in StrategyTraits.model_fields if trait.upper() in stated}
+    try:
+        traits = StrategyTraits(**given)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        trait = str(problem["loc"][0])
+        raise wrong(f"{trait.upper()} = {given[trait]!r}", f"{problem['msg']}.") from None
     conditions = [*traits.excludes, *traits.lost_when_resized, traits.global_batchnorm, traits.less_traffic]
     for part in (part for condition in conditions if condition != "" for part in str(condition).split(", ")):
         match = _CONDITION.fullmatch(part)
@@ -139,8 +142,6 @@ def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> No
         what = f"{first} does not go with {' and '.join(others) or f'strategy.name={name}'}."
         why, fix = (reason, f"Leave {keys[0]} out, or use another strategy.") if isinstance(reason, str) else reason
         raise ImpossibleError(what, why=why, fix=fix)
-    if traits.loop == "collaborative" and config.collaborative.sync == "gradients":
-        _require_gradients(config)
 
 
 def _part_holds(part: str, config: Config, facts: Mapping[str, Any]) -> bool:
@@ -194,18 +195,6 @@ def check_combinations(config: Config) -> None:
     except UserError as error:
         if isinstance(error, ImpossibleError):  # else there is no such strategy: `trainkit.start` says so
             raise
-
-
-def _require_gradients(config: Config) -> None:
-    """Refuse what does not go with averaging gradients in a swarm."""
-    if config.train.micro_batch_size is None:
-        why = "Peers gather an update of train.global_batch_size together, each in micro batches of its own size."
-        fix = f"Give a number that divides {config.train.global_batch_size}; each peer may have its own."
-        raise ImpossibleError("collaborative.sync=gradients needs train.micro_batch_size.", why=why, fix=fix)
-    if config.train.class_weights is not None:
-        what = f"train.class_weights={config.train.class_weights} does not go with collaborative.sync=gradients."
-        why = "They are weighed against those of the whole update, which no peer sees."
-        raise ImpossibleError(what, why=why, fix="Use collaborative.sync=diloco, or leave train.class_weights out.")
 
 
 def micro_batch_sizes(share: int, *, even: bool = False) -> list[int]:
