@@ -52,9 +52,7 @@ _SHORT_OF_SRUN = {
     "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "l": "label", "r": "relative", "T": "threads",
     "u": "unbuffered", "X": "disable-status", "Z": "no-allocate",
 }  # fmt: skip
-_BOTH = re.findall(
-    r"\S+",
-    """
+_BOTH = """
     account acctg-freq batch bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous
     core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error
     exclude exclusive export extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task
@@ -63,60 +61,60 @@ _BOTH = re.findall(
     ntasks-per-node ntasks-per-socket open-mode output overcommit oversubscribe partition power prefer priority
     profile propagate qos quiet reboot reservation signal sockets-per-node spread-job switches test-only thread-spec
     threads-per-core time time-min tmp uid usage use-min-nodes verbose version wait wckey
-""",
-)
-_NAMES = {
-    "sbatch": {
-        *_BOTH, "array", "export-file", "get-user-env", "ignore-pbs", "kill-on-invalid-dep", "no-requeue", "parsable",
-        "requeue", "wait-all-nodes", "wrap",
-    },
-    "srun": {
-        *_BOTH, "accel-bind", "bcast", "bcast-exclude", "compress", "cpu-bind", "disable-status", "epilog", "exact",
-        "het-group", "immediate", "interactive", "jobid", "kill-on-bad-exit", "label", "mpi", "msg-timeout",
-        "multi-prog",
-        "no-allocate", "overlap", "preserve-env", "prolog", "pty", "quit-on-interrupt", "relative", "resv-ports",
-        "send-libs", "slurmd-debug", "task-epilog", "task-prolog", "threads", "unbuffered",
-    },
-}  # fmt: skip
+"""
+_OF_SBATCH = """
+    array export-file get-user-env ignore-pbs kill-on-invalid-dep no-requeue parsable requeue wait-all-nodes wrap
+"""
+_OF_SRUN = """
+    accel-bind bcast bcast-exclude compress cpu-bind disable-status epilog exact het-group immediate interactive jobid
+    kill-on-bad-exit label mpi msg-timeout multi-prog no-allocate overlap preserve-env prolog pty quit-on-interrupt
+    relative resv-ports send-libs slurmd-debug task-epilog task-prolog threads unbuffered
+"""
+_NAMES = {"sbatch": f"{_BOTH} {_OF_SBATCH}".split(), "srun": f"{_BOTH} {_OF_SRUN}".split()}
 
-# Flags of ours that have the option's own name. The plan is made of these: elsewhere they would contradict it.
+# What is not passed on: to which of the programs, the options, why, and what to do instead. Of the first the plan is
+# made: elsewhere they would contradict it.
+_PLAN, _LEAVE_OUT = "It would contradict the plan.", "Leave it out."
 _OWN_FLAGS = """
     account constraint cpus-per-task dependency exclude gpus-per-node job-name mail-type mail-user nodelist nodes
     ntasks-per-node partition qos reservation time
 """
-# The flag or setting of ours; options of both programs that it stands for; those of sbatch alone; of srun alone.
-_FLAGS = (
-    ("--container-image", "container container-image", "", ""),
-    ("launch.container_mounts", "container-mounts", "", ""),
-    ("--nodelist", "nodefile", "", ""),
-    ("--nodes and --ntasks-per-node", "ntasks", "", ""),
-    ("--ntasks-per-node", "ntasks-per-core ntasks-per-gpu ntasks-per-socket", "", ""),
-    ("launch.signal_seconds", "signal", "", ""),
-    ("--sweep (peers of a swarm: --array)", "", "array", ""),
-    ("--gpus-per-node", "", "gpus gpus-per-socket gpus-per-task", ""),
-    ("--cpus-per-task", "", "cpus-per-gpu", ""),
-    ("--mem", "", "mem", ""),
-    ("launch.requeue=false", "", "no-requeue", ""),
-    ("launch.requeue", "", "requeue", ""),
-    ("--dry-run or --estimate", "", "test-only", ""),
-    ("--wait", "", "wait", ""),
+_LOGS = "The logs of ranks and of the batch script are in the run's folder, where `logs`, `why` and restarts read them."
+_REFUSED = (
+    *(("sbatch srun", name, _PLAN, f"Use --{name}.") for name in _OWN_FLAGS.split()),
+    ("sbatch srun", "container container-image", _PLAN, "Use --container-image."),
+    ("sbatch srun", "container-mounts", _PLAN, "Use launch.container_mounts."),
+    ("sbatch srun", "nodefile", _PLAN, "Use --nodelist."),
+    ("sbatch srun", "ntasks", _PLAN, "Use --nodes and --ntasks-per-node."),
+    ("sbatch srun", "ntasks-per-core ntasks-per-gpu ntasks-per-socket", _PLAN, "Use --ntasks-per-node."),
+    ("sbatch srun", "signal", _PLAN, "Use launch.signal_seconds."),
+    ("sbatch", "array", _PLAN, "Use --sweep (peers of a swarm: --array)."),
+    ("sbatch", "gpus gpus-per-socket gpus-per-task", _PLAN, "Use --gpus-per-node."),
+    ("sbatch", "cpus-per-gpu", _PLAN, "Use --cpus-per-task."),
+    ("sbatch", "mem", _PLAN, "Use --mem."),
+    ("sbatch", "no-requeue", _PLAN, "Use launch.requeue=false."),
+    ("sbatch", "requeue", _PLAN, "Use launch.requeue."),
+    ("sbatch", "test-only", "trainkit reads what sbatch says.", "Use --dry-run or --estimate."),
+    ("sbatch", "wait", "trainkit calls sbatch by itself.", "Use --wait."),
+    ("sbatch", "parsable quiet verbose wrap", "trainkit calls it by itself, and reads what it says.", _LEAVE_OUT),
+    ("sbatch srun", "help usage version", "Nothing would be started.", _LEAVE_OUT),
+    ("srun", "test-only", "Nothing would be started.", _LEAVE_OUT),
+    ("sbatch srun", "output error open-mode", _LOGS, _LEAVE_OUT),
+    ("srun", "label", _LOGS, _LEAVE_OUT),
+    ("sbatch srun", "chdir", "A run goes on in the folder of its submission, where its paths are.", _LEAVE_OUT),
+    (
+        "sbatch srun",
+        "clusters cluster-constraint",
+        "Everything asks the cluster of this machine.",
+        _LEAVE_OUT,
+    ),
+    ("sbatch srun", "uid gid", "A run is its submitter's: nobody else writes its folder.", _LEAVE_OUT),
+    ("sbatch srun", "no-kill", "A node that is gone ends the job, which starts again without it.", _LEAVE_OUT),
+    ("srun", "het-group jobid multi-prog no-allocate pty relative", "All ranks are started together.", _LEAVE_OUT),
+    ("srun", "export", "The ranks get the variables of the batch script, and in them where they meet.", _LEAVE_OUT),
+    ("srun", "kill-on-bad-exit", "A rank that dies ends the others, and the run starts again.", _LEAVE_OUT),
+    ("srun", "wait", "Ranks end by themselves, each when it has written its part.", _LEAVE_OUT),
 )
-# A promise; options of both programs that break it; those of sbatch alone; and those of srun alone.
-_PROMISES = (
-    ("The logs of ranks and of the batch script are in the run's folder, where `logs`, `why` and restarts read them.",
-     "output error open-mode", "", "label"),
-    ("A run goes on in the folder of its submission, where paths of its own keep their meaning.", "chdir", "", ""),
-    ("`status`, `cancel` and restarts ask the cluster of this machine.", "clusters cluster-constraint", "", ""),
-    ("A run is its submitter's: nobody else writes its folder.", "uid gid", "", ""),
-    ("trainkit calls it by itself, and reads what it says.",
-     "help test-only usage version", "parsable quiet verbose wait wrap", ""),
-    ("A node that is gone ends the job, which starts again without it.", "no-kill", "", ""),
-    ("All ranks of the job are started together, one by one for its tasks.",
-     "", "", "het-group jobid multi-prog no-allocate pty relative"),
-    ("The ranks get the variables of the batch script, and in them where they meet.", "", "", "export"),
-    ("A rank that dies ends the others at once, and the run starts again.", "", "", "kill-on-bad-exit"),
-    ("Ranks end by themselves, each when it has written its part.", "", "", "wait"),
-)  # fmt: skip
 _HARMLESS = {("srun", "export"): ("ALL", "ALL,"), ("sbatch", "open-mode"): ("append",)}
 
 
@@ -134,15 +132,12 @@ def long_name(program: str, key: str) -> str:
 
 def objection(program: str, name: str, value: str) -> tuple[str, str] | None:
     """Why an option (by its long name) is not passed on, and what to do instead; None if it is."""
-    column = 2 if program == "sbatch" else 3
-    flags, promises = (
-        [row[0] for row in table if name in f"{row[1]} {row[column]}".split()] for table in (_FLAGS, _PROMISES)
-    )
-    flags += [f"--{name}"] if name in _OWN_FLAGS.split() else []
-    is_harmless = value != "" and value.startswith(_HARMLESS.get((program, name), ()))
-    if is_harmless or not (promises or flags):
+    if value and value.startswith(_HARMLESS.get((program, name), ())):
         return None
-    return "".join(promises) or "It would contradict the plan.", f"Use {flags[0]}." if flags else "Leave it out."
+    rows = (
+        (why, fix) for programs, names, why, fix in _REFUSED if program in programs.split() if name in names.split()
+    )
+    return next(rows, None)
 
 
 # sbatch's own variables, which users set in their shell's profile. sbatch ranks them above the script's header, and
