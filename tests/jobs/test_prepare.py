@@ -127,16 +127,10 @@ def test_half_an_archive_is_refused_and_leaves_nothing(
         assert not (tmp_path / "data" / "imagenet").exists()
 
 
-def test_cinic10_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = tiny.write_cinic10(tmp_path, per_class=1)
+def test_cinic10_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.write_cinic10(tmp_path, per_class=1)
     assert run("cinic10", "--root", tmp_path) == 0
     assert "10 train, 10 valid, 10 test" in capsys.readouterr().err
-    monkeypatch.setattr(cinic10, "MD5", hashlib.md5(archive.read_bytes()).hexdigest())
-    with pytest.raises(UserError, match="gave 30 images instead of 270000"):
-        run("cinic10", "--root", tmp_path / "other", "--archive", archive)
-    assert not (tmp_path / "other" / "cinic10").exists()
 
 
 def test_imagenets_validation_images_get_the_classes_of_the_kit(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ _SHARED = {
     "augment": "Augment the training images.",
     "dropout": "Dropout before the head.",
     "image_size": "Pixels of a side of the images that the model gets.",
-    "in_chans": "Colour channels: 1 or 3.",
+    "in_chans": "Colour channels.",
     "num_classes": "Number of classes.",
     "shift": "Pixels by which augmentation shifts an image at most.",
     "test_fraction": "The part of the images that becomes test, where there is no such folder.",

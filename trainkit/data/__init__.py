@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from trainkit import plugins
+from trainkit.data.base import require_options
 from trainkit.data.folders import Files, Layout
 from trainkit.data.pack import opened_pack, pack_folder, require_pack
 from trainkit.errors import UserError
@@ -63,11 +64,13 @@ def check_data(config: DataConfig) -> None:
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
     dataset, root = _dataset(config.name), Path(config.root)
+    options = plugins.fill(dataset.build, config.options, where="data")
+    require_options(options)
     if config.pack is not None:
         _require_layout(config.name, dataset)
         require_pack(pack_folder(root, config.name, config.pack), config.name, config.pack)
     elif hasattr(dataset, "locate"):
-        dataset.locate(root, **plugins.fill(dataset.build, config.options, where="data"))
+        dataset.locate(root, **options)
 
 
 def train_size(config: DataConfig) -> int | None:
@@ -95,6 +98,9 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     build, root = plugins.load(_DATASETS, config.name), Path(config.root)
     options = plugins.fill(build, config.options, where="data")
     dataset: Any = None if ":" in config.name else sys.modules[build.__module__]
+
+    if dataset is not None:
+        require_options(options)
 
     def together(work: Callable[[], T]) -> T:
         return work() if dist is None else dist.together(work)

@@ -132,23 +132,15 @@ def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.de
         return both[0], both[1]
 
 
-_POSSIBLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "image_size": (lambda pixels: pixels >= 8, "8 or more"),
-    "in_chans": (lambda channels: channels in (1, 3), "3 for colours, or 1 for gray images"),
-    "val_fraction": (lambda part: 0.0 < part < 1.0, "between 0 and 1"),
-    "test_fraction": (lambda part: 0.0 < part < 1.0, "between 0 and 1"),
-}
-"""Options that several data sets have: which values are possible, and the words for them."""
-
-
 def require_options(options: Mapping[str, Any]) -> None:
     """Refuse impossible values of options that several data sets have. Each data set checks its own with `require`."""
-    for name, (is_possible, must_be) in _POSSIBLE.items():
-        if name in options:
-            require(is_possible(options[name]), name, options[name], must_be)
-    if {"val_fraction", "test_fraction"} <= options.keys():
-        val = options["val_fraction"]
-        require(val + options["test_fraction"] < 1.0, "val_fraction", val, "less than 1 with data.test_fraction")
+    if "image_size" in options:
+        require(options["image_size"] >= 4, "image_size", options["image_size"], "4 or more")
+    fractions = {name: options[name] for name in ("val_fraction", "test_fraction") if name in options}
+    for name, fraction in fractions.items():
+        require(0.0 < fraction < 1.0, name, fraction, "between 0 and 1")
+    if len(fractions) == 2:
+        require(sum(fractions.values()) < 1.0, *next(iter(fractions.items())), "less than 1 with data.test_fraction")
 
 
 def require(condition: bool, option: str, value: object, must_be: str) -> None:

@@ -110,7 +110,7 @@ def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path],
     if given is None or given == target:
         download(url, target, md5, say)
         return target
-    is_official(given, md5_of(given), md5, say)
+    note_other(given, md5_of(given), md5, say)
     return given
 
 
@@ -122,21 +122,10 @@ def is_there(folder: Path, names: Iterable[str], say: Say) -> bool:
     return whole
 
 
-def is_official(archive: Path, found: str, md5: str, say: Say) -> bool:
-    """Whether an archive whose MD5 was ``found`` is the official one, of ``md5``; else says what it is taken for."""
+def note_other(archive: Path, found: str, md5: str, say: Say) -> None:
+    """Say what an archive is taken for whose MD5 was ``found`` and not that of the official one, ``md5``."""
     if found != md5:
         say(f"Note: {archive} is not the official file (another MD5). Taking it for your own data in the same format.")
-    return found == md5
-
-
-def require_count(archive: Path, folder: Path, count: int, expected: int) -> None:
-    """Refuse an official archive that has lost images on its way into ``folder``."""
-    if count != expected:
-        raise UserError(
-            f"{archive} gave {count} images instead of {expected}.",
-            why=f"Unpacking lost some, or {folder} has some of another archive.",
-            fix=f"Remove {folder} if it is there, check the disk's free space and quota, and give this command again.",
-        )
 
 
 def other_archive(archive: Path, what: str, why: str, right: str) -> UserError:
@@ -268,10 +257,8 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
         fileio.make_folder((folder / target).parent, folder)
         with file, fileio.create(folder / target, folder) as out:
             shutil.copyfileobj(file, out, CHUNK)
-    except FileExistsError:
-        raise _refused(tar, member, "comes twice") from None
     except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ENAMETOOLONG):
+        if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG):
             raise  # the disk's or the permissions' fault, not the archive's
         raise _refused(tar, member, f"cannot be made: {error.strerror}") from None
 

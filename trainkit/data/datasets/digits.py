@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from trainkit.data.base import DataInfo, Splits, require, require_options, stratified_split
-from trainkit.data.download import Say
+from trainkit.data.base import DataInfo, Splits, require, stratified_split
 from trainkit.errors import UserError
 
 
-def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool = True, shift: int = 1) -> Splits:
+def build(
+    root: Path, *, image_size: int = 8, in_chans: Literal[1, 3] = 1, augment: bool = True, shift: int = 1
+) -> Splits:
     """About 70 / 15 / 15 % train, val, test, stratified, whatever the seed. Augmented by shifts of up to ``shift``."""
     import numpy
     import torch
@@ -38,7 +39,6 @@ def train_size(root: Path, **options: Any) -> int:
 
 def locate(root: Path, *, shift: int, **options: Any) -> None:
     """Check the options. The data comes with scikit-learn, wherever ``root`` is."""
-    require_options(options)
     require(0 <= shift < 8, "shift", shift, "between 0 and 7 pixels")
     if importlib.util.find_spec("sklearn") is None:
         raise UserError(
@@ -46,8 +46,3 @@ def locate(root: Path, *, shift: int, **options: Any) -> None:
             why="It is not installed in this environment.",
             fix="pip install scikit-learn",
         )
-
-
-def prepare(root: Path, archives: list[Path], say: Say) -> None:
-    """Nothing to fetch."""
-    say("digits comes with scikit-learn: nothing to fetch.")

@@ -7,10 +7,10 @@ import struct
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, damaged, require_files, require_options, size_left, stratified_split
+from trainkit.data.base import DataInfo, Splits, damaged, require_files, size_left, stratified_split
 from trainkit.data.download import Say, given_or_fetched, is_there, require_names
 from trainkit.errors import UserError
 
@@ -34,7 +34,7 @@ _LONGEST = 1 << 28
 
 
 def build(
-    root: Path, *, image_size: int = 28, in_chans: int = 1, augment: bool = True, val_fraction: float = 0.1
+    root: Path, *, image_size: int = 28, in_chans: Literal[1, 3] = 1, augment: bool = True, val_fraction: float = 0.1
 ) -> Splits:
     """60,000 + 10,000 gray pictures of clothes, 28x28. ``val_fraction`` of the training images become val, stratified.
 
@@ -56,8 +56,7 @@ def train_size(root: Path, *, val_fraction: float, **others: Any) -> int:
 
 
 def locate(root: Path, **options: Any) -> None:
-    """Check the options, and that all files are there."""
-    require_options(options)
+    """Check that all files are there."""
     require_files("fashion_mnist", root, (root / FOLDER / file for file in FILES))
 
 

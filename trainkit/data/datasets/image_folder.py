@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainkit.data import folders
-from trainkit.data.base import Splits, require_options, size_left, stratified_split
+from trainkit.data.base import Splits, size_left, stratified_split
 from trainkit.data.download import Say
 from trainkit.data.folders import Files, ImageFiles, Layout
 from trainkit.errors import UserError
@@ -16,7 +16,7 @@ def build(
     files: Files,
     *,
     image_size: int = 224,
-    in_chans: int = 3,
+    in_chans: Literal[1, 3] = 3,
     augment: bool = True,
     val_fraction: float = 0.15,
     test_fraction: float = 0.15,
@@ -49,8 +49,7 @@ def layout(root: Path) -> Layout:
 
 
 def locate(root: Path, **options: Any) -> None:
-    """Check the options, and that ``root`` has one of the two layouts."""
-    require_options(options)
+    """Check that ``root`` has one of the two layouts."""
     folder = root / layout(root)[1][0]
     if not folder.is_dir():
         raise UserError(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.data.base import DataInfo, Splits, derive_seed, require
-from trainkit.data.download import Say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,19 +51,13 @@ def train_size(root: Path, *, train_size: int, **others: Any) -> int:
     return train_size
 
 
-def locate(root: Path, *, num_classes: int, image_size: int, in_chans: int, noise: float, **others: Any) -> None:
+def locate(root: Path, *, num_classes: int, in_chans: int, noise: float, **others: Any) -> None:
     """Check the options. There is nothing to find: the images are computed."""
     require(num_classes >= 2, "num_classes", num_classes, "2 or more")
-    require(image_size >= 4, "image_size", image_size, "4 or more")
     require(in_chans >= 1, "in_chans", in_chans, "1 or more")
     require(0.0 <= noise <= 1.0, "noise", noise, "between 0 and 1")
     for option in ("train_size", "val_size", "test_size"):
         require(others[option] >= 1, option, others[option], "1 or more")
-
-
-def prepare(root: Path, archives: list[Path], say: Say) -> None:
-    """Nothing to fetch."""
-    say("synthetic images are computed: nothing to fetch.")
 
 
 class _Made:
