@@ -565,5 +565,5 @@ def type_in_words(field: Mapping[str, Any]) -> str:
 
 
 def _name_of_type(field: Mapping[str, Any]) -> str:
-    kind = field.get("type", "any")
+    kind: str = field.get("type", "any")
     return _TYPES.get(kind, kind)
