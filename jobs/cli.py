@@ -131,8 +131,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         what, why, fix = message, f"It was given to `{self.prog}`.", f"`{self.prog} --help` lists the flags."
         kind, _, rest = message.partition(": ")
-        # "argument --nodes/-N" or "argument create|status": the long flag, or what stands for the word
-        name = max(kind.removeprefix("argument ").split("/"), key=lambda item: (item.startswith("--"), len(item)))
         if kind == "unrecognized arguments":
             word, *more = rest.split()
             flag, _, value = word.partition("=")
@@ -149,14 +147,12 @@ class Parser(argparse.ArgumentParser):
                 fix = f"`{self.prog} --help` says what each of them does."
             elif names[0].startswith("PRESET") and "--join" in self._option_string_actions:
                 fix = f"Name it first: `{self.prog} ddp`, or to join a swarm `{self.prog} hivemind --join TOKEN`."
-        elif rest == "expected one argument":
-            what, why, fix = f"{name} has no value", "It takes one, and none follows it.", f"Write {name} VALUE."
-        elif match := re.fullmatch(r"invalid (\w+) value: '(.*)'", rest):
-            wanted = {"int": "a whole number", "float": "a number"}.get(match[1], f"a {match[1]}")
-            what, why, fix = f"{name} {match[2]} is not valid", f"It must be {wanted}.", f"Give {wanted}: {name} 4."
         elif match := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
             choices = match[2].replace("'", "").split(", ")
-            what, why = f"'{match[1]}' is not possible", f"{name} is one of: {', '.join(choices)}."
+            what, why = (
+                f"'{match[1]}' is not possible",
+                f"{kind.removeprefix('argument ')} is one of: {', '.join(choices)}.",
+            )
             fix = did_you_mean(match[1], choices, otherwise=f"Use {choices[0]}.")
         raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
 

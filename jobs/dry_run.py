@@ -123,6 +123,5 @@ def _partitions(loaded: Loaded, site: Site) -> list[str]:
 def _words(start: Start, now: datetime) -> str:
     if start.when is None:
         return f"no: {start.refusal}"
-    minutes = max(0, round((start.when - now).total_seconds() / 60))
-    wait = "now" if not minutes else f"in {minutes} min" if minutes < 120 else f"in {minutes / 60:.0f} h"
-    return f"{start.when:%Y-%m-%d %H:%M}  {wait}, on {start.nodes}"
+    wait = terminal.age((start.when - now).total_seconds())
+    return f"{start.when:%Y-%m-%d %H:%M}  in {wait}, on {start.nodes}"

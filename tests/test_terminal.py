@@ -110,7 +110,7 @@ def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None
     ("said", "text"),
     [
         *((terminal.age(seconds), text) for seconds, text in (
-            (-1, "0 s"), (59, "59 s"), (60, "1 min"), (3 * 3600 + 5, "3 h"), (90000, "1 d"))),
+            (-1, "0 s"), (59, "59 s"), (60, "1 min"), (119 * 60, "2 h"), (3 * 3600 + 5, "3 h"), (90000, "1 d"))),
         *((terminal.size(number), text) for number, text in (
             (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (4_510_000_000, "4.5 GB"))),
     ],

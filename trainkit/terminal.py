@@ -224,10 +224,10 @@ def watch(text: Callable[[], str], *, every: float, view: Callable[[int], Render
 
 
 def age(seconds: float) -> str:
-    """Seconds in the largest unit that fits: ``40 s``, ``12 min``, ``5 h``, ``3 d``."""
+    """Seconds in the largest unit that fits, rounded: ``40 s``, ``12 min``, ``5 h``, ``3 d``."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
+            return f"{seconds / size:.0f} {unit}"
     return f"{max(int(seconds), 0)} s"
 
 

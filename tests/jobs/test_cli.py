@@ -53,10 +53,10 @@ def test_a_flag_sets_its_key_as_text_in_either_spelling() -> None:
 @pytest.mark.parametrize(
     ("verb", "words", "what", "fix"),
     [
-        ("evaluate", "run --checkpoint", "--checkpoint has no value.", "Write --checkpoint VALUE."),
+        ("evaluate", "run --checkpoint", "Argument --checkpoint: expected one argument.", "--help"),
         ("evaluate", "run --weights rwa", "'rwa' is not possible.", "Did you mean 'raw'?"),
         ("evaluate", "run --weights x", "'x' is not possible.", "Use raw."),
-        ("bench", "amp --rounds x", "--rounds x is not valid.", "Give a whole number: --rounds 4."),
+        ("bench", "amp --rounds x", "Argument --rounds: invalid int value: 'x'.", "--help"),
         ("evaluate", "", "RUN missing.", "--help"),
     ],
 )

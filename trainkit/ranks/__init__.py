@@ -384,29 +384,33 @@ def device_index(local_rank: int, visible_device_count: int) -> int:
 
 
 def _from_variables(read: Reader) -> RankEnv:
-    """torch's variables, set by torchrun or by hand; by hand LOCAL_RANK may be missing: then there is one rank per
-    machine, or all are on this one."""
-    with_local_rank = read.launcher == "torchrun" or all(name in read.env for name in _TORCH_VARIABLES)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    """torch's variables, set by torchrun or by hand."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # the first that is missing is named
         read.text(name)
-    rank, world_size, port = read.number("RANK"), read.number("WORLD_SIZE"), read.number("MASTER_PORT")
-    addr, default = read.text("MASTER_ADDR"), None if with_local_rank else 1
-    # Azure ML tells the number of nodes, each with as many ranks; else all are on one machine.
-    if with_local_rank and (nodes := read.number("AZUREML_NODE_COUNT", 0)) and world_size % nodes == 0:
-        default = world_size // nodes
-    elif world_size == 1 or is_loopback(addr):
-        default = world_size
-    local_world_size = read.number("LOCAL_WORLD_SIZE", default)
+    rank, world_size = read.number("RANK"), read.number("WORLD_SIZE")
+    addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
+    ranks_here = world_size if world_size == 1 or is_loopback(addr) else None
+    if read.launcher == "manual" and not all(name in read.env for name in _TORCH_VARIABLES):
+        # By hand LOCAL_RANK may be missing: then all ranks are on this machine, or there is one on each.
+        return read.rank(rank, world_size, max(read.number("LOCAL_WORLD_SIZE", ranks_here or 1), 1), addr, port)
+    nodes = read.number("AZUREML_NODE_COUNT", 0)
+    if nodes and world_size % nodes == 0:  # each with as many ranks
+        ranks_here = world_size // nodes
+    local_world_size = read.number("LOCAL_WORLD_SIZE", ranks_here)
     size = max(local_world_size, 1)
-    if not with_local_rank:
-        return read.rank(rank, world_size, size, addr, port)
-    node_rank = read.number("GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK", rank // size)
     num_nodes = read.number("GROUP_WORLD_SIZE", -(-world_size // size))
     hosts = slurm_hosts(read.env) if read.launcher == "torchrun" else ()
     return read.rank(
-        rank, world_size, local_world_size, addr, port, hosts=hosts if len(hosts) == num_nodes else (),
-        local_rank=read.number("LOCAL_RANK"), node_rank=node_rank, num_nodes=num_nodes,
-    )  # fmt: skip
+        rank,
+        world_size,
+        local_world_size,
+        addr,
+        port,
+        hosts=hosts if len(hosts) == num_nodes else (),
+        local_rank=read.number("LOCAL_RANK"),
+        node_rank=read.number("GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK", rank // size),
+        num_nodes=num_nodes,
+    )
 
 
 def _from_submitit_local(read: Reader) -> RankEnv:
