@@ -149,10 +149,8 @@ class Parser(argparse.ArgumentParser):
                 fix = f"Name it first: `{self.prog} ddp`, or to join a swarm `{self.prog} hivemind --join TOKEN`."
         elif match := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
             choices = match[2].replace("'", "").split(", ")
-            what, why = (
-                f"'{match[1]}' is not possible",
-                f"{kind.removeprefix('argument ')} is one of: {', '.join(choices)}.",
-            )
+            what = f"'{match[1]}' is not possible"
+            why = f"{kind.removeprefix('argument ')} is one of: {', '.join(choices)}."
             fix = did_you_mean(match[1], choices, otherwise=f"Use {choices[0]}.")
         raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
 
