@@ -59,13 +59,8 @@ def left_in(folder: Path) -> list[str]:
             process.kill()
         except psutil.Error:
             continue
-    stay = (
-        f"trainkit-{os.geteuid()}",
-        "trainkit-heartbeat-",
-    )  # ssh's sockets; the next run removes those of a killed one
-    files = [
-        path for path in sorted(folder.iterdir()) if path.name.startswith(_OURS) and not path.name.startswith(stay)
-    ]
+    stays = f"trainkit-{os.geteuid()}"  # what programs of a user share
+    files = [path for path in sorted(folder.iterdir()) if path.name.startswith(_OURS) and path.name != stays]
     return found + [str(path) for path in files]
 
 

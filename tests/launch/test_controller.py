@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ import pytest
 from tests.runs import wait_until
 from trainkit.launch import controller as module
 from trainkit.launch.controller import Death, Ending, Limits, Rank, RankGroup, Requests, supervise
-from trainkit.ranks import signals
 from trainkit.run.events import Attempt, ProcessId, history_of
 from trainkit.run.folder import RunDir
 
@@ -242,21 +240,3 @@ def test_a_cancel_lets_ranks_save_and_a_second_one_ends_them(
     began = time.monotonic()
     assert supervised("time.sleep(60)", requests=requests, cancel=cancel).state == "CANCELLED"
     assert time.monotonic() - began < 50
-
-
-def test_the_next_supervisor_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import time\nfrom trainkit.ranks.signals import pulses\n"
-    code += "with pulses(2):\n    print(flush=True); time.sleep(600)"
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as killed:
-        assert killed.stdout is not None
-        killed.stdout.readline()
-        (file,) = tmp_path.iterdir()
-        with signals.pulses(1):
-            assert file.exists(), "its supervisor lives"
-            assert len(list(tmp_path.iterdir())) == 2
-        killed.kill()
-    with signals.pulses(1):
-        assert not file.exists()
-    assert list(tmp_path.iterdir()) == []

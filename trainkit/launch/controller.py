@@ -83,7 +83,7 @@ class Death:
 class RankGroup:
     """The processes of the ranks, from start to end."""
 
-    def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
+    def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None, inherited: Sequence[int] = ()) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
         self._ended: set[int] = set()
         self._ending = False
@@ -91,7 +91,7 @@ class RankGroup:
         """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
         try:
             for rank in ranks:
-                self._children.append(_start(rank, cwd))
+                self._children.append(_start(rank, cwd, inherited))
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -154,7 +154,7 @@ class RankGroup:
             os.killpg(self._children[index].pid, signal.SIGKILL)
 
 
-def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:
+def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)  # loaded before the fork
 
     def before_exec() -> None:
@@ -169,7 +169,7 @@ def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:
     with append(rank.log.with_suffix(".out"), folder) as out, append(rank.log.with_suffix(".err"), folder) as err:
         return subprocess.Popen(
             list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            start_new_session=True, preexec_fn=before_exec,
+            start_new_session=True, preexec_fn=before_exec, pass_fds=inherited,
         )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def supervise(
     """
     with pulses(len(ranks)) as counts:
         counted = [rank._replace(env={**rank.env, **counts.variable(index)}) for index, rank in enumerate(ranks)]
-        group = RankGroup(counted, cwd)
+        group = RankGroup(counted, cwd, [counts.descriptor])
         watch = _Watch(group, counts, limits, requests)
 
         def look() -> None:

@@ -1,7 +1,7 @@
 """What launchers and ranks tell each other while they run: heartbeats, and requests to stop.
 
 A rank counts its progress in memory that it shares with the process that supervises it. A count takes a tenth of a
-microsecond, because no system call is made. The file is on this machine, and only processes of this machine read it.
+microsecond, because no system call is made. The memory has no name: a rank inherits its descriptor.
 
 A request to stop is a signal that sets a flag; the ranks then agree, and all leave the loop at the same step. The
 handlers must be in place before torch is imported, because until then the signal of a time limit kills the process: so
@@ -11,22 +11,18 @@ the signal reaches the ranks at different lines.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
-import os
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt
-from trainkit.run.folder import HEARTBEAT
 
 # Heartbeats
 
@@ -36,7 +32,6 @@ STARTING_SECONDS = 600.0
 """Before the first update a rank may be silent for so long, or for `launch.hang_seconds` if that is longer: it loads
 code and data."""
 _SIZE = 8
-_PREFIX = HEARTBEAT.name.format("")
 _HANG = "no progress for "
 
 
@@ -54,12 +49,13 @@ def is_hang(error: str) -> bool:
 class Heartbeats:
     """The counts of all ranks of this machine, for their supervisor."""
 
-    file: Path
+    descriptor: int
+    """Of the memory; a rank that inherits it finds it by its number."""
     counts: memoryview
 
     def variable(self, index: int) -> dict[str, str]:
         """What tells a rank where to count."""
-        return {VARIABLE: f"{self.file}:{index}"}
+        return {VARIABLE: f"/dev/fd/{self.descriptor}:{index}"}
 
     def read(self) -> list[int]:
         """How often each rank has beaten; 0 for one that is still starting."""
@@ -68,30 +64,11 @@ class Heartbeats:
 
 @contextmanager
 def pulses(count: int) -> Iterator[Heartbeats]:
-    """Shared memory for the counts of ``count`` ranks; it is removed afterwards."""
-    _clear()
-    descriptor, name = tempfile.mkstemp(prefix=_PREFIX)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, count * _SIZE)
-        with mmap.mmap(descriptor, count * _SIZE) as memory, memoryview(memory).cast("Q") as counts:
-            yield Heartbeats(Path(name), counts)
-    finally:
-        os.close(descriptor)
-        Path(name).unlink(missing_ok=True)
-
-
-def _clear() -> None:
-    """Remove the files of supervisors that were killed: nobody holds a lock on them."""
-    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is another user's, or locked, or gone
-            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_size:  # an empty one is being made at this moment
-                    file.unlink()
-            finally:
-                os.close(descriptor)
+    """Memory for the counts of ``count`` ranks, which must inherit its descriptor; it is gone when nobody holds it."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(count * _SIZE)
+        with mmap.mmap(file.fileno(), count * _SIZE) as memory, memoryview(memory).cast("Q") as counts:
+            yield Heartbeats(file.fileno(), counts)
 
 
 def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:

@@ -105,10 +105,6 @@ MESSAGES = (
         "rank-{}.hang", "JSON: `beats`, `where`, `waits`: where a rank stands that makes no progress", "that rank",
         "the first of the ranks that hang",
     ),
-    HEARTBEAT := Message(
-        "trainkit-heartbeat-{}", "shared memory: 8 bytes a rank, how often it has made progress",
-        "every rank of this machine", "the process that has started them", "$TMPDIR/",
-    ),
 )  # fmt: skip
 
 
