@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trainkit import fileio
-from trainkit.bench.arms import bench_of, efficiency
+from trainkit.bench.arms import bench_of
 from trainkit.bench.base import CONTROL, Arm, BenchDir, LeftOut, Request, Results
 from trainkit.bench.results import lines, results_of, write_results
 
@@ -74,61 +74,78 @@ def test_no_ratio_where_it_cannot_be_believed(seconds: list[float], taken: float
     assert not [line for line in lines(said)[:-1] if line.startswith("bf16") and " x" in line]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (0.5, "bf16 trains 2.01 x as fast as fp32 here and takes 0.60 of the memory; use train.precision=bf16."),
-        (2.0, "Nothing is clearly faster than fp32 here, bf16 trains 0.50 x as fast; "
-              "use train.precision=fp32."),
-    ],
-)  # fmt: skip
-def test_the_answer_says_how_much_faster_and_what_to_set(seconds: float, said: str) -> None:
-    memory = {"fp32": 100.0, "bf16": 60.0}
-    assert results(records({"fp32": STEADY, "bf16": [seconds] * 5, CONTROL: STEADY[::-1]}, memory)).meaning == said
+def in_series(name: str) -> dict[str, Any]:
+    """A number at the front of an arm's name is its size, and its number of ranks where the name says so."""
+    word = name.partition(" ")[0]
+    about: dict[str, Any] = {"size": int(word), "overrides": [f"data.workers={word}"]} if word.isdecimal() else {}
+    if "rank" in name:
+        about |= {"ranks": list(range(int(word))), "series": "same batch for all"}
+    return about | ({"series": "between"} if name.startswith("between") else {})
 
 
-def test_no_ratio_where_rounds_contradict_each_other() -> None:
-    seconds = {"single": STEADY, "ddp": [0.5, 1.3, 0.5, 0.6, 1.2], "fsdp": [2.0] * 5, CONTROL: STEADY[::-1]}
-    told = results(records(seconds), "strategy")
-    assert told.rows[1].ratio is None
-    assert "ddp came out now faster, now slower (0.7" in "\n".join(lines(told))
-    assert told.meaning.startswith(
+ANSWERS = {
+    "a faster format is recommended, with its memory": (
+        "amp",
+        {"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY[::-1]},
+        "bf16 trains 2.01 x as fast as fp32 here and takes 0.60 of the memory; use train.precision=bf16.",
+    ),
+    "a slower one is not": (
+        "amp",
+        {"fp32": STEADY, "bf16": [2.0] * 5, CONTROL: STEADY[::-1]},
+        "Nothing is clearly faster than fp32 here, bf16 trains 0.50 x as fast; use train.precision=fp32.",
+    ),
+    "an arm whose rounds contradict each other is passed over": (
+        "strategy",
+        {"single": STEADY, "ddp": [0.5, 1.3, 0.5, 0.6, 1.2], "fsdp": [2.0] * 5, CONTROL: STEADY[::-1]},
         "Nothing is clearly faster than single here, fsdp trains 0.50 x as fast; use strategy.name=single. "
-        "All come to the same loss"
-    )
-
-
-def test_the_network_is_told_roughly_where_the_control_is_off() -> None:
-    seconds = {"between, 1.0 MB": [1.0] * 3, "between, gradients, 4.0 MB": [2.0] * 3, CONTROL: [1.2] * 3}
-    told = records(seconds, about=lambda name: {"series": "between"})
-    for one in told[1:-1]:
-        one["bytes"], one["extra"] = 5e9, {"seconds": one["seconds"] / 1000}
-    assert results(told, "network").meaning == (
-        "An all-reduce moves roughly 5 GB/s between nodes; exchanging this model's gradients (4.0 MB) takes 2 ms an "
-        "update."
-    )
-
-
-def test_batches_are_recommended_up_to_where_they_hardly_gain() -> None:
-    seconds = {"64": [1.0] * 3, "128": [0.5] * 3, "256": [0.49] * 3, "512": [0.6] * 3, CONTROL: [1.0] * 3}
-    assert results(records(seconds, about=lambda name: {"size": int(name)}), "batch-size").meaning == (
+        "All come to the same loss after 10 updates.",
+    ),
+    "batches are recommended up to where they hardly gain": (
+        "batch-size",
+        {"64": [1.0] * 3, "128": [0.5] * 3, "256": [0.49] * 3, "512": [0.6] * 3, CONTROL: [1.0] * 3},
         "Micro batches of 128 train 2.00 x as fast as 64 here, larger ones hardly faster, and the largest that ran is "
-        "512; use train.micro_batch_size=128."
-    )
+        "512; use train.micro_batch_size=128.",
+    ),
+    "data that keeps up": (
+        "loader",
+        {"model alone": [1.0] * 3, "0 workers": [2.0] * 3, "2 workers": [1.01] * 3, CONTROL: [1.0] * 3},
+        "The data keeps up: with 2 workers the model trains at 0.99 of what it does fed from memory; use "
+        "data.workers=2.",
+    ),
+    "data that does not": (
+        "loader",
+        {"model alone": [1.0] * 3, "0 workers": [4.0] * 3, "2 workers": [2.0] * 3, CONTROL: [1.0] * 3},
+        "The data does not keep up: with 2 workers the model trains at 0.50 of what it does fed from memory, and more "
+        "processes gain nothing; use data.workers=2; image files can be packed (python -m jobs.prepare DATASET --pack "
+        "256).",
+    ),
+    "more ranks, with their efficiency": (
+        "scaling",
+        {"1 rank": [1.0] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3},
+        "4 ranks train 2.50 x as fast as 1 rank with the same batch (efficiency 62 %); 0 % of an update is "
+        "communication that no computation hides: they help.",
+    ),
+    "ranks that are faster than they are more": (
+        "scaling",
+        {"1 rank": [20.0] * 5, "2 ranks": [1.0] * 5, CONTROL: [20.0] * 5},
+        "No difference can be told here: 2 ranks came to 20.00 x with 2 x the ranks: 1 rank was held up.",
+    ),
+    "the network roughly, where the control is off": (
+        "network",
+        {"between, 1.0 MB": [1.0] * 3, "between, gradients, 4.0 MB": [2.0] * 3, CONTROL: [1.2] * 3},
+        "An all-reduce moves roughly 5 GB/s between nodes; exchanging this model's gradients (4.0 MB) takes 2 ms an "
+        "update.",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        ({"0 workers": 2.0, "2 workers": 1.01}, "The data keeps up: with 2 workers the model trains at 0.99"),
-        ({"0 workers": 4.0, "2 workers": 2.0}, "The data does not keep up: with 2 workers the model trains at 0.50"),
-    ],
-)
-def test_the_loader_is_judged_by_the_model_fed_from_memory(seconds: dict[str, float], words: str) -> None:
-    taken = {"model alone": [1.0] * 3, **{name: [one] * 3 for name, one in seconds.items()}, CONTROL: [1.0] * 3}
-    said = results(records(taken, about=lambda name: {"overrides": [f"data.workers={name[0]}"]}), "loader")
-    assert said.meaning.startswith(words)
-    assert "use data.workers=2" in said.meaning
+@pytest.mark.parametrize(("name", "seconds", "answer"), ANSWERS.values(), ids=ANSWERS)
+def test_the_answer_is_one_sentence(name: str, seconds: dict[str, list[float]], answer: str) -> None:
+    told = records(seconds, {"fp32": 100.0, "bf16": 60.0}, about=in_series)
+    if name == "network":
+        for one in told[1:-1]:
+            one["bytes"], one["extra"] = 5e9, {"seconds": one["seconds"] / 1000}
+    assert results(told, name).meaning == answer
 
 
 def test_a_job_that_was_killed_keeps_what_it_had_measured_and_says_so() -> None:
@@ -144,6 +161,12 @@ def test_an_arm_that_failed_stands_in_the_table_with_its_reason() -> None:
     assert line.endswith("out of memory: tried to allocate 2 GiB")
     assert "\x1b" not in line, "nothing that a terminal would obey reaches it"
     assert "only fp32 could run here" in lines(results(told))[-1]
+
+
+def test_batches_of_which_each_failed_half_way_are_told_without_one() -> None:
+    failed = [{"kind": "failed", "arm": name, "why": "out of memory"} for name in ("64", "128")]
+    told = records({"64": [1.0] * 3, "128": [0.5] * 3, CONTROL: [1.0] * 3}, about=in_series)
+    assert "the largest" not in results([*told, *failed], "batch-size").meaning
 
 
 def test_a_loss_that_is_worse_is_said() -> None:
@@ -177,30 +200,6 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     write_results(run)
     written = json.loads(run.results.read_text())
     assert [one for one in told if one["kind"] == "sample"] == written["samples"]
-    svg = ElementTree.parse(run.path / "bench.svg").getroot()
-    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
-    words = " ".join(svg.itertext())
+    words = " ".join(ElementTree.parse(run.path / "bench.svg").getroot().itertext())
     for part in ("Does mixed precision help here?", "fp32", "bf16", "1,280", "use train.precision=bf16."):
         assert part in words
-
-
-def of_ranks(name: str) -> dict[str, Any]:
-    return {"ranks": list(range(int(name[0]))), "series": "same batch for all"}
-
-
-def test_scaling_has_its_efficiency() -> None:
-    said = results(records({"1 rank": [1.0] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3}, about=of_ranks), "scaling")
-    assert (said.rows[1].ratio, efficiency(said.rows[1], said)) == pytest.approx((1 / 0.4, 1 / 0.4 / 4))
-    assert "4 ranks train 2.50 x as fast as 1 rank with the same batch (efficiency 62 %)" in said.meaning
-
-
-def test_more_ranks_are_not_faster_than_they_are_more() -> None:
-    seconds = {"1 rank": [20.0] * 5, "2 ranks": [1.0] * 5, "4 ranks": [0.99] * 5, CONTROL: [20.0] * 5}
-    row = results(records(seconds, about=of_ranks), "scaling").rows[1]
-    assert (row.ratio, row.why_none) == (None, "2 ranks came to 20.00 x with 2 x the ranks: 1 rank was held up")
-
-
-def test_batches_of_which_each_failed_half_way_are_told_without_one() -> None:
-    failed = [{"kind": "failed", "arm": name, "why": "out of memory"} for name in ("64", "128")]
-    told = records({"64": [1.0] * 3, "128": [0.5] * 3, CONTROL: [1.0] * 3}, about=lambda name: {"size": int(name)})
-    assert "the largest" not in results([*told, *failed], "batch-size").meaning
