@@ -1,4 +1,4 @@
-"""``python -m tests.diagnosis.score [--held-out]``: how many of the fresh failure texts `jobs.why` explains.
+"""How many of the fresh failure texts `jobs.why` explains.
 
 Each text becomes the run folder that a failed job leaves; the scheduler's answer is that of its exit code.
 """
@@ -6,13 +6,10 @@ Each text becomes the run folder that a failed job leaves; the scheduler's answe
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import signal
-import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import JobState
 
 FRESH = Path(__file__).with_name("corpus") / "fresh"
-HELD_OUT = 30
 NO_CAUSE = {"", "failed", "no-words", "lost-connection"}
 """Names of answers that say that nothing tells why."""
 
@@ -44,11 +40,6 @@ class Answer:
 
 def texts() -> list[dict[str, Any]]:
     return [item for path in sorted(FRESH.glob("*.yaml")) for item in yaml.safe_load(path.read_text("utf-8"))]
-
-
-def held_out(ids: list[str]) -> set[str]:
-    """The 30 whose hash is smallest: nobody has chosen them."""
-    return set(sorted(ids, key=lambda id: hashlib.sha256(id.encode()).hexdigest())[:HELD_OUT])
 
 
 def run_of(item: dict[str, Any], folder: Path, config: str) -> RunDir:
@@ -109,20 +100,3 @@ def answers() -> list[Answer]:
     config = to_yaml(load("ddp").config)
     with tempfile.TemporaryDirectory() as folder:
         return [answer_to(item, Path(folder), config) for item in texts()]
-
-
-def main(argv: list[str]) -> None:
-    given = answers()
-    aside = held_out([answer.id for answer in given])
-    for title, part in (("open", False), ("held out", True)):
-        rows = [answer for answer in given if (answer.id in aside) == part]
-        counts = Counter(answer.verdict for answer in rows)
-        if not part or "--held-out" in argv:
-            for row in rows:
-                print(f"{row.verdict:17}  {row.id:24} {row.name:20} {row.what[:150]} | {row.fix.strip()[:150]}")
-        order = ("right", "half", "wrong", "confidently wrong")
-        print(f"{title}: of {len(rows)} " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in order))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -99,11 +99,6 @@ def test_each_row_has_a_recorded_text_and_one_command_without_a_placeholder() ->
     assert [row.name for row in rows() if not row.command or "FOLDER" in row.command] == []
 
 
-def test_a_run_reads_the_rows_without_the_texts_that_prove_them() -> None:
-    read = [{key: row[key] for key in row if key not in ("recorded", "command", "says", "seen")} for row in ROWS]
-    assert [{key: getattr(row, key) for key in kept} for row, kept in zip(rows(), read, strict=True)] == read
-
-
 def test_9_in_10_public_failures_are_explained_and_none_wrongly() -> None:
     verdicts = Counter(answer.verdict for answer in answers())
     assert sum(verdicts.values()) == 117
@@ -223,13 +218,12 @@ LR = "optim:\n  lr: {}\n"
     ("config", "error", "command"),
     [
         (LR.format("4.0e-3"), "FloatingPointError: the loss is nan", " optim.lr=0.002 "),
-        (LR.format("1.0e+9"), "FloatingPointError: the loss is nan", " optim.lr=0.002 "),  # which nothing trains with
         (LR.format("0.4"), "FloatingPointError: the loss is nan", " optim.lr=0.2 "),
         ("train:\n  global_batch_size: 50\n", "torch.OutOfMemoryError: CUDA out of memory.", "micro_batch_size=5"),
         ("", "FileNotFoundError: [Errno 2] No such file or directory: '/x; touch y'", " ls -ld '/x; touch y'"),
         ("", "OSError: x: Could not resolve hostname lic7: Name or service not known", " getent hosts lic7"),
     ],
-    ids=["half the rate", "not of an absurd one", "of a high one", "half of a rank's 25", "one word", "its name"],
+    ids=["half the rate", "of a high one", "half of a rank's 25", "one word", "its name"],
 )
 def test_the_command_has_the_runs_numbers_and_the_messages_names(
     run: RunDir, config: str, error: str, command: str
@@ -318,14 +312,6 @@ def test_nobody_is_told_to_install_a_package_that_may_be_a_strangers(run: RunDir
     cause = diagnose(run, rank=f"ModuleNotFoundError: No module named '{module}'")
     assert cause.name == "missing-module"
     assert "pip" not in cause.command + cause.fix
-
-
-def test_of_many_ranks_the_one_that_did_not_miss_another_is_the_cause(run: RunDir) -> None:
-    for rank in range(64):
-        words = "ValueError: mine" if rank == 37 else "RuntimeError: [n1]:4711: Connection reset by peer"
-        (run.attempt_logs(0) / f"rank-{rank}.err").write_text(TRACEBACK.format(words))
-    told = [f"srun: error: n{rank // 32 + 1}: task {rank}: Exited with exit code 1" for rank in range(64)]
-    assert diagnose(run, batch="\n".join(told)).what.startswith("Rank 37 on n2 raised ValueError: mine")
 
 
 def test_the_node_of_a_rank_is_known_without_its_word(run: RunDir) -> None:
@@ -450,24 +436,18 @@ def test_where_one_machine_starts_it_or_nobody_knows_the_command_stays(
 @pytest.mark.parametrize(
     ("what", "fix", "changes"),
     [
-        ("", "Use train.global_batch_size=1024, or more data.", ["train.global_batch_size=1024"]),
         ("", "Use train.global_batch_size=96 or 128.", ["train.global_batch_size=96"]),
         ("", "Use train.precision=bf16, or strategy.comm_hook=fp16.", ["train.precision=bf16"]),
         ("", "Give optim.lr=5e-4 train.grad_clip_norm=1.0.", ["optim.lr=5e-4", "train.grad_clip_norm=1.0"]),
         ("", 'Use model.freeze=["blocks.[0-5].*"].', ['model.freeze=["blocks.[0-5].*"]']),
-        ("", "Use model.freeze=[head,norm].", ["model.freeze=[head,norm]"]),
         ("", "Give 10 numbers, or train.class_weights=balanced.", ["train.class_weights=balanced"]),
         ("", "Leave train.ema_decay out.", ["train.ema_decay=null"]),
-        ("", "Leave out strategy.static_graph, or use train.micro_batch_size=8.", ["train.micro_batch_size=8"]),
-        ("model.freeze: no parameter fits 'x'.", "Name whole ones, for example model.freeze=[a].",
-         [f"model.freeze={TO_FILL_IN}"]),
         ("data.image_size=7 is not possible.", "Give data.image_size such a value.", [f"data.image_size={TO_FILL_IN}"]),
         ("my_model.py:3 could not be imported.", "Correct that line.", []),
-        ("train.py is missing.", "Bring train.py along.", []),
         ("own_data:build returned no Splits.", "Return trainkit.data.base.Splits(info=DataInfo(...), train=...).", []),
         ("The ranks differ.", "Give data.name=NAME on every node.", [f"data.name={TO_FILL_IN}"]),
     ],
-)  # fmt: skip
+)
 def test_the_change_that_an_error_asks_for_is_read_from_its_words(what: str, fix: str, changes: list[str]) -> None:
     assert settings_of(what, fix) == changes
 

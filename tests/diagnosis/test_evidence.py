@@ -115,7 +115,6 @@ def stderr(tmp_path: Path) -> Path:
         pytest.param(RAISED.replace("\n", "\n[default1]:").format(KEY), KEY, id="torchrun --tee"),
         pytest.param("[rank1]: " + RAISED.replace("\n", "\n[rank1]: ").format(KEY), KEY, id="torch's prefix"),
         pytest.param(RAISED.format(LOADER), "ValueError: bad image 7", id="of a loader's worker"),
-        pytest.param(RAISED.format("AssertionError: \nToo old"), "AssertionError: Too old", id="said on the next line"),
         pytest.param(RAISED.format(KEY) + NOISE * 20, KEY, id="with others after it"),
         pytest.param(
             RAISED.format(KEY) + "It wrote Traceback (most recent call last)\n", KEY, id="with a heading in a line"

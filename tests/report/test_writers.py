@@ -119,14 +119,6 @@ def test_an_interrupted_run_says_so_and_what_it_lacks(make_run: MakeRun, tmp_pat
     assert "It has failed" not in page_of(run_dir).text, "a later attempt has outlived it"
 
 
-def test_torn_and_foreign_lines_do_no_harm(make_run: MakeRun, tmp_path: Path) -> None:
-    run_dir = make_run()
-    for path in (run_dir.metrics, run_dir.events, run_dir.hardware("node1")):
-        with path.open("a") as file:
-            file.write('{"step": 1, "split": "val", "epoch": null, "acc1": null}\n[1]\n{"event": "started"}\n{"torn')
-    assert "98.90 %" in written([run_dir], tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     "label", ["x" * 400, "\N{CJK UNIFIED IDEOGRAPH-65E5}", "../-rf"], ids=["long", "no ASCII", "path"]
 )
@@ -155,17 +147,6 @@ def test_a_run_that_never_began_is_an_error(make_run: MakeRun, tmp_path: Path) -
     with pytest.raises(UserError, match=r"Nothing to report on in ddp-0001\."):
         write_logbook(collect([run_dir]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_that_failed_before_its_first_record_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
-    run_dir = make_run(steps=0, finished=False)
-    for _ in range(3):
-        fileio.append_jsonl(run_dir.events, {"event": "nonfinite", "step": 0, "loss": "nan"})
-    failed = {"time": 1.7e9, "event": "failed", "rank": 0, "error": "Training has diverged."}
-    fileio.append_jsonl(run_dir.events, failed)
-    text = written([run_dir], tmp_path / "out")
-    assert "0 of 400 steps. **It has failed on rank 0: Training has diverged. It has diverged: 3 of" in text
-    assert "- training metrics: metrics.jsonl has none" in text
 
 
 def test_a_collaborative_run_tells_its_rounds_and_who_has_contributed(make_run: MakeRun, tmp_path: Path) -> None:
