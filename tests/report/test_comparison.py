@@ -15,7 +15,6 @@ from tests.report.test_writers import page_of
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
 from trainkit.report import comparison
-from trainkit.report.document import TIMES, Charts
 from trainkit.report.facts import Facts, collect
 from trainkit.run.folder import RunDir
 
@@ -214,14 +213,3 @@ def test_of_many_runs_each_has_a_row_of_what_differs_and_sentences_end(make_run:
     assert header == ("run", "model.name")
     assert rows[:2] == [("ddp-0001", "fashion_cnn"), ("r0", "resnet18")]
     assert comparison.not_comparable(runs)[-1] == "And 10 more like these."
-
-
-def test_a_speed_that_is_not_compared_has_no_ratio_in_the_chart(make_run: MakeRun) -> None:
-    def drawn(*runs: RunDir) -> str:
-        charts = [part for part in comparison.comparison(collect(runs)).parts if isinstance(part, Charts)]
-        return " ".join(picture.words for chart in charts for picture in chart.pictures if picture is not None)
-
-    first = make_run("a")
-    assert f"b 4,010  2.00{TIMES}" in drawn(first, make_run("b", ranks=4, speed=4000.0))
-    assert TIMES not in drawn(first, make_run("d", ranks=4, speed=4000.0, taken=50.0))
-    assert TIMES not in drawn(make_run("e", steps=0, finished=False), first, make_run("f"))

@@ -102,7 +102,7 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
     assert "\nddp-0002: fashion_cnn, digits, ddp. Finished after 400 steps.\n" in text
     assert "| ddp-0002 | ddp | 2 | 400 | 98.71 % | 98.90 % | 13.8 s | 1,860 | 1.86× | 93 % | 1.87× |" in text  # noqa: RUF001
     assert "| strategy.name | single | ddp |" in text
-    drawn = ["throughput", "scaling", "curves", "timeline", "hardware", "hardware-2"]
+    drawn = ["scaling", "curves", "timeline", "hardware", "hardware-2"]
     assert pictures(text) == [f"{name}.svg" for name in drawn]
     assert re.findall("(?m)^## (.*)", text)[:3] == ["Comparison", "Curves", "Results by split"]
 
@@ -337,7 +337,6 @@ def test_attempts_and_interruptions_are_on_the_time_line(make_run: MakeRun) -> N
     page = page_of(run)
     bars = [attributes for attributes in page.named("rect") if attributes.get("class") == "attempt c0"]
     assert len(bars) == 3
-    assert page.text.count("↻") >= 2
     assert "3 attempts" in page.text
     restarts = [attributes for attributes in page.named("path") if "restart" in str(attributes.get("class"))]
     assert len(restarts) == 2 * 5

@@ -9,7 +9,7 @@ from functools import cached_property
 from trainkit import fileio
 from trainkit.config.loading import flatten
 from trainkit.report import document as doc
-from trainkit.report.document import COLOURS, GREY, NONE, TIMES, Axes, Bar, Picture, Series, line_chart, number, text
+from trainkit.report.document import COLOURS, GREY, NONE, TIMES, Axes, Picture, Series, line_chart, number, text
 from trainkit.report.facts import Facts, name_of
 
 _WORK = ("model.", "data.name", "data.image_size", "data.pack")
@@ -30,7 +30,7 @@ _FEWEST = 3
 """Speeds in a median: the first updates are slow."""
 _MOST_COLUMNS = 8
 """Runs beside each other in a table; more are rows of it."""
-_MOST_SENTENCES, _MOST_ROWS, _MOST_BARS = 40, 20, 20
+_MOST_SENTENCES, _MOST_ROWS = 40, 20
 
 
 def is_about_speed(keys: Iterable[str]) -> bool:
@@ -153,13 +153,12 @@ class _Pair:
 
 def comparison(runs: Sequence[Facts]) -> doc.Section:
     """Every run against the first."""
-    first, pairs = runs[0].label, [_Pair(facts, runs[0]) for facts in runs]
+    first = runs[0].label
     parts: list[doc.Part] = [comparison_table(runs), doc.Items([[sentence] for sentence in not_comparable(runs)])]
     if simulated := ", ".join(facts.label for facts in runs if facts.is_simulated):
         nodes = f"The nodes of {simulated} were simulated on one machine, whose processors their ranks share"
         parts.append(doc.Text([f"{nodes}: speed-up and efficiency say nothing of real nodes."]))
-    parts.append(doc.Charts("throughput", [_throughput(pairs)], "images per second of every run", wide=True))
-    parts.append(doc.Charts("scaling", [_speed_ups(pairs)], "speed-up by processors"))
+    parts.append(doc.Charts("scaling", [_speed_ups(runs)], "speed-up by processors"))
     if different := differences(runs):
         parts += [doc.Heading("Settings that differ"), different]
     note = (
@@ -201,27 +200,17 @@ def differences(runs: Sequence[Facts]) -> doc.Table:
     return doc.Table(header, turned)
 
 
-def _throughput(pairs: Sequence[_Pair]) -> Picture | None:
-    """A bar a run, with its speed-up where it has one."""
-    bars: list[Bar] = []
-    for pair in pairs[:_MOST_BARS]:
-        if speed := pair.facts.images_per_sec:
-            compares = pair.speed_up and pair.facts is not pair.first
-            ratio = f"  {pair.speed_up:.2f}{TIMES}" if compares else ""
-            bars.append(Bar(pair.facts.label, speed, doc.rate(speed) + ratio, 0 if bars else GREY))
-    return doc.bar_chart("Training throughput", "images/s, median", bars)
-
-
-def _speed_ups(pairs: Sequence[_Pair]) -> Picture | None:
+def _speed_ups(runs: Sequence[Facts]) -> Picture | None:
     """Speed-ups by the number of processors, where not all have as many; of several with as many the median."""
-    found: dict[int, list[float]] = {}
-    for pair in pairs:
-        if pair.speed_up and pair.facts.processors:
-            found.setdefault(pair.facts.processors, []).append(pair.speed_up)
-    if len(found) < 2 or not pairs[0].facts.processors:
+    found, first = dict[int, list[float]](), runs[0].processors
+    for facts in runs:
+        speed_up = _Pair(facts, runs[0]).speed_up
+        if speed_up and facts.processors:
+            found.setdefault(facts.processors, []).append(speed_up)
+    if len(found) < 2 or not first:
         return None
     points = [(float(many), statistics.median(found[many])) for many in sorted(found)]
-    ideal = [(many, many / pairs[0].facts.processors) for many, _ in (points[0], points[-1])]
+    ideal = [(many, many / first) for many, _ in (points[0], points[-1])]
     linear = Series("linear", ideal, GREY, label="linear", dashed=True)
     measured = Series("measured", points, label=f"{points[-1][1]:.2f}{TIMES}")
     return line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured])

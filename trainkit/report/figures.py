@@ -104,25 +104,19 @@ def _course(facts: Facts, key: str, by: str, colour: int, *, one: bool) -> Serie
     return Series(name if one else facts.label, points, 0 if one else colour, label=label, lost=lost)
 
 
-# kind of event -> its mark, its colour, and what it means; the shapes differ, for colours may not be seen
-_GLYPHS = {
-    "handed_back": ("▲", 4, "told to stop, saved"),
-    "requeued": ("↻", 0, "put back into the queue"),
-    "failed": ("✕", 1, "failed"),
-    "cancelled": ("■", 1, "cancelled"),
-    "excluded": ("⊘", 3, "a node is left out"),
-    "nonfinite": ("!", 1, "not finite"),
-    "rolled_back": ("↶", 3, "went back to a checkpoint"),
-}
 _WORDS = {
-    **{kind: words for kind, (_, _, words) in _GLYPHS.items() if kind not in ("handed_back", "requeued")},
     "refused": "refused",
+    "failed": "failed",
+    "cancelled": "cancelled",
+    "excluded": "a node is left out",
+    "nonfinite": "not finite",
+    "rolled_back": "went back to a checkpoint",
     "swarm_lost": "has lost the swarm",
     "swarm_back": "is back in the swarm",
     "save_failed": "a save failed",
     "upload_failed": "the copy elsewhere failed",
 }
-"""Events that are told in words: those that the table of attempts does not have."""
+"""Events that are told in words: those of which the table of attempts has not all."""
 
 
 class _Lane:
@@ -135,18 +129,6 @@ class _Lane:
         self.events, self.began = events if starts else [], min(starts, default=0.0)
         times = [record.get("time") for record in (*facts.train[-1:], *facts.val[-1:], *events)]
         self.seconds = max((time for time in times if fileio.is_time(time)), default=0.0) - self.began
-
-    def marks(self, longest: float) -> list[dict[str, Any]]:
-        """Events that are shown, no two on each other: of several in one place a failure, else the first."""
-        kept: list[dict[str, Any]] = []
-        for event in sorted(self.events, key=lambda event: float(event["time"])):
-            if event["event"] not in _GLYPHS:
-                continue
-            if not kept or event["time"] - kept[-1]["time"] >= 0.015 * longest:
-                kept.append(event)
-            elif event["event"] == "failed":
-                kept[-1] = event
-        return kept[:_MOST_MARKS]
 
     def in_words(self) -> str:
         facts = self.facts
@@ -170,9 +152,7 @@ class _Lane:
         def line(begins: float, ends: float, y1: int, y2: int, style: str) -> Markup:
             return tag("line", x1=at(begins), x2=at(ends), y1=y1, y2=y2, class_=style)
 
-        marks, spans, words = self.marks(longest), self.facts.spans, self.in_words()
-        top = 16 if marks else 2
-        foot = top + 22
+        spans, words, top, foot = self.facts.spans, self.in_words(), 2, 24
         until = [*(span.began for span in spans), self.began + self.seconds]
         waits = list(zip([self.began, *(span.ended for span in spans)], until, strict=True))[:_MOST_MARKS]
         parts = [line(before, after, top + 11, top + 11, "waiting c7") for before, after in waits if after > before]
@@ -183,10 +163,6 @@ class _Lane:
             parts.append(tag("rect", x=at(span.began), y=top, width=width, height=22, rx=2, class_=style))
         saved = [event["time"] for event in self.events if event["event"] == "saved"]
         parts += [line(time, time, foot - 6, foot, "saved c0") for time in saved[:: max(1, len(saved) // _MOST_MARKS)]]
-        for event in marks:
-            glyph, colour, meaning = _GLYPHS[event["event"]]
-            hint = tag("title", f"{meaning}, after {doc.duration(event['time'] - self.began)}")
-            parts.append(tag("text", glyph, hint, x=at(event["time"]), y=12, class_=f"glyph c{colour}"))
         unit, seconds = doc.time_unit(longest)
         for tick in doc.Scale(0.0, longest / seconds, 0, 1).ticks(6) if longest > 0 else ():
             share = 100 * tick * seconds / longest
@@ -213,9 +189,9 @@ def timeline(runs: Sequence[Facts]) -> doc.Section:
     lanes = [lane for facts in runs if (lane := _Lane(facts)).events]
     longest, drawn = max((lane.seconds for lane in lanes), default=0.0), lanes[:_MOST_LANES]
     pictures = [lane.picture(longest, f"{lane.label}: " if len(runs) > 1 else "") for lane in drawn]
-    marked = {event["event"] for lane in drawn for event in lane.marks(longest)}
-    glyphs = [f"{glyph} {words}." for kind, (glyph, _, words) in _GLYPHS.items() if kind in marked]
-    note = " ".join(["From the first submission. Bars: training; dotted: waiting; ticks: checkpoints.", *glyphs])
+    note = (
+        "From the first submission. Bars: training, in another colour where it failed; dotted: waiting; ticks: saved."
+    )
     tables: list[doc.Part] = [
         doc.Table(("after", "event", ""), rows, caption=lane.label if len(lanes) > 1 else "What happened")
         for lane in drawn
