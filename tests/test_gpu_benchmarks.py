@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -18,8 +17,7 @@ import torch
 from tests.benchmarks import gpu_memory, gpu_speed
 from tests.benchmarks.arms.turns import Job, Over, Turns
 from tests.benchmarks.gpu_speed import to_timm
-from tests.benchmarks.measuring import Figure
-from tests.benchmarks.resident import assert_same_losses, assert_same_pixels, raced, resident
+from tests.benchmarks.resident import assert_same_losses, assert_same_pixels, raced
 
 SMALL = Job("resnet10t", 64, 10, 8, "", device="cpu", precision="fp32", settle=1, timed=2)
 SPEED = r"\d\.\d\d x \(.* rounds\); [\d,]+/s, against [\d,]+/s"
@@ -58,17 +56,8 @@ def test_arms_with_other_losses_or_pixels_get_no_time() -> None:
         assert_same_pixels({"timm": theirs, "kit": ours}, 0.001)
 
 
-def test_the_largest_that_fits_is_bisected() -> None:
-    def limit(largest: int) -> Callable[[int], bool]:
-        return lambda size: size <= largest
-
-    assert gpu_memory.bisected(10, limit(10)) == (10, 11)
-    assert gpu_memory.bisected(10, limit(9)) == (0, 10)
-    low, high = gpu_memory.bisected(100, limit(1234))
-    assert low <= 1234 < high <= low * 1.01 + 1
-
-
 def test_auto_is_held_against_the_largest_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_memory.bisected(10, lambda size: size <= 9) == (0, 10)
     monkeypatch.setattr(gpu_memory, "by_itself", lambda folder, job: gpu_memory.Found(96, 1080.0))
     monkeypatch.setattr(gpu_memory, "trains", lambda folder, job, memory_mb: job.batch <= 100 and memory_mb == 1080)
     figure = gpu_memory.against_truth(Path(), SMALL, 720)
@@ -76,14 +65,18 @@ def test_auto_is_held_against_the_largest_that_trains(monkeypatch: pytest.Monkey
     assert figure.met
 
 
+GIVEN = {
+    "ResNet": SMALL,
+    "ViT": replace(SMALL, model="test_vit", image_size=160, batch=2),
+    "compiled in bf16": replace(SMALL, compile=True, precision="bf16"),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "image_size", "batch"), [("resnet10t", 64, 8), ("test_vit", 160, 2)])
-def test_timms_arm_and_the_kits_make_the_same_updates_of_given_batches(
-    tmp_path: Path, model: str, image_size: int, batch: int
-) -> None:
-    job = replace(SMALL, model=model, image_size=image_size, batch=batch)
+@pytest.mark.parametrize("job", GIVEN.values(), ids=GIVEN)
+def test_timms_arm_and_the_kits_make_the_same_updates_of_given_batches(tmp_path: Path, job: Job) -> None:
     figure = to_timm(tmp_path, job, 1, what="", at_least=1.1)
-    assert_measured(figure, SPEED)
+    assert re.fullmatch(SPEED, figure.figure), figure.figure
     theirs, ours = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("timm", "kit"))
     assert len(theirs["losses"]) == 20 + 2 * 3
     assert ours["steps"] == [10, 20]
@@ -97,23 +90,18 @@ def test_other_updates_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_compiled_arms_make_the_same_updates_in_bf16(tmp_path: Path) -> None:
-    job = replace(SMALL, compile=True, precision="bf16")
-    assert_measured(to_timm(tmp_path, job, 1, what="", at_least=1.1), SPEED)
-
-
-@pytest.mark.long
 def test_timms_arm_and_the_kits_train_from_the_same_photographs(tmp_path: Path) -> None:
     job = gpu_speed.photo_job(tmp_path, "resnet10t", 8, workers=1, timed=2, rounds=1)
     job = replace(job, device="cpu", precision="fp32")
-    assert_measured(to_timm(tmp_path, job, 1, what="", at_least=1.5, pixels=0.2), SPEED)
+    figure = to_timm(tmp_path, job, 1, what="", at_least=1.5, pixels=0.2)
+    assert re.fullmatch(SPEED, figure.figure), figure.figure
 
 
 @pytest.mark.long
 def test_torchvisions_arm_and_the_kits_train_on_the_same_small_images(tmp_path: Path) -> None:
     job = replace(gpu_speed.cifar_job(8), device="cpu", precision="fp32", workers=1, settle=1)
     figure = gpu_speed.cifar_epochs(tmp_path, job, 1, 10, pixels=0.1)
-    assert_measured(figure, r"\d+\.\d\d x \(.* rounds\); \d+\.\d\d s, against \d+\.\d\d s")
+    assert re.fullmatch(r"\d+\.\d\d x \(.* rounds\); \d+\.\d\d s, against \d+\.\d\d s", figure.figure), figure.figure
 
 
 @pytest.mark.long
@@ -126,24 +114,11 @@ def test_auto_is_asked_for_its_size_and_fresh_processes_train_with_others(tmp_pa
     assert not gpu_memory.trains(tmp_path, job, 100)
 
 
-def assert_measured(figure: Figure, pattern: str) -> None:
-    assert re.fullmatch(pattern, figure.figure), figure.figure
-
-
 @pytest.mark.long
 def test_an_arm_that_fails_says_why_and_none_is_left(tmp_path: Path) -> None:
-    jobs = {"timm_train": replace(SMALL, out=str(tmp_path / "timm")), "kit": replace(SMALL, out=str(tmp_path / "kit"))}
-    jobs["kit"] = replace(jobs["kit"], model="no_such_model")
+    jobs = {"timm_train": replace(SMALL, out=str(tmp_path / "timm"))}
+    jobs["kit"] = replace(SMALL, out=str(tmp_path / "kit"), model="no_such_model")
     before = set(psutil.Process().children(recursive=True))  # other tests may have left some
     with pytest.raises(AssertionError, match=r"kit has failed:(.|\n)*no_such_model"):
         raced(jobs, 1, lambda told: None)
     assert set(psutil.Process().children(recursive=True)) <= before
-
-
-@pytest.mark.long
-def test_arms_end_with_whoever_measures(tmp_path: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    with resident({"timm_train": replace(SMALL, out=str(tmp_path / "timm"), turns=1)}) as arms:
-        arms["timm_train"].ready()
-        (child,) = set(psutil.Process().children(recursive=True)) - before
-    assert not child.is_running()
