@@ -42,6 +42,7 @@ def wait_until(look: Callable[[], T | None], seconds: float = 60.0) -> T:
 
 def script(file: Path, body: str) -> None:
     """Write a program of bash."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"#!/bin/bash\n{body}\n")
     file.chmod(0o755)
 

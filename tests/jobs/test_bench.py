@@ -127,28 +127,6 @@ def test_a_bench_is_not_gone_on_with(command: Callable[..., Done], verb: list[st
     assert f"jobs.bench --show {tmp_path}" in done.err
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["ampp"], "There is no bench 'ampp'."),
-        ([], "NAME missing."),
-        (["amp", "--arms", "fp32,fp64"], "'fp64' is no arm of bench amp."),
-        (["amp", "hivemind"], "Bench amp cannot measure strategy.name=hivemind."),
-        (["--show", "nowhere"], "No run 'nowhere'."),
-        (["scaling"], "Bench scaling needs 2 ranks or more, and here is 1."),
-        (["batch-size", "--arms", "large"], "'large' is no arm of bench batch-size."),
-        (["amp", "--show", "nowhere"], "--show takes no other words."),
-    ],
-)
-def test_wrong_words_are_three_lines_and_no_folder(
-    command: Callable[..., Done], tmp_path: Path, words: list[str], what: str
-) -> None:
-    done = command("bench", *words)
-    assert (done.code, done.err.splitlines()[0]) == (2, what)
-    assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["  why", "  fix"]
-    assert not (tmp_path / "runs").exists()
-
-
 def test_on_a_cluster_all_arms_are_one_job(
     command: Callable[..., Done], fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.jobs.conftest import NO_ANSWER, Command, make_run
 from tests.runs import last_event, script, wait_until
 from trainkit.launch.plan import Plan
-from trainkit.run.events import ProcessId, append_event, history_of, read_events, submitted
+from trainkit.run.events import ProcessId, append_event, history_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import job_state, job_states, named
 
@@ -94,15 +94,6 @@ def resumed(fake_slurm: Path, run: RunDir) -> RunDir:
     for name in ("squeue", "sacct"):
         script(fake_slurm / name, NO_ANSWER)
     return run
-
-
-def test_every_job_that_a_run_has_had_and_that_may_live_is_cancelled(
-    command: Command, fake_slurm: Path, resumed: RunDir
-) -> None:
-    done = command("cancel", "ddp-0001")
-    assert (done.code, cancelled(fake_slurm)) == (0, "18 17\n")
-    assert "nobody could tell" in done.out
-    assert [event["job_id"] for event in read_events(resumed, "cancelled")] == ["18", "17"]
 
 
 @pytest.mark.usefixtures("resumed")

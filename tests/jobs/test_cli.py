@@ -47,25 +47,6 @@ def test_a_flag_sets_its_key_as_text_in_either_spelling() -> None:
     }
 
 
-# Mistakes; what is wrong with a submission is in test_submit.py
-
-
-@pytest.mark.parametrize(
-    ("verb", "words", "what", "fix"),
-    [
-        ("evaluate", "run --checkpoint", "Argument --checkpoint: expected one argument.", "--help"),
-        ("evaluate", "run --weights rwa", "'rwa' is not possible.", "Did you mean 'raw'?"),
-        ("evaluate", "run --weights x", "'x' is not possible.", "Use raw."),
-        ("bench", "amp --rounds x", "Argument --rounds: invalid int value: 'x'.", "--help"),
-        ("evaluate", "", "RUN missing.", "--help"),
-    ],
-)
-def test_a_wrong_flag_is_answered_with_what_is_right(
-    command: Command, verb: str, words: str, what: str, fix: str
-) -> None:
-    assert command(verb, *words.split()).refused(2, fix).err.startswith(what)
-
-
 # Running
 
 
@@ -137,13 +118,6 @@ def test_only_what_looks_like_half_a_run_is_called_removable(tmp_path: Path, mon
         with pytest.raises(UserError, match="is not a run folder") as caught:
             find_run(str(tmp_path / name), {})
         assert ("Remove this folder" in caught.value.fix) == removable
-
-
-@pytest.mark.parametrize("verb", ["swarm", "cluster"])
-def test_a_command_without_its_verb_names_those_that_there_are(verb: str) -> None:
-    with pytest.raises(UserError, match=r"^One of (create|discover), \w+, ") as caught:
-        importlib.import_module(f"jobs.{verb}").main([], {})
-    assert caught.value.what.endswith(" is missing.")
 
 
 def test_a_python_without_pydantic_is_told_where_the_environment_is(tmp_path: Path) -> None:

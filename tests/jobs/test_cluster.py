@@ -39,9 +39,5 @@ def test_show_says_what_a_site_has_and_what_a_profile_sets(command: Command, fak
     assert not (tmp_path / "configs").exists()
 
 
-def test_without_slurm_there_is_nothing_to_discover(command: Command) -> None:
-    command("cluster", "discover").refused(3, "there is no scontrol on this machine")
-
-
 def test_a_profile_that_cannot_be_a_file_is_refused(command: Command, fake_slurm: Path) -> None:
     assert command("cluster", "discover", "../mine").code == 2

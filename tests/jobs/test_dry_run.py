@@ -152,11 +152,6 @@ def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(command: Com
     command("submit", "ddp", "--estimate").refused(3, "No partition of this cluster takes jobs.")
 
 
-def test_without_slurm_nobody_can_tell(command: Command) -> None:
-    done = command("submit", "ddp", "--estimate")
-    assert (done.code, done.out, "There is no SLURM on this machine." in done.err) == (3, "", True)
-
-
 def test_who_trains_on_the_cpu_beside_gpus_is_told(command: Command, partitions: Path) -> None:
     closed = [text.replace("YES", "NO").replace("Nodes=n[1-2] State=DRAIN", "Nodes=c1 State=UP") for text in PARTITIONS]
     site(partitions.parent, closed, [*NODES, "NodeName=c1 CPUTot=8 Gres=(null) State=IDLE"])

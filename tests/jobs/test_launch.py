@@ -122,51 +122,6 @@ def every_command_line() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("content", "mode", "words"),
-    [
-        ("long enough to be one", 0o644, "Others can read"),
-        ("few", 0o600, "too short"),
-        ("x" * 5000, 0o600, "Cannot read"),
-        (None, 0, "Cannot read"),
-    ],
-)
-def test_a_secret_comes_from_a_file_that_only_its_user_can_read(
-    command: Command, tmp_path: Path, content: str | None, mode: int, words: str
-) -> None:
-    file = tmp_path / "run.secret"
-    if content is not None:
-        file.write_text(content)
-        file.chmod(mode)
-    done = command("launch", "single", "--gpus-per-node", "0", "--secret-file", str(file), "--dry-run")
-    assert done.code == 2
-    assert words in done.err
-    assert content is None or content not in done.err
-
-
-def test_a_command_line_takes_no_secret(command: Command) -> None:
-    assert command("launch", "single", "--secret", SECRET, "--dry-run").code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["ddp", "--nodes", "2"], 2, "--master-addr is missing"),
-        (["ddp", "--nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"], 2, "--secret-file is missing"),
-        (["ddp", "--nodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], 2, "They count from 0."),
-        (["ddp", "--nodes", "2", "--master-addr", "no.such.host.invalid"], 2, "cannot be found"),
-        (["ddp", "--gpus-per-node", "1"], 3, "--gpus-per-node 0"),
-    ],
-)
-def test_wrong_input_is_refused_and_nothing_is_written(
-    command: Command, tmp_path: Path, arguments: list[str], code: int, words: str
-) -> None:
-    done = command("launch", *arguments)
-    assert (done.code, done.out) == (code, "")
-    assert words in done.err
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_settings_of_a_run_cannot_be_changed(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "ddp-0001"
     folder.mkdir(parents=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs.conftest import Command
-from tests.runs import wait_until
-from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import ProcessId, append_event
+from tests.jobs.conftest import Command, make_run
+from tests.runs import script, wait_until
+from trainkit.config.loading import load
+from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir
 from trainkit.site.ssh import BEGIN
 
@@ -33,16 +33,14 @@ def there(tmp_path: Path, no_slurm: dict[str, str], monkeypatch: pytest.MonkeyPa
     (home / "trainkit").mkdir(parents=True)
     (home / "trainkit" / ".venv").symlink_to(sys.prefix)
     (home / ".bash_profile").write_text("echo Welcome\n")
-    ssh = tmp_path / "ssh"
-    ssh.write_text(
-        "#!/bin/sh\n"
+    script(
+        tmp_path / "ssh",
         'case " $* " in *" -G "*) exit 1 ;; esac\n'
         'while [ "$1" != -- ]; do shift; done\n'
         f"cd {shlex.quote(str(home))} && shift 2 && unset TRAINKIT_RUNS PYTHONPATH\n"
-        f'PATH=/usr/bin:/bin HOME=$PWD XDG_STATE_HOME=$PWD/.state exec sh -c "$*"\n'
+        f'PATH=/usr/bin:/bin HOME=$PWD XDG_STATE_HOME=$PWD/.state exec sh -c "$*"',
     )
-    ssh.chmod(0o755)
-    monkeypatch.setenv("TRAINKIT_SSH", str(ssh))
+    monkeypatch.setenv("TRAINKIT_SSH", str(tmp_path / "ssh"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     return home / "trainkit"
 
@@ -53,9 +51,7 @@ def sent(there: Path) -> Path:
 
 def run_there(there: Path, name: str = "ddp-0001") -> RunDir:
     """A run of the login node, which another of its processes trains."""
-    run = RunDir.create(there / "runs" / name, to_yaml(load("ddp").config))
-    me = ProcessId.of(os.getpid())
-    append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started=me.started)
+    run = make_run(there / "runs" / name, executor="local", job_id="1", **ProcessId.of(os.getpid()).fields())
     run.attempt_logs(0).mkdir()
     (run.attempt_logs(0) / "rank-0.out").write_text("words of rank 0\n")
     return run
@@ -169,12 +165,9 @@ def test_folders_and_words_reach_the_other_side_as_they_were_typed(
 
 def test_an_older_version_there_is_told(command: Command, there: Path) -> None:
     (there / ".venv").unlink()
-    python = there / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
     packages = ":".join(folder for folder in sys.path if folder.endswith("site-packages"))
     # Without -S it would know the kit that is installed for these tests.
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
+    script(there / ".venv" / "bin" / "python", f'PYTHONPATH={packages} exec {sys.executable} -S "$@"')
     for package in ("trainkit", "jobs"):
         (there / package).mkdir()
         (there / package / "__init__.py").touch()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Command
-from trainkit.config.loading import load, to_yaml
+from tests.jobs.conftest import Command, make_run
 from trainkit.launch.plan import Plan
 from trainkit.monitor import follow
 from trainkit.run.events import append_event
@@ -23,8 +22,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nVa
 @pytest.fixture
 def ended(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
     """A run with two attempts of two ranks, the second of which failed."""
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="local", job_id="1")
+    run = make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id="1")
     for attempt in (0, 1):
         run.attempt_logs(attempt).mkdir()
         for rank in (0, 1):
@@ -76,8 +74,7 @@ def test_what_is_not_there_is_answered_with_what_is(
 
 
 def test_before_the_start_it_says_what_the_job_waits_for(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="4711")
+    make_run(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
     done = command("logs", "ddp-0001")
     assert (done.code, done.out) == (0, "ddp-0001: PENDING (Resources); no rank has started.\n")
 

@@ -29,12 +29,6 @@ def test_every_verb_has_a_sentence_for_the_list() -> None:
     assert [verb for verb, words in said.items() if not words or "`" in words.split()[0]] == []
 
 
-def test_a_misspelt_verb_is_answered_with_the_nearest(command: Callable[..., Any]) -> None:
-    done = command("__main__", "sumbit", "ddp").refused(2)
-    assert done.err.startswith("Unknown command 'sumbit'.")
-    assert "Did you mean 'submit'?" in done.err
-
-
 def test_submit_alone_lists_the_presets_each_on_a_line_of_eighty(command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.yaml").write_text(

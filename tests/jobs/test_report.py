@@ -22,15 +22,6 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
 
 
-def test_the_log_book_of_one_run_goes_into_its_folder(
-    env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["ddp-0001"], env) == 0
-    paths = capsys.readouterr().out.splitlines()
-    assert paths[0] == str(tmp_path / "runs" / "ddp-0001" / "logbook.md")
-    assert all(Path(path).is_file() for path in paths)
-
-
 @pytest.mark.parametrize("name", ["a\x1b]0;title\x07\nb", "a\u202eb", "a\udcffb"])
 def test_the_folder_of_a_run_may_have_any_name(
     env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import NO_ANSWER, Command, make_run
+from tests.jobs.conftest import Command, make_run
 from tests.runs import script
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
@@ -117,14 +117,6 @@ def test_of_two_resumes_at_once_one_queues_a_job(fake_slurm: Path, stopped: RunD
     assert sorted(process.returncode for process in both) == [0, 2], errors
     assert "Two " in "".join(errors)
     assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
-
-
-def test_a_run_that_may_still_run_is_resumed_by_force_only(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    for name in ("squeue", "sacct"):
-        script(fake_slurm / name, NO_ANSWER)
-    refused = command("resume", "ddp-0001")
-    assert (refused.code, "--force" in refused.err, "Unable to contact" in refused.err) == (2, True, True)
-    assert command("resume", "ddp-0001", "--force").code == 0
 
 
 def test_a_run_that_a_process_writes_is_not_started_twice(command: Command, stopped: RunDir) -> None:

@@ -289,55 +289,7 @@ def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
     assert command("status", "ddp-0001").out.count("ddp-0001/") == 3, "the links are no runs of their own"
 
 
-# Refused before anything is written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["ddpp"], 2, "Did you mean 'ddp'?"),
-        (["ddp", "optim.wieght_decay=1"], 2, "Did you mean 'optim.weight_decay'?"),
-        (["ddp", "--nodes", "0"], 2, "--nodes"),
-        (["ddp", "--node", "2"], 2, "Did you mean '--nodes'?"),
-        (["ddp", "--gpu-per-node=2"], 2, "Did you mean '--gpus-per-node'?"),
-        (["ddp", "--zzz"], 2, "`python -m jobs.submit --help` lists the flags."),
-        (["ddp", "--nodes"], 2, "--nodes/-N: expected one argument."),
-        (["ddp", "--sbatch", "=3"], 2, "has no key"),
-        (["ddp", "--executor", "slrum"], 2, "Did you mean 'slurm'?"),
-        (["ddp", "--cluster", "nosuch"], 2, "Unknown cluster profile"),
-        (["ddp", "--nodes", "3"], 2, "global_batch_size=63 or 66"),
-        (["ddp", "train.global_batch_size=1260"], 2, "Use train.global_batch_size=1024, or more data."),
-        (["ddp", "model.name=resnet5"], 2, "Unknown model 'resnet5'"),
-        (["single", "--nodes", "2"], 2, "one process"),
-        (["ddp", "data.name=cifar10", "data.root=nosuch"], 2, "jobs.prepare cifar10"),
-        (["--join", "token"], 2, "submit hivemind --join TOKEN"),
-        (["hivemind", "--join", "token", "--array", "0-3"], 2, "--array: invalid int value"),
-        (["broken.yaml"], 2, "broken.yaml:2"),
-        (["nosuch.yaml"], 2, "No file"),
-        (["ddp", "--run-dir", "taken"], 2, "exists already"),
-        (["ddp", "--run-dir", ""], 2, "The name of the folder is empty"),
-        (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
-        (["ddp", "--run-dir", "/dev/shm/trainkit-no-such-run", "--executor", "slurm"], 3, "no SLURM on this machine"),
-        (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "File exists"),
-        (["ddp", "--sweep", "seed=1,x"], 2, "seed"),
-        (["ddp", "--sweep", "seed"], 2, "has no values"),
-        (["ddp", "--sweep", "launch.nodes=1,2"], 2, "cannot change resources"),
-        (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
-    ],
-)
-def test_wrong_input_is_answered_in_three_lines_and_writes_nothing(
-    command: Command, files: Files, tmp_path: Path, arguments: list[str], code: int, words: str
-) -> None:
-    (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
-    (tmp_path / "file").write_text("in the way")
-    before = files()
-    done = command("submit", *arguments)
-    assert (done.code, done.out) == (code, "")
-    assert words in done.err
-    assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["  why", "  fix"]
-    assert files() == before
+# Refused before anything is written; test_refused.py has what any verb refuses of its words
 
 
 @pytest.mark.parametrize(("name", "words"), [(b"caf\xe9/runs", "is no text in UTF-8"), (b"occupied", "TRAINKIT_RUNS")])

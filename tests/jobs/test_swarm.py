@@ -4,9 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,39 +12,6 @@ from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.folder import RunDir
 from trainkit.swarm.address import EXAMPLE
-
-Command = Callable[..., Any]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("create", "hivemnd"), "Unknown preset 'hivemnd'."),
-        (("create", "ddp"), "strategy.name=ddp is no collaborative run."),
-        (("create", "hivemind", "collaborative.round_seconds=2"), "collaborative.round_seconds=2 leaves no time"),
-        (("create", "hivemind", "--port", "70000"), "--port 70000 does not exist."),
-        (("create", "hivemind", "--name", ""), "--name is too long or empty."),
-        (("create", "hivemind", "collaborative.initial_peers=[x]"), "collaborative.initial_peers is set"),
-        (("create", "hivemind", "--force"), "--force needs --resume: a new swarm runs nowhere else"),
-        (("creat", "hivemind"), "'creat' is not possible."),
-        *(
-            (("invite", "anna", "--expires", time), f"--expires {time} is no time.")
-            for time in ("0d", "367d", "7", "7y")
-        ),
-        (("status",), "No swarm in"),
-        (("status", "nonsense"), "No run 'nonsense'."),
-        (("status", "ddp-0001"), "ddp-0001 is not a swarm."),
-        (("status", "/ip4/1.2.3.4/tcp/1/p2p/Qm"), "'/ip4/1.2.3.4/tcp/1/p2p/Qm' is not the address of a peer."),
-    ],
-)
-def test_what_is_wrong_is_said_at_once_and_nothing_is_written(
-    command: Command, tmp_path: Path, arguments: tuple[str, ...], says: str
-) -> None:
-    RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    done = command("swarm", *arguments)
-    assert done.code == 2
-    assert done.err.startswith(says)
-    assert [run.name for run in (tmp_path / "runs").glob("[!.]*")] == ["ddp-0001"]
 
 
 @pytest.mark.swarm

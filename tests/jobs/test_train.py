@@ -89,21 +89,6 @@ def test_fine_tuning_needs_its_file_once_and_trains_what_is_not_frozen(tmp_path:
     assert same != set(before)
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("model.checkpoint=nowhere.pth", "There is no file nowhere.pth"),
-        ("data.augmnt=true", "Did you mean 'data.augment'?"),
-    ],
-)
-def test_wrong_input_exits_with_2_and_leaves_nothing(
-    command: Command, tmp_path: Path, setting: str, words: str
-) -> None:
-    done = command("train", "single", *QUICK, setting, "--run-dir", "here").refused(2, words)
-    assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["  why", "  fix"]
-    assert not (tmp_path / "here").exists()
-
-
 def test_other_settings_do_not_go_on_with_a_run(command: Command, tmp_path: Path) -> None:
     RunDir.create(tmp_path / "here", "seed: 3\n")
     command("train", "single", *QUICK, "--run-dir", "here").refused(2, "was started with other settings")

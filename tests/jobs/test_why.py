@@ -3,34 +3,28 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.jobs.conftest import Command, make_run
 from trainkit import fileio
-from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
-Command = Callable[..., Any]
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/my_model.py", line 7, in forward\nValueError: bad\n'
 
 
 @pytest.fixture
 def queued(fake_slurm: Path, tmp_path: Path) -> RunDir:
     """A run whose job SLURM has."""
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="4711")
-    return run
+    return make_run(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
 
 
 @pytest.fixture
 def failed(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
     """A local run whose rank 1 raised."""
-    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="local", job_id="1")
+    run = make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id="1")
     run.attempt_logs(0).mkdir()
     for rank in (0, 1):
         (run.attempt_logs(0) / f"rank-{rank}.out").write_text("")
@@ -114,8 +108,7 @@ def sweep(folder: Path, *ends: tuple[str, int, int, str] | None) -> None:
     folder.mkdir()
     (folder / "sweep.json").write_text("{}")
     for index, end in enumerate(ends):
-        run = RunDir.create(folder / str(index), to_yaml(load("ddp").config))
-        append_event(run, "submitted", executor="local", job_id=str(index))
+        run = make_run(folder / str(index), executor="local", job_id=str(index))
         run.attempt_logs(0).mkdir()
         if end is not None:
             host, rank, line, error = end
@@ -149,7 +142,7 @@ def test_of_a_sweep_each_cause_is_said_once_and_other_errors_are_others(command:
 def test_runs_of_a_sweep_that_were_never_queued_are_said_once(command: Command, failed: RunDir) -> None:
     sweep(failed.path.parent / "new")
     for name in "01":
-        RunDir.create(failed.path.parent / "new" / name, to_yaml(load("ddp").config))
+        make_run(failed.path.parent / "new" / name)
     said = command("why", "new").out.splitlines()
     assert said[0] == "2 runs: 2 NOT SUBMITTED."
     assert said[1].startswith("0: NOT SUBMITTED. It has never been queued: `python -m jobs.resume ")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.runs import script as program
 from tests.shell import faults
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
@@ -59,14 +60,6 @@ def test_an_environment_changes_these_lines_of_the_script_and_no_others(script: 
     assert changes == golden.read_text()
 
 
-def program(file: Path, text: str) -> Path:
-    """A shell script that can be started."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(f"#!/bin/bash\n{text}\n")
-    file.chmod(0o755)
-    return file
-
-
 def run_lines(lines: list[str], word: str, **env: str) -> str:
     """What the interpreter that the lines lead to says of itself, or the shell's complaint."""
     text = "\n".join(["set -eo pipefail", *lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
@@ -85,7 +78,8 @@ def test_conda_activates_by_its_own_hook_and_is_found_without_a_login_shell(
     tmp_path: Path, name: str, asked: str
 ) -> None:
     hook = f'conda() {{ [ "$*" = "activate {asked.format(cwd=tmp_path)}" ] && export CONDA_PREFIX={tmp_path}; }}'
-    conda = program(tmp_path / "miniforge" / "conda", f"[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'")
+    conda = tmp_path / "miniforge" / "conda"
+    program(conda, f"[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'")
     program(tmp_path / "bin" / "python", "echo python of $CONDA_PREFIX")
     lines, word = activation(f"conda:{name}", tmp_path, "/elsewhere/python")
     assert run_lines(lines, word, PATH=os.environ["PATH"], CONDA_EXE=str(conda)) == f"python of {tmp_path}"

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tests import light_experiment
-from tests.jobs.conftest import PROJECT, Done
+from tests.jobs.conftest import PROJECT, Done, make_run
 from tests.runs import last_event, wait_until
-from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import ProcessId, append_event, history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base
@@ -145,28 +144,15 @@ SACCT = """\
 FakeCommand = Callable[[str, str], Path]
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunDir]:
-    """A run folder with a ``submitted`` event of these fields."""
-
-    def make(name: str = "ddp-0001", **submitted: Any) -> RunDir:
-        run_dir = RunDir.create(tmp_path / "runs" / name, to_yaml(load("ddp").config))
-        if submitted:
-            append_event(run_dir, "submitted", **submitted)
-        return run_dir
-
-    return make
-
-
 def of_process(process: ProcessId) -> dict[str, Any]:
     return {"executor": "local", "job_id": "1", **process.fields()}
 
 
-def test_many_runs_cost_one_call_to_each_command(make_run: Callable[..., RunDir], fake_command: FakeCommand) -> None:
+def test_many_runs_cost_one_call_to_each_command(tmp_path: Path, fake_command: FakeCommand) -> None:
     """And of a job that was requeued its newest run counts."""
     squeue, sacct = fake_command("squeue", f"cat <<'E'\n{SQUEUE}E"), fake_command("sacct", f"cat <<'E'\n{SACCT}E")
     ids = ("11699941", "11699942", "11699943", "11699944_0", "11699946", "11699947")
-    runs = [make_run(f"ddp-{index:04}", executor="slurm", job_id=job_id) for index, job_id in enumerate(ids)]
+    runs = [make_run(tmp_path / str(index), executor="slurm", job_id=job_id) for index, job_id in enumerate(ids)]
     states = job_states(runs)
     ended = ("COMPLETED", "COMPLETED", "CANCELLED")
     assert [state.state for state in states] == [*ended, "RUNNING", "PENDING", "COMPLETED"]
@@ -202,12 +188,12 @@ Event = tuple[str, dict[str, Any]]
     ],
 )  # fmt: skip
 def test_what_is_known_of_a_job_that_squeue_does_not_show(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand,
+    tmp_path: Path, fake_command: FakeCommand,
     squeue: str, sacct: str, events: list[Event], state: str, alive: str, reason: str,
 ) -> None:  # fmt: skip
     fake_command("squeue", squeue)
     fake_command("sacct", sacct)
-    run = make_run(executor="slurm", job_id="7")
+    run = make_run(tmp_path / "run", executor="slurm", job_id="7")
     for kind, fields in events:
         append_event(run, kind, **fields)
     found = job_state(run)
@@ -215,22 +201,22 @@ def test_what_is_known_of_a_job_that_squeue_does_not_show(
     assert reason in found.reason
 
 
-def test_a_local_run_is_as_alive_as_its_controller(make_run: Callable[..., RunDir]) -> None:
+def test_a_local_run_is_as_alive_as_its_controller(tmp_path: Path) -> None:
     me = ProcessId.of(os.getpid())
-    run = make_run(**of_process(me), attempts_before=0)
+    run = make_run(tmp_path / "run", **of_process(me), attempts_before=0)
     assert (job_state(run).state, job_state(run).alive) == ("PENDING", "yes")
     run.attempt_logs(0).mkdir()
     assert (job_state(run).state, job_state(run).alive) == ("RUNNING", "yes")
     append_event(run, "ended", state="COMPLETED")
     assert (job_state(run).state, job_state(run).alive) == ("COMPLETED", "no")
-    gone = job_state(make_run("gone-0001", **of_process(ProcessId(me.host, me.pid, "1"))))
+    gone = job_state(make_run(tmp_path / "gone", **of_process(ProcessId(me.host, me.pid, "1"))))
     assert (gone.state, gone.alive, "without a word" in gone.reason) == ("FAILED", "no", True)
-    elsewhere = job_state(make_run("far-0001", **of_process(ProcessId("elsewhere", 1, "1"))))
+    elsewhere = job_state(make_run(tmp_path / "far", **of_process(ProcessId("elsewhere", 1, "1"))))
     assert (elsewhere.state, elsewhere.alive, "elsewhere" in elsewhere.reason) == ("UNKNOWN", "unknown", True)
 
 
-def test_a_run_without_a_job_is_known_by_its_record_only(make_run: Callable[..., RunDir]) -> None:
-    run_dir = make_run()
+def test_a_run_without_a_job_is_known_by_its_record_only(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
     assert job_state(run_dir).state == "NOT SUBMITTED"
     append_event(run_dir, "started")
     assert job_state(run_dir).state == "UNKNOWN"
@@ -238,25 +224,15 @@ def test_a_run_without_a_job_is_known_by_its_record_only(make_run: Callable[...,
     assert job_state(run_dir).state == "COMPLETED"
 
 
-def test_a_run_is_alive_as_long_as_one_of_its_jobs_is(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
-) -> None:
+def test_a_run_is_alive_as_long_as_one_of_its_jobs_is(tmp_path: Path, fake_command: FakeCommand) -> None:
     squeue = fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'")
     sacct = fake_command("sacct", "echo '8|FAILED|1:0|n2'")
-    run_dir = make_run(executor="slurm", job_id="7")
+    run_dir = make_run(tmp_path / "run", executor="slurm", job_id="7")
     append_event(run_dir, "submitted", executor="slurm", job_id="8")
     state = job_state(run_dir)
     assert (state.job_id, state.state, state.alive) == ("8", "FAILED", "yes")
     assert [job.job_id for job in state.living()] == ["7"]
     assert [len(calls.read_text().splitlines()) for calls in (squeue, sacct)] == [1, 1]
-
-
-@pytest.mark.parametrize("newest", [0, 1])
-def test_an_old_attempt_counts_for_nothing_after_a_newer_one(make_run: Callable[..., RunDir], newest: int) -> None:
-    run_dir = make_run(executor="slurm", job_id="7")
-    append_event(run_dir, "started", attempt=newest)
-    append_event(run_dir, "failed", attempt=0, rank=1, error="Connection reset by peer")
-    assert history_of(run_dir).outcome == (None if newest else "FAILED")
 
 
 class Clock:
@@ -276,9 +252,9 @@ class Clock:
 )  # fmt: skip
 @pytest.mark.parametrize("soon", [True, False])
 def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand, squeue: str, sacct: str, alive: str, soon: bool
+    tmp_path: Path, fake_command: FakeCommand, squeue: str, sacct: str, alive: str, soon: bool
 ) -> None:
-    clock, when, run = Clock(), [], make_run(executor="slurm", job_id="7")
+    clock, when, run = Clock(), [], make_run(tmp_path / "run", executor="slurm", job_id="7")
     calls = [fake_command("squeue", squeue), fake_command("sacct", sacct)]
     asker, seen = Poller(run, clock), 0
     while clock.now < 1240:
@@ -291,10 +267,10 @@ def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
 
 
 def test_a_job_that_takes_its_time_to_end_is_looked_at_every_few_seconds(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
+    tmp_path: Path, fake_command: FakeCommand
 ) -> None:
     clock, calls = Clock(), fake_command("squeue", "echo '7|COMPLETING|None|0:39|n1'")
-    poller = Poller(make_run(executor="slurm", job_id="7"), clock)
+    poller = Poller(make_run(tmp_path / "run", executor="slurm", job_id="7"), clock)
     while clock.now < 1030:
         poller.state(soon=True)
         clock.now += 0.5
@@ -302,11 +278,11 @@ def test_a_job_that_takes_its_time_to_end_is_looked_at_every_few_seconds(
 
 
 def test_once_something_has_happened_it_is_asked_again_within_seconds(
-    make_run: Callable[..., RunDir], fake_command: FakeCommand
+    tmp_path: Path, fake_command: FakeCommand
 ) -> None:
     clock = Clock()
     fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'")
-    poller = Poller(make_run(executor="slurm", job_id="7"), clock)
+    poller = Poller(make_run(tmp_path / "run", executor="slurm", job_id="7"), clock)
     clock.now += 5
     fake_command("squeue", "echo '7|COMPLETED|None|0:44|n1'")
     assert poller.state().state == "RUNNING"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.loading import Source, load, to_yaml
+from tests.jobs.conftest import make_run
+from trainkit.config.loading import Source, load
 from trainkit.errors import UserError
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.resources import Decision
@@ -36,7 +37,7 @@ esac""".replace("printf '%s'", "printf '%b'")
 @pytest.fixture
 def cut_short(tmp_path: Path) -> RunDir:
     """A run whose submitter was killed after it had called sbatch."""
-    run = RunDir.create(tmp_path / "my runs" / "ddp-0001", to_yaml(load("ddp").config))
+    run = make_run(tmp_path / "my runs" / "ddp-0001")
     gone = ProcessId.of(os.getpid()).fields() | {"process_started": "1"}
     append_event(run, "submitting", executor="slurm", attempts_before=0, **gone)
     return run
@@ -61,7 +62,7 @@ def test_runs_of_a_sweep_are_tasks_of_its_array_or_linked_into_another(
     tmp_path: Path, fake_command: FakeCommand
 ) -> None:
     sweep = tmp_path / "sweep-0001"
-    runs = [RunDir.create(sweep / str(index), to_yaml(load("ddp").config)) for index in (0, 1, 7)]
+    runs = [make_run(sweep / str(index)) for index in (0, 1, 7)]
     (sweep / "sweep.json").write_text("[]")
     for run in runs:
         append_event(run, "submitting", executor="slurm", attempts_before=0)
@@ -93,7 +94,7 @@ def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(cut_short: Run
 
 
 def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fake_command: FakeCommand) -> None:
-    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
+    run = make_run(tmp_path / "ddp-0001")
     submitting(run, "slurm", "1f")
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
@@ -165,9 +166,6 @@ def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command:
 # What sbatch is given, and what it says
 
 
-SBATCH = 'env > "${0%/*}/sbatch.env"; cat "${@: -1}" > "${0%/*}/sbatch.script"; echo "4711;sandbox"'
-
-
 @pytest.fixture
 def slurm(fake_command: Callable[[str, str], Path]) -> Callable[[str], Path]:
     def make(sbatch: str) -> Path:
@@ -180,21 +178,6 @@ def slurm(fake_command: Callable[[str, str], Path]) -> Callable[[str], Path]:
 def queue(run: RunDir, function: Callable[[str], str], **env: str) -> list[str]:
     run.script.write_text("#!/bin/bash\n# exactly this\n")
     return pickled(run.path, [run], function, lambda: sbatch(run.script, {**os.environ, **env}))
-
-
-def test_sbatch_is_given_the_script_and_no_variables_of_a_job_around_it(
-    local_run: MakeRun, rank_function: MakeFunction, slurm: Callable[[str], Path], tmp_path: Path
-) -> None:
-    run, _ = local_run()
-    calls = slurm(SBATCH)
-    leaks = dict.fromkeys(("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "PMI_RANK", "MASTER_PORT"), "1")
-    assert queue(run, rank_function("pass"), SLURM_CONF="/etc/here.conf", **leaks) == ["4711"]
-    assert calls.read_text() == f"--parsable {run.script}\n"
-    assert (tmp_path / "bin" / "sbatch.script").read_text() == run.script.read_text()
-    assert (run.submitit / "4711_submitted.pkl").is_file()
-    seen = {line.partition("=")[0] for line in (tmp_path / "bin" / "sbatch.env").read_text().splitlines()}
-    assert not seen & leaks.keys()
-    assert "SLURM_CONF" in seen
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jobs import cluster
+from tests.runs import script
 from trainkit import process
 from trainkit.errors import SchedulerError, UserError
 from trainkit.site import discover as read
@@ -214,13 +215,9 @@ def test_gpus_are_asked_for_as_the_site_knows_them(
 
 @pytest.mark.parametrize("variable", ["LMOD_CMD", "MODULES_CMD"])  # of Lmod, of Environment Modules from 4 on
 def test_modules_that_training_may_need_are_listed(tmp_path: Path, variable: str) -> None:
-    lmod = tmp_path / "lmod"
-    lmod.write_text(
-        "#!/bin/bash\n[ \"$*\" = 'bash -t avail' ] && printf '%s\\n' "
-        "/opt/modules: python/3.11 python/3.12'(default)' gcc/13 lang/CUDA/12.4 pytorch openfoam/11 >&2\n"
-    )
-    lmod.chmod(0o755)
-    facts = ask_site({"PATH": str(tmp_path), variable: str(lmod)})
+    modules = "/opt/modules: python/3.11 python/3.12'(default)' gcc/13 lang/CUDA/12.4 pytorch openfoam/11"
+    script(tmp_path / "lmod", f"[ \"$*\" = 'bash -t avail' ] && printf '%s\\n' {modules} >&2")
+    facts = ask_site({"PATH": str(tmp_path), variable: str(tmp_path / "lmod")})
     assert facts.modules == ("python/3.11", "python/3.12", "lang/CUDA/12.4", "pytorch")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import script as program
 from trainkit import terminal
 from trainkit.errors import SchedulerError, UserError
 from trainkit.site import ssh
@@ -32,10 +33,8 @@ def test_a_host_is_what_ssh_and_scp_take_and_nothing_else() -> None:
 @pytest.fixture
 def there(tmp_path: Path) -> Host:
     """A login node whose Python prints what it is told to run, and where."""
-    python = tmp_path / "work" / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "in $PWD"; shift 3; cat >/dev/null; printf "%s\\n" "$@"\n')
-    python.chmod(0o755)
+    says = 'echo "in $PWD"; shift 3; cat >/dev/null; printf "%s\\n" "$@"'
+    program(tmp_path / "work" / ".venv" / "bin" / "python", says)
     return Host("login", str(tmp_path / "work"))
 
 
@@ -125,8 +124,7 @@ def test_the_versions_that_are_asked_for_there_are_those_of_the_package() -> Non
 
 
 def _env(tmp_path: Path, ssh: str) -> Mapping[str, str]:
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
-    (tmp_path / "ssh").chmod(0o755)
+    program(tmp_path / "ssh", ssh)
     return {SSH: str(tmp_path / "ssh"), "PATH": "/usr/bin:/bin", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.runs import script
 from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -29,12 +29,8 @@ COMMANDS = ("sbatch", "scontrol", "squeue", "sacct", "sinfo", "sacctmgr", "scanc
 def first_in_path(cluster: Cluster, name: str, **scripts: str) -> dict[str, str]:
     """An environment in which scripts stand before commands; ``$real`` is the command itself."""
     folder = cluster.home / name
-    folder.mkdir()
     for command, body in scripts.items():
-        real = shutil.which(command, path=cluster.env["PATH"])
-        file = folder / command
-        file.write_text(f"#!/bin/bash\nreal={real}\n{body}\n")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        script(folder / command, f"real={shutil.which(command, path=cluster.env['PATH'])}\n{body}")
     return {"PATH": f"{folder}:{cluster.env['PATH']}"}
 
 
@@ -139,8 +135,8 @@ SBATCH = {
 
 def held_back(cluster: Cluster, go: Path) -> dict[str, str]:
     """An environment whose sbatch times out, and queues the job once there is a file ``go``."""
-    script = f'(until [ -e {go} ]; do sleep 0.2; done; $real "$@") > /dev/null 2>&1 & {TIMED_OUT}'
-    return first_in_path(cluster, f"sbatch-{go.name}", sbatch=script)
+    late = f'(until [ -e {go} ]; do sleep 0.2; done; $real "$@") > /dev/null 2>&1 & {TIMED_OUT}'
+    return first_in_path(cluster, f"sbatch-{go.name}", sbatch=late)
 
 
 def in_queue(cluster: Cluster, run: Path) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.light_experiment import STATE, STEPS, trained
+from tests.runs import script
 from tests.slurm.test_train_sbatch import edited, run_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "20")
 # Twelve seconds in which a run can be told to save, on a busy machine too; told, it does not wait for their end.
 SLOW = (*ONE_RANK, "model.name=light_model:build", "model.seconds=1.5", "monitor.loggers=[jsonl]")
 
-FAILING = """#!/bin/bash
+FAILING = """\
 # A scheduler that fails in a job: each command of it so often, and a requeue always if that is forbidden.
 name=${0##*/}
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "$name" != sbatch ]; then
@@ -63,11 +64,9 @@ class Runs:
 def runs(devcluster: Cluster, light: dict[str, str]) -> Runs:
     """Each of the runs of this file, submitted, and told to save as before a time limit."""
     commands, failures = devcluster.home / "commands", devcluster.home / "failures"
-    commands.mkdir()
     failures.mkdir()
     for name in ("squeue", "scontrol"):
-        (commands / name).write_text(FAILING)
-        (commands / name).chmod(0o755)
+        script(commands / name, FAILING)
     broken = {**light, "PATH": f"{commands}:{devcluster.env['PATH']}", "FAILURES": str(failures)}
     all_runs = Runs(devcluster, broken)
     all_runs.submit("silent", broken)
@@ -124,7 +123,7 @@ def test_where_requeueing_is_forbidden_a_template_goes_on_by_a_chain(devcluster:
     assert str(json.loads((run / STATE).read_text())[1]) == trained(STEPS)
 
 
-WITHOUT_SCONTROL = """#!/bin/bash
+WITHOUT_SCONTROL = """\
 # As in a container: what the kit starts has nothing of SLURM's, and the script's own shell has.
 case "$*" in *launch.batch_job*) export PATH=/nowhere ;; esac
 exec {python} "$@"
@@ -135,10 +134,8 @@ exec {python} "$@"
 def test_without_scontrol_the_shell_of_the_batch_script_requeues(
     devcluster: Cluster, runs: Runs, light: dict[str, str]
 ) -> None:
-    python = devcluster.home / "contained" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(WITHOUT_SCONTROL.format(python=shlex.quote(sys.executable)))
-    python.chmod(0o755)
+    python = WITHOUT_SCONTROL.format(python=shlex.quote(sys.executable))
+    script(devcluster.home / "contained" / "bin" / "python", python)
     runs.submit("contained", light, "launch.environment=venv:contained")
     devcluster.wait_for_start(runs.path("contained"))
     devcluster.run("scancel", "--signal=USR2", runs.jobs["contained"])

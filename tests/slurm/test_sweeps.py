@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.slurm.test_queries import first_in_path
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 
@@ -26,19 +27,13 @@ def job_ids(sweep: Path) -> list[str]:
 
 
 def test_a_sweep_over_the_limit_of_arrays_trains_and_resumes(devcluster: Cluster, light: dict[str, str]) -> None:
-    home, tools = devcluster.home, devcluster.home / "small"
-    tools.mkdir()
-    real = devcluster.run("bash", "-c", "command -v scontrol").stdout.strip()
-    limit = '[ "$2" = config ] && exec echo "MaxArraySize = 2"'
-    (tools / "scontrol").write_text(f'#!/bin/bash\n{limit}\nexec {real} "$@"\n')
-    (tools / "scontrol").chmod(0o755)
-    env = {**light, "PATH": f"{tools}:{devcluster.env['PATH']}"}
-
+    limit = '[ "$2" = config ] && exec echo "MaxArraySize = 2"; exec $real "$@"'
+    env = {**light, **first_in_path(devcluster, "small", scontrol=limit)}
     points = ("--sweep", "model.luck=0..2", "--max-parallel", "2")
     slow = ("model.name=light_model:build", "model.seconds=1")  # so that who waits for it is seen to wait
     words = ("ddp", *TINY, *ONE_RANK, *slow, "--run-dir", "runs/sweep")
     said = devcluster.job("submit", *words, *points, env=env).stdout
-    sweep = home / "runs" / "sweep"
+    sweep = devcluster.home / "runs" / "sweep"
     array, single = re.findall(r"job +(\d+)", said)
     assert job_ids(sweep) == [f"{array}_0", f"{array}_1", single]
     assert "ArrayTaskThrottle=2" in devcluster.run("scontrol", "show", "job", array).stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import script
 from tests.shell import faults
 
 SLURM = Path(__file__).parents[2] / "slurm"
@@ -25,9 +26,9 @@ def commands(template: str) -> str:
     return "\n".join(lines).replace("\\\n", "")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bash_and_shellcheck_find_no_fault(script: str) -> None:
-    assert faults(text(script)) == ""
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bash_and_shellcheck_find_no_fault(name: str) -> None:
+    assert faults(text(name)) == ""
 
 
 def test_the_token_of_a_peer_is_no_argument_that_others_on_the_node_can_read() -> None:
@@ -60,9 +61,7 @@ def test_what_every_template_has_in_common(template: str) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_who_queues_it_elsewhere_is_told_what_lacks(template: str, tmp_path: Path) -> None:
     own = {"PATH": "/usr/bin:/bin", "CONDA_PREFIX": str(tmp_path), "TRAINKIT_TOKEN": "token"}
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "bin" / "python").chmod(0o755)
+    script(tmp_path / "bin" / "python", "exit 1")
     bash = ["bash", str(SLURM / template), "ddp"]
     done = subprocess.run(bash, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,0 +1,133 @@
+"""What each verb refuses at once: in three lines, with its exit code, and before anything is written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.conftest import Command, make_run
+from trainkit.swarm import processes
+from trainkit.swarm.address import EXAMPLE
+
+TWO_NODES = "launch ddp --nodes 2 --master-addr"
+ALONE = "launch single --gpus-per-node 0 --dry-run"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("__main__ sumbit ddp", 2, "Did you mean 'submit'?"),
+        ("evaluate", 2, "RUN missing."),
+        ("evaluate run --checkpoint", 2, "--checkpoint: expected one argument."),
+        ("evaluate run --weights rwa", 2, "Did you mean 'raw'?"),
+        ("evaluate run --weights x", 2, "Use raw."),
+        ("swarm", 2, "One of create, "),
+        ("cluster", 2, "One of discover, "),
+        ("cluster discover", 3, "there is no scontrol on this machine"),
+        ("train single model.checkpoint=nowhere.pth --run-dir here", 2, "There is no file nowhere.pth"),
+        ("train single data.augmnt=true --run-dir here", 2, "Did you mean 'data.augment'?"),
+        # submit
+        ("submit ddpp", 2, "Did you mean 'ddp'?"),
+        ("submit ddp optim.wieght_decay=1", 2, "Did you mean 'optim.weight_decay'?"),
+        ("submit ddp --nodes 0", 2, "--nodes"),
+        ("submit ddp --node 2", 2, "Did you mean '--nodes'?"),
+        ("submit ddp --gpu-per-node=2", 2, "Did you mean '--gpus-per-node'?"),
+        ("submit ddp --zzz", 2, "`python -m jobs.submit --help` lists the flags."),
+        ("submit ddp --nodes", 2, "--nodes/-N: expected one argument."),
+        ("submit ddp --sbatch =3", 2, "has no key"),
+        ("submit ddp --executor slrum", 2, "Did you mean 'slurm'?"),
+        ("submit ddp --cluster nosuch", 2, "Unknown cluster profile"),
+        ("submit ddp --nodes 3", 2, "global_batch_size=63 or 66"),
+        ("submit ddp train.global_batch_size=1260", 2, "Use train.global_batch_size=1024, or more data."),
+        ("submit ddp model.name=resnet5", 2, "Unknown model 'resnet5'"),
+        ("submit single --nodes 2", 2, "one process"),
+        ("submit ddp data.name=cifar10 data.root=nosuch", 2, "jobs.prepare cifar10"),
+        ("submit --join token", 2, "submit hivemind --join TOKEN"),
+        ("submit hivemind --join token --array 0-3", 2, "--array: invalid int value"),
+        ("submit broken.yaml", 2, "broken.yaml:2"),
+        ("submit nosuch.yaml", 2, "No file"),
+        ("submit ddp --run-dir taken", 2, "exists already"),
+        ("submit ddp --run-dir ''", 2, "The name of the folder is empty"),
+        ("submit ddp --run-dir file/run", 2, "Cannot make the run folder"),
+        ("submit ddp --run-dir /dev/shm/trainkit-no-such-run --executor slurm", 3, "no SLURM on this machine"),
+        ("submit ddp --sweep seed=1,2 --run-dir taken", 2, "File exists"),
+        ("submit ddp --sweep seed=1,x", 2, "seed"),
+        ("submit ddp --sweep seed", 2, "has no values"),
+        ("submit ddp --sweep launch.nodes=1,2", 2, "cannot change resources"),
+        ("submit ddp --nodes 2 --gpus-per-node 4", 3, "ddp_sim"),
+        ("submit ddp --estimate", 3, "There is no SLURM on this machine."),
+        # launch
+        ("launch ddp --nodes 2", 2, "--master-addr is missing"),
+        (f"{TWO_NODES} 127.0.0.1 --node-rank 1", 2, "--secret-file is missing"),
+        (f"{TWO_NODES} 127.0.0.1 --node-rank 2", 2, "They count from 0."),
+        (f"{TWO_NODES} no.such.host.invalid", 2, "cannot be found"),
+        ("launch ddp --gpus-per-node 1", 3, "--gpus-per-node 0"),
+        (f"{ALONE} --secret known-to-all", 2, "Unrecognized arguments: --secret"),
+        (f"{ALONE} --secret-file open", 2, "Others can read"),
+        (f"{ALONE} --secret-file short", 2, "too short"),
+        (f"{ALONE} --secret-file long", 2, "Cannot read"),
+        (f"{ALONE} --secret-file nosuch", 2, "Cannot read"),
+        # bench
+        ("bench", 2, "NAME missing."),
+        ("bench ampp", 2, "There is no bench 'ampp'."),
+        ("bench amp --arms fp32,fp64", 2, "'fp64' is no arm of bench amp."),
+        ("bench amp --arms fp32,fp32", 2, "--arms names an arm twice."),
+        ("bench amp --rounds 1", 2, "--rounds 1 is not possible."),
+        ("bench amp --rounds x", 2, "--rounds: invalid int value: 'x'."),
+        ("bench amp hivemind", 2, "Bench amp cannot measure strategy.name=hivemind."),
+        ("bench scaling", 2, "Bench scaling needs 2 ranks or more, and here is 1."),
+        ("bench batch-size --arms large", 2, "'large' is no arm of bench batch-size."),
+        ("bench --show nowhere", 2, "No run 'nowhere'."),
+        ("bench amp --show nowhere", 2, "--show takes no other words."),
+        # swarm
+        ("swarm creat hivemind", 2, "'creat' is not possible."),
+        ("swarm create hivemnd", 2, "Unknown preset 'hivemnd'."),
+        ("swarm create ddp", 2, "strategy.name=ddp is no collaborative run."),
+        ("swarm create hivemind collaborative.round_seconds=2", 2, "collaborative.round_seconds=2 leaves no time"),
+        ("swarm create hivemind collaborative.initial_peers=[x]", 2, "collaborative.initial_peers is set"),
+        ("swarm create hivemind --port 70000", 2, "--port 70000 does not exist."),
+        ("swarm create hivemind --name ''", 2, "--name is too long or empty."),
+        ("swarm create hivemind --force", 2, "--force needs --resume: a new swarm runs nowhere else"),
+        ("swarm invite anna --expires 0d", 2, "--expires 0d is no time."),
+        ("swarm invite anna --expires 367d", 2, "--expires 367d is no time."),
+        ("swarm invite anna --expires 7", 2, "--expires 7 is no time."),
+        ("swarm status", 2, "No swarm in"),
+        ("swarm status nonsense", 2, "No run 'nonsense'."),
+        ("swarm status ddp-0001", 2, "ddp-0001 is not a swarm."),
+        ("swarm status /ip4/1.2.3.4/tcp/1/p2p/Qm", 2, "'/ip4/1.2.3.4/tcp/1/p2p/Qm' is not the address of a peer."),
+        # join
+        ("join", 2, "TOKEN missing."),
+        ("join data.root=x", 2, "TOKEN missing."),
+        ("join 203.0.113.7:4711", 2, "There is neither a token nor an address in '203.0.113.7:4711'."),
+        (f"join {EXAMPLE[:-1]}", 2, f"'{EXAMPLE[:-1]}' is not the address of a peer."),
+        (f"join {EXAMPLE} {EXAMPLE}x", 2, f"'{EXAMPLE}x' is not the address of a peer."),
+        ("join trainkit1.nonsense", 2, "This is no token."),
+        ("join trainkit1.nonsense trainkit1.more", 2, "One token at a time."),
+        (f"join {EXAMPLE} optim.lr=1", 2, "'optim.lr' cannot be set by a peer that joins."),
+        (f"join {EXAMPLE} --port 4711", 2, "--port needs --public."),
+        (f"join {EXAMPLE} --host 10.0.0.1", 2, "--host needs --public."),
+        (f"join {EXAMPLE} --public --port -1", 2, "--port -1 does not exist."),
+        (f"join {EXAMPLE} --public", 2, "Only those whom the owner trusts can be reached by others."),
+    ],
+    ids=lambda value: value.removesuffix(".") if isinstance(value, str) else "",
+)
+def test_wrong_words_are_answered_in_three_lines_and_write_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, says: str
+) -> None:
+    monkeypatch.setattr(processes, "require_hivemind", lambda: pytest.fail("nothing is wrong with these words"))
+    make_run(tmp_path / "runs" / "ddp-0001")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
+    (tmp_path / "file").write_text("in the way")
+    for name, times, mode in (("open", 5, 0o644), ("short", 1, 0o600), ("long", 600, 0o600)):
+        (tmp_path / name).write_text("swordfish" * times)
+        (tmp_path / name).chmod(mode)
+    before = sorted(tmp_path.rglob("*"))
+    done = command(*shlex.split(words)).refused(code, says)
+    assert done.out == ""
+    assert [line.split(":")[0] for line in done.err.splitlines()[-2:]] == ["  why", "  fix"]
+    assert "swordfish" not in done.err, "no secret is shown"
+    assert sorted(tmp_path.rglob("*")) == before
