@@ -118,12 +118,6 @@ def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> No
     assert Account(run).after_round(anna()) == [Contribution("anna", 2, 1280.0, 120.0)]
 
 
-def test_a_newcomers_first_round_is_credited_once_its_name_is_known(run: RunDir) -> None:
-    account = Account(run)
-    assert account.after_round(anna(), {}) == []
-    assert account.after_round(anna(60.0)) == [Contribution("anna", 2, 700.0, 120.0)]
-
-
 @pytest.mark.parametrize(
     ("said", "invited", "name"), [("best", "anna", "anna"), ("carl", "guest", "guest carl"), (None, "anna", "anna")]
 )

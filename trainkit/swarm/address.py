@@ -127,13 +127,9 @@ def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
     ips = [_ip(item.split("/")[2]) for item in addresses]
     if not ips or any(ip is None or ip.is_global for ip in ips):
         return []
-    if all(ip is not None and ip.is_loopback for ip in ips):
-        return ["Only this machine reaches that. To let others in, start it with --host 0.0.0.0 and a fixed --port."]
-    port = port_of(addresses[0])
     return [
-        "Only machines of your own network reach that. To let others in, have your router forward a TCP port to this "
-        "machine,",
-        f"and start it with --port {port} --announce PUBLIC_ADDRESS:{port}; or let an anchor on a public machine join.",
+        "Only this machine and its network reach that. To let others in, have an anchor on a public machine join; or",
+        f"start it with --host 0.0.0.0. {FORWARD.format(port=port_of(addresses[0]))}",
     ]
 
 

@@ -371,8 +371,6 @@ def open_dht(
     Raises:
         UserError: nobody of the swarm answers at ``peers`` in time, the clocks differ, or the port is taken.
     """
-    for item in peers:
-        address.check(item)
     if host is not None:
         check_listening(host, port)
     # libp2p insists on listening; without a host nobody is told of it.

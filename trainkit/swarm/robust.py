@@ -32,7 +32,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,7 @@ from trainkit.run.events import Remark
 from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, Bans
 from trainkit.swarm.admission import Member, remember
-from trainkit.swarm.invitations import GUESTS, RANKS, Role, credited
+from trainkit.swarm.invitations import GUESTS, Role, credited
 from trainkit.swarm.link import Outcome, cuts, halves
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
@@ -518,14 +518,16 @@ class Strikes:
             took_part: ids of all peers in the round; one that was not in it neither gains nor loses by it.
         """
         dropped = {verdict.peer: verdict.why for verdict in verdicts if verdict.action == "dropped"}
-        neither = {verdict.peer for verdict in verdicts if verdict.action == "left out"}
-        for peer in set(took_part) - dropped.keys() - neither:
+        left_out = {verdict.peer for verdict in verdicts if verdict.action == "left out"}
+        for peer in set(took_part) - dropped.keys() - left_out:
             self.counts.pop(peer, None)
-        for peer in dropped:
-            remember(self.counts, peer, self.counts.get(peer, 0) + 1, _MOST_SUSPECTS)
-        out = {peer: why for peer, why in dropped.items() if self.counts.get(peer, 0) >= STRIKES}
-        for peer in out:
-            del self.counts[peer]
+        out: dict[str, str] = {}
+        for peer, why in dropped.items():
+            times = self.counts.pop(peer, 0) + 1
+            if times >= STRIKES:
+                out[peer] = why
+            else:
+                remember(self.counts, peer, times, _MOST_SUSPECTS)
         return out
 
 
@@ -552,7 +554,6 @@ class Sentry:
     _enforced: set[str] = field(default_factory=set, init=False)
     _told: set[str] = field(default_factory=set, init=False)
     _began: float = field(default_factory=time.time, init=False)
-    _unnamed: dict[str, Counted] = field(default_factory=dict, init=False)
     _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
     _invited: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -568,7 +569,8 @@ class Sentry:
         self._peers, self._invited = peers, {}
         for found in self.averager.findings():
             self._invited |= found.names
-            self._credit(found)
+            received = found.received
+            self.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in found.counted.items()])
             self._tell(index, found.verdicts, "{} was left out of round {}")
             self._ban(index, self._as_senders.note(found.verdicts, found.members))
         if result is not None:
@@ -613,17 +615,3 @@ class Sentry:
             self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
             self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
-
-    def _credit(self, found: Findings) -> None:
-        """Who has just come may not have told its name yet: its first round is credited with the next one."""
-        now: list[Counted] = []
-        late, self._unnamed = self._unnamed, {}
-        for peer, samples in found.counted.items():
-            counted = Counted(self._name(peer), samples, found.received.get(peer, 0))
-            if peer in self._peers or found.names.get(peer, GUESTS) not in (GUESTS, RANKS):
-                now.append(counted)
-            else:
-                self._unnamed[peer] = counted
-        if late:
-            self.credit([replace(item, name=self._name(peer)) for peer, item in late.items()])
-        self.credit(now)
