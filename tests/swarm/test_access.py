@@ -148,7 +148,7 @@ def test_an_identity_that_is_kept_is_the_same_next_time_and_private(tmp_path: Pa
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert not passing.path.exists()
     (tmp_path / "nonsense").write_text("nonsense")
-    with pytest.raises(UserError, match="holds no identity"), peer(path=tmp_path / "nonsense"):
+    with pytest.raises(UserError, match="Cannot use the identity"), peer(path=tmp_path / "nonsense"):
         pass
 
 

@@ -266,13 +266,10 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
                 fileio.write(file, fileio.read_bytes(made), private=True)
             key = crypto.RSAPrivateKey.__new__(crypto.RSAPrivateKey)
             key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(fileio.read_bytes(file)).data})
-        except OSError as error:
-            why, fix = f"{error.strerror}.", "Give --identity a file that you may write."
+        except Exception as error:  # of the disk; protobuf and cryptography have exceptions of their own
+            why = f"{getattr(error, 'strerror', None) or error or type(error).__name__}."
+            fix = "Give --identity the file of an earlier peer, or one that you may write and that does not exist yet."
             raise UserError(f"Cannot use the identity {file}.", why=why, fix=fix) from None
-        except Exception as error:  # protobuf and cryptography have exceptions of their own
-            why = str(error) or type(error).__name__
-            fix = "Give --identity the file of an earlier peer, or one that does not exist yet."
-            raise UserError(f"{file} holds no identity.", why=why, fix=fix) from None
         yield Identity(file, key, path is not None, own, admission)
 
 
@@ -441,7 +438,6 @@ class Bans:
         """``file``: None for a list that ends with its peer, or until `keep_in`."""
         self._file = file
         self._said: dict[str, Ban] = {}
-        self._stamp: tuple[int, int] | None = None
 
     def keep_in(self, folder: Path) -> None:
         """From now on in the run's folder, with what is there already."""
@@ -449,19 +445,15 @@ class Bans:
         self.merge(said)
 
     def read(self) -> dict[str, Ban]:
-        """Id -> ban, as it is now; cheap when nothing has changed."""
+        """Id -> ban, as it is now."""
         return {ban.id: ban for ban in self.said() if not ban.lifted}
 
     def said(self) -> Iterable[Ban]:
         """The last word about each id, oldest first; also of bans that were lifted."""
         if self._file is not None:
-            with suppress(FileNotFoundError):
-                status = self._file.stat()
-                if (stamp := (status.st_size, status.st_mtime_ns)) != self._stamp:
-                    self._stamp = stamp
-                    for record in fileio.read_jsonl(self._file):
-                        if isinstance(record.get("id"), str):  # whatever else is damaged, somebody was banned
-                            self._note(_ban_in(record))
+            for record in fileio.read_jsonl(self._file):
+                if isinstance(record.get("id"), str):  # whatever else is damaged, somebody was banned
+                    self._note(_ban_in(record))
         return self._said.values()
 
     def add(self, ban: Ban) -> None:
@@ -478,9 +470,10 @@ class Bans:
 
     def merge(self, others: Iterable[Ban]) -> None:
         """Take over what others have said later than what is known here."""
-        known = {ban.id: ban for ban in self.said()}
+        self.said()
         for ban in others:
-            if ban.id not in known or ban.time > known[ban.id].time:
+            known = self._said.get(ban.id)
+            if known is None or ban.time > known.time:
                 self._write_if_room(ban)
 
     def _write_if_room(self, ban: Ban) -> None:

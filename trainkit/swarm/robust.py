@@ -552,7 +552,6 @@ class Sentry:
     _as_senders: Strikes = field(default_factory=Strikes, init=False)
     _as_reducers: Strikes = field(default_factory=Strikes, init=False)
     _enforced: set[str] = field(default_factory=set, init=False)
-    _told: set[str] = field(default_factory=set, init=False)
     _began: float = field(default_factory=time.time, init=False)
     _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
     _invited: dict[str, str] = field(default_factory=dict, init=False)
@@ -586,11 +585,13 @@ class Sentry:
         if banned.keys() == self._enforced:
             return
         for ban in banned.values():
-            if ban.id not in self._enforced and ban.id not in self._told and ban.time >= self._began:
+            if ban.id not in self._enforced and ban.time >= self._began:
                 name, why = terminal.name(ban.name), terminal.one_line(ban.why, 200)
                 self.remark("peer_banned", peer=ban.id, name=name, why=why)
                 self.say(f"  {name} is banned by another peer of the owner's side: {why}")
-        self._told.clear()
+        self._enforce(banned)
+
+    def _enforce(self, banned: Collection[str]) -> None:
         self.enforce(banned)
         self._enforced = set(banned)
 
@@ -611,7 +612,7 @@ class Sentry:
             if not banned or banned in self.bans.read():
                 continue  # nobody can be banned with it; or it is, with another peer of its invitation
             self.bans.add(Ban(banned, name, why))
-            self._told.add(banned)
+            self._enforce(self.bans.read())
             self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
             self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")

@@ -51,6 +51,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
@@ -146,12 +147,9 @@ class CommonState(ABC):
     def probe(self) -> Tensor:
         """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
         peer that gives away other weights cannot know for long which differences stay unseen."""
-        rows, generator = self.theta.numel() // PROBE_SIZE, torch.Generator().manual_seed(self.round)
+        rows, generator = -(-self.theta.numel() // PROBE_SIZE), torch.Generator().manual_seed(self.round)
         signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
-        sums = self.theta[: rows * PROBE_SIZE].view(PROBE_SIZE, rows) @ signs
-        left = self.theta[rows * PROBE_SIZE :]
-        sums[: left.numel()] += left
-        return sums
+        return pad(self.theta, (0, rows * PROBE_SIZE - self.theta.numel())).view(PROBE_SIZE, rows) @ signs
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
