@@ -422,26 +422,21 @@ def writes_a_file(node: ast.AST) -> bool:
 
 
 def patches(node: ast.AST, foreign: set[str]) -> bool:
-    """Whether it assigns to attributes of these imported names, or changes ``sys.modules``.
+    """Whether it changes attributes of these imported names, or ``sys.modules``.
 
     The switches of `torch.backends` are settings.
     """
-    targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign | ast.Delete):
-        targets = [item for target in node.targets for item in getattr(target, "elts", [target])]
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-        targets = [node.target]
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-        targets = [ast.Attribute(node.args[0], "it")]
-    elif isinstance(node, ast.Call) and re.match(r"sys\.modules\.(?!get|items)", ast.unparse(node.func)):
-        targets = [node.func]
-    for target in targets:
-        name = re.sub(r"[\[(].*", "", ast.unparse(target))
-        is_foreign = isinstance(target, ast.Attribute) and name.split(".")[0] in foreign
-        is_setting = name.startswith(("torch.backends.", "os.environ", "sys.path"))
-        if name.startswith("sys.modules") or (is_foreign and not is_setting):
-            return True
-    return False
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name in ("setattr", "delattr"):
+            return ast.unparse(node.args[0]).split(".")[0] in foreign
+        return re.match(r"sys\.modules\.(?!get|items)", name) is not None
+    if not isinstance(node, ast.Attribute | ast.Subscript) or isinstance(node.ctx, ast.Load):
+        return False
+    name = ast.unparse(node)
+    if name.startswith(("sys.modules", "torch.backends.", "os.environ", "sys.path")):
+        return name.startswith("sys.modules")
+    return isinstance(node, ast.Attribute) and re.split(r"[.\[(]", name)[0] in foreign
 
 
 def changes_a_library(tree: ast.Module) -> bool:

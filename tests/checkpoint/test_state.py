@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from jobs import export as export_command
 from tests.checkpoint.reading import DIST, flip, tensors, write
@@ -146,37 +145,6 @@ def test_what_compiling_and_wrapping_put_into_names_is_left_out() -> None:
     inner._orig_mod = model  # as torch.compile wraps a module
     for wrapped in (inner, nn.DataParallel(model, [])):
         assert set(weights_of(wrapped)) == {"0.weight", "0.bias"}
-
-
-def _save_further_tensors(env: RankEnv, folder: Path) -> None:
-    with distributed(env, use_gpu=False) as dist:
-        mesh = init_device_mesh("cpu", (dist.world_size,))
-        spread = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0)])
-        named = {"spread": spread, "same": torch.ones(2), f"of rank {dist.rank}": torch.full((3,), float(dist.rank))}
-        model = nn.Linear(1, 1)
-        Checkpoints(folder, keep=3, dist=dist).save(
-            model, None, step=1, state={}, best_step=None, extra={"further": named}
-        )
-
-
-def _restore_further_tensors(env: RankEnv, folder: Path) -> tuple[list[float], ...]:
-    with distributed(env, use_gpu=False) as dist:
-        mesh = init_device_mesh("cpu", (dist.world_size,))
-        spread = distribute_tensor(torch.zeros(7, 2), mesh, [Shard(0)])
-        sizes = {"same": 2, "unknown": 1, f"of rank {2 - dist.rank}": 3}
-        named = {"spread": spread, **{name: torch.zeros(size) for name, size in sizes.items()}}
-        found = Checkpoints(folder if dist.is_main else Path("/nowhere"), keep=3, dist=dist).restore(
-            nn.Linear(1, 1), None, into={"further": named, "absent": {"x": torch.zeros(1)}}
-        )
-        assert found is not None
-        return tuple(getattr(value, "full_tensor", value.clone)().flatten().tolist() for value in named.values())
-
-
-def test_further_tensors_come_back_to_other_ranks_however_spread(tmp_path: Path) -> None:
-    run_ranks(3, _save_further_tensors, tmp_path)
-    whole = [float(number) for number in range(14)]
-    same = (whole, [1.0, 1.0], [0.0])
-    assert run_ranks(2, _restore_further_tensors, tmp_path) == [(*same, [2.0] * 3), (*same, [1.0] * 3)]
 
 
 # A tensor in several files: whole in the end, or refused.

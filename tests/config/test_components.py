@@ -51,11 +51,7 @@ def test_a_best_model_is_judged_by_the_headline_unless_told_otherwise() -> None:
         (["task.name=clasification"], "Unknown task 'clasification'", "Did you mean 'classification'?"),
         (["task.threshold=0.5"], "Unknown key 'task.threshold'", "Remove 'task.threshold'"),
         (["task.label_smoothing=0.1"], "Unknown key 'task.label_smoothing'", "Remove 'task.label_smoothing'"),
-        (
-            ["task.name=multilabel"],
-            "task.name=multilabel does not go with data.name=digits",
-            "task.name=classification",
-        ),
+        (["task.name=multilabel"], "does not go with data.name=digits", "task.name=classification"),
     ],
 )
 def test_what_does_not_fit_the_task_is_refused(overrides: list[str], what: str, fix: str) -> None:
@@ -127,21 +123,17 @@ def test_optimizers_of_timm_and_torch_are_taken(settings: tuple[str, ...]) -> No
     ("settings", "says"),
     [
         (("optim.name=adaam",), r"Unknown optimizer 'adaam'(.|\n)*adamw, sgd, lamb, muon, (.|\n)*mean 'adam'"),
-        (("optim.name=torch/adafacto",), "Did you mean 'torch/adafactor'"),
         (("optim.name=adan", "optim.epz=1"), r"Unknown key 'optim.epz'(.|\n)*mean 'optim.eps'"),
         (("optim.name=rmsprop", "optim.alpha=big"), "optim.alpha=big is not possible"),
-        (("optim.name=adadelta", "optim.momentum=0.8"), "Unknown key 'optim.momentum'"),
         (("optim.name=adan", "optim.betas=[0.9, 0.99]"), r"does not take 2 numbers(.|\n)*It has 3"),
         (("optim.name=rprop",), "weight_decay=0.05 does not go with optim.name=rprop"),
         (("optim.name=kron",), r"not possible(.|\n)*checkpoint does not hold it"),
-        (("optim.name=adahessian",), r"not possible(.|\n)*gradients of gradients"),
         (("optim.name=lbfgs",), r"not possible(.|\n)*several times an update"),
         (("optim.name=torch/muon",), r"not possible(.|\n)*matrices only"),
         (("optim.name=bnbadam8bit",), r"not possible(.|\n)*bitsandbytes"),
         (("optim.name=lambc", "optim.max_grad_norm=1"), "Use train.grad_clip_norm"),
         (("optim.name=adafactor", "strategy.name=fsdp"), r"not possible(.|\n)*whole weight"),
         (("optim.name=adan", "optim.caution=true", "strategy.name=fsdp"), r"not possible(.|\n)*whole weight"),
-        (("optim.name=cadamw", "strategy.name=fsdp"), r"not possible(.|\n)*strategy.name=zero"),
         (("schedule.name=cosin",), r"Unknown schedule 'cosin'(.|\n)*mean 'cosine'"),
     ],
 )

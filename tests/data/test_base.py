@@ -130,9 +130,3 @@ def test_a_key_is_a_function_of_seed_epoch_and_index_in_every_version() -> None:
 @pytest.mark.parametrize("other", [(1, 0), (0, 1), (0, 2**33)])
 def test_another_seed_or_epoch_is_another_key_for_every_sample(other: tuple[int, int]) -> None:
     assert len({*KEYS.tolist(), *base.keys(*other, torch.arange(100_000)).tolist()}) == 200_000
-
-
-def test_numbers_below_an_end_are_equally_likely() -> None:
-    counts = torch.bincount(base.below(KEYS, 0, 9), minlength=9)
-    assert len(counts) == 9
-    assert ((counts - 100_000 / 9).abs() < 5 * (100_000 / 9) ** 0.5).all()

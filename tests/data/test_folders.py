@@ -313,18 +313,6 @@ def photo() -> Tensor:
     return torch.from_numpy(load_sample_images().images[0].copy()).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("shape", [(3, 300, 500), (3, 40, 20), (1, 64, 64), (3, 8, 400)])
-def test_photos_of_any_size_get_the_asked_size_and_are_augmented_in_training(shape: tuple[int, ...]) -> None:
-    image = torch.randint(0, 256, shape, dtype=torch.uint8)
-    train, evaluate = folders.photo_transforms(32, augment=True)
-    for transform in (train, evaluate):
-        assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
-    first = train(image)  # of a very long photo the part is always the middle: then only mirroring differs
-    assert any(not torch.equal(train(image), first) for _ in range(64))
-    plain, _ = folders.photo_transforms(32, augment=False)
-    assert torch.equal(plain(image), evaluate(image))
-
-
 @pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5), ("nearest", 0.9)])
 def test_photos_for_pretrained_weights_are_resized_and_cropped_as_those_were(
     interpolation: str, crop: float, photo: Tensor

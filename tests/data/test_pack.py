@@ -30,7 +30,6 @@ from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, t
 from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_pack
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
-from trainkit.process import node_disk
 from trainkit.ranks import RankEnv
 
 
@@ -278,19 +277,6 @@ def pack_staging(tmp_path: Path) -> Pack:
 def disk(tmp_path: Path) -> Path:
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"
-
-
-@pytest.mark.parametrize(
-    ("env", "found"),
-    [({"SLURM_TMPDIR": "{}", "TMPDIR": "/"}, True), ({"TMPDIR": "{}"}, True), ({}, False), ({"TMPDIR": "/no"}, False)],
-)
-def test_the_nodes_disk_is_what_the_job_says(
-    env: dict[str, str], found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value.format(tmp_path))
-    assert node_disk() == (tmp_path if found else None)
 
 
 def test_a_copy_is_the_pack_and_a_second_job_copies_nothing(
