@@ -1,27 +1,21 @@
 """Where a session of tests has its temporary files: a folder of its own, which goes with it.
 
 Whatever the tests start inherits it as TMPDIR. A session that was killed leaves its folder to the next one, which sees
-that nobody holds the lock on it. Only hivemind's sockets are elsewhere, in /tmp: those of killed peers are removed too.
+that nobody holds the lock on it. Only hivemind's sockets are elsewhere, in /tmp.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import socket
-import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from glob import glob
 from pathlib import Path
 
 import psutil
 
-SOCKETS = "/tmp/hivemind-p2p*.sock"
-"""hivemind's own choice, whatever TMPDIR says."""
 _PREFIX = "tkt-"  # short: names of sockets have at most 107 bytes
 _YOUNG_SECONDS = 60.0
 _OURS = ("trainkit-", "devcluster")
@@ -41,7 +35,6 @@ def make() -> tuple[Path, Callable[[], None]]:
     def remove() -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = str(base)
         _remove(folder)
-        clear_sockets(SOCKETS)
         os.close(lock)
 
     return folder, remove
@@ -83,20 +76,6 @@ def clear(base: Path) -> None:
     """Remove the folders of sessions that are dead."""
     for folder in base.glob(f"{_PREFIX}*"):
         _clear(folder)
-
-
-def clear_sockets(pattern: str) -> None:
-    """Remove this user's sockets of that name on which nobody listens any more."""
-    for name in glob(pattern):
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
-            state = os.lstat(name)
-            if state.st_uid != os.geteuid() or not stat.S_ISSOCK(state.st_mode):
-                continue
-            asking.settimeout(1.0)
-            try:
-                asking.connect(name)
-            except ConnectionRefusedError:
-                Path(name).unlink()
 
 
 def _clear(folder: Path) -> None:

@@ -144,6 +144,7 @@ WRITERS = {
     "trainkit.checkpoint.remote": "second names for files of a checkpoint, in a folder that it has just made",
     "trainkit.distributed.device": "a switch of the kernel in /proc",
     "trainkit.process": "what a program says, in memory or in a file that has no name",
+    "trainkit.monitor.tensorboard": "its library makes new files, in a folder that fileio has made",
     "trainkit.ranks.signals": "a file of its own that ranks map into memory; its name is random",
     "trainkit.run.folder": "the run's own folder, and that of the user's state",
     "trainkit.run.snapshot": "the folder in which runs share their code, and a hard link to its archive",

@@ -86,7 +86,7 @@ def test_its_speeds_are_those_of_the_measured_table() -> None:
         assert any(round(value, decimals) == float(number) for value in measured), number
 
 
-def test_its_pictures_are_there_and_small_and_show_the_accuracy_that_the_text_says() -> None:
+def test_its_pictures_are_small_and_show_the_accuracy_that_the_text_says() -> None:
     text = readme.README.read_text("utf-8")
     shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert shown == ["docs/pictures/curves.svg", "docs/pictures/run.svg"]

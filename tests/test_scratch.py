@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,14 +71,3 @@ def test_what_a_killed_session_has_left_the_next_one_removes(
     scratch.clear(folder.parent)
     assert {path.name for path in (tmp_path / "T").iterdir()} == {"others", "tkt-link"}
     assert (tmp_path / "suite" / "tests").is_dir()
-
-
-def test_a_socket_is_removed_when_nobody_listens_on_it(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as alive, socket.socket(socket.AF_UNIX) as dead:
-        alive.bind(str(tmp_path / "alive.sock"))
-        alive.listen()
-        dead.bind(str(tmp_path / "dead.sock"))
-        (tmp_path / "file.sock").touch()
-        dead.close()
-        scratch.clear_sockets(f"{tmp_path}/*.sock")
-    assert {path.name for path in tmp_path.iterdir()} == {"alive.sock", "file.sock"}

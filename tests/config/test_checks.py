@@ -42,19 +42,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     ("name", "traits"),
     [
         ("single", StrategyTraits(ranks="one")), ("dp", StrategyTraits(ranks="one", gpus_per_rank="all")),
-        ("hivemind", StrategyTraits(loop="collaborative")),
+        ("hivemind", StrategyTraits(loop="collaborative")), ("zero", strategy_traits("ddp")),
     ],
 )  # fmt: skip
 def test_a_strategy_says_itself_what_others_must_know(name: str, traits: StrategyTraits) -> None:
     assert strategy_traits(name) == traits
-
-
-def test_fsdp_alone_is_sharded() -> None:
-    assert [name for name in ("single", "dp", "ddp", "zero", "fsdp") if strategy_traits(name).sharded] == ["fsdp"]
-
-
-def test_what_two_files_share_is_read_from_where_it_is() -> None:
-    assert strategy_traits("ddp") == strategy_traits("zero") != StrategyTraits()
+    assert not traits.sharded
+    assert strategy_traits("fsdp").sharded
 
 
 @pytest.mark.parametrize(

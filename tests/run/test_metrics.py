@@ -198,16 +198,13 @@ USR2, TERM = "SIGUSR2", "SIGTERM"
         (attempts((0, None, "")), 500, 10, math.inf, True, Forecast(500, 0, None)),
         # SLURM has told it after 80 s and not after 100, and its restart has cost 20 s.
         (attempts((0, 80, USR2), (100, None, "")), 160, 110, 100, True, Forecast(200, 2, 20)),
-        (attempts((0, 80, USR2), (100, None, "")), 70, 110, 100, True, Forecast(70, 0, 20)),
         # Of a template nobody knows the limit but by what has been.
         (attempts((0, 80, USR2), (100, 180, USR2), (200, None, "")), 160, 210, math.inf, True, Forecast(200, 2, 20)),
         (attempts((0, 80, USR2), (100, None, "")), 160, 110, math.inf, True, Forecast(160, 0, 20)),
-        # A preemption says nothing of the time limit, whichever its signal.
+        # A preemption says nothing of the time limit.
         (attempts((0, 5, TERM), (15, None, "")), 150, 15, 100, True, Forecast(160, 1, 10)),
-        (attempts((0, 5, USR2), (15, None, "")), 150, 15, 100, True, Forecast(160, 1, 10)),
         # In the queue: 15 s of the usual 20 are still to wait.
         (attempts((0, 80, USR2), (100, 180, USR2)), 70, 185, 100, False, Forecast(85, 1, 20)),
-        (attempts((0, 80, USR2), (100, 180, USR2)), 150, 999, 100, False, Forecast(170, 2, 20)),
     ],
 )  # fmt: skip
 def test_each_further_attempt_is_taken_to_cost_what_those_before_have_cost(

@@ -191,7 +191,7 @@ def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: R
     assert "+gr" in written
 
 
-def test_the_manifest_says_what_was_run_and_neither_secrets_nor_the_environment(
+def test_the_manifest_says_what_was_run_and_no_secret_or_environment(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_VARIABLE", "s3cret")
