@@ -98,8 +98,3 @@ def test_a_file_stands_alone_and_what_a_run_says_in_it_is_text() -> None:
     assert not re.search(r"(?:href|src|url\()", text)
     words = [element.text for element in whole.iter() if element.text]
     assert len([word for word in words if "<script>alert(1)</script>" in word]) >= 4
-
-
-@pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])
-def test_time_has_a_fitting_unit(seconds: float, unit: str) -> None:
-    assert document.time_unit(seconds)[0] == unit

@@ -26,7 +26,6 @@ LOGGED = (
     *SETTINGS, "monitor.loggers=[jsonl,tensorboard,wandb]", "train.epochs=3", "checkpoint.every_steps=10",
     "monitor.log_every=2", "optim.lr=0.02",
 )  # fmt: skip
-History = dict[int, dict[str, float]]
 CURVES = ("loss", "acc1", "acc5", "lr", "images_per_sec")
 
 
@@ -76,42 +75,32 @@ def expected(told: Told, split: str, key: str) -> list[tuple[int, float]]:
     return sorted(found)
 
 
-EACH = pytest.mark.parametrize(
-    ("split", "key"), [*(("train", key) for key in CURVES), *(("val", key) for key in CURVES[:4])]
-)
+SHOWN = [*(("train", key) for key in CURVES), *(("val", key) for key in CURVES[:4])]
 
 
-@EACH
-def test_tensorboard_shows_the_recorded_curves(told: Told, split: str, key: str) -> None:
+def test_tensorboard_shows_the_recorded_curves(told: Told) -> None:
     module = import_module("tensorboard.backend.event_processing.event_accumulator")
     events = module.EventAccumulator(str(told.run.tensorboard / told.run.name), size_guidance={"scalars": 0})
     events.Reload()
-    shown = [(point.step, point.value) for point in events.Scalars(f"{key}/{split}")]
-    assert [step for step, _ in shown] == [step for step, _ in expected(told, split, key)]
-    assert [value for _, value in shown] == pytest.approx([v for _, v in expected(told, split, key)], rel=1e-6)
+    for split, key in SHOWN:
+        steps, values = zip(*((point.step, point.value) for point in events.Scalars(f"{key}/{split}")), strict=True)
+        recorded_steps, recorded = zip(*expected(told, split, key), strict=True)
+        assert steps == recorded_steps
+        assert values == pytest.approx(recorded, rel=1e-6)
 
 
-@EACH
-def test_wandb_shows_the_recorded_curves(
-    told: Told, history: dict[int, dict[str, float]], split: str, key: str
-) -> None:
-    shown = sorted((step, row[f"{key}/{split}"]) for step, row in history.items() if f"{key}/{split}" in row)
-    assert shown == expected(told, split, key)
-
-
-@pytest.fixture(scope="module")
-def history(told: Told) -> History:
-    """By step what W&B's file holds, over all attempts: a later one is drawn over an earlier one."""
+def test_wandb_shows_the_recorded_curves_as_one_run_over_all_attempts(told: Told) -> None:
     proto = import_module("wandb.proto.wandb_internal_pb2")
-    rows: History = {}
-    ids = set()
+    history, ids = dict[int, dict[str, float]](), set[str]()
     for file in sorted(told.run.wandb.glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         records = [proto.Record.FromString(blob) for blob in leveldb_log(file.read_bytes())]
         ids.add(run_of(records).run_id)
-        for row in rows_of(records):
-            rows.setdefault(row["step"], {}).update(row)
-    assert len(ids) == 1, "one run there, over all attempts"
-    return rows
+        for row in rows_of(records):  # a later attempt is drawn over an earlier one
+            history.setdefault(row["step"], {}).update(row)
+    assert len(ids) == 1
+    for split, key in SHOWN:
+        shown = sorted((step, row[f"{key}/{split}"]) for step, row in history.items() if f"{key}/{split}" in row)
+        assert shown == expected(told, split, key)
 
 
 def test_the_log_book_has_the_recorded_numbers(told: Told, tmp_path: Path) -> None:

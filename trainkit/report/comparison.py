@@ -77,8 +77,6 @@ class _Pair:
         """Why the times of the two are not compared."""
         if unfinished := [item.label for item in self.both if not item.finished]:
             return f"{' and '.join(unfinished)} did not come to the end"
-        if paused := [(item.label, doc.duration(item.still_seconds)) for item in self.both if item.still_seconds]:
-            return ", ".join(f"{label} stood still for {still} of its training" for label, still in paused)
         theirs, own = (item.steps * item.count("train.global_batch_size") for item in self.both)
         return "" if own == theirs else f"it saw {own:,} images and not {theirs:,}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +21,6 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Metric
 
 _SHOWN_BYTES = 16384
-_STILL = 0.05
-"""A share of the training time: with longer pauses, a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
 """Of all hosts together."""
 _TAKEN = 10.0
@@ -304,38 +302,20 @@ class Facts:
         """Median over the train records, so that neither slow first steps nor pauses count."""
         return statistics.median(self.speeds) if self.speeds else None
 
-    def _stretches(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The train records, each with the step of the one before it."""
-        return zip([0, *(record["step"] for record in self.train)], self.train)  # noqa: B905  one step more
-
     @property
     def train_seconds(self) -> float | None:
         """Time in training steps over all attempts; before the end, from the speed of the records."""
         seconds = self.summary.get("train_seconds")
         if fileio.is_number(seconds):
             return float(seconds)
-        batch, total = self.setting("train.global_batch_size"), 0.0
-        for before, record in self._stretches():
+        batch, total, before = self.setting("train.global_batch_size"), 0.0, 0
+        for record in self.train:
             speed = record.get("images_per_sec")
             if not (fileio.is_number(batch) and fileio.is_number(speed) and speed > 0):
                 return None
             total += (record["step"] - before) * batch / speed
+            before = record["step"]
         return total or None
-
-    @property
-    def still_seconds(self) -> float:
-        """Time in training steps for which the job was suspended; 0 where that does not matter.
-
-        Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
-        """
-        begins = [step for event in self.events_of("started") if fileio.is_whole(step := event.get("step"))]
-        batch, usual, still = self.count("train.global_batch_size"), self.images_per_sec, 0.0
-        for before, record in self._stretches():
-            step, speed = record["step"], record.get("images_per_sec")
-            is_first = any(before <= begun < step for begun in begins)
-            if usual and fileio.is_number(speed) and 0 < speed < usual / 10 and not is_first:
-                still += (step - before) * batch * (1 / speed - 1 / usual)
-        return still if still > _STILL * (self.train_seconds or 0.0) else 0.0
 
     @cached_property
     def spent(self) -> dict[str, float]:
