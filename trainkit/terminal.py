@@ -231,6 +231,15 @@ def age(seconds: float) -> str:
     return f"{max(int(seconds), 0)} s"
 
 
+def duration(seconds: float) -> str:
+    """``40 ms``, ``12.3 s``, ``4 min 05 s``, ``1 h 30 min``."""
+    if seconds < 59.95:
+        return f"{seconds * 1000:.2g} ms" if 0 < seconds < 0.05 else f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
+
+
 def size(number: int) -> str:
     """Bytes in the largest unit that fits, by thousands: ``4.5 MB``."""
     value = float(number)

@@ -41,7 +41,7 @@ def test_the_time_to_go_follows_the_pace_of_this_attempt(run_dir: RunDir, capsys
     logger.log({**TRAIN, "step": 610, "time": 170.0})
     first, second = capsys.readouterr().out.splitlines()
     assert "ETA" not in first
-    assert second.endswith("ETA 0:39")
+    assert second.endswith("ETA 39 s")
 
 
 def test_on_a_terminal_there_is_a_bar_and_validation_stands_above_it(

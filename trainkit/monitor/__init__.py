@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit import fileio, plugins
+from trainkit import fileio, plugins, terminal
 from trainkit.config.components import TaskMetrics, metrics_of
 from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
@@ -197,16 +197,6 @@ def confusion_of_test(run_dir: RunDir, most_classes: int) -> tuple[list[str], li
 # Metrics as text
 
 
-def duration(seconds: float) -> str:
-    """``0:07``, ``12:34``, ``1:02:03``, ``2d 03:04:05``."""
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}:{second:02}"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
 def number(value: Any, spec: str, unit: str = "") -> str:
     """A number in ``spec``; ``nan`` for what the record holds as null, because JSON has no NaN."""
     return ("nan" if value is None else format(value, spec)) + unit
@@ -241,7 +231,7 @@ def record_line(
     of_total = f"/{total_steps}" if total_steps else ""
     words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics)]
     if eta_seconds is not None:
-        words.append(f"ETA {duration(eta_seconds)}")
+        words.append(f"ETA {terminal.age(eta_seconds)}")
     return "  ".join(words)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
-from trainkit.monitor import Bar, Lines, duration, setback_line
+from trainkit.monitor import Bar, Lines, setback_line
 from trainkit.run import metrics as run_metrics
 from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
@@ -104,7 +104,7 @@ def _results(run_dir: RunDir) -> list[str]:
     if tested:
         words.append(f"test {metrics.words(head, tested[-1][head])}")
     if fileio.is_number(seconds := summary.get("train_seconds")):
-        words.append(f"{seconds:.1f} s" if seconds < 60 else duration(seconds))
+        words.append(terminal.duration(seconds))
     if fileio.is_number(speed := summary.get("images_per_sec")):
         words.append(f"{speed:,.0f} images/s")
     return words

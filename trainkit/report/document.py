@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from trainkit import fileio
+from trainkit import fileio, terminal
 from trainkit.config.components import Metric
 from trainkit.report.facts import Facts
 
@@ -525,14 +525,8 @@ def measured(value: Any, metric: Metric) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``40 ms``, ``12.3 s``, ``4 min 05 s``, ``1 h 30 min``."""
-    if not fileio.is_number(seconds):
-        return NONE
-    if seconds < 59.95:
-        return f"{seconds * 1000:.2g} ms" if 0 < seconds < 0.05 else f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
+    """As `terminal.duration`, or a dash."""
+    return terminal.duration(seconds) if fileio.is_number(seconds) else NONE
 
 
 def rate(images_per_sec: float | None) -> str:
