@@ -341,18 +341,6 @@ def test_what_nodes_do_not_see_is_refused(
     assert not (fake_slurm / "submitted.sbatch").exists()
 
 
-def test_what_a_profile_knows_of_accounts_is_asked_of_nobody(
-    command: Command, fake_slurm: Path, tmp_path: Path
-) -> None:
-    script(fake_slurm / "sacctmgr", "exit 1")
-    profile = tmp_path / "site.yaml"
-    profile.write_text("site: {accounts: [{name: thesis}], accounts_enforced: true}\n")
-    command("submit", "ddp", "--cluster", str(profile), "--account", "theses").refused(
-        3, "Account 'theses' is none of yours (flag --account).", "Did you mean 'thesis'?"
-    )
-    assert command("submit", "ddp", "--cluster", str(profile), "--account", "thesis").code == 0
-
-
 # Ranks on this machine
 
 

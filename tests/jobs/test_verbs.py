@@ -265,11 +265,6 @@ def test_a_line_too_long_to_be_a_fact_of_a_site_is_no_answer(command: Command, a
         assert len(done.out + done.err) < 20_000
 
 
-def test_a_list_of_more_nodes_than_any_machine_has_is_not_made(command: Command, all_say: Say) -> None:
-    all_say("echo 'PartitionName=main Default=YES Nodes=n[1-99999999999] State=UP'", "scontrol")
-    command(*VERBS["estimate"]).refused(3, "Cannot read the host list 'n[1-99999999999]'")
-
-
 # Runs of somebody else's: no verb runs the code that they name, or sends anything, unless the user says so
 
 MARK = "it-ran"
@@ -354,17 +349,45 @@ def test_a_strangers_run_that_has_finished_is_not_sent_by_resume(
     assert (command("resume", str(run.path)).code, bucket.exists()) == (3, False)
 
 
-def test_one_refusal_lists_all_that_is_asked_for(theirs: Theirs) -> None:
-    run = theirs("data.name=strange:build", "launch.setup=[touch it]", "checkpoint.remote=s3://eve/all")
+RUNS_CODE = [
+    "data.name=strange:build",
+    "model.name=local-dir:/x",
+    "strategy.name=strange:build",
+    "launch.setup=[touch it]",
+    "launch.sbatch={prolog: x}",
+    "launch.srun={task-prolog: x}",
+    "launch.modules=[evil]",
+    "launch.container_image=x.sif",
+    "launch.container_mounts=[/x:/usr]",
+]
+SENDS = [
+    "checkpoint.remote=s3://eve/all",
+    "launch.mail_user=eve",
+    "monitor.wandb_project=eve",
+    "collaborative.initial_peers=[/ip4/1.2.3.4/tcp/1]",
+    "collaborative.open=true",
+]
+
+
+def test_one_refusal_lists_everything_that_imports_starts_or_sends_something(theirs: Theirs) -> None:
+    run = theirs(*RUNS_CODE, *SENDS)
     with pytest.raises(RefusedError) as caught:
         asked(run)
-    assert "run code that is not yours: data.name=strange:build, launch.setup=['touch it']" in caught.value.what
-    told = "send to places, or let in others, that you have not named: checkpoint.remote=s3://eve/all"
-    assert told in caught.value.what
+    code, _, places = caught.value.what.partition("send to places, or let in others, that you have not named: ")
+    assert "run code that is not yours: " in code
+    for settings, told in ((RUNS_CODE, code), (SENDS, places)):
+        assert [setting for setting in settings if setting.partition("=")[0] not in told] == []
+    asked(run, allow=True)
     for own in ("digits", "mine:build"):  # what the user puts in its place is theirs
         with pytest.raises(RefusedError) as caught:
             asked(run, f"data.name={own}")
         assert "data.name" not in caught.value.what
+
+
+@pytest.mark.parametrize("setting", ["launch.environment=venv:/x", "launch.cluster=devcluster"])
+def test_an_environment_and_a_profile_are_code_too(theirs: Theirs, setting: str) -> None:
+    with pytest.raises(RefusedError, match=setting.partition("=")[0]):
+        asked(theirs(setting))
 
 
 def test_a_strangers_module_is_not_found_by_a_library_that_can_do_without(

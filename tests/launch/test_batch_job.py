@@ -67,10 +67,13 @@ def attempt_in(env: dict[str, str]) -> Attempt:
     return attempt
 
 
-def handed_back(run: RunDir, how: batch_job.How = "requeue", more: Mapping[str, str] | None = None) -> int:
+def handed_back(
+    run: RunDir, how: batch_job.How = "requeue", more: Mapping[str, str] | None = None, step: int = 5
+) -> int:
     """An attempt whose ranks saved because they were told to, ended; the exit code of its job."""
     env = begun(run) | dict(more or {})
-    attempt_in(env).handed_back(node_rank=0, step=5, signals=["SIGUSR2"])
+    attempt_in(env).saved(step)
+    attempt_in(env).handed_back(node_rank=0, step=step, signals=["SIGUSR2"])
     return batch_job.end(0, env, how=how)
 
 
@@ -222,20 +225,12 @@ def test_the_third_failure_ends_the_run_and_says_so(
     assert history_of(run).outcome == "FAILED"
 
 
-def interrupted(run: RunDir, step: int) -> int:
-    """An attempt that was preempted, and saved ``step``."""
-    env = begun(run)
-    attempt_in(env).saved(step)
-    attempt_in(env).handed_back(node_rank=0, step=step, signals=["SIGUSR2"])
-    return batch_job.end(0, env, how="requeue")
-
-
 @pytest.mark.parametrize(("steps", "requeued"), [(range(1, 9), 8), ((4, 8, 8, 8, 8), 3)])
 def test_as_long_as_there_is_progress_there_is_no_limit(
     run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str], steps: Sequence[int], requeued: int
 ) -> None:
     for step in steps:
-        interrupted(run, step)
+        handed_back(run, step=step)
     assert requeues.read_text() == "requeue 7\n" * requeued
     is_over = requeued < len(steps)
     assert ("2 restarts have not come to a new checkpoint" in capsys.readouterr().out) == is_over
@@ -253,11 +248,11 @@ def test_a_job_that_slurm_has_restarted_in_vain_is_not_begun_again(run: RunDir) 
 
 def test_a_resumed_run_has_all_its_tries_again(run: RunDir, requeues: Path) -> None:
     for step in (8, 8, 8):
-        interrupted(run, step)
+        handed_back(run, step=step)
     submitted(run, "slurm", "8")
     requeues.unlink()
     for _ in range(2):
-        interrupted(run, 8)
+        handed_back(run, step=8)
     assert requeues.read_text() == "requeue 7\n" * 2
 
 

