@@ -65,11 +65,11 @@ def test_a_name_has_one_home(name: str, home: str, there: str) -> None:
         ("timm/resnt18", "Did you mean 'timm/resnet18'"),
         ("torchvision/resnt50", "Did you mean 'torchvision/resnet50'"),
         ("qqqqqqqq", r"package\.module:function"),
-        ("resnet18.a1_in2k", r"a1_in1k, [\s\S]*Use model\.name=resnet18\.a1_in1k"),
+        ("resnet18.a1_in2k", r"resnet18\.a1_in1k, [\s\S]*Did you mean 'resnet18\.a1_in1k'"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, answer: str) -> None:
-    with pytest.raises(UserError, match=rf"(Unknown model '{name}'|no pretrained weights)[\s\S]*{answer}"):
+    with pytest.raises(UserError, match=rf"Unknown model '{name}'[\s\S]*{answer}"):
         check_model(choice(name))
 
 
@@ -151,8 +151,8 @@ def linear(inputs: int, outputs: int) -> nn.Sequential:
     [
         (linear(3 * 16 * 16, 5), None),
         (linear(3 * 8 * 8, 5), r"'mine' cannot take images of 3 x 16 x 16"),
-        (linear(3 * 16 * 16, 10), r"shape \(2, 10\)[\s\S]*shape \(2, 5\)"),
-        (Pair(), "it returned tuple, not a tensor"),
+        (linear(3 * 16 * 16, 10), r"returned \(2, 10\)[\s\S]*shape \(2, 5\)"),
+        (Pair(), "it returned tuple"),
     ],
     ids=["as it should be", "another image size", "other classes", "no tensor"],
 )

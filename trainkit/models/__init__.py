@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 # timm's own ways to name a model outside its zoo. They hold a colon, as the user's functions do: look here first.
 TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
+_LIBRARIES = ("timm", "torchvision")
 _FROM_THE_DATA = ("num_classes", "in_chans")
 
 
 def check_model(config: ModelConfig) -> None:
     """Refuse, without importing torch, a model that does not exist and options that it cannot have."""
     home, name = resolve(config.name)
-    if home in ("timm", "torchvision"):
+    if home in _LIBRARIES:
         _check_library_options(home, config.options)
         return
     plugins.check_options(__name__, name, config.options, where="model")
@@ -88,57 +89,45 @@ def expected_input(config: ModelConfig, model: nn.Module, info: DataInfo) -> Mod
 
 def resolve(name: str) -> tuple[str, str]:
     """Where a model comes from (``trainkit``, ``user``, ``timm`` or ``torchvision``) and its name there."""
-    if name.startswith(TIMM_SOURCES):
-        return "timm", name
     library, slash, rest = name.partition("/")
-    if slash and library in ("timm", "torchvision"):
-        is_timm = library == "timm"
-        if rest.startswith(TIMM_SOURCES) or _is_timm(rest) if is_timm else rest in torchvision_models():
-            return library, rest
-        known = timm_models() if is_timm else torchvision_models()
-        raise _unknown(name, [f"{library}/{item}" for item in known], library)
-    if name in plugins.available(__name__):
+    if not slash or library not in _LIBRARIES:
+        library, rest = "", name
+    if rest.startswith(TIMM_SOURCES) and library != "torchvision":
+        return "timm", rest
+    if not library and name in plugins.available(__name__):
         return "trainkit", name
-    if ":" in name:
+    if not library and ":" in name:
         return "user", name
-    if _is_timm(name):
-        return "timm", name
-    if name in torchvision_models():
-        return "torchvision", name
-    raise _unknown(name, [*plugins.available(__name__), *timm_models(), *torchvision_models()], None)
+    base, _, tag = rest.partition(".")
+    tags = timm_models().get(base)
+    if library != "torchvision" and tags is not None and (not tag or not tags or tag in tags):
+        return "timm", rest
+    if library != "timm" and rest in torchvision_models():
+        return "torchvision", rest
+    raise _unknown(name, [library] if library else _LIBRARIES, [f"{base}.{known}" for known in tags or ()])
 
 
-def _is_timm(name: str) -> bool:
-    base, dot, tag = name.partition(".")
-    if base not in timm_models():
-        return False
-    tags = timm_models()[base]
-    if dot and tags and tag not in tags:
-        raise UserError(
-            f"timm's {base} has no pretrained weights '{tag}'.",
-            why=f"There are: {', '.join(tags)}.",
-            fix=f"Use model.name={_nearest(f'{base}.{tag}', [f'{base}.{item}' for item in tags])[0]}.",
-            key="model.name",
-        )
-    return True
-
-
-def _unknown(name: str, known: list[str], library: str | None) -> UserError:
-    why = f"Neither trainkit ({', '.join(plugins.available(__name__))}) nor timm nor torchvision has it."
-    if library is not None:
-        why = f"{library} has no such classification model."
-    fix = "Use a name of timm or torchvision, or package.module:function for a model of your own."
-    if near := _nearest(name, known):
-        fix = f"Did you mean {' or '.join(repr(item) for item in near)}?"
-    for package in [library] if library else ["timm", "torchvision"]:
+def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> UserError:
+    """No library has that name. ``tagged``: pretrained weights of its model, where the tag alone is wrong."""
+    what = f"Unknown model '{name}'."
+    for package in libraries:
         if importlib.util.find_spec(package) is None:
             why, fix = f"{package} is not installed here.", f"pip install {package}"
-            break
-    return UserError(f"Unknown model '{name}'.", why=why, fix=fix, key="model.name")
-
-
-def _nearest(name: str, known: list[str]) -> list[str]:
-    return difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.6) or known[:1] * (len(known) < 20)
+            return UserError(what, why=why, fix=fix, key="model.name")
+    names = {"timm": timm_models(), "torchvision": torchvision_models()}
+    prefix = f"{libraries[0]}/" if len(libraries) == 1 else ""
+    known = tagged or [f"{prefix}{item}" for library in libraries for item in names[library]]
+    if not prefix and not tagged:
+        known = [*plugins.available(__name__), *known]
+    near = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.6)
+    return UserError(
+        what,
+        why=f"There are: {', '.join(tagged)}." if tagged else f"{' and '.join(libraries)} have no such model.",
+        fix=f"Did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else "Use a name of timm or torchvision, or package.module:function for a model of your own.",
+        key="model.name",
+    )
 
 
 def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
@@ -211,22 +200,18 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
             # Two images: one would not show a model that mixes up batch and features.
             output = model(torch.zeros(2, info.in_chans, info.image_size, info.image_size))
     except Exception as error:
-        wants = getattr(model, "pretrained_cfg", None) or {}
-        size = wants.get("input_size", (3, 224, 224))[-1] if isinstance(wants, dict) else 224
-        larger = f"Use data.image_size={size}, or a model for small images such as model.name=fashion_cnn."
         raise UserError(
             f"The model '{name}' cannot take images of {info.in_chans} x {info.image_size} x {info.image_size}.",
             why=f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}",
-            fix=larger if info.image_size < size else "Use another data.image_size, or another model.",
+            fix="Use data.image_size=224 or another one, or a model for small images such as model.name=fashion_cnn.",
         ) from error
     finally:
         model.train(was_training)
-    is_tensor = isinstance(output, torch.Tensor)
-    if not is_tensor or tuple(output.shape) != (2, info.num_classes):
-        gave = f"a tensor of shape {tuple(output.shape)}." if is_tensor else f"{type(output).__name__}, not a tensor."
+    gave = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    if gave != (2, info.num_classes):
         raise UserError(
             f"The model '{name}' gives no score for each class.",
-            why=f"For 2 images of {info.num_classes} classes it returned {gave}",
+            why=f"For 2 images of {info.num_classes} classes it returned {gave}.",
             fix=f"It must return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number. "
             "Correct it, and submit again.",
         )
@@ -361,20 +346,16 @@ def _explain(error: Exception, name: str, options: dict[str, Any], library: str)
         key = f"model.{unexpected[1]}"
         why = f"{library}'s {name} takes no '{unexpected[1]}'."
         return UserError(f"Unknown key '{key}'.", why=why, fix=f"Remove '{key}'.")
-    is_of_hub = name.startswith(("hf-hub:", "hf_hub:"))
+    is_of_hub = name.startswith(TIMM_SOURCES)
     if (options.get("pretrained") or options.get("weights") or is_of_hub) and _is_download(error):
-        cache, bring = "~/.cache/torch/hub", ""
-        load = f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')"
+        load, bring = f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')", ""
         if library == "timm":
-            cache = "$HF_HOME (~/.cache/huggingface)"
             load = f"import timm; timm.create_model({name!r}, pretrained=True)"
-            if not is_of_hub:
-                bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
+            bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
         return UserError(
             f"The pretrained weights of {library}'s {name} could not be downloaded.",
             why=f"{message} (compute nodes often have no internet).",
-            fix=f'On a machine that has, run: python -c "{load}"; it keeps them in {cache}, which the nodes must see.'
-            + bring,
+            fix=f'On a machine that has, run: python -c "{load}"; and let the nodes see its ~/.cache.{bring}',
         )
     given = ", ".join(f"model.{key}={value}" for key, value in options.items())
     return UserError(
