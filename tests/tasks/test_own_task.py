@@ -144,7 +144,7 @@ def test_somebody_elses_run_does_not_bring_its_task_unasked(home: Path, tmp_path
     ("line", "instead", "says"),
     [
         ("return Ages(delta)", "return delta", "returned no Task."),
-        ("def metrics(", "def metric(", "returned a Task without metrics."),
+        ("def metrics(", "def metric(", "metrics"),
     ],
 )
 def test_what_is_no_task_is_refused_before_there_is_a_run(tmp_path: Path, line: str, instead: str, says: str) -> None:

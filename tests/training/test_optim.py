@@ -224,7 +224,7 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: str, functi
     ("function", "says"),
     [
         ("Sharp", r"cannot make the updates(.|\n)*a closure is needed"),
-        ("Forgetful", "cannot go on from a checkpoint"),
+        ("Forgetful", "restored from what is saved of it, it makes another update"),
         ("nothing", r"cannot make the updates(.|\n)*returned int"),
     ],
 )

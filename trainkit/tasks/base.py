@@ -14,6 +14,7 @@ other task they are refused.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,18 +40,21 @@ def build_task(config: Config, splits: Splits) -> Task:
     name = config.task.name
     check_task(config)
     build = plugins.load("trainkit.tasks", name)
-    task = build(splits, **taken_of_train(config), **plugins.fill(build, config.task.options, where="task"))
-    is_task = isinstance(task, Task)
-    absent = [method for method in ("loss", "sums", "metrics") if is_task and not task.has(method)]
-    if not is_task or absent:
-        words = " and ".join(absent)
-        raise UserError(
-            f"{name} returned {f'a Task without {words}' if absent else 'no Task'}.",
-            why=f"It returned {type(task).__name__}. Each run needs loss, sums and metrics.",
-            fix="Return a subclass of trainkit.tasks.base.Task with these: it says what each is given and returns.",
-            key="task.name",
-        )
-    return task  # type: ignore[no-any-return]
+    try:
+        task = build(splits, **taken_of_train(config), **plugins.fill(build, config.task.options, where="task"))
+        if isinstance(task, Task):
+            return task
+        why = f"It returned {type(task).__name__}."
+    except TypeError as error:
+        if "abstract" not in str(error):
+            raise
+        why = f"{error}."
+    raise UserError(
+        f"{name} returned no Task.",
+        why=why,
+        fix="Return a subclass of trainkit.tasks.base.Task: it says what each method is given and returns.",
+        key="task.name",
+    )
 
 
 _KEY = "classes"
@@ -60,24 +64,24 @@ _LONGEST = 1 << 20
 _SHOWN = 40
 
 
-class Task:
+class Task(ABC):
     """What a model is trained for. `loss`, `sums` and `metrics` must be written; the others may.
 
     ``output`` is the model's for a batch, float32 [N, num_classes]; ``target`` is what the data set gives as label,
     collated: int64 [N] of whole numbers, float32 [N] of others, [N, ...] of tensors.
     """
 
+    @abstractmethod
     def loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
         """The loss. ``reduction`` as in torch: ``mean`` over the batch, or ``none``: one for each sample, [N]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sums(self, output: Tensor, target: Tensor) -> Tensor:
         """Numbers of each sample that add up, bool or float [N, K]: hits, errors, counts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self, sums: Sequence[float], samples: int) -> dict[str, float]:
         """The metrics, from the K sums over so many samples; but for those of `pooled`."""
-        raise NotImplementedError
 
     def training_loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
         """The loss to train on, where it is another one than `loss`, which is measured in evaluation."""

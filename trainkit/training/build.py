@@ -160,8 +160,13 @@ class TrainState:
 
     def lr_at(self, step: int) -> float:
         """Learning rate of update ``step``, from 0."""
-        config, lengths = self.config, {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.total_steps}
-        return lr_at(step, optim=config.optim, schedule=config.schedule, **lengths)
+        return lr_at(
+            step,
+            optim=self.config.optim,
+            schedule=self.config.schedule,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.total_steps,
+        )
 
 
 _MIN_BLOCK_PARAMS = 10_000

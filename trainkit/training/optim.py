@@ -79,8 +79,7 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
 def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
     """Refuse an optimizer of the user's own that needs more than gradients, or cannot go on from a checkpoint.
 
-    It makes two updates of a small model, is saved and restored, and makes a third: that must be the same to the last
-    bit.
+    It makes updates of a small model, is saved and restored, and makes one more: the same to the last bit.
     """
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -98,7 +97,6 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
 
-    what, key = f"optim.name={config.name} cannot", "optim.name"
     try:
         with torch.random.fork_rng(devices=[]):
             model, optimizer = made()
@@ -110,17 +108,16 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             load_moments(other, resumed, saved, Distributed(RankEnv.single(), torch.device("cpu")))
             update(model, optimizer, 3)
             update(other, resumed, 3)
+        if not all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True)):
+            raise ValueError("restored from what is saved of it, it makes another update")
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".rstrip(".") + "."
-        fix = "It must take parameter groups and a rate, and make an update by step() alone: no closure is given."
-        raise UserError(f"{what} make the updates of a small model.", why=why, fix=fix, key=key) from error
-    if not all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True)):
         raise UserError(
-            f"{what} go on from a checkpoint.",
-            why="What is saved of it, tensors and numbers of its state and groups, does not give the same next update.",
-            fix="Keep what it needs in optimizer.state, as tensors or numbers.",
-            key=key,
-        )
+            f"optim.name={config.name} cannot make the updates of a small model, or go on from a checkpoint.",
+            why=f"{type(error).__name__}: {error}".rstrip(".") + ".",
+            fix="It must take parameter groups and a rate, make an update by step() alone (no closure is given), and "
+            "keep what it needs in optimizer.state, as tensors or numbers.",
+            key="optim.name",
+        ) from error
 
 
 def _by_decay(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

@@ -230,9 +230,12 @@ class Progress:
         if self.best_by not in (None, by):  # two measures do not compare
             self.best = self.reference = None
 
+        is_finite = math.isfinite(value) and math.isfinite(loss)
+
         def beats(other: float | None, delta: float = 0.0) -> bool:
-            gain = (value - (other or 0.0)) * (1 if higher_is_better else -1)
-            return math.isfinite(value) and math.isfinite(loss) and (other is None or gain > delta)
+            if other is None or not is_finite:
+                return is_finite
+            return (value - other if higher_is_better else other - value) > delta
 
         self.stalled += 1
         if beats(self.reference, min_delta):
@@ -315,9 +318,6 @@ class Recorder:
         if progress.step >= state.total_steps or not self.stops_early():
             return ""
         why = f"{state.judged_by} has not improved in {progress.stalled} validations in a row"
-        if state.lr_at(state.total_steps - 1) < state.lr_at(state.total_steps - 2):  # it comes down to the end
-            name, lr = state.config.schedule.name, state.lr_at(progress.step - 1)
-            why += f"; the schedule '{name}' was not finished: lr ended at {lr:.2e}"
         self.remark("stopped_early", step=progress.step, total_steps=state.total_steps, best=progress.best, why=why)
         if state.dist.is_main:
             print(f"Stopped early after {progress.step} of {state.total_steps} steps: {why}.", flush=True)

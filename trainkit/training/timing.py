@@ -349,8 +349,10 @@ def advice(
     share = {part: seconds.get(part, 0.0) / total for part in PARTS}
     train, saving, rarer = config.train, config.checkpoint, math.ceil(share[CHECKPOINT] / 0.03)
     rhythms = {"every_steps": saving.every_steps, "every_epochs": saving.every_epochs}
-    load = f"data.workers={min(cpus - 1, max(4, 2 * workers))}"
-    load = load if workers < cpus - 1 else f"more CPUs for each rank, --cpus-per-task {2 * cpus}"
+    if workers < cpus - 1:
+        load = f"data.workers={min(cpus - 1, max(4, 2 * workers))}"
+    else:
+        load = f"more CPUs for each rank, --cpus-per-task {2 * cpus}"
     exchange = less_traffic(config) or f"train.global_batch_size={2 * train.global_batch_size}"
     save = next((f"checkpoint.{name}={rarer * every}" for name, every in rhythms.items() if every), "")
     evaluate = f"train.eval_every_epochs={math.ceil(share[EVALUATION] / 0.1) * train.eval_every_epochs}"
