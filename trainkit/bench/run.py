@@ -37,12 +37,13 @@ from trainkit.distributed.device import MemoryGauge, cpus_of_rank, device_name
 from trainkit.distributed.meeting import meet
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError
+from trainkit.models import build_model
 from trainkit.monitor.hardware import CpuWaits
 from trainkit.process import visible_cpus
 from trainkit.ranks import RankEnv, Secret, device_index
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer
-from trainkit.training.build import TrainState, build, build_hollow, wants_gpu
+from trainkit.training.build import TrainState, build, wants_gpu
 from trainkit.training.memory import check_batch_sizes, is_out_of_memory, probed
 from trainkit.training.recorder import Progress
 from trainkit.training.timing import Clock, StreamClock
@@ -89,7 +90,7 @@ class Worker:
         splits = self._splits[_data_key(config)] = build_data(config.data, dist)
         gauge, held = _gauge(dist)
         room = None if gauge is None else (gauge.room() - held) / _MB
-        model = build_hollow(config, splits.info) if order.get("count") else None
+        model = build_model(config.model, splits.info, config.seed) if order.get("count") else None
         params = sum(item.numel() for item in model.parameters()) if model is not None else 0
         return {"train_images": len(splits.train), "room_mb": room, "params": params}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit import fileio
 from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing
-from trainkit.errors import RunFailedError, UserError
+from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     import numpy
@@ -81,11 +81,7 @@ def read_content(path: Path) -> bytes:
     try:
         return fileio.read_bytes(path, _LONGEST, follow=True)
     except OSError as error:
-        fix = "Check the file, its permissions and the disk that it is on."
-        if isinstance(error, FileNotFoundError):
-            fix = "Put it back: it was there when the data's folder was listed."
-            if os.path.islink(path):
-                fix = f"It is a link to {os.readlink(path)}, where nothing is: bring that, or remove the link."
+        fix = "Check the file, its permissions and the disk that it is on; of a link, what it points to."
         raise UserError(f"Cannot read {path}.", why=str(error), fix=fix) from None
 
 
@@ -162,15 +158,8 @@ class Files:
 
     @classmethod
     def from_bytes(cls, folder: Path, content: bytes) -> Files:
-        """Read what `to_bytes` gave. Raises RunFailedError for anything else."""
-        try:
-            return cls(folder, *parse_list(content))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise RunFailedError(
-                "The list of the data's files is damaged.",
-                why=f"{type(error).__name__}: {error}.",
-                fix="Start again; if it was read from a pack, prepare that anew.",
-            ) from None
+        """Read what `to_bytes` gave."""
+        return cls(folder, *parse_list(content))
 
     def __len__(self) -> int:
         return len(self._starts) - 1

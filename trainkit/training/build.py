@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.components import TaskMetrics, judged_by, metrics_of
 from trainkit.config.schema import Config
-from trainkit.data.base import Batch, DataInfo, Splits, normalize, steps_per_epoch
+from trainkit.data.base import Batch, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import Batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
@@ -255,29 +254,11 @@ def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def build_hollow(config: Config, info: DataInfo) -> nn.Module:
-    """The model of `build_model`, hollow: its tensors are on the meta device, which gives them a shape and no memory.
-    Rank 0's numbers go from there straight into every rank's shards (`spread`): it is whole on no GPU and on no other
-    rank. One that cannot be made so, since it looks at its numbers while it is made or keeps some that are neither
-    parameters nor buffers, is made whole and emptied.
-
-    Raises UserError as `build_model` does.
-    """
-    try:
-        with _META, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights that are loaded into it torch says that they go nowhere
-            model = build_model(config.model, info, config.seed)
-        is_whole = any(tensor.is_meta for module in model.modules() for tensor in _loose(vars(module).values()))
-    except Exception:  # whatever its code makes of numbers that are not there; what else is wrong is said below
-        is_whole = True
-    return _emptied(build_model(config.model, info, config.seed) if is_whole else model)
-
-
 def spread(plain: nn.Module, strategy: TakesHollow, config: Config, dist: Distributed) -> nn.Module:
     """``plain``, made by ``strategy`` from shards, one tensor after the other, of what it is on rank 0.
 
     Args:
-        plain: on rank 0 with its numbers, on the CPU; on the others it may be hollow.
+        plain: on the CPU; only rank 0's numbers count.
     """
     whole = _tensors(plain) if dist.is_main else {}
     model = strategy.parallelize(to_device(_emptied(plain), config, _META))
@@ -311,14 +292,6 @@ def _emptied(model: nn.Module, parameters: torch.device = _META, buffers: torch.
     return model
 
 
-def _loose(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _loose(value)
-
-
 def wants_gpu(config: Config) -> bool:
     """Train on GPU: there is one, and the configuration does not say zero.
 
@@ -342,8 +315,6 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)
-    if model is None and isinstance(strategy, TakesHollow) and not dist.is_main:
-        model = build_hollow(config, splits.info)
     plain = model or build_model(config.model, splits.info, config.seed)
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
