@@ -178,14 +178,6 @@ def against(
     return Figure(what, figure, control_of(measured), goal, met, tolerance, note, headline)
 
 
-def alone(
-    values: Sequence[float], *, what: str, shown: Callable[[float], str], at_most: float | None = None, note: str = ""
-) -> Figure:
-    """What one thing takes, compared with nothing."""
-    goal, met = _reached(statistics.median(values), at_most, None, shown)
-    return Figure(what, describe(values, shown), goal=goal, met=met, note=note)
-
-
 def _reached(
     value: float, at_most: float | None, at_least: float | None, shown: Callable[[float], str]
 ) -> tuple[str, bool | None]:

@@ -12,6 +12,7 @@ and memory: of the largest process, which is a rank, and of all of them in sum.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.measuring import CONTROL, Figure, against, alone, take_turns, wall_seconds
+from tests.benchmarks.measuring import CONTROL, Figure, against, describe, take_turns, wall_seconds
 from tests.benchmarks.processes import PROJECT, Ran, environment, ran
 from trainkit.config.loading import load
 from trainkit.data import build_data
@@ -59,7 +60,8 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
             figures += _of(folder, ranks, rounds)
     asks = partial(subprocess.run, [sys.executable, "-m", "jobs.submit", "--help"], cwd=PROJECT, capture_output=True)
     times = [wall_seconds(asks) for _ in range(7)]
-    return [*figures, alone(times, what="`submit --help`", shown="{:.2f} s".format, at_most=0.2)]
+    met, shown = statistics.median(times) <= 0.2, describe(times, "{:.2f} s".format)
+    return [*figures, Figure("`submit --help`", shown, goal="at most 0.20 s", met=met)]
 
 
 def _of(folder: Path, ranks: int, rounds: int) -> list[Figure]:

@@ -4,5 +4,6 @@
     python -m tests.mutation                  # every core module
     python -m tests.mutation optim meter      # these
 
-What is changed is decided by mutmut's operators. Its own runner is not used: see README.md in this folder.
+What is changed is decided by mutmut's operators. Its own runner is not used: it starts a
+process for each mutant, which would import torch each time (`warm` forks one that has).
 """

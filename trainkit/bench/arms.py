@@ -24,7 +24,6 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "hsdp": ("strategy.name=fsdp", "strategy.shard_within=node"),
 }
 """The arms of bench strategy, with their settings."""
-MODEL = "model alone"
 STRONG, WEAK = "same batch for all", "as much for each"
 ONE, ALL = "one device", "DataParallel"
 GRADIENTS = "gradients"
@@ -150,11 +149,11 @@ def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm 
     elif ":" not in data.name:
         sides = [pack.stem.rpartition("-")[2] for pack in sorted(Path(data.root).glob(f"{data.name}-*.pack"))]
         sources += [(f", pack {side}", (f"data.pack={side}",)) for side in sides if side.isdecimal()]
-    found: list[Arm | LeftOut] = [Arm(MODEL, work="ceiling", series=MODEL)]
-    for series, overrides in sources:
+    found: list[Arm | LeftOut] = [Arm("model alone", work="ceiling")]
+    for source, overrides in sources:
         for count in workers:
-            name, settings = f"{count} worker{'s' * (count != 1)}{series}", (f"data.workers={count}", *overrides)
-            found.append(Arm(name, settings, work="feed", size=count, series=series))
+            name = "1 worker" if count == 1 else f"{count} workers"
+            found.append(Arm(f"{name}{source}", (f"data.workers={count}", *overrides), work="feed", size=count))
     return found
 
 
