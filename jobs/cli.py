@@ -94,6 +94,14 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
         yield fetch_run(reference, Path(folder), weights_only=True)
 
 
+def require_attempt(run: RunDir, attempt: int | None) -> None:
+    """Raise UserError where ``--attempt`` names none of the run's."""
+    if attempt is not None and attempt not in run.attempts():
+        why = f"There are: {', '.join(map(str, run.attempts())) or 'none'}."
+        fix = "Leave --attempt out for the last one."
+        raise UserError(f"{run.name} has no attempt {attempt}.", why=why, fix=fix)
+
+
 def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:
     """The settings of such a run with ``args.overrides``. Makes the run's own code importable from any folder.
 

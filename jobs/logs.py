@@ -38,9 +38,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return login_node.forward("logs", argv, args.host, env)
     run = find_run(args.run, env)
     attempts = run.attempts()
-    if args.attempt is not None and args.attempt not in attempts:
-        why, fix = _have("attempts", attempts), "Leave --attempt out for the last one."
-        raise UserError(f"{run.name} has no attempt {args.attempt}.", why=why, fix=fix)
+    cli.require_attempt(run, args.attempt)
     asked, pattern, ending = _ranks(args.rank), _pattern(args.grep), "err" if args.err else "out"
 
     def wanted(attempt: int) -> list[LogTail]:
@@ -60,7 +58,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         # The folder exists a moment before the ranks start.
         if ranks and not (asked in (None, (0,)) and state.alive != "no"):
             what = f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}."
-            raise UserError(what, why=_have("ranks", ranks), fix="Give others with --rank, or another --attempt.")
+            why = f"There are ranks {', '.join(map(str, ranks))}."
+            raise UserError(what, why=why, fix="Give others with --rank, or another --attempt.")
         print(f"{run.name}: {_words(state)}; no rank has started.")
         print("".join(f"{terminal.lines(line)}\n" for line in last_words(run)), end="")
         return 0
@@ -93,10 +92,6 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--grep {text} is no regular expression.", why=f"{error}.", fix=fix) from None
 
 
-def _have(what: str, numbers: Sequence[int]) -> str:
-    return f"There are {what} {', '.join(map(str, numbers))}." if numbers else f"There are no {what} yet."
-
-
 def _words(state: JobState) -> str:
     return state.state + (f" ({state.reason})" if state.reason else "")
 
@@ -127,14 +122,10 @@ def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | 
     """Print new lines until the job ends, attempt after attempt."""
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
     shown: dict[Path, LogTail] = {}
-    waiting = ""
     watched = Watch(run)
+    watched.wait_for_start()
     while True:
         alive = watched.is_alive()  # asked before reading, so that the last lines are shown too
-        state = watched.poller.state()
-        if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
-            waiting = words
-            print(f"--- job {state.job_id}: {words}", flush=True)
         goes_on = attempt is None and (run.attempts() or [current])[-1] > current
         for found in wanted(current):
             log = shown.setdefault(found.path, found)
@@ -148,7 +139,7 @@ def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | 
             time.sleep(LOOK_SECONDS)
         else:
             if attempt is None:
-                _show_failure(run, current, state)
+                _show_failure(run, current, watched.poller.state())
             return
 
 

@@ -11,7 +11,6 @@ from jobs.status import forecast_of, words
 from trainkit import terminal
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.evidence import course_of
-from trainkit.errors import UserError
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs
 from trainkit.run.metrics import progress_of
@@ -34,12 +33,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _print_sweep(runs)
         return 0
     run = runs[0]
-    if args.attempt is not None and args.attempt not in run.attempts():
-        raise UserError(
-            f"{run.name} has no attempt {args.attempt}.",
-            why=f"There are: {', '.join(map(str, run.attempts())) or 'none'}.",
-            fix="Leave --attempt out for the last one.",
-        )
+    cli.require_attempt(run, args.attempt)
     state = job_state(run)
     cause = cause_of(run, state, args.attempt)
     print(_of_run(run, state, _nothing(run, state) if cause is None else cause))

@@ -111,7 +111,7 @@ def test_programs_are_told_everything(command: Command, running: RunDir) -> None
 @pytest.mark.usefixtures("running")
 def test_the_end_is_estimated_from_the_pace_of_late(command: Command) -> None:
     done = command("status", "ddp-0001")
-    assert "  5 min  " in done.out.splitlines()[1]
+    assert "  6 min  " in done.out.splitlines()[1]
     assert "ends    about" in done.out
 
 

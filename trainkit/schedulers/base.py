@@ -11,12 +11,11 @@ commands per minute, and `jobs.status`, which prints the age of its answer, reus
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -451,7 +450,7 @@ def job_states(
         lost |= named(name).adopt(group)
         spent(_CALLS_FOR_ONE)
         known |= {run.path: history_of(run) for run, _ in group}
-    jobs = {run.path: list(_jobs_of(run, known[run.path])) for run in runs}
+    jobs = {run.path: _jobs_of(run, known[run.path]) for run in runs}
     asked: dict[Scheduler | str, list[Job]] = defaultdict(list)
     for job in (job for of_run in jobs.values() for job in of_run):
         asked[_scheduler_of(job)].append(job)
@@ -485,11 +484,10 @@ def _scheduler_of(job: Job) -> Scheduler | str:
         return f"its scheduler cannot be asked: {error.what} {error.why}".rstrip(".")
 
 
-def _jobs_of(run: RunDir, life: RunHistory) -> Iterator[Job]:
-    jobs = [(job.job_id, job.time, job.cancelled, job.ended, job.finished) for job in life.submissions]
-    attempts = (life.started.get("time"), life.outcome, len(life.failures), len(life.handed_back), len(life.requeued))
-    for item in life.submissions:
-        yield Job(run, item, item is life.submissions[-1], json.dumps([jobs, attempts]))
+def _jobs_of(run: RunDir, life: RunHistory) -> list[Job]:
+    counts = [len(found) for found in (life.failures, life.handed_back, life.requeued)]
+    mark = repr((life.submissions, life.started.get("time"), life.outcome, counts))
+    return [Job(run, item, item is life.submissions[-1], mark) for item in life.submissions]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -147,14 +148,13 @@ def visible_gpus(mask: str | None, present: int) -> int:
 
     As CUDA reads it: the list ends at the first entry that names no device.
     """
-    if mask is None:
+    if mask is None or not present:
         return present
-    seen: list[str] = []
-    for entry in (part.strip() for part in mask.split(",")):
-        if entry in seen or (not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < present)):
-            break
-        seen.append(entry)
-    return len(seen) if present else 0
+
+    def names_one(entry: str) -> bool:
+        return entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < present)
+
+    return len(list(takewhile(names_one, dict.fromkeys(map(str.strip, mask.split(","))))))
 
 
 def local_gpus(mask: str | None) -> int:
