@@ -49,6 +49,7 @@ EXCLUDED_BY_LOOP = {
     },
 }
 """Loop -> what no strategy with that loop goes with, as in ``EXCLUDES``."""
+_EXCLUDED_BY_ONE_RANK = dict.fromkeys(("launch.nodes>1", "launch.ntasks_per_node>1"), "It is one process on one node.")
 _EXCLUDED_BY_SHARDS = {
     _O2: (
         "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
@@ -134,6 +135,7 @@ def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> No
     """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
     name, traits = config.strategy.name, strategy_traits(config.strategy.name)
     excluded = {**(_EXCLUDED_BY_SHARDS if traits.sharded else {}), **EXCLUDED_BY_LOOP[traits.loop], **traits.excludes}
+    excluded |= _EXCLUDED_BY_ONE_RANK if traits.ranks == "one" else {}
     for condition, reason in excluded.items():
         if not holds(condition, config, facts):
             continue

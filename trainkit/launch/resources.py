@@ -42,7 +42,6 @@ class Resources:
     def __init__(self, loaded: Loaded, site: Site) -> None:
         self._loaded, self._site, self._launch = loaded, site, loaded.config.launch
         self._strategy = strategy_traits(loaded.config.strategy.name)
-        self._require_ranks()
         self.executor = self._decide_executor()
         self.batch = named(self.executor.value).batch
         """Whether it is a job of a scheduler with a queue."""
@@ -67,18 +66,6 @@ class Resources:
 
     def _discovered(self) -> Source:
         return Source("discovered", f"partition {self.partition.name}" if self.partition else "")
-
-    def _require_ranks(self) -> None:
-        if self._strategy.ranks != "one":
-            return
-        strategy = self._loaded.config.strategy.name
-        for name, count in (("nodes", self._launch.nodes), ("ntasks_per_node", self._launch.ntasks_per_node or 1)):
-            if count > 1:
-                written = [f"{key} ({self._loaded.source(key)})" for key in ("strategy.name", f"launch.{name}")]
-                what = f"strategy.name={strategy} cannot run with launch.{name}={count}."
-                why = f"{strategy} is one process on one node. Written: {', '.join(written)}."
-                fix = f"Use a strategy for many ranks, such as strategy.name=ddp, or launch.{name}=1."
-                raise UserError(what, why=why, fix=fix, key=f"launch.{name}")
 
     def _decide_executor(self) -> Decision:
         """Take the site's scheduler where there is one, unless another was asked for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from trainkit.process import scrubbed
 from trainkit.run.events import ProcessId, Submission, cancelled, history_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base
-from trainkit.schedulers.base import TASK, Answer, Function, Job, JobState, job_state, pickled, process_of
+from trainkit.schedulers.base import Answer, Function, Job, JobState, job_state, pickled, process_of
 
 CONTROLLER = "trainkit.launch.controller"
 PATIENCE_SECONDS = 20.0
@@ -32,19 +31,6 @@ class Local(base.Scheduler):
     """Processes of this machine; also those that `jobs.launch` and `jobs.join` have started."""
 
     name, title = "local", "This machine"
-
-    def preview(self, plan: Plan, folder: Path) -> str:
-        """What would be started, one line a rank."""
-        lines = [super().preview(plan, folder)]
-        command = shlex.join([sys.executable, "-u", "-c", TASK, str(folder / ".submitit")])
-        for rank in range(plan.world_size):
-            node, local_rank = divmod(rank, plan.ntasks_per_node)
-            env = (
-                f"TRAINKIT_SIMULATED_NODES={plan.nodes} SUBMITIT_LOCAL_NTASKS={plan.world_size} "
-                f"SUBMITIT_LOCAL_NODEID={node} SUBMITIT_LOCAL_LOCALID={local_rank} SUBMITIT_LOCAL_GLOBALID={rank}"
-            )
-            lines.append(f"{env} {command}\n")
-        return "".join(lines)
 
     def submit(
         self, folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]

@@ -379,18 +379,17 @@ def is_job_of(folder: RunDir, job_id: str, line: str) -> bool:
 
 
 def _without(cut: Submission, complaint: str) -> JobState:
-    """The state of a submission whose job was not found."""
+    """The state of a submission whose job was not found: its command may be at work still, or SLURM be late."""
     process, age = cut.process, time.time() - cut.time
     is_here = process is not None and process.is_here()
-    is_dead = process is not None and is_here and not process.is_alive()
-    if process is not None and is_here and not is_dead and not cut.unanswered:
-        return JobState("UNKNOWN", "", NAME, f"process {process.pid} is just submitting it")
+    is_alive = process is not None and process.is_alive()
     what = f"sbatch had no answer ({cut.unanswered})" if cut.unanswered else "its submission was cut short"
-    if complaint:
+    if process is not None and is_here and is_alive and not cut.unanswered:
+        what = f"process {process.pid} is just submitting it"
+    elif complaint:
         what += f", and SLURM cannot be asked: {complaint}"
-    elif not (cut.unanswered or is_dead) and (process is None or age < SBATCH_SECONDS):
-        where = process.host if process is not None else "an unknown machine"
-        what = f"it is being submitted on {where}, or that was cut short"
+    elif not cut.unanswered and not is_here and (process is None or age < SBATCH_SECONDS):
+        what = f"it is being submitted on {process.host if process else 'an unknown machine'}, or that was cut short"
     elif age < LATE_SECONDS:
         what += f"; SLURM has no job of it, but may still have one within {LATE_SECONDS - age:.0f} s"
         what += ", which would be cancelled" * cut.cancelled

@@ -131,17 +131,11 @@ class _Ask:
 
     def __call__(self, question: str) -> str:
         command = self.questions[question]
+        answer = self.run(command)
+        if not isinstance(answer, str) and not answer.code:
+            return answer.out
         words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
-        if not self.is_here(command[0]):
-            problem = f"there is no {command[0]} on this machine"
-        elif isinstance(done := self.run(command), str):
-            problem = done
-        elif done.code:
-            said = (done.err or done.out).strip().splitlines()
-            problem = terminal.one_line(said[-1]) if said else f"exit code {done.code}"
-        else:
-            return done.out
-        self.gaps.append(f"{words}: {problem}")
+        self.gaps.append(f"{words}: {answer if isinstance(answer, str) else answer.words}")
         return ""
 
     def is_here(self, program: str) -> bool:
@@ -149,6 +143,8 @@ class _Ask:
 
     def run(self, command: Sequence[str]) -> process.Answer | str:
         """Its answer, or in words why there is none."""
+        if not self.is_here(command[0]):
+            return f"there is no {command[0]} on this machine"
         if command[0] in self.silent:
             return "not asked, since it was silent before"
         try:
