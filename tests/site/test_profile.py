@@ -21,7 +21,6 @@ from trainkit.site.profile import (
     Node,
     Partition,
     Qos,
-    Request,
     Site,
     SiteFacts,
     count_gpus,
@@ -91,7 +90,7 @@ FACTS = SiteFacts(
     qos=(Qos("normal", "1-00:00:00"), Qos("long", "7-00:00:00", "cpu=64,gres/gpu=8")),
     accounts_enforced=True,
 )
-HOUR = Request(nodes=2, gpus_per_node=4, minutes=60)
+HOUR: dict[str, Any] = {"minutes": 60, "gpus": 8}
 TWO_NODES = Site("slurm", 0, 2, partitions=(Partition("main", (Node("n1", 8, 4), Node("n2", 8, 4))),))
 
 
@@ -110,16 +109,16 @@ def loaded(**flags: Any) -> Loaded:
     ],
 )
 def test_what_the_user_has_is_let_pass(partition: Partition | None, flags: dict[str, str]) -> None:
-    require_access(loaded(**flags), HOUR, partition, FACTS)
-    require_access(loaded(account="vision", qos="long"), HOUR._replace(minutes=7 * 1440), OPEN, FACTS)
+    require_access(loaded(**flags), partition, FACTS, **HOUR)
+    require_access(loaded(account="vision", qos="long"), OPEN, FACTS, **{**HOUR, "minutes": 7 * 1440})
     for enforced in (False, None):  # a site that does not enforce accounts takes every name
-        require_access(loaded(account="any", qos="any"), HOUR, OPEN, replace(FACTS, accounts_enforced=enforced))
-    require_access(loaded(account="any", qos="any"), HOUR, OPEN, SiteFacts())
+        require_access(loaded(account="any", qos="any"), OPEN, replace(FACTS, accounts_enforced=enforced), **HOUR)
+    require_access(loaded(account="any", qos="any"), OPEN, SiteFacts(), **HOUR)
 
 
 SHUT = Partition("p", denied_accounts=("x",))
 SOLE = SiteFacts(accounts=(Account("a", "", ("normal",)),), qos=FACTS.qos)  # the only QOS is the one that counts
-WEEK = HOUR._replace(minutes=8 * 1440)
+WEEK = {**HOUR, "minutes": 8 * 1440}
 
 
 @pytest.mark.parametrize(
@@ -137,22 +136,22 @@ WEEK = HOUR._replace(minutes=8 * 1440)
         (PARTITION, SiteFacts(), HOUR, {"qos": "debug"}, "It takes: normal, long."),
         # It would wait for ever.
         (OPEN, FACTS, WEEK, {"account": "vision", "qos": "long"}, "Its MaxWall is 7-0:00:00"),
-        (OPEN, FACTS, HOUR._replace(nodes=3), {"qos": "long"}, "12 GPUs are more than QOS 'long' gives one user"),
+        (OPEN, FACTS, {**HOUR, "gpus": 12}, {"qos": "long"}, "12 GPUs are more than QOS 'long' gives one user"),
         (OPEN, SOLE, WEEK, {}, "QOS 'normal'"),
     ],
 )  # fmt: skip
 def test_what_the_user_or_the_partition_does_not_have_is_refused(
-    partition: Partition | None, facts: SiteFacts, request_: Request, flags: dict[str, str], words: str
+    partition: Partition | None, facts: SiteFacts, request_: dict[str, Any], flags: dict[str, str], words: str
 ) -> None:
     with pytest.raises(RefusedError) as error:
-        require_access(loaded(**flags), request_, partition, facts)
+        require_access(loaded(**flags), partition, facts, **request_)
     assert error.value.fix
     assert words in f"{error.value.what} {error.value.why}"
 
 
 def test_a_placeholder_is_a_mistake_of_the_user_whatever_is_known() -> None:
     with pytest.raises(UserError, match="still CHANGE_ME") as error:
-        require_access(loaded(account="CHANGE_ME"), HOUR, None, FACTS)
+        require_access(loaded(account="CHANGE_ME"), None, FACTS, **HOUR)
     assert "You have: vision, nlp, guest." in error.value.fix
 
 

@@ -23,7 +23,6 @@ from trainkit.launch.containers import Container, container_of, is_file
 from trainkit.launch.resources import DERIVED, FIXED, Decision, Resources
 from trainkit.schedulers.base import Scheduler, named
 from trainkit.site.profile import (
-    Request,
     Site,
     SiteFacts,
     doubtful,
@@ -260,8 +259,8 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
     except UserError:
         if loaded.source("launch.cluster").kind != "file":  # a run's own configuration outlives its site's profile
             raise
-    request = Request(plan.nodes, plan.gpus_per_node, plan.time_limit_seconds / 60)
-    require_access(loaded, request, partition, facts)
+    minutes, gpus = plan.time_limit_seconds / 60, plan.nodes * plan.gpus_per_node
+    require_access(loaded, partition, facts, minutes=minutes, gpus=gpus)
     require_environment(loaded, cwd)
     if plan.container is not None:
         require_container(loaded, plan.container, facts, named(plan.executor))

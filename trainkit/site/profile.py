@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -437,19 +437,15 @@ PLACEHOLDER = "CHANGE_ME"
 """What a profile or a template has where everybody has something else."""
 
 
-class Request(NamedTuple):
-    """What a plan asks for."""
-
-    nodes: int
-    gpus_per_node: int
-    minutes: float
-
-
-def require_access(loaded: Loaded, request: Request, partition: Partition | None, facts: SiteFacts) -> None:
+def require_access(loaded: Loaded, partition: Partition | None, facts: SiteFacts, *, minutes: float, gpus: int) -> None:
     """Refuse an account or a QOS that this user or the partition does not have, and more than the QOS allows.
 
     It goes by what the scheduler has just told of the partition and what the site's profile knows, and asks nobody.
     Accounts are refused only where the site enforces them: elsewhere any name is as good as another.
+
+    Args:
+        minutes: the job's time limit.
+        gpus: on all of its nodes.
 
     Raises:
         UserError: the account is still a profile's placeholder.
@@ -461,14 +457,14 @@ def require_access(loaded: Loaded, request: Request, partition: Partition | None
         fix = "Give yours: --account NAME, or export SBATCH_ACCOUNT=NAME."
         fix += f" You have: {', '.join(names)}." if names else ""
         raise UserError(f"{key} is still {PLACEHOLDER} ({loaded.source(key)}).", why=why, fix=fix, key=key)
-    for key, what, why, fix in _objections(launch.account, launch.qos, names, request, partition, facts):
+    for key, what, why, fix in _objections(launch.account, launch.qos, names, partition, facts, minutes, gpus):
         where = "launch.qos" if key == "launch.gpus_per_node" else key
         raise RefusedError(f"{what} ({loaded.source(where)}).", why=why, fix=fix, key=key)
 
 
 def _objections(
-    account: str | None, qos: str | None, names: Sequence[str], request: Request, partition: Partition | None,
-    facts: SiteFacts,
+    account: str | None, qos: str | None, names: Sequence[str], partition: Partition | None, facts: SiteFacts,
+    minutes: float, gpus: int,
 ) -> Iterator[tuple[str, str, str, str]]:  # fmt: skip
     """What stands against a request: the setting, and the three lines of its error."""
     charged = account or next((item.name for item in facts.accounts if item.default), None)
@@ -499,14 +495,13 @@ def _objections(
         yield "launch.qos", what, f"It takes: {', '.join(partition.qos)}.", fix
     name = qos or (allowed[0] if len(allowed) == 1 else None)
     limits = next((item for item in facts.qos if item.name == name), None)
-    if limits is not None and limits.max_wall and request.minutes > time_minutes(limits.max_wall):
+    if limits is not None and limits.max_wall and minutes > time_minutes(limits.max_wall):
         longest = slurm_time(time_minutes(limits.max_wall))
-        what = f"--time {slurm_time(request.minutes)} is over the limit of QOS '{name}'"
+        what = f"--time {slurm_time(minutes)} is over the limit of QOS '{name}'"
         why = f"Its MaxWall is {longest}; SLURM would leave the job pending for ever."
         fix = f"Use --time {longest}; the job is requeued at the limit and goes on where it was."
         yield "launch.time", what, why, fix
     most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user) if limits is not None else None
-    gpus = request.nodes * request.gpus_per_node
     if most is not None and gpus > int(most[1]):
         why = f"Its limit is {most[1]}; SLURM would leave the job pending for ever."
         fix = f"Ask for at most {most[1]} GPUs over all nodes, or use another --qos."
