@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from jobs import cli, login_node
 from jobs.dry_run import print_plan
 from jobs.swarm import resume_by_hand
-from trainkit.resumption import Asked, fetched, is_by_hand, refuse_finished, resume
+from trainkit.resumption import fetched, is_by_hand, refuse_finished, resume
 from trainkit.run.folder import find_runs, is_url
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         refuse_finished(runs[0])
         return resume_by_hand(runs[0], args, argv)
     preview = print_plan if args.dry_run else None
-    started = resume(runs, Asked(cli.launch_flags(args), args.force, args.allow_code, preview), env)
+    started = resume(runs, cli.launch_flags(args), env, force=args.force, allow_code=args.allow_code, preview=preview)
     return cli.follow(started.going_on, started.executor, args)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 
 class TrainkitError(Exception):
@@ -35,16 +36,12 @@ class TrainkitError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled with their `args` only; ours carry the rest across processes too.
-        return (_rebuild, (type(self), self.what, self.why, self.fix, self.key))
+        return partial(type(self), why=self.why, fix=self.fix, key=self.key), (self.what,)
 
     def to_json(self) -> dict[str, str]:
         """Plain text, for another rank, which knows the kinds of this module."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         return {"kind": kind, "what": self.what, "why": self.why, "fix": self.fix}
-
-
-def _rebuild(cls: type[TrainkitError], what: str, why: str, fix: str, key: str | None) -> TrainkitError:
-    return cls(what, why=why, fix=fix, key=key)
 
 
 class UserError(TrainkitError):

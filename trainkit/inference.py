@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,16 +38,13 @@ _SPEED_SECONDS, _SPEED_PASSES = 0.5, 3
 """Duration and number of timings of a batch size."""
 
 
-class _Opened(NamedTuple):
-    step: int
-    checkpoints: Checkpoints
-    has_average: bool
-    parts: TrainState
-
-
 @contextmanager
-def _opened(config: Config, run_dir: RunDir, which: str, kind: str | None, *, same_classes: bool) -> Iterator[_Opened]:
+def _opened(
+    config: Config, run_dir: RunDir, which: str, kind: str | None, *, same_classes: bool
+) -> Iterator[tuple[int, Checkpoints, bool, TrainState]]:
     """Find a checkpoint and build the model and data for it in this process.
+
+    Gives its step, the run's checkpoints, whether it has averaged weights, and what was built.
 
     Raises UserError: no such checkpoint; it lacks the averaged weights that ``kind`` asks for; with ``same_classes``,
     the data has other classes than in training.
@@ -56,16 +53,17 @@ def _opened(config: Config, run_dir: RunDir, which: str, kind: str | None, *, sa
     splits = build_data(config.data)
     with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        record = checkpoints.described(step)
         if same_classes:
-            require_same_classes(checkpoints.state_of(step), splits, config.data.root)
-        has_average = checkpoints.holds(step, STEMS["ema"])
+            require_same_classes(record.state, splits, config.data.root)
+        has_average = STEMS["ema"] in record.stems
         if kind in ("ema", "both") and not has_average:
             raise UserError(
                 f"The checkpoint of step {step} has no averaged weights.",
                 why="The run, or this part of it, was trained with train.ema_decay=null.",
                 fix="Leave --weights out.",
             )
-        yield _Opened(step, checkpoints, has_average, build(alone(config), dist, splits))
+        yield step, checkpoints, has_average, build(alone(config), dist, splits)
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = 
     with _opened(config, run_dir, which, kind, same_classes=False) as (step, checkpoints, has_average, parts):
         taken: Kind = kind or ("ema" if has_average else "raw")
         info, transform = parts.splits.info, parts.splits.eval_transform
-        here, trained = tuple(map(str, info.class_names)), classes_in(checkpoints.state_of(step))
+        here, trained = tuple(map(str, info.class_names)), classes_in(checkpoints.described(step).state)
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
         parts.model.eval()
         if isinstance(transform, TensorTransform):  # made for images of one size: it resizes all of them

@@ -83,8 +83,8 @@ class Run:
         if resumption.is_by_hand(self._folder):
             why, fix = "There it goes on, until its end.", f"`{terminal.command('resume', self.path)}`"
             raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
-        asked = resumption.Asked(_launch_settings(flags, self.resume), force, allow_code)
-        resumption.resume([self._folder], asked, dict(os.environ))
+        settings = _launch_settings(flags, self.resume)
+        resumption.resume([self._folder], settings, dict(os.environ), force=force, allow_code=allow_code)
 
     def report(self) -> Path:
         """Write its log book with plots and return the path."""

@@ -131,16 +131,18 @@ def _signature_of(node: ast.FunctionDef | None, by_name: Sequence[ast.arg] = ())
     """
     if node is None:
         return Signature()
-    defaults = [*[None] * len(by_name), *node.args.defaults][len(node.args.defaults) :]
-    options = [*zip([*by_name, *node.args.kwonlyargs], [*defaults, *node.args.kw_defaults], strict=True)]
-    written = {arg.arg: ast.unparse(arg.annotation) for arg, _ in options if arg.annotation is not None}
+    of_the_last = zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
+    of_keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    defaults = {arg.arg: default for arg, default in (*of_the_last, *of_keywords) if default is not None}
+    options = [*by_name, *node.args.kwonlyargs]
+    written = {arg.arg: ast.unparse(arg.annotation) for arg in options if arg.annotation is not None}
     return Signature(
-        tuple(arg.arg for arg, _ in options),
-        tuple(arg.arg for arg, default in options if default is None),
-        node.args.kwarg is not None,
-        {name: re.sub(r"Optional\[(\w+)\]", r"\1 | None", text) for name, text in written.items()},
-        _literals({arg.arg: default for arg, default in options if default is not None}),
-        ast.get_docstring(node) or "",
+        options=tuple(arg.arg for arg in options),
+        required=tuple(arg.arg for arg in options if arg.arg not in defaults),
+        takes_any=node.args.kwarg is not None,
+        annotations={name: re.sub(r"Optional\[(\w+)\]", r"\1 | None", text) for name, text in written.items()},
+        defaults=_literals(defaults),
+        doc=ast.get_docstring(node) or "",
     )
 
 

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,9 @@ from trainkit.schedulers.base import JobState, job_states, named, require_no_job
 from trainkit.site.profile import discover
 from trainkit.start import Arrays, Started, start
 
+Flags = Mapping[str, tuple[Any, str]]
+"""Launch setting -> (value, flag), see `trainkit.start.launch_settings`."""
 Preview = Callable[[Plan, Loaded, Path, "str | None"], None]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How a user wants runs to be resumed."""
-
-    flags: Mapping[str, tuple[Any, str]]
-    """Launch setting -> (value, flag), see `trainkit.start.launch_settings`."""
-    force: bool = False
-    allow_code: bool = False
-    preview: Preview | None = None
-    """Called with the plan for a dry run: nothing is written or queued."""
 
 
 def is_by_hand(run: RunDir) -> bool:
@@ -51,27 +40,39 @@ def is_by_hand(run: RunDir) -> bool:
     return submission is not None and submission.executor == "swarm"
 
 
-def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Started:
-    """Queue a run, or the failed runs of a sweep, again. For a finished run, upload what `checkpoint.remote` lacks."""
+def resume(
+    runs: Sequence[RunDir],
+    flags: Flags,
+    env: Mapping[str, str],
+    *,
+    force: bool = False,
+    allow_code: bool = False,
+    preview: Preview | None = None,
+) -> Started:
+    """Queue a run, or the failed runs of a sweep, again. For a finished run, upload what `checkpoint.remote` lacks.
+
+    Args:
+        preview: called with the plan for a dry run: nothing is written or queued.
+    """
     run, total = runs[0], len(runs)
     is_sweep = total > 1
-    if not is_sweep and history_of(run).finished and asked.preview is None:
-        loaded = _load(run, asked)
+    if not is_sweep and history_of(run).finished and preview is None:
+        loaded = _load(run, flags)
         if url := loaded.config.checkpoint.remote:
             from trainkit.checkpoint.remote import send_rest
 
-            require_own_code(run.path, loaded, allow_code=asked.allow_code)
+            require_own_code(run.path, loaded, allow_code=allow_code)
             print(f"{run.name} has finished, and all that it keeps in {send_rest(run, url)} is there.")
             return Started([run], [], "")
     if is_sweep:
-        runs = _lost(sorted(runs, key=lambda run: (len(run.path.name), run.path.name)), force=asked.force)
+        runs = _lost(sorted(runs, key=lambda run: (len(run.path.name), run.path.name)), force=force)
     else:
         refuse_finished(run)
-        require_no_job(run, force=asked.force)
+        require_no_job(run, force=force)
     lives, states = {run: history_of(run) for run in runs}, dict(zip(runs, job_states(runs), strict=True))
-    loadeds = [_load(run, asked) for run in runs]
+    loadeds = [_load(run, flags) for run in runs]
     found = [
-        require_own_code(run.path, loaded, allow_code=asked.allow_code, starts_snapshot=True)
+        require_own_code(run.path, loaded, allow_code=allow_code, starts_snapshot=True)
         for run, loaded in zip(runs, loadeds, strict=True)
     ]
     _say_diverged(states)
@@ -87,8 +88,8 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
     arrays = Arrays(run.path.parent, loadeds[0], site, cwd, env)
     folder, plan, script = arrays.plan(runs[:largest])
     validate(loadeds[0], plan, site, folder, cwd)
-    if asked.preview is not None:
-        asked.preview(plan, loadeds[0], folder, script)
+    if preview is not None:
+        preview(plan, loadeds[0], folder, script)
         return Started([], [], "")
     submission.require_executor(plan, site)
     with ExitStack() as held:
@@ -96,7 +97,7 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
             # The lease makes simultaneous resumes take turns; the second then finds the job of the first.
             held.enter_context(lease_on(one, Holder.me(), is_dead=_of_ended_job(lives[one], states[one])))
             if history_of(one).submission != lives[one].submission:
-                require_no_job(one, force=asked.force)
+                require_no_job(one, force=force)
             restore_code(one, code.content)
             _store(one, loaded.config, own=code.own)
         if is_sweep:
@@ -141,13 +142,13 @@ def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
     return run
 
 
-def _load(run: RunDir, asked: Asked) -> Loaded:
+def _load(run: RunDir, flags: Flags) -> Loaded:
     """Load the run's configuration with the new flags.
 
     It is complete: neither the environment's SBATCH_* nor the site's profile are read again.
     """
     # The job that the first submission waited for is over.
-    flags = {"launch.dependency": (None, "a resumed run waits for nothing"), **asked.flags}
+    flags = {"launch.dependency": (None, "a resumed run waits for nothing"), **flags}
     return loading.load(str(run.config), flags=flags, moved_to=flags.get("launch.cluster", (None, ""))[0])
 
 

@@ -439,10 +439,6 @@ def _values(sweep: str, item: str) -> Sequence[str]:
     """Expand ``0..4`` to 0,1,2,3,4 and ``0..8..4`` to 0,4,8; anything else is one value."""
     match = _RANGE.fullmatch(item)
     if match is None:
-        if re.fullmatch(r"[\d.eE+-]+\.\.[\d.eE+-]+", item):
-            what = f"--sweep {sweep!r} has a range of other than whole numbers."
-            fix = "Name them: --sweep optim.lr=1e-4,3e-4,1e-3."
-            raise UserError(what, why="Between such numbers there are too many.", fix=fix)
         return [item]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:

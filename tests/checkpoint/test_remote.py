@@ -39,7 +39,7 @@ class Sender:
         (self.run.code / "jobs").mkdir(parents=True)
         (self.run.code / "jobs" / "own.py").write_text("print('hello')\n")
         self.writer = Writer(Attempt.begin(self.run))
-        self.store = Store(remote.claim(url, self.run).url, seconds=0.5, slowest_part=2.0)
+        self.store = Store(remote.claim(url, self.run).url, seconds=0.5, patience=2.0)
         self.uploads = Uploads(self.store, self.writer, pause=0.05)
 
     def save(self, step: int, *, best: int | None = None, size: int = 1000) -> None:

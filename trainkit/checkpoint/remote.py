@@ -18,7 +18,6 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import os
 import re
@@ -69,16 +68,16 @@ class Store:
     Credentials are those of the environment. Every method raises StoreError, whatever the library of the place raises.
 
     Args:
-        seconds: to connect, and between a request and its answer.
-        slowest_part: seconds without any part of a file going through, after which it is given up: 0.2 MB/s.
+        seconds: to connect, and between a request and its answer, as far as the library of the place keeps to that.
+        patience: seconds without an answer, or any part of a file going through, after which a request is given up.
         tries: of each request, with pauses of 0.5, 1, 2, ... seconds; for a file that is absent there is one.
 
     Raises:
         UserError: the package for this kind of place is not installed.
     """
 
-    def __init__(self, url: str, *, seconds: float = 20.0, slowest_part: float = 300.0, tries: int = 1) -> None:
-        self.url, self._tries = url.rstrip("/"), tries
+    def __init__(self, url: str, *, seconds: float = 20.0, patience: float = 300.0, tries: int = 1) -> None:
+        self.url, self._tries, self._patience = url.rstrip("/"), tries, patience
         scheme, _, self._root = self.url.partition("://")
         package = _PACKAGES.get(scheme, "fsspec")
         if importlib.util.find_spec(package) is None:
@@ -97,7 +96,6 @@ class Store:
             options = {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
         elif scheme == "gs":
             options = {"use_listings_cache": False, "timeout": seconds}
-        self._seconds, self._slowest_part = 4 * seconds, slowest_part
         self._put_options = {"chunksize": _PART} if scheme == "s3" else {}
         self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
         if scheme == "s3":
@@ -111,11 +109,11 @@ class Store:
             raise StoreError(f"{file} was deleted meanwhile") from None
         with content:  # the open file is sent, not a link that took its name since
             opened = f"/dev/fd/{content.fileno()}"
-            self._call("put_file", opened, self._path(name), limit=self._slowest_part, **self._put_options)
+            self._call("put_file", opened, self._path(name), **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""
-        self._call("pipe_file", self._path(name), content, limit=self._seconds + len(content) / 100_000)
+        self._call("pipe_file", self._path(name), content)
 
     def read(self, name: str, *, limit: int) -> bytes:
         """A small file. Raises AbsentError where there is none."""
@@ -144,14 +142,14 @@ class Store:
         """Names of files and folders in a folder; none where there is no such folder."""
         path = self._path(folder)
         with suppress(AbsentError):
-            listed = [str(item).rstrip("/") for item in self._call("ls", path, limit=self._seconds, detail=False)]
+            listed = [str(item).rstrip("/") for item in self._call("ls", path, detail=False)]
             return [item.rpartition("/")[2] for item in listed if not item.endswith(path)]
         return []
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         with suppress(AbsentError):
-            self._call("rm_file", self._path(name), limit=self._seconds)
+            self._call("rm_file", self._path(name))
 
     def remove_step(self, step: int) -> None:
         """Remove a checkpoint, which is incomplete from the first moment on."""
@@ -160,23 +158,22 @@ class Store:
         for name in self.names(folder):
             self.remove(f"{folder}/{name}")
         if not self._fs.async_impl:  # buckets have no folders
-            self._call("rmdir", self._path(folder), limit=self._seconds)
+            self._call("rmdir", self._path(folder))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _read(self, name: str, start: int, end: int) -> bytes:
-        limit = self._slowest_part if end - start > _PART // 2 else self._seconds
-        return bytes(self._call("cat_file", self._path(name), limit=limit, start=start, end=end))
+        return bytes(self._call("cat_file", self._path(name), start=start, end=end))
 
-    def _call(self, method: str, *values: Any, limit: float, **options: Any) -> Any:
-        """One request, or several of a file in parts; given up when nothing has gone through for ``limit`` seconds."""
+    def _call(self, method: str, *values: Any, **options: Any) -> Any:
+        """One request, or several of a file in parts."""
         tried = 0
         while True:
             tried += 1
             try:
                 if self._fs.async_impl:
-                    return self._awaited(method, *values, limit=limit, **options)
+                    return self._awaited(method, *values, **options)
                 return getattr(self._fs, method)(*values, **options)
             except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
                 words = " ".join(str(error).split())[:400].rstrip(".")
@@ -186,7 +183,7 @@ class Store:
                     raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
             time.sleep(2**tried / 4)
 
-    def _awaited(self, method: str, *values: Any, limit: float, **options: Any) -> Any:
+    def _awaited(self, method: str, *values: Any, **options: Any) -> Any:
         # The libraries' own limits do not hold everywhere: a sender waits for "100 Continue" for ever.
         from fsspec.callbacks import Callback
 
@@ -199,10 +196,10 @@ class Store:
         if method == "put_file":
             options["callback"] = Callback(hooks={"note": note})
         future = asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*values, **options), self._fs.loop)
-        while not wait([future], timeout=min(1.0, limit)).done:
-            if time.monotonic() - moved > limit:
+        while not wait([future], timeout=min(1.0, self._patience)).done:
+            if time.monotonic() - moved > self._patience:
                 future.cancel()
-                raise TimeoutError(f"nothing has gone through for {limit:.0f} seconds")
+                raise TimeoutError(f"nothing has gone through for {self._patience:.0f} seconds")
         return future.result()
 
 
@@ -430,7 +427,7 @@ class Uploads:
         """Guards, and tells of, the three below."""
         self._asked = self._done = 0
         self._over = False
-        self._is_described, self._is_failing = False, False
+        self._is_described, self._tries = False, 0
         self._sent: dict[int, Record] = {}
         self.unreadable = ""
         """What of the run itself could not be read, and so was not sent."""
@@ -460,7 +457,7 @@ class Uploads:
             self.look()  # the last records, and the summary
         deadline = time.monotonic() + seconds
         while not self.wait(1.0) and self._thread.is_alive() and not give_up():
-            if not self._is_failing:  # it takes its time, but it goes
+            if not self._tries:  # it takes its time, but it goes
                 deadline = time.monotonic() + seconds
             elif time.monotonic() > deadline:
                 break
@@ -473,45 +470,38 @@ class Uploads:
         return is_there
 
     def _work(self) -> None:
+        began, pause = 0.0, self._pause
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._over or self._asked > self._done)
                 asked = self._asked
-            if not self._is_sent():
-                return
-            with self._changed:
-                self._done = asked
-                self._changed.notify_all()
-
-    def _is_sent(self) -> bool:
-        """Try to send until all is there, or cannot be read; False when the thread is to end."""
-        began, why = time.monotonic(), ""
-        for tries in itertools.count():
             if self._over:
-                return False
+                return
+            self.unreadable = ""
             try:
                 self._bring_up_to_date()
             except StoreError as error:
-                if self._over:
-                    return False
-                self._is_described, self._is_failing = False, True  # who knows what is left there
+                self._is_described = False  # who knows what is left there
                 self._sent.clear()
-                if tries == 0:
+                if not self._tries and not self._over:
                     began = time.monotonic()
                     self._say("upload_failed", why=str(error))
+                self._tries += 1
                 with self._changed:
-                    self._changed.wait_for(lambda: self._over, min(self._pause * 2**tries, _LONGEST_PAUSE))
+                    self._changed.wait_for(lambda: self._over, pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
             except TrainkitError:  # another attempt writes the run by now
-                return False
+                return
             except OSError as error:  # the run folder is gone, its disk full, or there is a link in it
-                why = f"{error.strerror}: {error.filename}"
-                self._say("upload_failed", why=why)
-            break
-        self.unreadable, self._is_failing = why, False
-        if tries:
-            self._say("upload_recovered", tries=tries, seconds=round(time.monotonic() - began, 1))
-        return True
+                self.unreadable = f"{error.strerror}: {error.filename}"
+                self._say("upload_failed", why=self.unreadable)
+            if self._tries:
+                self._say("upload_recovered", tries=self._tries, seconds=round(time.monotonic() - began, 1))
+            self._tries, pause = 0, self._pause
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
 
     def _bring_up_to_date(self) -> None:
         """Send what is not there yet, then point at it, then remove what nothing points at."""

@@ -409,19 +409,12 @@ class Checkpoints:
 
         return restored, source
 
-    def holds(self, step: int, stem: str) -> bool:
-        """Whether the checkpoint of ``step`` says that it has tensors ``stem``; False if it is broken."""
+    def described(self, step: int) -> Record:
+        """What the checkpoint of ``step`` says of itself; nothing if it is broken."""
         try:
-            return stem in self._record(step).stems
+            return self._record(step)
         except BrokenCheckpointError:
-            return False
-
-    def state_of(self, step: int) -> dict[str, Any]:
-        """The plain values in the checkpoint of ``step``; none if it is broken."""
-        try:
-            return dict(self._record(step).state)
-        except BrokenCheckpointError:
-            return {}
+            return Record(step, {}, {})
 
     def _record(self, step: int) -> Record:
         """A checkpoint's record, as rank 0 sees it. Raises BrokenCheckpointError on every rank."""

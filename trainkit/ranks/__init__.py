@@ -518,8 +518,8 @@ class Secret:
 
         Raises ForgedError when it was sealed with another secret, for another purpose, or not at all.
         """
-        value = sealed[32:]
-        if not hmac.compare_digest(sealed, self.seal(purpose, value)):
+        mark, value = sealed[:32], sealed[32:]
+        if not hmac.compare_digest(mark, self._mac(b"value", purpose.encode(), value)):
             raise ForgedError(purpose)
         return value
 

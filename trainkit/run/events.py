@@ -239,20 +239,9 @@ class Attempt:
 
     @classmethod
     def named_in(cls, env: Mapping[str, str]) -> Attempt | None:
-        """The attempt that ``env`` says this process is part of; None for a process that nobody looks after.
-
-        Raises UserError where it says half of it.
-        """
+        """The attempt that ``env`` says this process is part of; None for a process that nobody looks after."""
         path, number = env.get(RUN_DIR, ""), env.get(NUMBER, "")
-        if not path and not number:
-            return None
-        if not path or not number.isdecimal():
-            raise UserError(
-                f"{RUN_DIR}={path!r} and {NUMBER}={number!r} do not name an attempt.",
-                why="They tell a rank which start of which run it belongs to, and go together.",
-                fix="Unset both; the commands of trainkit and its batch scripts set them for their ranks.",
-            )
-        return cls(RunDir(Path(path).absolute()), int(number))
+        return cls(RunDir(Path(path).absolute()), int(number)) if path and number.isdecimal() else None
 
     def environment(self) -> dict[str, str]:
         """What `named_in` reads."""

@@ -344,7 +344,7 @@ def forecast(
         attempt_seconds: what its time limit allows an attempt, from its first update on; infinite without one.
         runs: an attempt runs now; else it waits for the next.
     """
-    lasted, gaps, limited = [], [], attempt_seconds
+    gaps, lasted = list[float](), list[float]()
     begun: float | None = None
     ended: float | None = None
     for event in events:
@@ -359,14 +359,13 @@ def forecast(
             ended = when
             if "SIGUSR2" in event.get("signals", ()):  # sent by the time limit, and by few preemptions
                 lasted.append(ended - begun)
-    # SLURM sends it early, up to a minute; what ended in half of the time was something else.
-    whole = [seconds for seconds in lasted if seconds >= max(lasted) / 2]
-    if len(whole) > 1 if math.isinf(limited) else whole and max(whole) >= limited / 2:
-        limited = sum(whole) / len(whole)
+    if math.isinf(attempt_seconds) and len(lasted) > 1:  # of a template nobody knows the limit but by what has been
+        attempt_seconds = max(lasted)
     gap = sum(gaps) / len(gaps) if gaps else None
     used = now - begun if runs and begun is not None else 0.0
-    left = max(limited - used, 0.0) if runs else 0.0
-    restarts = 0 if training_seconds <= left and runs else max(math.ceil((training_seconds - left) / limited), 1)
+    left = max(attempt_seconds - used, 0.0) if runs else 0.0
+    beyond = training_seconds - left
+    restarts = 0 if runs and beyond <= 0 else max(math.ceil(beyond / attempt_seconds), 1)
     waited = max((gap or 0.0) - (now - ended), 0.0) if not runs and ended is not None else gap or 0.0
     more = waited + (restarts - 1) * (gap or 0.0) if restarts else 0.0
     return Forecast(training_seconds + more, restarts, gap)

@@ -371,7 +371,7 @@ class Recorder:
         if best == step:
             found = measure(state, state.splits.test, **how)
         else:
-            has_average = state.ema is not None and self.checkpoints.holds(best, STEMS["ema"])
+            has_average = state.ema is not None and STEMS["ema"] in self.checkpoints.described(best).stems
             kinds = ["raw", "ema"] if has_average else ["raw"]
             best, found = measure_saved(state, self.checkpoints, best, state.splits.test, kinds=kinds, **how)
         assert found is not None
