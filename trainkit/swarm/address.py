@@ -194,7 +194,6 @@ _MOST_SECONDS = 3.0
 MOST_APART = 1.0
 """Seconds by which peers' clocks may differ. With 1.5 every second round finds no others, with 2.5 none does, as if the
 others were gone: nobody would know why."""
-_TIMES = 3
 
 
 _SET_CLOCK = "Set it: `timedatectl set-ntp true`, or ask the administrator."
@@ -235,33 +234,28 @@ def require_same_time(dht: Any, peers: Sequence[str]) -> None:
 async def _ahead(dht: Any, node: Any, *, of: Sequence[str]) -> float | None:
     """Seconds by which this machine's clock is ahead at least, by the first that answers."""
     for name in dict.fromkeys(map(peer_of, of)):
-        asked = []
         with suppress(Exception):  # gone: the next one
-            for _ in range(_TIMES):
-                asked.append(await _time_of(node.p2p, name))
-        if asked:
-            return ahead_by(asked)
+            return await _ahead_of(node.p2p, name)
     return None
 
 
-async def _time_of(p2p: Any, name: str) -> tuple[float, float, float]:
-    """When a peer was asked by this clock, what it answered, and when that arrived."""
+async def _ahead_of(p2p: Any, name: str) -> float:
     from google.protobuf.wrappers_pb2 import DoubleValue
     from hivemind.p2p import PeerID
 
     began = time.time()
     answer = p2p.call_protobuf_handler(PeerID.from_base58(name), _TIME_HANDLER, DoubleValue(), DoubleValue)
-    return began, (await asyncio.wait_for(answer, _ASK_SECONDS)).value, time.time()
+    told = (await asyncio.wait_for(answer, _ASK_SECONDS)).value
+    return ahead_by(began, told, time.time())
 
 
-def ahead_by(asked: Sequence[tuple[float, float, float]]) -> float:
+def ahead_by(began: float, told: float, over: float) -> float:
     """Seconds by which a clock is ahead for certain, of all that it can be; negative if it is behind.
 
     Args:
-        asked: when a question was sent, by this clock, the other's answer, and when that arrived.
+        began: when a question was sent, by this clock; ``told``: the other's answer; ``over``: when that arrived.
     """
-    least, most = max(began - told for began, told, _ in asked), min(over - told for _, told, over in asked)
-    return least if least > 0.0 else min(most, 0.0)
+    return began - told if began > told else min(over - told, 0.0)
 
 
 async def is_off(peers: Sequence[str]) -> bool:
@@ -272,7 +266,7 @@ async def is_off(peers: Sequence[str]) -> bool:
     with suppress(Exception):  # of libp2p's daemon, in many words: then the clock is not known to be wrong
         if there:
             async with _daemon(there, _START_SECONDS) as p2p:
-                return abs(ahead_by([await _time_of(p2p, peer_of(there[0]))])) > _MOST_SECONDS
+                return abs(await _ahead_of(p2p, peer_of(there[0]))) > _MOST_SECONDS
     return False
 
 

@@ -282,15 +282,13 @@ class Averaging:
         if now.failed:
             return _NOBODY, None, now.failed
         control, lock = now.control, self.averager.lock_averaged_tensors
-        # Long enough for a newcomer who has just asked.
-        lonely = now.alone and not control.began_allreduce
-        left = now.began + (0.7 if lonely else exchange_seconds(self._config) + 0.5) - time.monotonic()
+        left = now.began + exchange_seconds(self._config) + 0.5 - time.monotonic()
         try:
             averaged: Averaged = control.result(max(0.0, min(seconds, left)))
         except FutureTimeoutError:
-            if left > seconds or (lonely and control.began_allreduce):
+            if left > seconds:
                 return None
-            why = "no others" if lonely else "the exchange took too long"
+            why = "the exchange took too long"
         except Exception as failure:  # of libp2p, by way of the averager's process: whatever it is
             text = (str(failure).strip() or type(failure).__name__).splitlines()[0][:120]
             why = "no others" if "could not find a group" in str(failure) else text

@@ -91,7 +91,7 @@ class Guest(Session):
         check_peer(self.config, self.spec)
         self.clock, agreed = self.clock_from(manifest.first_round), self.config.collaborative
         # By the time, where it says so; else a newcomer learns it from the state that it is given.
-        if agreed.sync == "diloco" and self.clock.is_over(time.time()):
+        if agreed.sync == "diloco" and self.clock.index(time.time()) >= agreed.rounds:
             why = f"All of its {agreed.rounds} rounds are done."
             raise UserError(f"The run {manifest.name} is over.", why=why, fix="Join another.")
 

@@ -295,10 +295,6 @@ class RoundClock:
         """When round ``index`` ends."""
         return (self.first + index + 1) * self.seconds
 
-    def is_over(self, now: float) -> bool:
-        """Whether all rounds are."""
-        return self.index(now) >= self.count
-
     @property
     def end(self) -> float:
         """When the last round ends."""
