@@ -37,7 +37,3 @@ def test_show_says_what_a_site_has_and_what_a_profile_sets(command: Command, fak
     done = command("cluster", "show", "devcluster")
     assert (done.code, "launch.partition = main" in done.out, "jobs.cluster discover" in done.out) == (0, True, True)
     assert not (tmp_path / "configs").exists()
-
-
-def test_a_profile_that_cannot_be_a_file_is_refused(command: Command, fake_slurm: Path) -> None:
-    assert command("cluster", "discover", "../mine").code == 2

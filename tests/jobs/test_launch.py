@@ -122,14 +122,6 @@ def every_command_line() -> list[str]:
     return found
 
 
-def test_the_settings_of_a_run_cannot_be_changed(command: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "ddp-0001"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("seed: 0\n")
-    command("launch", str(folder), "seed=1").refused(2, "its settings are its own")
-    assert os.listdir(folder) == ["config.yaml"]
-
-
 @pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
 def test_a_node_trains_in_a_container_that_sees_nothing_but_its_run(no_slurm: dict[str, str], tmp_path: Path) -> None:
     tools, home = tmp_path / "tools", tmp_path / "home"

@@ -169,20 +169,11 @@ def test_nothing_to_fetch_is_no_error(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("imagnet",), r"Did you mean 'imagenet'\?"),
-        (("cifar10", "--archive", "{}/x.tar"), r"There is no file .*x\.tar"),
-        (("cifar10", "--archive", "{}/file"), r"file is not used[\s\S]*cifar-10-python"),
-        (("cinic10", "--root", "{}/file", "--archive", "{}/CINIC-10.tar.gz"), "could not be written"),
-    ],
-)
-def test_what_cannot_be_prepared_is_refused(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    tiny.write_cinic10(tmp_path, per_class=1)
+def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    archive = tiny.write_cinic10(tmp_path, per_class=1)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=says):
-        run(*(argument.format(tmp_path) for argument in arguments))
+    with pytest.raises(UserError, match="could not be written"):
+        run("cinic10", "--root", tmp_path / "file", "--archive", archive)
 
 
 def test_a_given_archive_is_taken_whatever_its_name_and_what_else_is_there(tmp_path: Path) -> None:

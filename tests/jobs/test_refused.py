@@ -25,6 +25,7 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("evaluate run --weights x", 2, "Use raw."),
         ("swarm", 2, "One of create, "),
         ("cluster", 2, "One of discover, "),
+        ("cluster discover ../mine", 2, "'../mine'"),
         ("cluster discover", 3, "there is no scontrol on this machine"),
         ("train single model.checkpoint=nowhere.pth --run-dir here", 2, "There is no file nowhere.pth"),
         ("train single data.augmnt=true --run-dir here", 2, "Did you mean 'data.augment'?"),
@@ -58,7 +59,18 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("submit ddp --sweep launch.nodes=1,2", 2, "cannot change resources"),
         ("submit ddp --nodes 2 --gpus-per-node 4", 3, "ddp_sim"),
         ("submit ddp --estimate", 3, "There is no SLURM on this machine."),
+        # predict
+        ("predict ddp-0001 nowhere", 2, "There is no folder nowhere"),
+        ("predict ddp-0001 taken", 2, "taken holds no images"),
+        ("predict ddp-0001 pictures --batch-size 0", 2, "--batch-size 0 is not possible"),
+        ("predict ddp-0001 pictures --top 0", 2, "--top 0 is not possible"),
+        ("predict ddp-0001 pictures --speed 1,many", 2, "--speed 'many' is not possible"),
+        # prepare
+        ("prepare imagnet", 2, "Did you mean 'imagenet'?"),
+        ("prepare cifar10 --archive nosuch.tar", 2, "There is no file nosuch.tar"),
+        ("prepare cifar10 --archive file", 2, "file is not used"),
         # launch
+        ("launch ddp-0001 seed=1", 2, "its settings are its own"),
         ("launch ddp --nodes 2", 2, "--master-addr is missing"),
         (f"{TWO_NODES} 127.0.0.1 --node-rank 1", 2, "--secret-file is missing"),
         (f"{TWO_NODES} 127.0.0.1 --node-rank 2", 2, "They count from 0."),
@@ -122,6 +134,8 @@ def test_wrong_words_are_answered_in_three_lines_and_write_nothing(
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "x.png").write_bytes(b"")
     for name, times, mode in (("open", 5, 0o644), ("short", 1, 0o600), ("long", 600, 0o600)):
         (tmp_path / name).write_text("swordfish" * times)
         (tmp_path / name).chmod(mode)
