@@ -475,6 +475,12 @@ def writes_events(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("append_event")
 
 
+def updates_weights(node: ast.AST) -> bool:
+    """A loop that has an update of its own would clip, skip and scale otherwise than all others."""
+    own = {"backward", "zero_grad", "clip_grad_norm_", "clip_grads_with_norm_"}
+    return getattr(node, "attr", getattr(node, "id", None)) in own
+
+
 # What only these modules do, each for a reason; a strategy and SLURM's room know themselves.
 ONLY: dict[str, tuple[Callable[[ast.Module], bool], Iterable[str]]] = {
     "reads the environment": (somewhere(reads_the_environment), ENVIRONMENT),
@@ -486,6 +492,7 @@ ONLY: dict[str, tuple[Callable[[ast.Module], bool], Iterable[str]]] = {
     "names a message between processes": (somewhere(spells_a_message), {"trainkit.run.folder"}),
     "starts programs": (somewhere(starts_a_program), STARTERS),
     "writes events": (somewhere(writes_events), {"trainkit.run.events"}),
+    "updates weights": (somewhere(updates_weights), {"trainkit.training.update", "trainkit.training.precision"}),
     "overrides hivemind": (overrides_hivemind, {"trainkit.swarm.access", "trainkit.swarm.exchange"}),
     "changes other libraries": (changes_a_library, PATCHING),
 }

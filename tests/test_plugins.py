@@ -102,14 +102,6 @@ def test_a_function_that_wraps_another_has_the_options_of_that(own: str, tmp_pat
     assert plugins.signature("trainkit.models", "another:build") == whole
 
 
-def test_an_unknown_plugin_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UserError) as caught:
-        plugins.load(STRATEGIES, "dpd")
-    assert caught.value.what == "Unknown strategy 'dpd'."
-    assert "ddp, dp, fsdp, hivemind, single, zero;" in caught.value.why
-    assert caught.value.fix.startswith("Did you mean 'd")
-
-
 def test_a_function_of_ones_own_is_found_in_the_current_folder(own: str, tmp_path: Path) -> None:
     text = "from os import system as build\nnumber = 3\ndef make(): return 3\n"
     (tmp_path / "another_plugin.py").write_text(text)

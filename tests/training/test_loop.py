@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import trainkit
 from tests.rank_functions import QUICK, run_ranks
 from tests.training import parts as small
 from tests.training.poisoned import SETTINGS
@@ -23,15 +20,10 @@ from trainkit.data import build_data
 from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks import RankEnv
-from trainkit.tasks.meter import Meter
 from trainkit.training import precision, update
 from trainkit.training.build import TrainState, build
 from trainkit.training.loop import train
-from trainkit.training.precision import Stepped
 from trainkit.training.recorder import Progress, Recorder
-from trainkit.training.update import DivergedError, NonFinite, Update
-
-TRAINKIT = Path(trainkit.__file__).parent
 
 
 @contextmanager
@@ -44,17 +36,6 @@ def parts_of(env: RankEnv, preset: str, *settings: str) -> Iterator[TrainState]:
 def keeper_of(parts: TrainState, folder: Path, position: int = 0, beat: Callable[[], None] = lambda: None) -> Recorder:
     progress = Progress(step=position, position=position, validated_step=position)
     return small.keeper_of(parts, folder / str(parts.dist.rank), progress, beat)
-
-
-def test_no_loop_has_an_update_of_its_own() -> None:
-    own = {"backward", "zero_grad", "clip_grad_norm_", "clip_grads_with_norm_"}
-    updating = {
-        str(file.relative_to(TRAINKIT))
-        for file in TRAINKIT.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if getattr(node, "attr", getattr(node, "id", None)) in own
-    }
-    assert updating == {"training/update.py", "training/precision.py"}
 
 
 def _draws(env: RankEnv, folder: Path, position: int) -> list[float]:
@@ -80,54 +61,6 @@ def test_every_step_batch_update_and_save_is_a_sign_of_life(tmp_path: Path) -> N
         train(parts, keeper_of(parts, tmp_path, beat=lambda: beats.append(None)), lambda: False)
     micro_batches, evaluated, around_the_save = 2, 6, 2  # 22 images, 4 at a time
     assert len(beats) == 4 * (1 + micro_batches + 1) + evaluated + around_the_save
-
-
-def test_an_update_that_is_logged_and_saved_is_summed_up_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    summed: list[Meter] = []
-    sums = Meter.sums
-
-    def noted(meter: Meter, **more: Any) -> list[float]:
-        summed.append(meter)
-        return sums(meter, **more)
-
-    monkeypatch.setattr(Meter, "sums", noted)
-    parts = small.parts_of("train.max_steps=3", "monitor.log_every=100")
-    keeper = small.keeper_of(parts, tmp_path / "run", Progress())
-    assert train(parts, keeper, lambda: False)
-    training = summed[0]
-    assert summed.count(training) == 2  # for the record, and for validation and checkpoint together
-
-
-def test_on_a_gpu_the_answers_are_fetched_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    for name in ("item", "tolist"):
-        real: Any = getattr(torch.Tensor, name)
-
-        def ask(tensor: torch.Tensor, real: Any = real) -> Any:
-            asked.append(tensor)
-            return real(tensor)
-
-        monkeypatch.setattr(torch.Tensor, name, ask)
-    remarks = []
-    with parts_of(RankEnv.single(), "single") as parts:
-        far = replace(parts, dist=replace(parts.dist, device=torch.device("cuda")))
-        watch = NonFinite(far, lambda kind, **facts: remarks.append((kind, facts["step"])), seed=0)
-        asked.clear()
-        for step in range(60):
-            watch.add(step, step + 1, update_that_is(finite=step != 10))
-        assert asked == []
-        watch.look()
-        assert len(asked) == 3, "all flags at once, the loss of the one that is bad, and its samples, which are here"
-        assert remarks == [("nonfinite", 11)]
-        for step in range(60, 63):
-            watch.add(step, step + 1, update_that_is(finite=False))
-        with pytest.raises(DivergedError):
-            watch.look()
-
-
-def update_that_is(*, finite: bool) -> Update:
-    flag = torch.tensor(0.0 if finite else 1.0)
-    return Update(torch.tensor(1.0), Stepped(None, flag, None))
 
 
 def _statistics_after_validation(env: RankEnv, folder: Path) -> float:

@@ -204,18 +204,6 @@ def test_rollback_goes_back_to_a_checkpoint_and_on_with_later_data(folder: Path,
     assert [record["step"] for record in read_metrics(run, "train")] == list(range(1, PER_EPOCH + 1))
 
 
-@pytest.mark.parametrize(("every_steps", "first", "rollbacks"), [("2", 2, 3), ("null", 1, 0)])
-def test_a_rollback_is_tried_three_times_and_only_with_a_checkpoint(
-    folder: Path, every_steps: str, first: int, rollbacks: int
-) -> None:
-    everywhere = ",".join(str(position) for position in range(first, PER_EPOCH))
-    settings = ("train.on_nonfinite=rollback", f"checkpoint.every_steps={every_steps}")
-    said = train(1, folder, "single", *settings, f"data.positions='{everywhere}'")
-    assert said.startswith("1: Training has diverged")
-    assert len(read_events(RunDir(folder), "rolled_back")) == rollbacks
-    assert summary(folder)["outcome"] == "failed"
-
-
 def test_a_run_resumed_among_bad_updates_is_the_one_that_was_not_interrupted(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = ("data.positions='4,5,6'", "model.dropout=0.2")
