@@ -1,10 +1,9 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,19 +63,17 @@ def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Pat
     assert (tmp_path / "runs").read_text() == "mine"
 
 
+def makes(path: Path) -> bool:
+    try:
+        RunDir.create(path, YAML)
+    except UserError:
+        return False
+    return True
+
+
 def test_of_several_that_make_the_same_run_one_alone_does(tmp_path: Path) -> None:
-    start = threading.Barrier(8)
-
-    def make(_: int) -> bool:
-        start.wait()
-        try:
-            RunDir.create(tmp_path / "a", YAML)
-        except UserError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(8) as threads:
-        assert sum(threads.map(make, range(8))) == 1
+    with multiprocessing.get_context("spawn").Pool(3) as processes:
+        assert sum(processes.map(makes, [tmp_path / "a"] * 12, chunksize=1)) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
