@@ -130,7 +130,7 @@ def test_who_may_not_ban_and_what_is_no_list_is_refused(
 def test_a_word_from_the_future_is_passed_over_and_the_newest_are_told() -> None:
     ahead, now = EVE._replace(time=time.time() + 3600), EVE._replace(id="QmBob", time=time.time())
     assert read_bans(Admission(OWNER.public), told("reducer", ahead, now)) == [now]
-    bans = [Ban(f"Qm{index:044}", "x" * 64, "ü" * 200, float(index)) for index in range(1000)]
+    bans = [Ban(f"Qm{index:044}", "ü" * 64, "ü" * 60, float(index)) for index in range(1000)]
     statement = told("owner", *bans)
     found = read_bans(Admission(OWNER.public), statement)
     assert (50 < len(found) < 1000, found == bans[-len(found) :], len(statement) < 1 << 16) == (True, True, True)

@@ -42,9 +42,6 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
     with closing(view):
         history = events.read()
         since = max((index for index, event in enumerate(history) if event.get("event") == "submitted"), default=0)
-        for event in history[:since]:
-            if event.get("event") == "started":
-                view.begin(event.get("total_steps", 0))
         story = _Story(view)
         ended, alive = story.show(history[since:]), True
         while True:

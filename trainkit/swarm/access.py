@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -401,8 +400,8 @@ STRIKES = 3
 """A peer is banned whose contribution was dropped in so many rounds in a row; one may be a fault on the way."""
 # Of them at once; strangers can make up as many ids as they like.
 _MOST_BANS = 1000
-# Bytes of a list as it is told; a record of the DHT holds no more. The newest are told.
-_LONGEST_LIST = 60_000
+# Of a list as it is told, so that a record of the DHT holds it whatever the letters are.
+_MOST_TOLD, _LONGEST_WHY = 100, 60
 # A ban from further in the future would be the last word for ever; clocks agree within three seconds.
 _AHEAD_SECONDS = 60.0
 _Text = Annotated[str, Field(max_length=200)]
@@ -494,11 +493,9 @@ class Bans:
 
 def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
     """What this peer tells the others of who is banned, signed."""
-    short = (ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:200]) for ban in bans)
-    newest = [json.dumps(ban, ensure_ascii=False).encode() for ban in short][::-1]
-    sizes = accumulate(len(row) + 1 for row in newest)
-    told = [row for row, size in zip(newest, sizes, strict=True) if size <= _LONGEST_LIST]
-    return own.state("bans", b"[" + b",".join(reversed(told)) + b"]")
+    newest = list(bans)[-_MOST_TOLD:]
+    short = [ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:_LONGEST_WHY]) for ban in newest]
+    return own.state("bans", json.dumps(short, ensure_ascii=False).encode())
 
 
 def read_bans(admission: Admission, statement: bytes) -> list[Ban]:
