@@ -177,17 +177,9 @@ def test_our_own_files_hold_none_and_have_no_such_name() -> None:
     assert [name for name, text in python.items() if secrets.find(text, python=True)] == []
 
 
-def test_two_hundred_files_cost_less_than_two_seconds() -> None:
-    """They lie between the command and the first update. About 0.2 s where nothing else runs."""
-    plain = "    x = self.norm(self.proj(x) + self.drop(x))  # residual\n" * 100
-    code = plain + "".join(f"{line}\n" for line in INNOCENT)
-    secrets.find(code, python=True)  # imports the detector
+def test_one_enormous_line_is_looked_through_in_seconds() -> None:
     began = time.process_time()
-    for _ in range(20):
-        secrets.find(code, python=True)
-    assert (time.process_time() - began) * 10 < 2.0
-    began = time.process_time()
-    secrets.find("token=" + "a1-_.:/=" * 100_000, python=False)  # one enormous line
+    secrets.find("token=" + "a1-_.:/=" * 100_000, python=False)
     assert time.process_time() - began < 5.0
 
 

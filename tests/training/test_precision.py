@@ -143,6 +143,13 @@ def test_an_update_that_is_not_finite_leaves_no_trace(
     assert all(torch.equal(one, other) for one, other in zip(without, among, strict=True))
 
 
+def test_a_parameter_without_a_gradient_is_no_bad_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    precision = Precision("fp32", ALONE)
+    precision.backward(model[1](torch.ones(1, 2)).sum())
+    assert precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None).nonfinite.item() == 0.0
+
+
 IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 BATCH = Batch(IMAGES, torch.arange(8) % 7, torch.arange(8))
 PLAIN = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "train.micro_batch_size=8")
