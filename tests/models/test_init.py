@@ -81,7 +81,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, answer: str) ->
         ("fashion_cnn", {"width": 12}, r"model\.width=12"),
         ("fashion_cnn", {"norm": "layer"}, r"model\.norm is one of: group, batch"),
         ("resnet18", {"num_classes": 10}, r"model\.num_classes cannot be set"),
-        ("resnet18", {"in_chans": 1}, r"use data\.in_chans"),
+        ("resnet18", {"in_chans": 1}, r"data\.in_chans"),
         ("resnet18", {"pretrained": "a1_in1k"}, r"model\.pretrained=a1_in1k"),
         ("no_such_module:build", {}, r"No module 'no_such_module'"),
     ],

@@ -113,11 +113,10 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         together(lambda: dataset.locate(root, **options))
     if source is root and hasattr(dataset, "layout"):
         folder, splits = dataset.layout(root)
-
-        def listed() -> bytes:
-            return Files.walk(folder, splits).to_bytes()
-
-        source = Files.from_bytes(folder, listed() if dist is None else dist.from_main(listed))
+        if dist is None:
+            source = Files.walk(folder, splits)
+        else:
+            source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
 
     def built() -> Splits:
         made = build(source, **options)

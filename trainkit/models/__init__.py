@@ -39,7 +39,7 @@ def check_model(config: ModelConfig) -> None:
     """Refuse, without importing torch, a model that does not exist and options that it cannot have."""
     home, name = resolve(config.name)
     if home in _LIBRARIES:
-        _check_library_options(home, config.options)
+        _check_library_options(config.options)
         return
     plugins.check_options(__name__, name, config.options, where="model")
     if home == "trainkit":
@@ -64,7 +64,7 @@ def build_model(config: ModelConfig, info: DataInfo, seed: int) -> nn.Module:
             build = plugins.load(__name__, name)
             model: nn.Module = build(info, **plugins.fill(build, config.options, where="model"))
         else:
-            _check_library_options(home, config.options)
+            _check_library_options(config.options)
             create = timm_model if home == "timm" else torchvision_model
             model = create(name, info, dict(config.options))
     if not isinstance(model, torch.nn.Module):
@@ -130,22 +130,20 @@ def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> User
     )
 
 
-def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
+def _check_library_options(given: Mapping[str, Any]) -> None:
     for option in _FROM_THE_DATA:
         if option in given:
             raise UserError(
                 f"model.{option} cannot be set.",
                 why="It follows from the data.",
-                fix="Remove it." if option == "num_classes" else f"Remove it; use data.{option}.",
+                fix="Remove it; data.num_classes and data.in_chans are options of some data sets.",
                 key=f"model.{option}",
             )
     if not isinstance(given.get("pretrained", False), bool):
         raise UserError(
             f"model.pretrained={given['pretrained']} is not possible.",
-            why="It is true or false; which weights is part of a timm name.",
-            fix="Use model.pretrained=true with model.name=NAME.TAG."
-            if home == "timm"
-            else "Use model.weights=NAME for certain weights of torchvision's.",
+            why="It is true or false; which weights is part of a timm name, or model.weights=NAME of torchvision's.",
+            fix="Use model.pretrained=true with model.name=NAME.TAG, or model.weights=NAME.",
             key="model.pretrained",
         )
 

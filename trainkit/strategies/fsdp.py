@@ -156,6 +156,13 @@ def build(
                 "all of a block or nothing, and norms must stay as they are. From torch 2.15 on these alone do.",
                 flush=True,
             )
-    reduced, within_node = _DTYPES[reduce_dtype], shard_within == "node"
-    options = reshard_after_forward, cpu_offload, min_block_params, sync_batchnorm
-    return FSDP(dist, gathered, reduced, within_node, *options)
+    return FSDP(
+        dist,
+        gathered,
+        reduced=_DTYPES[reduce_dtype],
+        within_node=shard_within == "node",
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+        min_block_params=min_block_params,
+        sync_batchnorm=sync_batchnorm,
+    )

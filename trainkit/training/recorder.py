@@ -134,7 +134,8 @@ def evaluate(
     if pool is not None and metrics["samples"]:
         metrics |= pool.read()
     found.metrics.setdefault("samples", metrics.pop("samples"))
-    found.metrics.update({f"{'ema_' * (kind == 'ema')}{key}": value for key, value in metrics.items()})
+    prefix = "ema_" if kind == "ema" else ""
+    found.metrics.update({f"{prefix}{key}": value for key, value in metrics.items()})
     if counts is not None:
         found.counts[kind] = counts.read()
     if mistakes is not None:
