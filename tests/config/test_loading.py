@@ -288,8 +288,9 @@ def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
         ('launch.setup=["module load x\\nrm x"]', "text on one line, without control characters"),
         ("launch.sbatch.comment=a\nb", "text on one line, without control characters"),
         ("launch.sbatch.comment\nb=a", "text on one line, without control characters"),
-        ("launch.sbatch.comment b=a", "options without their dashes, as in {comment: thesis}"),
-        ("launch.srun.--mpi=a", "options without their dashes, as in {comment: thesis}"),
+        ("launch.sbatch.comment b=a", "options by their long names, without dashes, as in {comment: thesis}"),
+        ("launch.sbatch.L=a", "options by their long names, without dashes, as in {comment: thesis}"),
+        ("launch.srun.--mpi=a", "options by their long names, without dashes, as in {comment: thesis}"),
     ],
 )
 def test_what_would_fail_later_is_refused_at_once_in_one_printable_line(override: str, must_be: str) -> None:

@@ -370,8 +370,8 @@ class LaunchConfig(Section):
     def _options(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        if not all(re.fullmatch(r"[A-Za-z][\w-]*", str(key)) for key in value):
-            raise ValueError("options without their dashes, as in {comment: thesis}")
+        if not all(re.fullmatch(r"[A-Za-z][\w-]+", str(key)) for key in value):
+            raise ValueError("options by their long names, without dashes, as in {comment: thesis}")
         # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
         return {
             long_name(str(info.field_name), str(key)): "" if item is None or item is True else str(item)

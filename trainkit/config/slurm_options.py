@@ -40,18 +40,7 @@ def slurm_time(minutes: float) -> str:
     return f"{days}-{text}" if days else re.sub(r"^0:", "", text)
 
 
-# Long options of 22.05, with their short forms. getopt takes every beginning of a name that no other name has.
-_SHORT = {
-    "A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "C": "constraint", "c": "cpus-per-task",
-    "d": "dependency", "D": "chdir", "e": "error", "F": "nodefile", "G": "gpus", "H": "hold", "h": "help",
-    "i": "input", "J": "job-name", "k": "no-kill", "L": "licenses", "m": "distribution", "M": "clusters", "N": "nodes",
-    "n": "ntasks", "o": "output", "O": "overcommit", "p": "partition", "Q": "quiet", "q": "qos", "s": "oversubscribe",
-    "S": "core-spec", "t": "time", "V": "version", "v": "verbose", "w": "nodelist", "W": "wait", "x": "exclude",
-}  # fmt: skip
-_SHORT_OF_SRUN = {
-    "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "l": "label", "r": "relative", "T": "threads",
-    "u": "unbuffered", "X": "disable-status", "Z": "no-allocate",
-}  # fmt: skip
+# Long options of 22.05. getopt takes every beginning of a name that no other name has.
 _BOTH = """
     account acctg-freq batch bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous
     core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error
@@ -119,13 +108,11 @@ _HARMLESS = {("srun", "export"): ("ALL", "ALL,"), ("sbatch", "open-mode"): ("app
 
 
 def long_name(program: str, key: str) -> str:
-    """The long name of an option as it may be written: a short form, a beginning of the name, with underscores."""
+    """The name of an option as it may be written: with underscores, or only a beginning of it."""
     name = key.replace("_", "-")
     known = _NAMES[program]
     if name in known:
         return name
-    if len(name) == 1:
-        return (_SHORT | (_SHORT_OF_SRUN if program == "srun" else {})).get(name, name)
     begun = [item for item in known if item.startswith(name)]
     return begun[0] if len(begun) == 1 else name
 
