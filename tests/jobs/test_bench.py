@@ -116,17 +116,6 @@ def test_scaling_and_network_are_measured_over_simulated_nodes(tmp_path: Path) -
         assert arm["rate"] == pytest.approx(statistics.median(one["bytes"] / one["seconds"] / 1e9 for one in own))
 
 
-@pytest.mark.parametrize("verb", [["resume"], ["train"], ["submit"], ["launch", "--nodes", "1"]])
-def test_a_bench_is_not_gone_on_with(command: Callable[..., Done], verb: list[str], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
-    (tmp_path / "bench.json").write_text(Request("amp", "ddp").to_json())
-    name, *flags = verb
-    done = command(name, str(tmp_path), *flags)
-    assert done.code == 2
-    assert "is a bench, which is not gone on with." in done.err
-    assert f"jobs.bench --show {tmp_path}" in done.err
-
-
 def test_on_a_cluster_all_arms_are_one_job(
     command: Callable[..., Done], fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Command, make_run
+from trainkit.bench.base import Request
 from trainkit.swarm import processes
 from trainkit.swarm.address import EXAMPLE
 
@@ -57,6 +58,11 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("submit ddp --sweep seed=1,x", 2, "seed"),
         ("submit ddp --sweep seed", 2, "has no values"),
         ("submit ddp --sweep launch.nodes=1,2", 2, "cannot change resources"),
+        ("submit ddp --sweep seed=4..0", 2, "no such range"),
+        ("submit ddp --sweep seed=0..4..0", 2, "no such range"),
+        ("submit ddp --sweep seed=0..99999999", 2, "no such range"),
+        ("submit ddp --sweep optim.lr=1e-4..1e-3", 2, "optim.lr=1e-4..1e-3 is not valid"),
+        ("submit ddp --sweep seed=0..999 --sweep optim.lr=1,2,3,4,5,6,7,8,9,10,11", 2, "11000 runs"),
         ("submit ddp --nodes 2 --gpus-per-node 4", 3, "ddp_sim"),
         ("submit ddp --estimate", 3, "There is no SLURM on this machine."),
         # predict
@@ -81,7 +87,11 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         (f"{ALONE} --secret-file short", 2, "too short"),
         (f"{ALONE} --secret-file long", 2, "Cannot read"),
         (f"{ALONE} --secret-file nosuch", 2, "Cannot read"),
-        # bench
+        # bench, which is not gone on with
+        ("resume bench", 2, "bench is a bench, which is not gone on with.\n  why: "),
+        ("train bench", 2, "bench is a bench, which is not gone on with.\n  why: "),
+        ("submit ./bench", 2, "bench is a bench, which is not gone on with.\n  why: "),
+        ("launch bench --nodes 1", 2, "bench is a bench, which is not gone on with.\n  why: "),
         ("bench", 2, "NAME missing."),
         ("bench ampp", 2, "There is no bench 'ampp'."),
         ("bench amp --arms fp32,fp64", 2, "'fp64' is no arm of bench amp."),
@@ -132,6 +142,9 @@ def test_wrong_words_are_answered_in_three_lines_and_write_nothing(
     make_run(tmp_path / "runs" / "ddp-0001")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "config.yaml").write_text("{}")
+    (tmp_path / "bench" / "bench.json").write_text(Request("amp", "ddp").to_json())
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "pictures").mkdir()

@@ -129,13 +129,3 @@ def test_every_option_that_slurm_lists_is_known_by_its_long_name(devcluster: Clu
     names = set(re.findall(r"--([a-z][a-z-]+)", devcluster.run(program, "--help").stdout))
     assert "ntasks-per-node" in names
     assert {name for name in names if long_name(program, name) != name} == set()
-
-
-def test_what_sbatch_refuses_names_the_flag_and_who_has_said_it(devcluster: Cluster) -> None:
-    done = devcluster.job(
-        "submit", "ddp", "--again", "--nodes", "1", "--gpus-per-node", "0", "--run-dir", "runs/nowhere", check=False,
-        env={"SBATCH_RESERVATION": "nosuch"},
-    )  # fmt: skip
-    assert done.returncode == 4
-    assert "fix: Change --reservation nosuch (environment SBATCH_RESERVATION)." in done.stderr
-    assert not (devcluster.home / "runs" / "nowhere").exists()
