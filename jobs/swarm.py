@@ -96,12 +96,14 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Start a swarm on this machine, train in it, and keep its records."""
     if args.resume is not None:
         return _resume(args, env)
-    if args.force or args.preset is None:
-        needs = "--force needs --resume: a new swarm runs nowhere else"
-        _parser("create").error(needs if args.force else "the following arguments are required: PRESET")
+    if args.force:
+        _parser("create").error("--force needs --resume: a new swarm runs nowhere else")
+    if args.preset is None:
+        _parser("create").error("the following arguments are required: PRESET")
     from trainkit.swarm.peer import create_swarm, terminal_peer
 
-    loaded = load(args.preset, [*args.overrides, *(["collaborative.open=true"] if args.open else [])], env=env)
+    overrides = [*args.overrides, "collaborative.open=true"] if args.open else args.overrides
+    loaded = load(args.preset, overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     place = place_of(args, host=args.host or "0.0.0.0", port=loaded.config.collaborative.port)

@@ -59,7 +59,7 @@ def test_flags_are_the_commands_own_and_a_sweep_is_a_list(
     )
     assert isinstance(runs, list)
     assert [run.path.name for run in runs] == ["0", "1"]
-    plan = Plan.from_json((runs[0].path / "plan.json").read_text())
+    plan = Plan.read(runs[0].path / "plan.json")
     assert (plan.nodes, plan.gpus_per_node) == (2, 4)
     script = (fake_slurm / "submitted.sbatch").read_text()
     assert "#SBATCH --time=2:00:00" in script

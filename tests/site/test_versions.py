@@ -18,7 +18,7 @@ from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.slurm_submission import read_sacct, read_scripts, read_squeue, read_start
 from trainkit.site import discover as read
-from trainkit.site.profile import Account, Partition, Qos, read_nodes, read_partitions
+from trainkit.site.profile import Account, Partition, Qos, leading_number, read_nodes, read_partitions
 
 RECORDED = {path.stem: path for path in sorted(Path(__file__).with_name("recorded").glob("*.yaml"))}
 
@@ -55,7 +55,7 @@ def test_partitions_are_read_with_their_limits_and_nodes(said: dict[str, Any]) -
 def test_the_configuration_is_read(said: dict[str, Any], version: str) -> None:
     config = read.read_config(said["config"])
     assert config["SLURM_VERSION"] == version
-    assert (read.leading_number(config["KillWait"]), read.leading_number(config["MaxArraySize"])) == (5, 1001)
+    assert (leading_number(config["KillWait"]), leading_number(config["MaxArraySize"])) == (5, 1001)
     assert config["SelectType"] == "select/cons_tres"
     assert config["AccountingStorageEnforce"] == "associations,limits,qos"
     assert read.read_preemption(config) == "partition_prio, REQUEUE"

@@ -98,7 +98,14 @@ class SealedStore(Store):
 
     def get(self, key: str) -> bytes:
         """Read a value; waits for it."""
-        return self._unsealed(key, self._store.get(self._secret.name(key)))
+        try:
+            return self._secret.unseal(key, self._store.get(self._secret.name(key)))
+        except ForgedError:
+            raise RunFailedError(
+                "Somebody who does not know the run's secret has written into the place where its ranks meet.",
+                why=f"What '{key}' holds was not written by a rank of this run.",
+                fix="Start the run again, on a port and in a network that strangers do not reach.",
+            ) from None
 
     def add(self, key: str, amount: int) -> int:
         """Count. Only torch's barriers do: a number carries no mark, and a wrong one can but make them wait."""
@@ -126,16 +133,6 @@ class SealedStore(Store):
     def clone(self) -> Store:
         """Another hand on the same store."""
         return self
-
-    def _unsealed(self, key: str, sealed: bytes) -> bytes:
-        try:
-            return self._secret.unseal(key, sealed)
-        except ForgedError:
-            raise RunFailedError(
-                "Somebody who does not know the run's secret has written into the place where its ranks meet.",
-                why=f"What '{key}' holds was not written by a rank of this run.",
-                fix="Start the run again, on a port and in a network that strangers do not reach.",
-            ) from None
 
 
 def meet(env: RankEnv, secret: Secret, timeout: timedelta, *, wait_for_all: bool = True) -> SealedStore:

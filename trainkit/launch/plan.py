@@ -77,32 +77,22 @@ class Plan:
         return json.dumps(plain, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, where: str = "plan.json") -> Plan:
-        """The plan that `to_json` wrote. Raises UserError, which names ``where``, for any other text."""
+    def read(cls, file: Path) -> Plan:
+        """The plan in a run folder's plan.json. Raises UserError where it cannot be read, or is another text."""
+        what = f"{file} is not a launch plan, or is damaged."
         try:
-            plain = fileio.parse(text)
+            plain = fileio.parse(fileio.read_text(file))
             for item in [*plain["decisions"], *plain["directives"]]:
                 item["source"] = Source.parse(item["source"])
             return TypeAdapter(cls).validate_python(plain)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        except OSError as error:
+            what, why = f"Cannot read {file}.", str(error)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             why = str(error).splitlines()[0]
-        raise _unusable(f"{where} is not a launch plan, or is damaged.", why, Path(where).parent)
-
-    @classmethod
-    def read(cls, file: Path) -> Plan:
-        """The plan in a run folder's plan.json. Raises UserError as `from_json` does."""
-        try:
-            text = fileio.read_text(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unusable(f"Cannot read {file}.", str(error), file.parent) from None
-        return cls.from_json(text, where=str(file))
-
-
-def _unusable(what: str, why: str, folder: Path) -> UserError:
-    return UserError(what, why=f"{why}.", fix=f"Submit the run anew: {terminal.command('submit', folder)}")
+        raise UserError(what, why=f"{why}.", fix=f"Submit the run anew: {terminal.command('submit', file.parent)}")
 
 
 def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) -> Plan:

@@ -17,7 +17,7 @@ from trainkit import fileio, process, terminal
 from trainkit.errors import UserError
 from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
 from trainkit.site import profile
-from trainkit.site.profile import Account, Dialect, Partition, Qos, SiteFacts, names_in
+from trainkit.site.profile import Account, Dialect, Partition, Qos, SiteFacts, leading_number, names_in
 
 ACCOUNT_FIELDS = ("User", "DefaultAccount", "Cluster", "Account", "Partition", "QOS")
 
@@ -32,12 +32,6 @@ _NO_HOME = ("/proc", "/sys", "/run", "/dev", "/snap", "/boot", "/etc", "/var/lib
 def read_config(text: str) -> dict[str, str]:
     """Names and values from ``scontrol show config``."""
     return {name: value.strip() for name, value in re.findall(r"^(\w+) *= (.*)$", text, re.MULTILINE)}
-
-
-def leading_number(text: str) -> int | None:
-    """``5 sec`` is 5."""
-    match = re.match(r"\d{1,18}", text)
-    return int(match[0]) if match else None
 
 
 def read_preemption(settings: Mapping[str, str]) -> str:

@@ -96,10 +96,8 @@ class Site:
 
     def partition(self, name: str | None) -> Partition | None:
         """The partition of that name, or the default one; None if unknown."""
-        for partition in self.partitions:
-            if partition.name == name or (name is None and partition.default):
-                return partition
-        return None
+        named = (item for item in self.partitions if item.name == name or (name is None and item.default))
+        return next(named, None)
 
 
 def discover(env: Mapping[str, str]) -> Site:
@@ -215,11 +213,11 @@ def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partitio
         tuple(nodes[name] for name in members if name in nodes),
         default=fields.get("Default") == "YES",
         max_time_min=limit_minutes(fields.get("MaxTime", "")),
-        max_nodes=_number(fields.get("MaxNodes", "")),
+        max_nodes=leading_number(fields.get("MaxNodes", "")),
         up=fields.get("State", "UP") == "UP",
-        max_mem_mb=_number(fields.get("MaxMemPerNode", "")) or None,
-        min_nodes=_number(fields.get("MinNodes", "")) or None,
-        has_memory_default=any((_number(fields.get(f"DefMemPer{unit}", "")) or 0) > 0 for unit in ("CPU", "Node"))
+        max_mem_mb=leading_number(fields.get("MaxMemPerNode", "")) or None,
+        min_nodes=leading_number(fields.get("MinNodes", "")) or None,
+        has_memory_default=any(leading_number(fields.get(f"DefMemPer{unit}", "")) for unit in ("CPU", "Node"))
         or "DefMemPerGPU" in fields.get("JobDefaults", ""),
         accounts=names_in(fields.get("AllowAccounts", "")),
         denied_accounts=names_in(fields.get("DenyAccounts", "")),
@@ -234,8 +232,10 @@ def names_in(text: str) -> tuple[str, ...]:
     return () if text in ("", "ALL", "(null)", "N/A") else tuple(name for name in text.split(",") if name)
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+def leading_number(text: str) -> int | None:
+    """``5 sec`` is 5, UNLIMITED is none."""
+    match = re.match(r"\d{1,18}", text)
+    return int(match[0]) if match else None
 
 
 def limit_minutes(text: str) -> float | None:
@@ -254,7 +254,7 @@ def _node(fields: Mapping[str, str]) -> Node:
     state = fields.get("State", "").upper()
     # "IDLE+DRAIN", "DOWN*"; "IDLE~" is one that is powered down.
     words = {word.rstrip("*~#!%$@^-") for word in state.split("+")}
-    memory = (_number(fields.get("RealMemory", "")) or 0) - (_number(fields.get("MemSpecLimit", "")) or 0)
+    memory = (leading_number(fields.get("RealMemory", "")) or 0) - (leading_number(fields.get("MemSpecLimit", "")) or 0)
     mem_mb = memory if memory > 1 else None  # 1 MB is SLURM's word for a memory that nobody has configured
     types, features = gpu_types(fields.get("Gres", "")), names_in(fields.get("AvailableFeatures", ""))
     return Node(fields["NodeName"], int(cpus), gpus, not words & _DOWN, mem_mb, types, features)
