@@ -66,7 +66,7 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, unanswering: 
             _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 
 
-def test_a_helper_that_lives_but_does_not_answer_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_that_lives_and_is_silent_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.2)
     with pytest.raises(RunFailedError, match=f"Its process {os.getpid()} lives"):
         processes.answer_of(Future(), "averager", os.getpid())

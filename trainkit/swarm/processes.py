@@ -126,11 +126,13 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
     while True:
         with suppress(OSError, FutureTimeoutError):
             return asked.result(0.5)
-        if asked.done() and asked.exception() is None:  # it has come since
-            continue
+        if asked.done():
+            if asked.exception() is None:  # it has come since
+                continue
+            # What the helper has started itself, libp2p's daemon, is out of its reach.
+            raise helper_has_died(helper)
         known = family(pid)
-        # What the helper has started itself, libp2p's daemon, is out of its reach.
-        if asked.done() or not known or not all_alive(known[:1]):
+        if not known or not all_alive(known[:1]):
             raise helper_has_died(helper)
         if (silent := time.monotonic() - began) > _ANSWER_SECONDS:
             raise RunFailedError(
