@@ -168,7 +168,7 @@ class Where:
 
     def in_words(self) -> str:
         hosts = list(dict.fromkeys(place.host for place in self.places))
-        more = f" and {len(hosts) - 4} more" * (len(hosts) > 4)
+        more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
         return f"{ranks(self.world_size)} on {', '.join(hosts[:4])}{more}, {self.places[0].device}"
 
 
@@ -293,7 +293,7 @@ class Bench:
 
 
 def ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def rate(value: float | None) -> str:

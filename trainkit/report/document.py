@@ -201,14 +201,17 @@ def line_chart(axes: Axes, curves: Iterable[Series]) -> Picture | None:
     data = {
         "data_group": axes.group, "data_x": axes.x, "data_plot": f"{x.start:g} {x.end:g} {y.end:g} {y.start:g}",
         "data_range": f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}",
-        "data_log": "x" * x.log + "y" * y.log or None,
+        "data_log": "".join(name for name, scale in (("x", x), ("y", y)) if scale.log) or None,
     }  # fmt: skip
     words = "; ".join(
         f"{item.name} from {shown(y0)} at {axes.x} {shown(x0)} to {shown(y1)} at {shown(x1)}"
         for item in curves[:12]
         for (x0, y0), (x1, y1) in [(item.points[0], item.points[-1])]
     )
-    body, unit = joined([*parts, *_losses(axes, curves, x)]), ", ".join(filter(None, [axes.unit, "log scale" * y.log]))
+    unit = axes.unit
+    if y.log:
+        unit = f"{unit}, log scale" if unit else "log scale"
+    body = joined([*parts, *_losses(axes, curves, x)])
     return Picture(axes.title, unit, body, f"{axes.title}: {words}", HEIGHT, WIDTH, data)
 
 
@@ -257,20 +260,23 @@ def _losses(axes: Axes, curves: Sequence[Series], x: Scale) -> list[Markup]:
     if not axes.lost or not lost:
         return []
     at_foot = sorted({(colour, round(x(place))) for colour, place in lost})
-    goes_on = any(item.points[-1][0] > item.lost[0] for item in curves if item.lost)
-    more = f" and {len(lost) - 1} more places" * (len(lost) > 1) if goes_on else " on"
-    words = f"{axes.lost} {'at' if goes_on else 'from'} {shown(min(place for _, place in lost))}{more}"
+    first = shown(min(place for _, place in lost))
+    words = f"{axes.lost} from {first} on"
+    if any(item.points[-1][0] > item.lost[0] for item in curves if item.lost):
+        words = f"{axes.lost} at {first}" + (f" and {len(lost) - 1} more places" if len(lost) > 1 else "")
     marks = [tag("path", d=f"M{at} {_FOOT}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
     return [*marks, tag("text", words, x=_LEFT + 4, y=_FOOT - 11, class_="said c1")]
 
 
 def _curve(item: Series, x: Scale, y: Scale) -> Markup:
     drawn, trend = _thinned(item.points), _trend(item)
-    style = "line" + " faint" * (item.faint or bool(trend)) + " dashed" * item.dashed
+    style = "line faint" if item.faint or trend else "line"
+    if item.dashed:
+        style += " dashed"
     parts = [tag("path", d=_path(drawn, item.lost, x, y), class_=style)]
     apart = x(drawn[-1][0]) - x(drawn[0][0]) > _DOTS_APART * len(drawn) and not item.faint
     if trend:
-        parts.append(tag("path", d=_path(trend, item.lost, x, y), class_="line" + " thin" * item.faint))
+        parts.append(tag("path", d=_path(trend, item.lost, x, y), class_="line thin" if item.faint else "line"))
     elif not item.dashed and (len(drawn) == 1 or apart):
         parts += [tag("circle", cx=x(a), cy=y(b), r=2.2) for a, b in drawn]
     if item.ring is not None and _is_drawable(item.ring):
@@ -503,7 +509,9 @@ def of_each(name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]) 
         whole: list[Part] = []
         for facts in runs:
             parts = [part for part in parts_of(facts) if part]
-            whole += [Heading(facts.label)] * (len(runs) > 1 and bool(parts)) + parts
+            if parts and len(runs) > 1:
+                whole.append(Heading(facts.label))
+            whole += parts
         return Section(name, title, whole)
 
     return section
@@ -542,4 +550,4 @@ def memory(mb: Any) -> str:
 
 def plural(count: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"

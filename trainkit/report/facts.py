@@ -382,7 +382,7 @@ class Facts:
         if all(map(fileio.is_whole, (ranks, threads, cpus))) and list_of(hosts):
             each = -(-ranks // len(hosts))
             if each * threads > cpus:
-                return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
+                return f"the ranks of a node wanted {each * threads} CPUs and had {cpus}"
         taken = [usage.mean for host in self.hosts if (usage := host.usage("cpu_taken"))]
         return cpus_taken(max(taken, default=None))
 
