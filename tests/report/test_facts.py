@@ -22,22 +22,14 @@ def test_speed_is_the_median_of_the_train_records(make_run: MakeRun) -> None:
     assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
 
 
-def test_the_training_time_of_an_interrupted_run_follows_from_its_records(make_run: MakeRun) -> None:
-    facts = facts_of(make_run(speed=2000.0, steps=200, finished=False))
-    assert facts.train_seconds == pytest.approx(64 * 200 / 2000, rel=0.02)
-    assert not facts.finished
-
-
-def test_steps_between_the_last_record_and_the_last_checkpoint_count(make_run: MakeRun) -> None:
-    run_dir = make_run(steps=200, finished=False)
+def test_of_an_interrupted_run_time_steps_and_attempts_follow_from_its_records(make_run: MakeRun) -> None:
+    run_dir = make_run(speed=2000.0, steps=200, finished=False, restarts=(50, 150))
     fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
-    assert facts_of(run_dir).steps == 207
-
-
-def test_attempts_and_requeues_are_counted(make_run: MakeRun) -> None:
-    facts = facts_of(make_run(restarts=(150, 300)))
-    assert (facts.attempts, facts.requeues) == (3, 2)
-    assert (facts.restarts("epoch"), facts.restarts("step")) == ([7.5, 15.0], [150.0, 300.0])
+    facts = facts_of(run_dir)
+    assert facts.train_seconds == pytest.approx(64 * 200 / 2000, rel=0.02)
+    assert facts.steps == 207, "those between the last record and the last checkpoint count"
+    assert (facts.finished, facts.attempts, facts.requeues) == (False, 3, 2)
+    assert (facts.restarts("epoch"), facts.restarts("step")) == ([2.5, 7.5], [50.0, 150.0])
 
 
 def test_without_a_summary_the_best_evaluation_has_the_highest_accuracy(make_run: MakeRun) -> None:
