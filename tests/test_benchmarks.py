@@ -103,7 +103,7 @@ def test_a_measurement_that_fails_is_a_row_that_says_so(
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_table_is_written_in_its_place_and_rows_measured_alone_replace_their_own(tmp_path: Path) -> None:
+def test_a_table_is_written_in_place_and_rows_measured_alone_replace_theirs(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
     head = ["", "| file | what |", "|---|---|"]
     begin, end = (mark.replace("measured", "swarm_many") for mark in (BEGIN, END))

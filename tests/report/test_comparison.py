@@ -58,7 +58,7 @@ def test_the_best_run_and_the_best_mean_over_seeds_come_first_and_are_drawn(make
     assert "speed-up" not in page.text.lower(), "learning rates have none"
 
 
-def test_every_choice_of_a_second_setting_has_its_line_and_words_have_no_axis(make_run: MakeRun) -> None:
+def test_each_choice_of_a_second_setting_has_a_line_and_words_have_no_axis(make_run: MakeRun) -> None:
     two: dict[tuple[str, ...], float | None] = {
         ("optim.lr=1e-3", "schedule.name=cosine"): 90.0,
         ("optim.lr=2e-3", "schedule.name=cosine"): 91.0,
@@ -88,7 +88,7 @@ def test_of_a_run_that_has_not_begun_nothing_is_told_but_that(make_run: MakeRun,
     assert not re.search(r"0 attempts|0\.0 s of training", page.text)
 
 
-def test_of_many_seeds_the_results_are_folded_below_their_means_and_the_best_runs_shown(make_run: MakeRun) -> None:
+def test_results_of_many_seeds_are_folded_below_means_and_the_best_are_shown(make_run: MakeRun) -> None:
     page = page_of(*sweep(make_run, {(f"seed={n}",): 80.0 + n for n in range(21)}))
     assert "In percent, over the seeds: val acc1 90.00 ± 6.20." in page.text, "and none was tested"
     assert page.text.index("mean ± sd") < page.text.index("All 21 runs") < page.text.index("folder")

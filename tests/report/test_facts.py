@@ -22,7 +22,7 @@ def test_speed_is_the_median_of_the_train_records(make_run: MakeRun) -> None:
     assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
 
 
-def test_of_an_interrupted_run_time_steps_and_attempts_follow_from_its_records(make_run: MakeRun) -> None:
+def test_time_steps_and_attempts_of_an_interrupted_run_are_in_its_records(make_run: MakeRun) -> None:
     run_dir = make_run(speed=2000.0, steps=200, finished=False, restarts=(50, 150))
     fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
     facts = facts_of(run_dir)
