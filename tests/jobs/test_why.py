@@ -56,6 +56,14 @@ def test_logs_and_status_say_the_same(command: Command, failed: RunDir) -> None:
     assert f"fix     Mend my_model.py:7: `python -m jobs.submit {failed.path}`" in status
 
 
+def test_of_a_rank_without_a_traceback_logs_show_its_last_words(command: Command, failed: RunDir) -> None:
+    failed.events.write_text(failed.events.read_text().replace("ValueError: bad", "killed by SIGKILL"))
+    (failed.attempt_logs(0) / "rank-1.err").write_text("the last words\n")
+    logs = command("logs", "ddp-0001").out.splitlines()
+    assert logs[0].startswith("--- ddp-0001: FAILED. Rank 1 on n2 was killed (SIGKILL)")
+    assert logs[1] == "the last words"
+
+
 def test_an_attempt_can_be_asked_for_and_a_missing_one_is_an_error(command: Command, failed: RunDir) -> None:
     assert "raised ValueError: bad" in command("why", "ddp-0001", "--attempt", "0").out
     done = command("why", "ddp-0001", "--attempt", "7")
