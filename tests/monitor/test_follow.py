@@ -127,9 +127,7 @@ def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: 
     assert tail.read() == [{"step": 2}]
 
 
-def test_on_a_terminal_a_bar_shows_loss_and_speed_and_validation_stands_above_it(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_a_bar_shows_loss_and_speed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -81,6 +81,16 @@ def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
             return super().result(timeout)
 
     assert processes.answer_of(Late(), "averager", os.getpid()) == "late"
+    asked: Future[str] = Future()
+    family = processes.family
+
+    def answered_meanwhile(pid: int) -> Any:
+        asked.set_result("late")
+        return family(pid)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "family", answered_meanwhile)
+        assert processes.answer_of(asked, "averager", os.getpid()) == "late"
     unreachable: Future[str] = Future()
     unreachable.set_exception(ConnectionRefusedError())  # its own daemon
     with pytest.raises(RunFailedError, match="has died: its node of the DHT"):
