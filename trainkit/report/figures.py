@@ -189,9 +189,7 @@ def timeline(runs: Sequence[Facts]) -> doc.Section:
     lanes = [lane for facts in runs if (lane := _Lane(facts)).events]
     longest, drawn = max((lane.seconds for lane in lanes), default=0.0), lanes[:_MOST_LANES]
     pictures = [lane.picture(longest, f"{lane.label}: " if len(runs) > 1 else "") for lane in drawn]
-    note = (
-        "From the first submission. Bars: training, in another colour where it failed; dotted: waiting; ticks: saved."
-    )
+    note = "From the first submission. Bars: training, orange where it failed; dotted: waiting; ticks: checkpoints."
     tables: list[doc.Part] = [
         doc.Table(("after", "event", ""), rows, caption=lane.label if len(lanes) > 1 else "What happened")
         for lane in drawn
