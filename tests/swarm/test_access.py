@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -192,47 +191,6 @@ def test_a_member_asks_for_so_many_records_at_once_and_no_more(keys: int, answer
     assert validated(peers["volunteer"], peers["owner"], *requests) == [answered] * 2
 
 
-def excluded_of(role: invitations.Role) -> tuple[Excluded, str]:
-    """What somebody knows of those who are out, and the id of its own invitation."""
-    own = invitations.grant(OWNER, "run", "anna", role, SOON)
-    return Excluded(own, "QmAnna", Admission(OWNER.public)), own.grant.id
-
-
-def revoked(*ids: str) -> tuple[str, bytes]:
-    return REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, ids)
-
-
-def banned(peer: str, role: invitations.Role = "reducer") -> tuple[str, bytes]:
-    return BANNED, bans_list(own_pass(OWNER, "anchor", role), [Ban(peer, "anna", "lied", 5.0)])
-
-
-@pytest.mark.parametrize(
-    ("heard", "says"),
-    [
-        (revoked, "Your invitation was revoked.\n  why: The owner of the run has ended the invitations of anna."),
-        (banned, "You were banned from the run.\n  why: 3 times in a row your part of a round was left out: lied."),
-    ],
-)
-def test_a_peer_that_is_out_is_told_why_in_words(heard: Callable[[str], tuple[str, bytes]], says: str) -> None:
-    excluded, own = excluded_of("volunteer")
-    excluded.require_welcome()
-    excluded.hear(*heard(own))
-    with pytest.raises(RefusedError) as refused:
-        excluded.require_welcome()
-    assert str(refused.value).startswith(says)
-
-
-@pytest.mark.parametrize(("role", "told"), [("volunteer", []), ("reducer", ["QmEve"])])
-def test_a_reducer_passes_on_who_is_out_and_a_volunteer_does_not(role: invitations.Role, told: list[str]) -> None:
-    (first, _), (second, _) = excluded_of(role), excluded_of("owner")
-    for heard in (revoked("ab" * 32), banned("QmEve", "owner")):  # others, so that it may stay itself
-        first.hear(*heard)
-    first.require_welcome()
-    for key, statement in first.told().items():
-        second.hear(key, statement)
-    assert (second._admission.revoked, list(second.bans.read())) == (["ab" * 32][: len(told)], told)
-
-
 # What a node keeps and reads of a DHT that somebody floods.
 
 
@@ -245,44 +203,44 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return access.bound_node
 
 
-@pytest.mark.filterwarnings("ignore:path is deprecated")
-def test_a_record_that_somebody_sends_again_displaces_no_newer_one(bound: Callable[[], None]) -> None:
-    """Whoever has read a record can send the very bytes, signature and all."""
-    bound()
+@pytest.mark.parametrize(("role", "passes_on"), [("volunteer", False), ("reducer", True)])
+def test_who_is_out_is_told_why_and_a_reducer_passes_it_on(role: invitations.Role, passes_on: bool) -> None:
+    def named(name: str, role: invitations.Role) -> Excluded:
+        return Excluded(invitations.grant(OWNER, "run", name, role, SOON), f"Qm{name}", Admission(OWNER.public))
 
-    async def node(identity: Any, to: Sequence[Any] = ()) -> Any:
-        options = {"record_validator": checks_of(identity), "identity_path": str(identity.path)}
-        return await DHTNode.create(initial_peers=to, **options)
-
-    async def main(owner: Any, anna: Any, eve: Any) -> list[tuple[list[bool], set[int]]]:
-        at_owner = await node(owner)
-        eves = await node(eve, await at_owner.protocol.p2p.get_visible_maddrs())
-        now = time.time()
-        old, new = (
-            signed(anna, record(anna, PROGRESS, {**PROGRESS_VALUE, "round": number}, now + seconds))
-            for number, seconds in ((3, 2.5), (4, 60.0))
-        )
-
-        async def send(which: Any) -> tuple[list[bool], set[int]]:
-            key, to = DHTID.from_bytes(which.key), at_owner.protocol.p2p.peer_id
-            subkeys = [MSGPackSerializer.loads(which.subkey)]
-            taken = await eves.protocol.call_store(to, [key], [which.value], [which.expiration_time], subkeys=subkeys)
-            found = await at_owner.get(PROGRESS, latest=True)
-            return taken, {item.value["round"] for item in found.value.values()}
-
-        answers = [await send(old), await send(new), await send(old)]
-        await asyncio.sleep(max(0.0, old.expiration_time - time.time()) + 0.1)
-        answers.append(await send(old))
-        for each in (eves, at_owner):
-            await each.shutdown()
-        return answers
-
-    with peer("owner") as owner, peer() as anna, peer() as eve:
-        found = asyncio.run(main(owner, anna, eve))
-    assert found == [([True], {3}), ([True], {4}), ([False], {4}), ([False], {4})]
+    hers = invitations.grant(OWNER, "run", "Anna", "volunteer", SOON)
+    revoked = revoked_list(own_pass(OWNER, "owner"), 1, [hers.grant.id])
+    banned = bans_list(own_pass(OWNER, "anchor", "reducer"), [Ban("QmAnna", "Anna", "lied", 5.0)])
+    first, second = named("Bob", role), named("Eve", "owner")
+    for key, statement, says in (
+        (
+            REVOKED,
+            revoked,
+            "Your invitation was revoked.\n  why: The owner of the run has ended the invitations of Anna.",
+        ),
+        (
+            BANNED,
+            banned,
+            "You were banned from the run.\n  why: 3 times in a row your part of a round was left out: lied",
+        ),
+    ):
+        anna = Excluded(hers, "QmAnna", Admission(OWNER.public))
+        anna.require_welcome()
+        anna.hear(key, statement)
+        with pytest.raises(RefusedError) as refused:
+            anna.require_welcome()
+        assert str(refused.value).startswith(says)
+        first.hear(key, statement)
+    first.require_welcome()  # of others it may stay itself
+    for key, statement in first.told().items():
+        second.hear(key, statement)
+    assert (second._admission.revoked, list(second.bans.read())) == (
+        ([hers.grant.id], ["QmAnna"]) if passes_on else ([], [])
+    )
 
 
 def test_a_node_keeps_so_many_records_for_so_long(bound: Callable[[], None]) -> None:
+    """The newest of each peer, which nobody displaces who sends an older one again, signature and all."""
     bound()
     news, other, now = DHTID.generate(source=PROGRESS), DHTID.generate(source="other"), time.time()
     storage = DHTLocalStorage()
@@ -290,6 +248,8 @@ def test_a_node_keeps_so_many_records_for_so_long(bound: Callable[[], None]) -> 
     assert (kept, len(storage.get(news).value)) == (MOST_PEERS, MOST_PEERS)
     assert storage.store(news, b"y", now + 90.0, subkey=7)  # one that is there may stay
     assert not storage.store(news, b"x", now + 90.0, subkey=20_000)
+    assert not storage.store(news, b"old", now + 80.0, subkey=7)
+    assert storage.get(news).value.get(7).value == b"y"
     assert not storage.store(news, b"y", now + 9e9, subkey=8)  # news do not outlast an hour
     assert storage.store(other, b"x", now + 9e9, subkey=8)
 
