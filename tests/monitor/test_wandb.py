@@ -41,14 +41,6 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]
     wandb.teardown()
 
 
-def attempt(run_dir: RunDir, resumed_step: int, steps: range) -> None:
-    config = Config.model_validate({"monitor": {"loggers": ["wandb"]}, "seed": 7})
-    with open_loggers(config, run_dir, total_steps=40, params=1234, world_size=2, resumed_step=resumed_step) as logger:
-        for step in steps:
-            logger.log({"step": step, "epoch": step / 10, "split": "train", "loss": 1 / step, "acc1": 50.0})
-        logger.log({"step": steps[-1], "epoch": 1.0, "split": "val", "loss": 0.25, "acc1": 75.0})
-
-
 def stored(run_dir: RunDir) -> list[list[Any]]:
     """The protobuf records of every attempt, oldest attempt first."""
     import wandb
@@ -87,34 +79,46 @@ def run_of(records: list[Any]) -> Any:
     return next(record.run for record in records if record.WhichOneof("record_type") == "run")
 
 
-def test_offline_values_and_settings_are_in_the_datastore_and_nothing_else(run_dir: RunDir) -> None:
-    attempt(run_dir, 0, range(10, 30, 10))
-    (records,) = stored(run_dir)
-    rows = [(row["step"], row.get("loss/train"), row.get("acc1/val")) for row in history(records)]
-    assert rows == [(10, 0.1, None), (20, 0.05, None), (20, None, 75.0)]
-    settings = {item.key: json.loads(item.value_json) for item in run_of(records).config.update}
-    assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)
-    assert "launch" not in settings
-    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
-    assert any(metric.step_metric == "step" for metric in metrics), "the step is the x axis"
-    # Neither code, nor packages, nor the machine.
-    assert {file.suffix for file in run_dir.wandb.rglob("*") if file.is_file()} == {".wandb", ".log"}
-    kinds = {record.WhichOneof("record_type") for record in records}
-    assert not kinds & {"files", "environment", "output", "output_raw"}
+WANDB = Config.model_validate({"monitor": {"loggers": ["wandb"], "hardware_every_seconds": 1}, "seed": 7})
 
 
-def test_a_restarted_run_keeps_its_id_and_no_secret_is_on_the_disk(
+def test_an_offline_run_holds_values_and_settings_over_a_restart_and_no_secret(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    attempt(run_dir, 0, range(10, 30, 10))
-    attempt(run_dir, 20, range(30, 50, 10))
+    start = {"params": 1234, "world_size": 2, "precision": "bf16", "micro_batch_size": 8}
+    with open_loggers(WANDB, run_dir, total_steps=30, **start) as logger:  # type: ignore[arg-type]
+        run_dir.confusion.write_text('{"classes": ["cat", "dog"], "raw": [[0, 0, 9], [0, 1, 1], [1, 1, 5]]}')
+        logger.log(record(10))
+        time.sleep(2.5)  # its service samples the host
+        logger.log(record(20, acc1=50.0))
+    with open_loggers(WANDB, run_dir, total_steps=30, resumed_step=20) as logger:
+        logger.log({"step": 30, "epoch": 2.0, "split": "test", "loss": 0.5, "acc1": 90.0})
     first, second = stored(run_dir)
+    assert [(row["step"], row.get("loss/train"), row.get("acc1/train")) for row in history(first)] == [
+        (10, 0.1, None),
+        (20, 0.05, 50.0),
+    ]
+    assert (history(second)[0]["step"], history(second)[0]["acc1/test"]) == (30, 90.0)
     assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
     assert run_of(first).run_id != logger_module.run_id(RunDir(run_dir.path.parent / "elsewhere" / run_dir.name))
-    assert [row["step"] for row in history(second)] == [30, 40, 40]
+    settings = {item.key: json.loads(item.value_json) for item in run_of(first).config.update}
+    assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)
+    assert (settings["train"]["precision"], settings["train"]["micro_batch_size"]) == ("bf16", 8)
+    assert "launch" not in settings
+    metrics = [one.metric for one in first if one.WhichOneof("record_type") == "metric"]
+    assert any(metric.step_metric == "step" for metric in metrics), "the step is the x axis"
+    stats = {item.key for one in first if one.WhichOneof("record_type") == "stats" for item in one.stats.item}
+    assert {"memory_percent", "proc.memory.rssMB"} <= stats
+    kinds = {one.WhichOneof("record_type") for one in first}
+    assert not kinds & {"files", "environment", "output", "output_raw"}, "neither code nor packages nor the machine"
+    (table,) = run_dir.wandb.rglob("*.table.json")
+    told = json.loads(table.read_text())
+    assert told["columns"] == ["Actual", "Predicted", "nPredictions"]
+    assert told["data"] == [["cat", "cat", 9], ["cat", "dog", 1], ["dog", "cat", 0], ["dog", "dog", 5]]
     files = [file for file in run_dir.path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files if file.is_relative_to(run_dir.wandb)} == {".wandb", ".log", ".json"}
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
@@ -124,9 +128,10 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(logger_module, "CLIENT_SECONDS", 1.0)
-    attempt(run_dir, 0, range(10, 30, 10))
+    with open_loggers(WANDB, run_dir, total_steps=40) as logger:
+        logger.log(record(10))
     assert "wandb cannot be reached and goes on offline" in capfd.readouterr().err
-    assert len(history(stored(run_dir)[0])) == 3
+    assert len(history(stored(run_dir)[0])) == 1
 
 
 OWN_SERVER = {"WANDB_BASE_URL": "https://wandb.example.org"}
@@ -149,24 +154,6 @@ def test_online_only_when_logged_in(tmp_path: Path, env: dict[str, str], netrc_m
     (tmp_path / ".netrc").write_text(f"machine {netrc_machine} login user password key\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert logger_module.mode(env, tmp_path) == expected
-
-
-def test_its_config_says_what_auto_has_come_to_and_the_host_is_sampled(run_dir: RunDir) -> None:
-    config = Config.model_validate({"monitor": {"loggers": ["wandb"], "hardware_every_seconds": 1}})
-    with open_loggers(config, run_dir, total_steps=2, precision="bf16", micro_batch_size=8) as logger:
-        run_dir.confusion.write_text('{"classes": ["cat", "dog"], "raw": [[0, 0, 9], [0, 1, 1], [1, 1, 5]]}')
-        logger.log({"step": 1, "epoch": 1.0, "split": "train", "loss": 1.0})
-        time.sleep(2.5)
-        logger.log({"step": 2, "epoch": 2.0, "split": "test", "loss": 0.5, "acc1": 90.0})
-    (records,) = stored(run_dir)
-    train = next(json.loads(item.value_json) for item in run_of(records).config.update if item.key == "train")
-    assert (train["precision"], train["micro_batch_size"]) == ("bf16", 8)
-    stats = {item.key for r in records if r.WhichOneof("record_type") == "stats" for item in r.stats.item}
-    assert {"memory_percent", "proc.memory.rssMB"} <= stats
-    (table,) = run_dir.wandb.rglob("*.table.json")
-    told = json.loads(table.read_text())
-    assert told["columns"] == ["Actual", "Predicted", "nPredictions"]
-    assert told["data"] == [["cat", "cat", 9], ["cat", "dog", 1], ["dog", "cat", 0], ["dog", "dog", 5]]
 
 
 # The client in a process of its own, with a package in W&B's place that writes down how it is called.

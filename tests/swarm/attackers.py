@@ -22,9 +22,7 @@ processes.require_hivemind()
 import torch  # noqa: E402
 from hivemind.averaging import DecentralizedAverager  # noqa: E402
 from hivemind.averaging.control import StepControl  # noqa: E402
-from hivemind.proto import averaging_pb2  # noqa: E402
 
-from tests.swarm import noisy  # noqa: E402
 from trainkit.swarm import exchange, session  # noqa: E402
 from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
@@ -78,53 +76,42 @@ def progress(**lies: Any) -> None:
     SignedRecords.validate = lambda self, record: True  # type: ignore[method-assign]
 
 
-def random_state(*, ahead: int) -> None:
-    """Sign random weights as the run's, of a round that is so far ahead, and give them to whoever asks."""
-
-    def state(self: Any) -> Any:
-        print("GAVE AWAY random weights", flush=True)
-        round_index, *tensors = self.common.copy()
-        wrong = [torch.randn_like(tensor) for tensor in tensors]
-        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + ahead, wrong))}, tuple(wrong), None
-
-    patched: Any = exchange._Averager
-    patched.get_current_state = state
-
-
 def probe(*, serves: bool) -> None:
-    """Claim to hold the run's state, of a round far ahead.
+    """Claim to hold the run's state, of a round far ahead, and sign random weights as it for whoever asks.
 
     Args:
         serves: listen as reducers do; else only say so, as a client.
     """
 
     init, honest = Averaging.__init__, OuterState.probe
+    patched: Any = exchange._Averager
 
     def made(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         self._can_share = True
 
-    random_state(ahead=1)
+    def state(self: Any) -> Any:
+        print("GAVE AWAY random weights", flush=True)
+        round_index, *tensors = self.common.copy()
+        wrong = [torch.randn_like(tensor) for tensor in tensors]
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + 1, wrong))}, tuple(wrong), None
+
+    patched.get_current_state = state
     Averaging.__init__ = made  # type: ignore[method-assign]
     OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
     if serves:
         module: Any = session
-        averager: Any = exchange._Averager
-        opened, prepared = module.open_dht, averager.__init__
+        opened, prepared = module.open_dht, patched.__init__
         # The DHT takes it for a client all the same: nobody dials back a volunteer.
         module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})
-        averager.__init__ = lambda self, *args, **options: prepared(self, *args, **{**options, "client_mode": False})
+        patched.__init__ = lambda self, *args, **options: prepared(self, *args, **{**options, "client_mode": False})
     else:
         Averaging.share = lambda self: None  # type: ignore[method-assign]
     progress(round=1 << 40, client=not serves)
 
 
-def reduces(change: Callable[[Any, Any], Any]) -> None:
-    """As a reducer give back something else than the average, of as much of the vector as one can get.
-
-    Args:
-        change: makes it of the average and this peer's own part, anew for every peer.
-    """
+def reduces_turned() -> None:
+    """As a reducer give back nine times the opposite of the average, of as much of the vector as one can get."""
 
     patched: Any = Exchange
     honest, settled = patched.rpc_aggregate_part, Averaging.settle
@@ -136,8 +123,7 @@ def reduces(change: Callable[[Any, Any], Any]) -> None:
                 own = self.parts_for_local_averaging[index].reshape(-1)
                 average = exchange.read_part(answer.tensor_part, own.numel())
                 codec = self._sending.codec_of(self._own_first + index, self._sending.codec_back)
-                torch.manual_seed(hash(context.remote_id) % 2**31)
-                answer.tensor_part.CopyFrom(exchange.written_part(change(average, own), codec))
+                answer.tensor_part.CopyFrom(exchange.written_part(-9 * average, codec))
                 print("GAVE BACK what is no average", flush=True)
             index += 1
             yield answer
@@ -151,55 +137,6 @@ def reduces(change: Callable[[Any, Any], Any]) -> None:
     Averaging.settle = settle  # type: ignore[method-assign]
 
 
-def wrong_state() -> None:
-    """As one of the owner's side: sign random weights, and be the first whom everybody asks."""
-
-    def share(self: Any) -> None:
-        self.averager.allow_state_sharing = True
-        self.averager.state_sharing_priority = 1e9
-
-    random_state(ahead=0)
-    Averaging.share = share  # type: ignore[method-assign]
-
-
-def twice() -> None:
-    """Send every contribution in two calls at once, to count in the place of somebody who is slower."""
-    communicate = Exchange._communicate_with_peer
-
-    async def again(self: Any, peer: Any) -> set[str]:
-        index = self.ordered_peer_ids.index(peer)
-        # hivemind itself gives the parts away once.
-        parts = tuple(part for part, _ in self.tensor_part_container._input_parts_by_peer[index])
-        messages = self._messages(self._first[index], parts, asyncio.Event())
-        stream = await self._get_peer_stub(peer).rpc_aggregate_part(messages)
-        return {averaging_pb2.MessageCode.Name(answer.code) async for answer in stream}
-
-    async def both(self: Any, peer: Any) -> None:
-        if peer == self.peer_id:
-            return
-        first = asyncio.ensure_future(communicate(self, peer))
-        one, two = await asyncio.gather(first, again(self, peer), return_exceptions=True)
-        if isinstance(two, set):  # whichever comes first
-            taken = [not isinstance(one, BaseException), "AVERAGED_PART" in two]
-            print(f"CALLS THAT COUNT: {sum(taken)}, the second said {' '.join(two)}", flush=True)
-        await first
-
-    patched: Any = Exchange
-    patched._communicate_with_peer = both
-
-
-def half() -> None:
-    """Send half of the bytes that a part has."""
-    honest, patched = exchange.written_part, exchange.__dict__
-
-    def written(*of: Any) -> Any:
-        message = honest(*of)
-        message.buffer = message.buffer[::2]
-        return message
-
-    patched["written_part"] = written
-
-
 def stall() -> None:
     """Take a place in every group, open the call, and never send anything."""
 
@@ -211,14 +148,8 @@ def stall() -> None:
     patched._messages = messages
 
 
-def other_data() -> None:
-    """No lie: a data set of the same name and shape, with other labels."""
-    honest, patched = noisy._noisy, noisy.__dict__
-    patched["_noisy"] = lambda samples, seed: honest(samples, seed + 10)
-
-
 def other_torch() -> None:
-    """No lie either: another version."""
+    """No lie: another version."""
     honest, patched = metadata.version, metadata.__dict__
     patched["version"] = lambda name: "1.13.1" if name == "torch" else honest(name)
 
@@ -230,28 +161,15 @@ def deaf() -> None:
 
 ATTACKS: dict[str, Callable[[], None]] = {
     "turned": lambda: contribution(lambda vector: -vector),
-    "times-9": lambda: contribution(lambda vector: -9 * vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
-    "times1000": lambda: contribution(lambda vector: 1000 * vector),
-    "nan": lambda: contribution(lambda vector: vector * float("nan")),
     "weight": lambda: contribution(lambda vector: -vector, weight=1e9),
     "gather": lambda: gather(b"\xc1garbage"),
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
-    "loss": lambda: progress(loss=float("inf")),
-    "speed": lambda: progress(samples_per_sec=1e300),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
-    "reduces-noise": lambda: reduces(lambda average, own: own.norm() * own.new_empty(own.shape).normal_()),
-    "reduces-minus": lambda: reduces(lambda average, own: -average),
-    "reduces-minus-9": lambda: reduces(lambda average, own: -9 * average),
-    "reduces-minus-50": lambda: reduces(lambda average, own: -50 * average),
-    "reduces-own": lambda: reduces(lambda average, own: own),
-    "wrong-state": wrong_state,
-    "half": half,
-    "twice": twice,
+    "reduces": reduces_turned,
     "stall": stall,
     "deaf": deaf,
-    "other-data": other_data,
     "other-torch": other_torch,
     "probe": lambda: probe(serves=False),
     "impostor": lambda: probe(serves=True),
