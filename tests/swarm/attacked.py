@@ -16,8 +16,7 @@ from tests.swarm.internet import internet_or_loopback
 from trainkit import fileio
 
 HARDER = ("data.name=tests.swarm.noisy:data", "collaborative.round_seconds=4")
-# What somebody can do whom the owner has trusted to average for others.
-REDUCERS = {"reduces-minus", "reduces-minus-9", "reduces-minus-50", "reduces-noise", "reduces-own", "wrong-state"}
+
 # Long enough that peers that start slowly have most of it in common.
 SETTINGS = (*HARDER, "collaborative.rounds=24")
 
@@ -40,13 +39,9 @@ class Swarm:
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in fileio.read_jsonl(self.run / "events.jsonl") if event["event"] in kinds]
 
-    def out(self) -> set[str]:
-        """Names of the peers that were left out of a round."""
-        return {event["name"] for event in self.events("peer_dropped", "peer_left_out")}
-
-    def banned(self) -> list[str]:
-        """Names of the peers that were banned."""
-        return [event["name"] for event in self.events("peer_banned")]
+    def names(self, *kinds: str) -> list[str]:
+        """Of the peers of those events, in their order."""
+        return [event["name"] for event in self.events(*kinds)]
 
     def is_as_good_as(self, undisturbed: float) -> bool:
         """Whether the attack has cost at most 10 % of the loss."""
@@ -66,8 +61,6 @@ def swarm(
     """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator.
 
     ``late``: one more honest peer joins when all are there, which is when the creator says ``until``.
-
-    The attack ``intruder`` is somebody without an invitation, see there.
     """
     with internet_or_loopback(public=2, homes=3) as net:
         creator, token = commands.create(*settings, host=net.address("pub1"), on=net.on("pub1"))
@@ -79,31 +72,27 @@ def swarm(
         def start(index: int, name: str) -> Command:
             return commands.start(*join(name, token), on=net.on(f"lan{1 + index % 2}"))
 
-        reduces = bool(REDUCERS.intersection(attacks))
+        reduces = "reduces" in attacks  # whom the owner has trusted to average for others
         hers = commands.invite("mallory", *(["--reduce"] * reduces))  # of her own: a ban is of all who use it
 
         def cheat(number: int, attack: str) -> Command:
-            if attack == "intruder":
-                return commands.intrude(token, 10.0, on=net.on("lan3"))
+
             # Who wants to be reached has a public address.
             machine = "pub2" if attack == "impostor" or reduces else "lan3"
             where = ("--public", "--host", net.address(machine)) if reduces else ()
             return commands.attack(attack, *join(f"mallory{number or ''}", hers), *where, on=net.on(machine))
 
-        # First of all, for it is slow to start.
-        intruders = [cheat(0, attack) for attack in attacks if attack == "intruder"]
         peers = [start(index, f"honest-{index}") for index in range(honest)]
-        cheats = [*intruders, *(cheat(*one) for one in enumerate(attacks) if one[1] != "intruder")]
+        cheats = [cheat(*one) for one in enumerate(attacks)]
         # Whose records are lies has no name here; whoever sends no part is in no group.
         averages = not {"gather", "impostor", "stall"}.intersection(attacks)
-        there = 1 + honest + len(cheats) - len(intruders)
-        creator.says(until or (f"{there} peers averaged" if averages else "mallory"), 120)
+        creator.says(until or (f"{1 + honest + len(cheats)} peers averaged" if averages else "mallory"), 120)
         status = commands.start("swarm", "status", token, on=net.on("lan1"))
         assert status.ends() == 0, status.output
         if late:
             peers.append(start(len(peers), "late"))
         assert creator.ends(seconds) == 0, creator.output
-        for peer in [*peers, *intruders]:
+        for peer in peers:
             peer.ends(60)
         assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
         return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)

@@ -125,7 +125,7 @@ class Commands:
         """``python -m tests.swarm.attackers ATTACK VERB ...``."""
         return self._start("tests.swarm.attackers", *words, on=on)
 
-    def intrude(self, token: str, seconds: float, *, on: tuple[str, ...] = ()) -> Command:
+    def intrude(self, token: str) -> Command:
         """``python -m tests.swarm.intruder``, to whom somebody with a token has told all but that."""
         code = (
             "import sys\n"
@@ -137,10 +137,9 @@ class Commands:
             "    print(meeting_place(manifest.run_id, manifest.facts))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-        asking = [*on, sys.executable, "-c", code, token]
+        asking = [sys.executable, "-c", code, token]
         done = subprocess.run(asking, env=env, capture_output=True, text=True, check=True)
-        prefix = f"{done.stdout.strip()}_common"
-        return self._start("tests.swarm.intruder", self.address(), prefix, str(seconds), on=on)
+        return self._start("tests.swarm.intruder", self.address(), f"{done.stdout.strip()}_common")
 
     def _start(
         self, module: str, *words: str, on: tuple[str, ...] = (), env: Mapping[str, str] | None = None

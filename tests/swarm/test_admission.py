@@ -72,12 +72,6 @@ def test_a_strangers_credential_admits_nobody_nor_does_a_list(credential: bytes,
     assert known.admitted(PEER) is None
 
 
-@pytest.mark.parametrize("key", [b"", b"x" * 1025])
-def test_what_is_no_key_has_no_peer_id(key: bytes) -> None:
-    with pytest.raises(UntrustedError, match="no key"):
-        admission.peer_id_of(key)
-
-
 def test_a_peer_is_a_member_until_its_invitation_expires(known: Admission) -> None:
     known.introduce(shown(invitation(seconds=60)))
     assert known.admitted(PEER, now=time.time() + 58)
@@ -165,33 +159,16 @@ def test_the_board_refuses_what_does_not_fit_and_keeps_what_was_there() -> None:
     assert board.read() == {"a": 1, "b": 2}
 
 
-def test_at_an_open_run_everybody_is_a_volunteer_until_it_turns_out_closed() -> None:
-    known = Admission(OWNER.public, open_run=True)
-    assert known.introduce(shown(EVE)).role == "volunteer"
-    known.settle(OWNER.public, open_run=False)
-    assert known.admitted(PEER) is None
-    with pytest.raises(UntrustedError):
-        known.introduce(shown(EVE))
-
-
-def test_a_record_does_not_outlast_the_invitation_of_its_writer(known: Admission) -> None:
-    """Its writer may have been revoked since: of many records hivemind refuses all if it refuses one."""
-    own = invitation(seconds=60)
-    known.revoke(revoked(own.grant.id))
-    assert known.invited(shown(own), until=own.grant.expires).peer_id == PEER
-    with pytest.raises(UntrustedError, match="outlast"):
-        known.invited(shown(own), until=own.grant.expires + 1)
-
-
-def test_any_owner_counts_until_the_owner_is_known() -> None:
-    known, theirs = Admission(None, open_run=True), shown(invitation("owner", STRANGER))
-    known.introduce(theirs)
-    known.settle(OWNER.public, open_run=False)
-    assert (known.owner, known.open_run, known.admitted(PEER)) == (OWNER.public, False, None)
-    with pytest.raises(UntrustedError):
-        known.introduce(theirs)
-    with pytest.raises(ValueError):
-        known.settle(STRANGER.public, open_run=False)
+def test_everybody_is_a_volunteer_and_any_owner_counts_until_the_owner_is_known() -> None:
+    for credential, role in ((shown(EVE), "volunteer"), (shown(invitation("owner", STRANGER)), "owner")):
+        known = Admission(None, open_run=True)
+        assert known.introduce(credential).role == role
+        known.settle(OWNER.public, open_run=False)
+        assert (known.owner, known.open_run, known.admitted(PEER)) == (OWNER.public, False, None)
+        with pytest.raises(UntrustedError):
+            known.introduce(credential)
+        with pytest.raises(ValueError):
+            known.settle(STRANGER.public, open_run=False)
 
 
 # Ways into a run: a token or an address; as an argument, in a file, from standard input, from the environment.
@@ -245,38 +222,30 @@ def test_a_token_that_others_see_is_warned_of_by_every_command(
     assert "list of processes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("way", "text"), [("environment", TOKEN[:-3]), ("argument", TOKEN[3:])])
-def test_a_token_that_lacks_its_end_or_beginning_is_not_repeated(way: str, text: str, given: Given) -> None:
-    words, env = given(way, text)
-    with pytest.raises(UserError, match=r"is no token|neither a token") as refused:
-        entry_of(words, env, name="anna")
-    assert TOKEN[60:80] not in str(refused.value)
+SECRET = "my secret thing"
 
 
-@pytest.mark.parametrize("text", ["", "my secret thing"])
-@pytest.mark.parametrize("way", ["file", "input", "environment"])
-def test_what_holds_no_token_is_named_without_what_it_holds(way: str, text: str, given: Given) -> None:
+@pytest.mark.parametrize(
+    ("way", "text", "says"),
+    [
+        ("argument", TOKEN[3:], "neither a token"),
+        ("environment", TOKEN[:-3], "This is no token."),
+        ("environment", "", "TOKEN missing."),
+        ("environment", SECRET, "neither a token nor an address in TRAINKIT_TOKEN"),
+        ("input", "", "neither a token nor an address in the standard input"),
+        ("file", SECRET, "neither a token nor an address in .*token.txt"),
+    ],
+)
+def test_what_is_no_token_is_named_without_what_it_is(way: str, text: str, says: str, given: Given) -> None:
     words, env = given(way, text)
-    source = {"input": "the standard input", "environment": "TRAINKIT_TOKEN"}.get(way) or words[0]
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=says) as refused:
         entry_of(words, env, name="anna")
-    says = f"There is neither a token nor an address in {source}."
-    assert refused.value.what == ("TOKEN missing." if way == "environment" and not text else says)
-    assert "secret" not in str(refused.value)
+    assert not [secret for secret in (TOKEN[60:80], SECRET) if secret in str(refused.value)]
 
 
 def test_who_was_invited_by_name_is_called_so_and_guests_are_many() -> None:
     guest = write_token(grant(OWNER, "run", GUESTS, "volunteer", time.time() + DAY), [EXAMPLE])
     assert [entry_of([word], {}, name="").name for word in (TOKEN, guest, EXAMPLE)] == ["anna", "", ""]
-
-
-def test_the_line_with_a_token_shows_it_to_nobody_else_here(tmp_path: Path) -> None:
-    _, line = admission.invite(Owner(tmp_path, OWNER), (EXAMPLE,), "anna", 600.0, "volunteer")
-    variable, *command = line.split()
-    assert command == ["python", "-m", "jobs.join"]
-    name, _, token = variable.partition("=")
-    assert entry_of([], {name: token}, name="x").own.grant.name == "anna"
-    assert token not in "".join(file.read_text(encoding="utf-8") for file in tmp_path.iterdir())
 
 
 # The owner's key and lists, in the run folder.
@@ -343,20 +312,29 @@ def test_a_name_that_could_not_be_typed_as_shown_is_refused(owner: Owner, name: 
     assert owner.invite("Anna-Lena Müller, Raum 3 (日本) 🚀", "volunteer", 60.0).grant.expires > 0
 
 
-def test_the_list_of_invitations_has_no_secret_in_it(owner: Owner, tmp_path: Path) -> None:
-    made = owner.invite("anna", "reducer", 7 * DAY)
-    line = json.loads((tmp_path / "invited.jsonl").read_bytes())
-    assert (line["name"], line["expires"]) == ("anna", pytest.approx(time.time() + 7 * DAY, abs=60))
-    secrets = (made.key.seed, made.key.seed.hex().encode(), write_token(made, [EXAMPLE])[60:].encode())
-    kept = [path.read_bytes() for path in tmp_path.iterdir()]
-    assert [secret for secret in secrets for content in kept if secret in content] == []
+def test_an_invitation_is_a_line_to_type_and_no_secret_is_kept_of_it(owner: Owner, tmp_path: Path) -> None:
+    _, line = admission.invite(owner, (EXAMPLE,), "anna", 7 * DAY, "reducer")
+    variable, *command = line.split()
+    assert command == ["python", "-m", "jobs.join"]
+    name, _, token = variable.partition("=")
+    made = entry_of([], {name: token}, name="x").own
+    assert (made.grant.name, made.grant.role) == ("anna", "reducer")
+    listed = json.loads((tmp_path / "invited.jsonl").read_bytes())
+    assert (listed["name"], listed["expires"]) == ("anna", pytest.approx(time.time() + 7 * DAY, abs=60))
+    kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert not [
+        secret for secret in (made.key.seed, made.key.seed.hex().encode(), token[60:].encode()) if secret in kept
+    ]
 
 
 def test_everybody_of_a_name_is_revoked_and_stays_so(owner: Owner, tmp_path: Path) -> None:
     anna, again, bo = (owner.invite(name, "volunteer", DAY) for name in ("anna", "anna", "bo"))
+    expired = owner.invite("anna", "volunteer", 0.0)
     assert not revoked_in(tmp_path)
     known = Admission(owner.key.public)
-    assert known.revoke(owner.revoke("anna"))
+    content = owner.revoke("anna")
+    assert [one.grant.id.encode() in content for one in (anna, expired)] == [True, False]
+    assert known.revoke(content)
     time.sleep(0.002)
     assert known.revoke(owner.revoke("bo"))  # each list is newer than the one before
     assert not known.revoke(revoked_in(tmp_path))
@@ -367,9 +345,3 @@ def test_everybody_of_a_name_is_revoked_and_stays_so(owner: Owner, tmp_path: Pat
     with pytest.raises(UserError) as caught:
         owner.revoke("ana")
     assert caught.value.why == f"Invited to {tmp_path.name}: anna, bo."
-
-
-def test_an_invitation_that_has_expired_is_not_named_any_more(owner: Owner) -> None:
-    expired, alive = owner.invite("anna", "volunteer", 0.0), owner.invite("anna", "volunteer", DAY)
-    content = owner.revoke("anna")
-    assert [one.grant.id.encode() in content for one in (expired, alive)] == [False, True]

@@ -75,9 +75,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         seen = commands.status(token, on=net.on("pub3"))
         address = re.escape(net.address("pub2"))
         through_anchor = anchor.says(rf"jobs\.join TOKEN (/ip4/{address}/tcp/\d+/p2p/\w+)")[1]
-        creator.note_family()
-        creator.process.kill()
-        creator.process.wait(10)
+        creator.kill()
         killed_at = {"anchor": len(anchor.output)}
         anchor.says("creator has left")
         late = commands.join(token, here, through_anchor, "--name", "late", on=net.on("pub3"))

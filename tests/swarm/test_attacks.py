@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import signal
 
 import pytest
 
@@ -20,23 +20,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
         return swarm(commands, honest=2).loss
 
 
-@pytest.mark.parametrize(
-    "attack",
-    ["times-9", "times-50", "times1000", "nan", "weight", "gather", "name", "loss", "speed", "half", "twice", "stall"],
-)
+@pytest.mark.parametrize("attack", ["times-50", "weight", "gather", "name", "stall"])
 def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=3 if attack == "weight" else 2)
     assert found.is_as_good_as(undisturbed)
-    if attack in ("times-9", "times-50", "times1000", "nan", "weight", "gather", "half"):
-        assert "mallory" in found.out()
-    if attack == "twice":
-        (attacker,) = found.attackers
-        counted = re.findall("CALLS THAT COUNT: (.)", attacker.output)
-        assert len(counted) >= 5
-        assert set(counted) <= {"0", "1"}
-        assert "PROTOCOL_VIOLATION" in attacker.output
+    if attack in ("times-50", "weight", "gather"):
+        assert "mallory" in found.names("peer_dropped", "peer_left_out")
     if attack == "stall":  # after some rounds nobody waits for it
         waited = found.creator.output.count("too late: mallory")
         assert 0 < waited < found.creator.output.count("3 peers averaged")
@@ -47,9 +38,9 @@ def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
 def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, *["turned"] * 4, honest=2)
     assert found.is_as_good_as(undisturbed)
-    assert {event["name"] for event in found.events("peer_dropped")} == {"mallory"}
+    assert set(found.names("peer_dropped")) == {"mallory"}
     assert len({event["peer"] for event in found.events("peer_dropped")}) == 4
-    assert found.banned() == ["mallory"]
+    assert found.names("peer_banned") == ["mallory"]
 
 
 @pytest.mark.parametrize("attack", ["probe", "impostor"])
@@ -68,44 +59,36 @@ def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_signs(
     assert ("peers averaged" in attacker.output) == (attack == "probe"), attacker.output
 
 
-@pytest.mark.parametrize("attack", ["reduces-minus", "reduces-minus-9", "reduces-minus-50"])
-def test_a_reducer_that_gives_back_no_average_is_banned_by_the_owner(
-    attack: str, undisturbed: float, commands: Commands
-) -> None:
-    found = swarm(commands, attack, honest=2, until="mallory")
-    print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
+def test_a_reducer_that_gives_back_no_average_is_banned_by_the_owner(undisturbed: float, commands: Commands) -> None:
+    found = swarm(commands, "reduces", honest=2, until="mallory")
+    assert found.is_as_good_as(undisturbed)
     assert "GAVE BACK what is no average" in found.attackers[0].output
-    assert found.loss <= 1.1 * undisturbed
-    assert {event["name"] for event in found.events("peer_dropped")} == {"mallory"}
-    assert found.banned() == ["mallory"]
+    assert set(found.names("peer_dropped")) == {"mallory"}
+    assert found.names("peer_banned") == ["mallory"]
 
 
-def test_the_owner_is_asked_for_weights_before_a_reducer_that_lies(undisturbed: float, commands: Commands) -> None:
-    found = swarm(commands, "wrong-state", honest=2, late=True, until="mallory")
-    assert found.is_as_good_as(undisturbed)
-    assert "GAVE AWAY" not in found.attackers[0].output
-    assert "Joined hivemind-0001" in found.honest[-1].output
-
-
-def test_plain_hivemind_without_an_invitation_gets_nothing(undisturbed: float, commands: Commands) -> None:
-    found = swarm(commands, "intruder", honest=2)
-    assert found.is_as_good_as(undisturbed)
-    (intruder,) = found.attackers
+def test_plain_hivemind_without_an_invitation_gets_nothing(commands: Commands) -> None:
+    creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
+    guest = commands.join(token, "--name", "guest")
+    creator.says("2 peers averaged")
+    intruder = commands.intrude(token)
+    assert intruder.ends() == 0, intruder.output
+    creator.says(rf"(?s)\A.{{{len(creator.output)}}}.*2 peers averaged")
+    status = commands.status(token)
+    creator.process.send_signal(signal.SIGINT)
+    assert [creator.ends(), guest.ends()] == [0, 0]
     print(intruder.output)
-    (found_out,) = (json.loads(line) for line in intruder.output.splitlines() if line.startswith("{"))
-    of_stock, of_run = found_out["stock"], found_out["run"]
+    (found,) = (json.loads(line) for line in intruder.output.splitlines() if line.startswith("{"))
+    of_stock, of_run = found["stock"], found["run"]
     # The same calls get from a stock averager what it has.
-    got = ("find: nothing", "store: stored", "state: gave its state", "group: NOT_LOOKING_FOR_GROUP")
-    assert of_stock["got"] == dict.fromkeys((*got, "part: BAD_GROUP_ID"), 1)
-    assert found_out["node"].startswith("refused")
-    tried = of_run["got"]
-    assert sum(tried.values()) >= 25
-    assert all(re.match(r"\w+: (nothing|PROTOCOL_VIOLATION)", what) for what in tried), tried
-    assert tried["group: PROTOCOL_VIOLATION"] >= 5
-    assert tried["part: PROTOCOL_VIOLATION"] >= 5
+    gives = {"store": "stored", "state": "gave its state", "group": "NOT_LOOKING_FOR_GROUP"}
+    assert gives.items() <= of_stock["got"].items()
+    assert found["node"].startswith("refused")
+    assert (of_run["got"].pop("group"), of_run["got"].pop("part")) == ("PROTOCOL_VIOLATION", "PROTOCOL_VIOLATION")
+    assert all(what.startswith("nothing") for what in of_run["got"].values()), of_run["got"]
     # Calls in which nobody says anything stay open for ever, and a message may have any length: there, not here.
     assert (of_stock["held"], of_stock["poured"]) == (60, 64)
     assert of_run["held"] == 0
     assert of_run["poured"] < 32
-    assert "intruder" not in found.creator.output + found.status
-    assert json.loads((found.run / "summary.json").read_text(encoding="utf-8"))["most_peers"] == 3
+    assert "intruder" not in creator.output
+    assert len(status["peers"]) == 2

@@ -67,28 +67,26 @@ def meet(
 
         def _get_peer_stub(self, peer: PeerID) -> Any:
             async def call(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-                async def slowly() -> AsyncIterator[Any]:
-                    on_the_way = iter(delays[self.peer_id])
-                    async for message in messages:
-                        if self.peer_id in cut:
+                sender, context = senders[self.peer_id], SimpleNamespace(remote_id=self.peer_id)
+                said = [message async for message in messages] if sender.twice else []
+
+                async def arriving() -> AsyncIterator[Any]:
+                    on_the_way = iter(sender.seconds)
+                    async for message in as_aiter(*said) if sender.twice else messages:
+                        if sender.cut:
                             message.tensor_part.buffer = message.tensor_part.buffer[::2]
                         await asyncio.sleep(next(on_the_way))
                         yield message
 
-                context = SimpleNamespace(remote_id=self.peer_id)
-                if self.peer_id in liars:
-                    messages = as_aiter(*(said := [message async for message in messages]))
-                    calls.append(
-                        asyncio.ensure_future(drained(group[peer].rpc_aggregate_part(as_aiter(*said), context)))
-                    )
-                return group[peer].rpc_aggregate_part(slowly(), context)
+                if sender.twice:
+                    again = drained(group[peer].rpc_aggregate_part(as_aiter(*said), context))
+                    calls.append(asyncio.ensure_future(again))
+                return group[peer].rpc_aggregate_part(arriving(), context)
 
             return SimpleNamespace(rpc_aggregate_part=call)
 
     ids = {member.name: PeerID(member.name.encode()) for member in members}
-    delays = {ids[member.name]: member.seconds for member in members}
-    cut = {ids[member.name] for member in members if member.cut}
-    liars = {ids[member.name] for member in members if member.twice}
+    senders = {ids[member.name]: member for member in members}
     group: dict[PeerID, Exchange] = {}
     calls: list[Any] = []
 
@@ -134,24 +132,16 @@ OWNER = Member("owner", filled(1.0), reduces=1.0)
 SLOW = Member("slow", filled(7.0), seconds=(0.0, 60.0, 60.0, 60.0))
 
 
-def test_the_average_is_weighted_and_every_peer_gets_the_very_same_bits() -> None:
+def test_the_average_of_two_reducers_is_weighted_and_every_peer_gets_the_very_same_bits() -> None:
     torch.manual_seed(0)
-    members = [Member("owner", torch.randn(VALUES), (3.0,) * 4, reduces=1.0), Member("second", torch.randn(VALUES))]
-    members.append(replace(members[1], name="third", vector=torch.randn(VALUES), codec="8bit"))
+    members = [Member("owner", torch.randn(VALUES), (3.0,) * 4, reduces=0.5)]
+    members.append(Member("second", torch.randn(VALUES), reduces=0.5))
+    members.append(Member("third", torch.randn(VALUES), codec="8bit"))
     found = meet(*members)
     (first, _), *others = found.values()
     assert all(torch.equal(first, average) for average, _ in others)
     expected = (3 * members[0].vector + members[1].vector + members[2].vector) / 5
     assert float((first - expected).norm() / expected.norm()) < 0.005
-
-
-def test_two_reducers_share_the_vector_and_all_hold_the_same_bits() -> None:
-    torch.manual_seed(0)
-    members = [
-        Member(name, torch.randn(VALUES), reduces=reduces) for name, reduces in (("a", 0.5), ("b", 0.5), ("c", 0))
-    ]
-    found = meet(*members, codec="8bit")
-    assert all(torch.equal(average, found["a"][0]) for average, _ in found.values())
     assert all(outcome.received == outcome.expected == (3, 3, 3, 3) for _, outcome in found.values())
 
 
@@ -176,31 +166,24 @@ def test_a_slow_peers_time_is_not_charged_to_a_quick_one() -> None:
     assert 0.8 < slow.timed_seconds < 3.0
 
 
-def test_a_part_that_a_peer_leaves_out_costs_no_bytes_and_is_not_expected() -> None:
-    found = meet(OWNER, Member("guest", filled(0.0), (0.0, 1.0, 0.0, 0.0)))
+def test_a_part_that_a_peer_leaves_out_costs_no_bytes_and_of_nobody_arrives_nowhere() -> None:
+    found = meet(replace(OWNER, weights=(0.0, 1.0, 1.0, 1.0)), Member("guest", filled(0.0), (0.0, 1.0, 0.0, 0.0)))
     average, outcome = found["guest"]
-    assert outcome.expected == outcome.received == (1, 2, 1, 1)
+    assert outcome.expected == outcome.received == (0, 2, 1, 1)
     assert outcome.counted == (False, True, False, False)
     assert outcome.bytes_up == 2 * PART
-    assert (float(average[0]), float(average[PART])) == (1.0, 0.5)
+    assert (float(average[PART]), float(average[-1])) == (0.5, 1.0)
 
 
-def test_a_part_that_nobody_sends_arrives_nowhere() -> None:
-    nothing = (0.0, 1.0, 1.0, 1.0)
-    for _, outcome in meet(replace(OWNER, weights=nothing), Member("guest", filled(0.0), nothing)).values():
-        assert (outcome.received, outcome.bytes_up) == ((0, 2, 2, 2), 2 * (VALUES - PART))
-        assert outcome.bytes_down == outcome.bytes_up
+def test_a_weight_that_is_no_number_counts_as_none() -> None:
+    found = meet(OWNER, Member("liar", filled(9.0), (float("nan"), float("inf"), -1.0, 1.0)))
+    assert found["owner"][1].received == (1, 1, 1, 2)
 
 
 def test_running_statistics_are_sent_in_16_bit_when_all_else_is_8() -> None:
     found = meet(OWNER, Member("guest", filled(0.0), codec="8bit"), codec="8bit", delicate=3 * PART)
     last = VALUES - 3 * PART
     assert found["guest"][1].bytes_up == 3 * (PART + 4 * PART // 512) + 2 * last
-
-
-def test_a_weight_that_is_no_number_counts_as_none() -> None:
-    found = meet(OWNER, Member("liar", filled(9.0), (float("nan"), float("inf"), -1.0, 1.0)))
-    assert found["owner"][1].received == (1, 1, 1, 2)
 
 
 def test_who_calls_twice_counts_once_and_takes_nobodys_place() -> None:
@@ -373,16 +356,6 @@ def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
     assert asyncio.run(run()) == [0, 1, 0, 2]
 
 
-def test_a_step_that_fails_is_told_by_its_control_alone(averager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def too_long(self: Any, **options: Any) -> None:
-        raise asyncio.TimeoutError
-
-    monkeypatch.setattr(DecentralizedAverager, "_step", too_long)
-    asyncio.run(averager._step(step=None))
-    with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(DecentralizedAverager._step(averager, step=None))
-
-
 # Whose state a newcomer takes over, and what it takes for one.
 
 KEY, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
@@ -416,11 +389,8 @@ def asked(found: object) -> list[bytes]:
 )
 def test_the_owner_is_asked_first_whatever_others_say(said: dict[str, float | None], order: list[str]) -> None:
     assert asked({named(peer): SimpleNamespace(value=value) for peer, value in said.items()}) == [*map(named, order)]
-
-
-@pytest.mark.parametrize("found", [None, 7, {"x": SimpleNamespace(value=1.0)}, {b"x": 7}])
-def test_a_record_of_anything_else_names_nobody(found: object) -> None:
-    assert asked(found) == []
+    for nonsense in (None, 7, {"x": SimpleNamespace(value=1.0)}, {b"x": 7}):
+        assert asked(nonsense) == []
 
 
 def by(role: Role, owner: Key = KEY) -> Pass:
@@ -461,41 +431,37 @@ def test_a_state_is_what_the_owners_side_has_signed(role: Role) -> None:
 
 
 OTHER = torch.cat([STATE[0][:-1], torch.zeros(1)])
+OWNERS = signed(by("owner"))
 
 
 @pytest.mark.parametrize(
     ("tensors", "digest", "why"),
     [
-        (STATE, signed(by("volunteer")), "a volunteer does not say"),
-        (STATE, signed(by("owner"), run="b"), "of another run"),
-        (STATE, signed(by("owner", STRANGER)), "to another run"),
-        (STATE, b"", "cut short"),
-        (STATE, 7, "nobody has signed it"),
-        (STATE, None, "nobody has signed it"),
-        ((OTHER, STATE[1]), signed(by("owner")), "not what was signed"),
-        ((torch.ones(1_000_000),), signed(by("owner")), r"longer than the state of this run \(2[0-9]\)"),
-        *(
-            (tensors, signed(by("owner")), "than the state of this run")
-            for tensors in (STATE[:1], (STATE[0], STATE[1][:-1]), (*STATE, torch.zeros(0)), ())
-        ),
+        pytest.param(STATE, signed(by("volunteer")), "a volunteer does not say", id="a volunteer's"),
+        pytest.param(STATE, signed(by("owner"), run="b"), "of another run", id="of another run"),
+        pytest.param(STATE, signed(by("owner", STRANGER)), "to another run", id="another owner's"),
+        pytest.param(STATE, b"", "cut short", id="with half a signature"),
+        pytest.param(STATE, None, "nobody has signed it", id="nobody's"),
+        pytest.param((OTHER, STATE[1]), OWNERS, "not what was signed", id="with another number in it"),
+        pytest.param((torch.ones(1_000_000),), OWNERS, r"longer than the state of this run \(2[0-9]\)", id="endless"),
+        pytest.param((STATE[0], STATE[1][:-1]), OWNERS, "than the state of this run", id="too short"),
+        pytest.param((*STATE, torch.zeros(0)), OWNERS, "than the state of this run", id="with a tensor more"),
+        pytest.param((), OWNERS, "than the state of this run", id="empty"),
     ],
-    ids=range(12),
 )
 def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, why: str) -> None:
     with pytest.raises((UntrustedError, ValueError), match=why):
         read(*tensors, digest=digest)
 
 
-@pytest.mark.parametrize("content", [[], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5])
-def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
-    with pytest.raises(UntrustedError, match="it is no digest"):
-        read_digest(Admission(KEY.public), by("owner").state("state", json.dumps(content).encode()), run_id=RUN)
-
-
-@pytest.mark.parametrize("own", [by("volunteer"), open_pass("eve", 2e9)])
-def test_at_an_open_run_strangers_do_not_say_which_state_is_the_runs(own: Pass) -> None:
-    with pytest.raises(UntrustedError):
-        read_digest(Admission(KEY.public, open_run=True), signed(own), run_id=RUN)
+def test_neither_a_list_of_a_wrong_shape_nor_a_strangers_word_at_an_open_run_is_a_digest() -> None:
+    known = Admission(KEY.public, open_run=True)
+    for content in ([], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5):
+        with pytest.raises(UntrustedError, match="it is no digest"):
+            read_digest(known, by("owner").state("state", json.dumps(content).encode()), run_id=RUN)
+    for own in (by("volunteer"), open_pass("eve", 2e9)):
+        with pytest.raises(UntrustedError):
+            read_digest(known, signed(own), run_id=RUN)
 
 
 def test_weights_and_momentum_cannot_be_shifted_into_each_other() -> None:

@@ -116,10 +116,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
         return swarm(commands, honest=2, settings=UNSURE, seconds=300).loss
 
 
-@pytest.mark.parametrize("attack", ["times-9", "nan", "weight", "gathered", "ahead"])
+@pytest.mark.parametrize("attack", ["times-50", "weight", "gathered", "ahead"])
 def test_an_attacker_spoils_no_update(attack: str, undisturbed: float, commands: Commands) -> None:
     """The honest peers' loss is within 10 % of that without the attacker, who is named if it has sent nonsense."""
     found = swarm(commands, attack, honest=2, settings=UNSURE, until="mallory", seconds=300)
     assert found.is_as_good_as(undisturbed)
-    if attack in ("times-9", "nan", "weight"):
-        assert "mallory" in found.out()
+    if attack in ("times-50", "weight"):
+        assert "mallory" in found.names("peer_dropped", "peer_left_out")
