@@ -86,7 +86,7 @@ def test_a_rank_with_another_secret_is_named_and_does_not_join() -> None:
 # The store itself
 
 
-def test_a_sealed_store_says_nothing_to_who_lists_it() -> None:
+def test_a_sealed_store_says_nothing_to_who_lists_it_also_through_torchs_wrappers() -> None:
     plain = HashStore()
     SealedStore(plain, OURS).set("joined/1", "n1")
     assert SealedStore(plain, OURS).get("joined/1") == b"n1"
@@ -96,17 +96,10 @@ def test_a_sealed_store_says_nothing_to_who_lists_it() -> None:
     plain.set(OURS.name("joined/1"), "n2")  # as a stranger may
     with pytest.raises(RunFailedError, match="does not know the run's secret"):
         SealedStore(plain, OURS).get("joined/1")
-
-
-def test_torch_reaches_a_sealed_store_through_its_own_wrappers() -> None:
-    plain = HashStore()
-    sealed = SealedStore(plain, OURS)
-    wrapper: Any = PrefixStore("group", sealed)  # older stubs do not know `clone`
+    wrapper: Any = PrefixStore("group", SealedStore(plain, OURS))  # older stubs do not know `clone`
     inner = wrapper.clone()
     inner.set("key", "value")
-    assert inner.get("key") == b"value"
-    assert inner.check(["key"])
-    assert inner.add("count", 3) == 3
+    assert (inner.get("key"), inner.check(["key"]), inner.add("count", 3)) == (b"value", True, 3)
     assert inner.delete_key("key")
     assert not plain.check([OURS.name("group/key")])
 
@@ -139,19 +132,12 @@ def test_on_several_machines_rank_0_listens_on_the_head_nodes_own_address(
 # Warned
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "secret", "warned"), [(2, NO_SECRET, True), (2, OURS, False), (1, NO_SECRET, False)]
-)
-def test_ranks_of_several_machines_without_a_secret_are_warned_once(
-    capfd: pytest.CaptureFixture[str], num_nodes: int, secret: Secret, warned: bool
-) -> None:
-    env = replace(
-        rank_env(0, 2, free_port()), num_nodes=num_nodes, local_world_size=2 // num_nodes, master_addr="0.0.0.0"
-    )
-    meeting.meet(env, secret, timedelta(seconds=10), wait_for_all=False)
-    said = capfd.readouterr().err
-    assert said.count("TRAINKIT_SECRET") == int(warned)
-    assert len(said.splitlines()) == int(warned)
+def test_ranks_of_several_machines_without_a_secret_are_warned_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for num_nodes, secret, warned in ((2, NO_SECRET, 1), (2, OURS, 0), (1, NO_SECRET, 0)):
+        env = replace(rank_env(0, 2, free_port()), num_nodes=num_nodes, local_world_size=2 // num_nodes)
+        meeting.meet(replace(env, master_addr="0.0.0.0"), secret, timedelta(seconds=10), wait_for_all=False)
+        said = capfd.readouterr().err
+        assert said.count("TRAINKIT_SECRET") == len(said.splitlines()) == warned
 
 
 # A stranger
@@ -281,33 +267,30 @@ def own_network() -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "chosen_by", ["the others", "its route to the head node", "the site", "the user", "nobody", "a translated address"]
+    ("chosen_by", "gloo"),
+    [
+        ("the others, who have reached it there", "OWN"),
+        ("its route to the head node", "OWN"),
+        ("the site", "OWN"),
+        ("the user", "mine"),
+        ("nobody: the address is translated", None),
+    ],
 )
 def test_a_node_talks_over_the_interface_of_the_head_nodes_network(
-    monkeypatch: pytest.MonkeyPatch, chosen_by: str
+    monkeypatch: pytest.MonkeyPatch, chosen_by: str, gloo: str | None
 ) -> None:
     for variable in (GLOO, NCCL):
         monkeypatch.delenv(variable, raising=False)
+    if chosen_by == "the user":
+        monkeypatch.setenv(GLOO, "mine")
     name, address = own_network()
-    gloo = name
-    match chosen_by:
-        case "the others":  # who have reached it there
-            found = _chosen(TWO_NODES, head=address)
-        case "its route to the head node":
-            found = _chosen(replace(TWO_NODES, rank=1, node_rank=1, master_addr=address))
-        case "the site":
-            found = _chosen(TWO_NODES, head="203.0.113.7", named=name)
-        case "the user":
-            gloo = "mine"
-            monkeypatch.setenv(GLOO, gloo)
-            found = _chosen(TWO_NODES, head=address)
-        case _:  # it is left to the libraries
-            assert _chosen(TWO_NODES, head="203.0.113.7" if "address" in chosen_by else None) == {
-                GLOO: None,
-                NCCL: None,
-            }
-            return
-    assert found == {GLOO: gloo, NCCL: f"={name}"}
+    translated = chosen_by.startswith(("the site", "nobody"))
+    if chosen_by.startswith("its route"):
+        found = _chosen(replace(TWO_NODES, rank=1, node_rank=1, master_addr=address))
+    else:
+        head = "203.0.113.7" if translated else address
+        found = _chosen(TWO_NODES, head=head, named=name if chosen_by == "the site" else None)
+    assert found == {GLOO: name if gloo == "OWN" else gloo, NCCL: f"={name}" if gloo else None}
     assert os.environ.get(GLOO) == ("mine" if chosen_by == "the user" else None)
     assert NCCL not in os.environ
 

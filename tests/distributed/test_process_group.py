@@ -7,13 +7,11 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +21,6 @@ import torch
 import torch.distributed as c10d
 
 from tests.rank_functions import _CONTEXT, rank_env, run_ranks
-from trainkit.data.loader import Batches
 from trainkit.distributed import process_group as module
 from trainkit.distributed.process_group import (
     FIRST,
@@ -50,17 +47,14 @@ def _join_without_the_others(env: RankEnv) -> str:
     return caught.value.what
 
 
-def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing() -> None:
+def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing_and_where_it_looked() -> None:
+    alone = distributed(rank_env(1, 2, port := free_port()), use_gpu=False, timeout=timedelta(seconds=2))
+    with pytest.raises(RunFailedError, match=f"127.0.0.1:{port}"), alone:
+        pass
     first, second = run_ranks(2, _join_without_the_others)
     assert "2 of 4 ranks did not join" in first
     assert "rank 2 on n2, rank 3 on n2" in first
     assert "rank 2 on n2" in second or "Rank 0 at 127.0.0.1" in second  # whoever's time is over first
-
-
-def test_a_rank_that_cannot_reach_rank_0_says_where_it_looked() -> None:
-    alone = distributed(rank_env(1, 2, port := free_port()), use_gpu=False, timeout=timedelta(seconds=2))
-    with pytest.raises(RunFailedError, match=f"127.0.0.1:{port}"), alone:
-        pass
 
 
 ASKED = FIRST + 50
@@ -246,31 +240,6 @@ def _keep_on(env: RankEnv, run: RunDir) -> None:
             time.sleep(0.1)
             if index == 10:
                 (logs / "begun" / str(env.rank)).touch()
-
-
-def test_a_rank_that_waits_for_its_data_loader_is_at_work_and_says_so() -> None:
-    batches: Batches[bool] = Batches(_Stuck())
-    frames: list[Stand] = []
-
-    def look() -> None:
-        frames.append(Stand.of(1, sys._current_frames()[threading.main_thread().ident or 0]))
-        _Stuck.go_on.set()
-
-    _Stuck.go_on.clear()
-    threading.Timer(0.2, look).start()
-    next(batches)
-    (stand,) = frames
-    assert not stand.waits
-    assert "in __next__, for its data loader" in stand.where
-
-
-class _Stuck:
-    """An iterator as torch's: it waits in Python's own library."""
-
-    go_on = threading.Event()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(partial(self.go_on.wait, 30), False)
 
 
 AT_WORK, WAITS = Stand(7, False, "model.py:3 in forward"), Stand(7, True, "loop.py:9 in train")

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.rank_functions import run_ranks, train_run
 from trainkit.data.base import DataInfo
 from trainkit.errors import UserError
 from trainkit.models import fashion_cnn
@@ -39,8 +36,3 @@ def test_an_impossible_option_is_refused_by_name(options: dict[str, Any]) -> Non
     (name,) = options
     with pytest.raises(UserError, match=f"model.{name}="):
         fashion_cnn.build(info(), **options)
-
-
-def test_it_learns_digits_within_five_epochs(tmp_path: Path) -> None:
-    run_ranks(1, train_run, tmp_path / "run", "single", ("train.epochs=5", "model.name=fashion_cnn"))
-    assert json.loads((tmp_path / "run/summary.json").read_text())["best"]["val/acc1"] > 95

@@ -45,7 +45,6 @@ def choice(name: str = "fashion_cnn", options: dict[str, Any] | None = None) -> 
         ("fashion_cnn", "trainkit", "fashion_cnn"),
         ("resnet18", "timm", "resnet18"),
         ("timm/resnet18", "timm", "resnet18"),
-        ("torchvision/resnet18", "torchvision", "resnet18"),
         ("swin_v2_t", "torchvision", "swin_v2_t"),
         ("resnet18.a1_in1k", "timm", "resnet18.a1_in1k"),
         ("hf-hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
@@ -61,8 +60,6 @@ def test_a_name_has_one_home(name: str, home: str, there: str) -> None:
     [
         ("resnt18", "Did you mean 'resnet18'"),
         ("fashion_cn", "Did you mean 'fashion_cnn'"),
-        ("vit_base_patch32_242", "Did you mean 'vit_base_patch32_224'"),
-        ("timm/resnt18", "Did you mean 'timm/resnet18'"),
         ("torchvision/resnt50", "Did you mean 'torchvision/resnet50'"),
         ("qqqqqqqq", r"package\.module:function"),
         ("resnet18.a1_in2k", r"resnet18\.a1_in1k, [\s\S]*Did you mean 'resnet18\.a1_in1k'"),
@@ -79,8 +76,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, answer: str) ->
         ("fashion_cnn", {"widht": 8}, r"Unknown key 'model\.widht'[\s\S]*'model\.width'"),
         ("fashion_cnn", {"width": "wide"}, r"model\.width is a whole number"),
         ("fashion_cnn", {"width": 12}, r"model\.width=12"),
-        ("fashion_cnn", {"norm": "layer"}, r"model\.norm is one of: group, batch"),
-        ("resnet18", {"num_classes": 10}, r"model\.num_classes cannot be set"),
         ("resnet18", {"in_chans": 1}, r"data\.in_chans"),
         ("resnet18", {"pretrained": "a1_in1k"}, r"model\.pretrained=a1_in1k"),
         ("no_such_module:build", {}, r"No module 'no_such_module'"),
@@ -91,7 +86,7 @@ def test_options_are_refused_before_the_run(name: str, options: dict[str, Any], 
         check_model(choice(name, options))
 
 
-@pytest.mark.parametrize("name", ["fashion_cnn", "resnet10t", "torchvision/mobilenet_v3_small"])
+@pytest.mark.parametrize("name", ["fashion_cnn", "torchvision/mobilenet_v3_small"])
 def test_weights_are_a_function_of_the_seed(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
         return torch.cat([value.detach().flatten() for value in build_model(choice(name), info(), seed).parameters()])
@@ -105,11 +100,6 @@ def test_weights_are_a_function_of_the_seed(name: str) -> None:
     assert torch.equal(before, torch.get_rng_state()), "global random numbers are left alone"
 
 
-def test_a_model_that_cannot_take_the_images_is_refused_before_training() -> None:
-    with pytest.raises(UserError, match=r"'vgg11' cannot take images of 3 x 8 x 8[\s\S]*data\.image_size=224"):
-        build_model(choice("vgg11"), info(8), seed=0)
-
-
 def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_nets.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -120,6 +110,8 @@ def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pyt
         check_model(choice("own_nets:build", {"hiden": 3}))
     with pytest.raises(UserError, match=r"own_nets:nothing returned no model[\s\S]*NoneType"):
         build_model(choice("own_nets:nothing"), info(), seed=0)
+    with pytest.raises(UserError, match=r"'vgg11' cannot take images of 3 x 8 x 8[\s\S]*data\.image_size=224"):
+        build_model(choice("vgg11"), info(8), seed=0)
 
 
 def test_checking_never_imports_torch_and_is_quick() -> None:
@@ -137,26 +129,19 @@ print(time.process_time() - started, [name for name in ("torch", "timm", "torchv
     assert float(seconds) < 0.4  # 0.07 on an idle machine
 
 
-class Pair(nn.Module):
-    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return images, images
-
-
-def linear(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(inputs, outputs))
-
-
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("inputs", "outputs", "told"),
     [
-        (linear(3 * 16 * 16, 5), None),
-        (linear(3 * 8 * 8, 5), r"'mine' cannot take images of 3 x 16 x 16"),
-        (linear(3 * 16 * 16, 10), r"returned \(2, 10\)[\s\S]*shape \(2, 5\)"),
-        (Pair(), "it returned tuple"),
+        (3 * 16 * 16, 5, None),
+        (3 * 8 * 8, 5, r"'mine' cannot take images of 3 x 16 x 16"),
+        (3 * 16 * 16, 10, r"returned \(2, 10\)[\s\S]*shape \(2, 5\)"),
     ],
-    ids=["as it should be", "another image size", "other classes", "no tensor"],
+    ids=["as it should be", "another image size", "other classes"],
 )
-def test_a_model_that_does_not_fit_the_data_is_refused_and_left_as_it_was(model: nn.Module, told: str | None) -> None:
+def test_a_model_that_does_not_fit_the_data_is_refused_and_left_as_it_was(
+    inputs: int, outputs: int, told: str | None
+) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(inputs, outputs))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UserError, match=told) if told else nullcontext():
         check_shapes(model, info(16, num_classes=5), "mine")
@@ -172,7 +157,6 @@ def norms() -> nn.Sequential:
     ("patterns", "frozen", "kept"),
     [
         (["0.*", "3.bias"], {"0.weight", "0.bias", "3.bias"}, set()),
-        ([], set(), set()),
         (["[01].*"], {"0.weight", "0.bias", "1.weight", "1.bias"}, {1}),
         (["1.bias"], {"1.bias"}, set()),
     ],
@@ -211,12 +195,10 @@ def size_inside(model: torch.nn.Module, info: DataInfo) -> int:
     ("create", "name", "image_size", "options", "inside"),
     [
         (timm_model, "vit_tiny_patch16_224", 8, {}, 224),  # small images are enlarged to a fixed input size
-        (timm_model, "deit_tiny_patch16_224.fb_in1k", 8, {}, 224),
         (timm_model, "vit_tiny_patch16_224", 256, {}, 256),  # for larger ones the model is built
         (timm_model, "vit_tiny_patch16_224", 32, {"img_size": 32}, 32),
         (timm_model, "resnet10t", 48, {}, 48),  # takes any size
         (torchvision_model, "vit_b_32", 32, {}, 224),
-        (torchvision_model, "vit_b_32", 224, {}, 224),
         (torchvision_model, "vit_b_32", 256, {}, 256),
         (torchvision_model, "mobilenet_v3_small", 32, {}, 32),
     ],
@@ -234,13 +216,11 @@ def test_enlarging_leaves_the_names_in_checkpoints_alone() -> None:
     assert list(ours.state_dict()) == list(timm.create_model("vit_tiny_patch16_224", depth=2).state_dict())
 
 
-@pytest.mark.parametrize(("create", "library"), [(timm_model, "timm"), (torchvision_model, "torchvision")])
-def test_an_option_that_the_model_does_not_take_is_named(create: Any, library: str) -> None:
-    with pytest.raises(UserError, match=rf"Unknown key 'model\.depht'[\s\S]*{library}'s resnet18 takes no 'depht'"):
-        create("resnet18", info(), {"depht": 3})
-
-
 def test_what_a_library_cannot_build_is_refused_with_what_helps() -> None:
+    for create, library in ((timm_model, "timm"), (torchvision_model, "torchvision")):
+        taken = rf"Unknown key 'model\.depht'[\s\S]*{library}'s resnet18 takes no 'depht'"
+        with pytest.raises(UserError, match=taken):
+            create("resnet18", info(), {"depht": 3})
     with pytest.raises(UserError, match=r"timm cannot build resnet18 with model\.global_pool=nonsense"):
         timm_model("resnet18", info(), {"global_pool": "nonsense"})
     with pytest.raises(UserError, match=r"data\.in_chans=3"):
@@ -250,7 +230,7 @@ def test_what_a_library_cannot_build_is_refused_with_what_helps() -> None:
     assert isinstance(model.train()(torch.zeros(2, 3, 64, 64)), torch.Tensor)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "vgg11", "vit_b_32"])
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "vit_b_32"])
 def test_pretrained_weights_get_a_new_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torchvision
 
@@ -284,20 +264,12 @@ def test_weights_that_cannot_be_downloaded_come_with_a_command_for_elsewhere(
     assert ("model.pretrained_cfg_overlay='{file: " in caught.value.fix) == (create is timm_model)
 
 
-def test_timm_says_how_its_weights_expect_the_images() -> None:
-    model = timm_model("test_vit.r160_in1k", info(), {})
-    wants = models.timm_input(model, info())
+def test_the_libraries_say_how_their_weights_expect_the_images() -> None:
+    wants = models.timm_input(timm_model("test_vit.r160_in1k", info(), {}), info())
     assert wants == ModelInput("test_vit.r160_in1k", (0.5,) * 3, (0.5,) * 3, "bicubic", 0.95)
-
-
-@pytest.mark.parametrize(
-    ("weights", "crop"),
-    [("IMAGENET1K_V1", 224 / 256), ("ResNet50_Weights.IMAGENET1K_V1", 224 / 256), (None, 224 / 232)],
-)
-def test_torchvision_says_how_its_weights_expect_the_images(weights: str | None, crop: float) -> None:
-    wants = models.torchvision_input("resnet50", info(), {"weights": weights})
-    assert wants.source == "ResNet50_Weights." + ("IMAGENET1K_V2" if weights is None else "IMAGENET1K_V1")
-    assert (wants.mean, wants.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert (wants.interpolation, wants.crop) == ("bilinear", crop)
+    for weights, name, crop in (("IMAGENET1K_V1", "IMAGENET1K_V1", 224 / 256), (None, "IMAGENET1K_V2", 224 / 232)):
+        wants = models.torchvision_input("resnet50", info(), {"weights": weights})
+        mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+        assert wants == ModelInput(f"ResNet50_Weights.{name}", mean, std, "bilinear", crop)
     gray = models.torchvision_input("resnet50", info(in_chans=1), {})
     assert [*gray.mean, *gray.std] == pytest.approx([0.449, 0.226]), "the mean of the colours"

@@ -28,13 +28,6 @@ def test_images_of_any_size_get_a_score_for_each_class(side: int, in_chans: int)
     assert of(side, in_chans, width=8)(torch.rand(4, in_chans, side, side)).shape == (4, 10)
 
 
-def test_the_first_losses_are_those_of_who_knows_nothing() -> None:
-    torch.manual_seed(0)
-    labels = torch.arange(64) % 10
-    loss = torch.nn.functional.cross_entropy(of(32, width=16)(torch.randn(64, 3, 32, 32)), labels)
-    assert loss.item() == pytest.approx(2.303, abs=0.1)
-
-
 @pytest.mark.parametrize("options", [{"width": 0}, {"logit_scale": 0.0}])
 def test_what_makes_no_network_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="is not possible"):

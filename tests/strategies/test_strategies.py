@@ -19,20 +19,16 @@ from trainkit.strategies import build_strategy
 TWO_RANKS = Distributed(rank_env(0, 2, 29500), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["single", "dp"])
-def test_a_one_process_strategy_refuses_two_ranks(name: str) -> None:
-    with pytest.raises(UserError, match="runs in one process, but 2 ranks"):
-        build_strategy(StrategyConfig(name=name), TWO_RANKS)
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_what_needs_gpus_is_refused_on_cpus(name: str) -> None:
-    strategy = plugins.load("trainkit.strategies", name)(TWO_RANKS, sync_batchnorm=True)
-    with pytest.raises(UserError, match="needs GPUs"):
-        strategy.parallelize(nn.Sequential(nn.BatchNorm2d(3)))
-    if name == "fsdp":
-        with pytest.raises(UserError, match="cpu_offload=true needs GPUs"):
-            plugins.load("trainkit.strategies", name)(TWO_RANKS, cpu_offload=True)
+def test_what_cannot_be_with_two_ranks_or_on_cpus_is_refused() -> None:
+    for name in ("single", "dp"):
+        with pytest.raises(UserError, match="runs in one process, but 2 ranks"):
+            build_strategy(StrategyConfig(name=name), TWO_RANKS)
+    for name in ("ddp", "fsdp"):
+        strategy = plugins.load("trainkit.strategies", name)(TWO_RANKS, sync_batchnorm=True)
+        with pytest.raises(UserError, match="needs GPUs"):
+            strategy.parallelize(nn.Sequential(nn.BatchNorm2d(3)))
+    with pytest.raises(UserError, match="cpu_offload=true needs GPUs"):
+        plugins.load("trainkit.strategies", "fsdp")(TWO_RANKS, cpu_offload=True)
 
 
 @pytest.mark.parametrize(

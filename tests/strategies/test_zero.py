@@ -14,7 +14,6 @@ from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import moments_of
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks import RankEnv
-from trainkit.strategies.zero import balanced
 
 OPTIMIZERS = ("adamw", "sgd", "lamb", "muon", "adafactor", "cadamw", "lambc", "mars")
 
@@ -56,12 +55,3 @@ def test_each_rank_keeps_its_part_and_all_make_the_updates_of_ddp(tmp_path: Path
     assert [rank.wrong for rank in ranks] == [[]] * 3
     assert sum(rank.states for rank in ranks) == sum(rank.restored for rank in ranks) == alone.states
     assert [rank.held for rank in ranks] == pytest.approx([model + model * 2 / 3] * 3, rel=0.02)
-
-
-def test_parts_differ_by_no_more_than_the_largest_parameter() -> None:
-    sizes = [7, 1, 100, 40, 30, 30, 5, 60]
-    parts = balanced([torch.empty(size) for size in sizes], 3)
-    assert sorted(item.numel() for part in parts for item in part) == sorted(sizes)
-    held = [sum(item.numel() for item in part) for part in parts]
-    assert max(held) - min(held) <= 100
-    assert max(held) == 100, "the largest alone"

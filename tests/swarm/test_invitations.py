@@ -76,12 +76,6 @@ def test_parts_come_out_as_they_went_in() -> None:
 # Statements
 
 
-def test_what_an_invited_peer_says_is_believed_by_the_owners_key_alone() -> None:
-    said = read(anna("reducer").state("peer", b"my key"))
-    assert (said.grant.name, said.grant.role, said.grant.run) == ("anna", "reducer", "digits-0001")
-    assert said.content == b"my key"
-
-
 def by(owner: Key, granted: Grant, key: Key = STRANGER) -> Pass:
     return Pass(granted, owner.sign("grant", granted.to_bytes()), key)
 
@@ -112,9 +106,11 @@ def test_who_was_not_invited_so_by_the_owner_is_not_believed(own: Pass, purpose:
     assert refusal(own.state("peer", b"x"), purpose) == says
 
 
-def test_an_invitation_ends_on_the_second() -> None:
-    said = anna(expires=NOW + 60).state("peer", b"x")
-    assert read(said, now=NOW + 59.9).content == b"x"
+def test_what_an_invited_peer_says_is_believed_until_its_invitation_ends() -> None:
+    said = anna("reducer", expires=NOW + 60).state("peer", b"my key")
+    found = read(said, now=NOW + 59.9)
+    assert (found.grant.name, found.grant.role, found.grant.run) == ("anna", "reducer", "digits-0001")
+    assert found.content == b"my key"
     assert refusal(said, now=NOW + 60) == "its invitation has expired"
 
 
@@ -179,11 +175,7 @@ def test_a_token_is_read_wrapped_by_a_mail_program_or_in_its_whole_line() -> Non
         assert looks_like(line)
         assert read_token(line)[1] == (EXAMPLE,)
     assert read_token(f"\n  {text[:70]}\n {text[70:]} \n")[1] == (EXAMPLE,)
-
-
-@pytest.mark.parametrize("name", ["trainkit-0001", "runs/trainkit1.old", "/home/me/trainkit", "trainkit", ""])
-def test_a_name_or_a_path_is_not_taken_for_a_token(name: str) -> None:
-    assert not looks_like(name)
+    assert not [name for name in ("trainkit-0001", "runs/trainkit1.old", "/home/me/trainkit", "") if looks_like(name)]
 
 
 def test_a_token_with_any_letter_changed_is_refused_and_not_repeated() -> None:
@@ -198,13 +190,13 @@ def test_a_token_with_any_letter_changed_is_refused_and_not_repeated() -> None:
         assert wrong[12:40] not in str(caught.value) or len(wrong) < 40
 
 
-@pytest.mark.parametrize("where", [[], ["/ip4/203.0.113.7/tcp/4711"], ["x" * 5000], "text", [5]])
-def test_a_token_that_leads_nowhere_is_refused(where: object) -> None:
+def test_a_token_that_leads_nowhere_is_refused() -> None:
     own = later()
-    body = pack([own.grant.to_bytes(), own.signature, own.key.seed, json.dumps(where).encode()])
-    text = base64.urlsafe_b64encode(pack([body, own.key.sign("token", body)])).decode().rstrip("=")
-    with pytest.raises(UserError):
-        read_token("trainkit1." + text)
+    for where in ([], ["/ip4/203.0.113.7/tcp/4711"], ["x" * 5000], "text", [5]):
+        body = pack([own.grant.to_bytes(), own.signature, own.key.seed, json.dumps(where).encode()])
+        text = base64.urlsafe_b64encode(pack([body, own.key.sign("token", body)])).decode().rstrip("=")
+        with pytest.raises(UserError):
+            read_token("trainkit1." + text)
 
 
 def test_a_token_that_has_expired_says_when() -> None:

@@ -185,21 +185,15 @@ def test_what_the_others_have_gathered_need_not_be_gathered_here(splits: Splits)
     assert swarm.told[-1].round == 1
 
 
-def test_a_volunteer_alone_makes_no_update_and_leaves(splits: Splits) -> None:
-    with guest(splits) as (p, swarm):
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dies", [False, True], ids=["nobody is there", "all die once a group has formed"])
+def test_a_volunteer_that_is_left_alone_makes_no_update_and_leaves(splits: Splits, dies: bool) -> None:
+    with guest(splits, others={OWNER: told()} if dies else {}, dies=dies) as (p, swarm):
         began = time.time()
         assert take_part(p) == "lost"
-    assert (swarm.rounds, swarm.given, swarm.common.round) == ([], [], 0)
+    assert (swarm.begun, swarm.searches, swarm.rounds, swarm.given, swarm.common.round) == (False, dies, [], [], 0)
     assert 3 * SECONDS <= time.time() - began < 20.0
     assert swarm.common.samples == 64  # it has gathered one update's worth, and no more
-
-
-@pytest.mark.timeout(60)
-def test_a_group_of_which_nobody_is_left_keeps_no_peer(splits: Splits) -> None:
-    with guest(splits, others={OWNER: told()}, dies=True) as (p, swarm):
-        assert take_part(p) == "lost"
-        assert not swarm.begun
-    assert (swarm.searches, swarm.rounds) == (1, [])
 
 
 def test_a_round_that_fails_is_tried_again_with_the_same_gradients(splits: Splits) -> None:
@@ -318,22 +312,23 @@ def test_a_round_in_which_training_has_collapsed_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "rounds",
+    "last",
     [
-        pytest.param([*STEADY, (1.4, 1e-6)], id="long, as after a round of few updates: the loss has not risen"),
-        pytest.param([*STEADY, (0.05, 0.6)], id="of a higher loss, and no longer than usual: other data"),
-        pytest.param([*STEADY, (1.4, 5e-4)], id="of a loss at which nothing is told wrong"),
-        pytest.param([*STEADY, (1.4, None)], id="not judged by its loss"),
-        pytest.param([*STEADY, *[COLLAPSED] * 4], id="the fourth that has collapsed in a row: nobody is stuck"),
-        pytest.param([COLLAPSED], id="the first of a peer"),
+        pytest.param((1.4, 1e-6), id="long, as after a round of few updates: the loss has not risen"),
+        pytest.param((0.05, 0.6), id="of a higher loss, and no longer than usual: other data"),
+        pytest.param((1.4, 5e-4), id="of a loss at which nothing is told wrong"),
+        pytest.param((1.4, None), id="not judged by its loss"),
     ],
 )
-def test_any_other_round_counts(rounds: list[tuple[float, float | None]]) -> None:
-    ended, places, _ = alone_own_rounds(*rounds)
+def test_any_other_round_counts(last: tuple[float, float | None]) -> None:
+    ended, places, _ = alone_own_rounds(*STEADY, last)
     assert (ended[-1].used, ended[-1].collapsed) == ("own", "")
-    assert [one.used for one in ended[2:-1]] == ["nothing"] * len(ended[2:-1])
-    if len(rounds) == 3:
-        assert places[-1] == pytest.approx(0.021 + rounds[-1][0], abs=1e-3)
+    assert places[-1] == pytest.approx(0.021 + last[0], abs=1e-3)
+
+
+def test_the_first_round_counts_and_the_fourth_in_a_row_so_that_nobody_is_stuck() -> None:
+    assert [one.used for one in alone_own_rounds(COLLAPSED)[0]] == ["own"]
+    assert [one.used for one in alone_own_rounds(*STEADY, *[COLLAPSED] * 4)[0][2:]] == [*["nothing"] * 3, "own"]
 
 
 @pytest.mark.parametrize(("on_nonfinite", "done"), [("stop", ["settled"]), ("rollback", ["settled", "forgotten"])])
@@ -357,30 +352,27 @@ def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str
     assert found == done
 
 
-@pytest.mark.parametrize(
-    ("gives", "seconds", "tries"),
-    [
-        pytest.param([6, 6, 7], 20.0, 3, id="one from before this round's step is not taken over"),
-        pytest.param([6] * 1000, 0.6, None, id="for half a round at most"),
-    ],
-)
-def test_right_weights_are_asked_for_again_until_they_are_given(
-    gives: list[int], seconds: float, tries: int | None, monkeypatch: pytest.MonkeyPatch
+def test_right_weights_are_asked_for_again_until_they_are_given_or_half_a_round_is_over(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In round 7; the state that is given away is of these rounds, one after the other."""
+    """In round 7; a state from before that round's step is not taken over."""
     monkeypatch.setattr("trainkit.swarm.rounds._ASK_AGAIN_SECONDS", 0.05)
-    found: list[bool] = []
 
-    def adopt(left: float, *, newer_than: int) -> bool:
-        found.append(gives[len(found)] > newer_than)
-        return found[-1]
+    def asked(gives: list[int], seconds: float) -> list[bool]:
+        found: list[bool] = []
 
-    loop: Any = TimedLoop.__new__(TimedLoop)
-    averaging, clock = SimpleNamespace(adopt=adopt), SimpleNamespace(seconds=seconds)
-    loop.peer = SimpleNamespace(clock=clock, averaging=averaging, common=SimpleNamespace(round=7))
-    loop.catch_up()
-    assert found[-1] is (tries is not None)
-    assert len(found) == tries if tries is not None else 2 <= len(found) <= 7
+        def adopt(left: float, *, newer_than: int) -> bool:
+            found.append(gives[len(found)] > newer_than)
+            return found[-1]
+
+        loop: Any = TimedLoop.__new__(TimedLoop)
+        averaging, clock = SimpleNamespace(adopt=adopt), SimpleNamespace(seconds=seconds)
+        loop.peer = SimpleNamespace(clock=clock, averaging=averaging, common=SimpleNamespace(round=7))
+        loop.catch_up()
+        return found
+
+    assert asked([6, 6, 7], 20.0) == [False, False, True]
+    assert 2 <= asked([6] * 1000, 0.6).count(False) <= 7
 
 
 # How far all are with an update.
@@ -394,10 +386,6 @@ def says(samples: int, rate: float = 0.0, *, round_index: int = 3, age: float = 
     )
 
 
-def counted(own: Tally, *, trusted: tuple[str, ...] = (), is_trusted: bool = False, **others: PeerProgress) -> Tally:
-    return tally(own, others, round_index=3, trusted=trusted, is_trusted=is_trusted, now=NOW)
-
-
 @pytest.mark.parametrize(
     ("own", "others", "trusted", "gathered"),
     [
@@ -405,9 +393,11 @@ def counted(own: Tally, *, trusted: tuple[str, ...] = (), is_trusted: bool = Fal
         (Tally(100, 50), {"a": says(60, 40, age=1.0)}, (), (200, 90)),  # it has gathered since it has spoken
         (Tally(100, 10), {"liar": says(1 << 50, 1e9), "a": says(100, 10), "b": says(100, 10)}, (), (600, 60)),
         (Tally(100, 10), {"fast": says(5000, 500)}, ("fast",), (5100, 510)),
+        # Both ends of a bound come to the same sum: else the fast one would wait while the slow one gathers the rest.
         (Tally(100, 10), {"fast": says(5000, 500)}, (), (400, 40)),
+        (Tally(5000, 500), {"owner": says(100, 10)}, ("owner",), (400, 40)),
     ],
-    ids=["all who are at it", "since then", "a volunteer's claim", "the owner's side", "anybody"],
+    ids=["all who are at it", "since then", "a volunteer's claim", "the owner's side", "anybody", "its own claim"],
 )
 def test_an_update_is_gathered_by_all_who_are_at_it(
     own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
@@ -415,16 +405,11 @@ def test_an_update_is_gathered_by_all_who_are_at_it(
     assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW) == Tally(*gathered)
 
 
-def test_the_time_that_is_left_follows_from_samples_and_speed() -> None:
-    found = Tally(300, 35)
-    assert (found.seconds_left(1000), found.seconds_left(300), Tally(0, 0).seconds_left(1)) == (20.0, 0.0, math.inf)
-
-
-def test_both_ends_of_a_bound_come_to_the_same_sum() -> None:
-    """Else the fast one would wait while the slow one gathers what it thinks is missing."""
-    slow, fast = Tally(100, 10), Tally(5000, 500)
-    owners = counted(slow, is_trusted=True, other=says(5000, 500))
-    assert counted(fast, trusted=("owner",), owner=says(100, 10)) == owners == Tally(400, 40)
+def test_the_owners_own_claim_has_no_bound_and_the_time_that_is_left_follows() -> None:
+    others = {"a": says(100, 10)}
+    found = tally(Tally(5000, 500), others, round_index=3, trusted=(), is_trusted=True, now=NOW)
+    assert (found, found.seconds_left(15300)) == (Tally(5100, 510), 20.0)
+    assert (Tally(300, 35).seconds_left(300), Tally(0, 0).seconds_left(1)) == (0.0, math.inf)
 
 
 def test_only_the_owners_side_says_that_there_is_a_newer_state() -> None:

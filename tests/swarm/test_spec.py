@@ -29,9 +29,19 @@ UNPICKLED = ("model.name=resnet18", "model.pretrained_cfg_overlay={file: /w/w.bi
 
 @pytest.mark.parametrize(
     "overrides",
-    [("model.name=os:system",), ("data.name=runpy:run_path",), ("monitor.loggers=[os:system]",), UNPICKLED],
+    [
+        ("model.name=os:system",),
+        ("data.name=runpy:run_path",),
+        ("monitor.loggers=[os:system]",),
+        ("strategy.name=theirs:build",),
+        UNPICKLED,
+    ],
 )
-def test_code_that_a_manifest_names_is_run_only_with_leave(overrides: tuple[str, ...]) -> None:
+def test_code_that_a_manifest_names_is_run_only_with_leave(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text('LOOP = "collaborative"\ndef build(dist): ...\n')
+    monkeypatch.chdir(tmp_path)
     text = to_yaml(config(*overrides))
     with pytest.raises(UserError, match="code of its creator"):
         adapted(text, (), allow_code=False)
@@ -48,17 +58,6 @@ def test_a_joiner_starts_nothing_and_sends_nowhere_for_the_creator() -> None:
     assert own.launch.mail_user is None
     assert own.collaborative.open, "what all peers have in common stays"
     assert adapted(text, ["monitor.wandb_project=mine"], allow_code=False).monitor.wandb_project == "mine"
-
-
-def test_a_strategy_that_a_manifest_names_is_not_even_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "theirs.py").write_text('LOOP = "collaborative"\ndef build(dist): ...\n')
-    monkeypatch.chdir(tmp_path)
-    text = to_yaml(config("strategy.name=theirs:build"))
-    with pytest.raises(UserError, match="code of its creator"):
-        adapted(text, (), allow_code=False)
-    assert adapted(text, (), allow_code=True).strategy.name == "theirs:build"
 
 
 @pytest.mark.parametrize("text", ["seed: [", "seed: 0\nnonsense: 1\n", "strategy: {name: ddp}\n"])

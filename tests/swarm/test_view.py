@@ -45,25 +45,17 @@ def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
     ]
 
 
-LONG = "somebody who has thought of a name of 61 characters, you see"
-
-
-@pytest.mark.parametrize(
-    ("columns", "name", "shown"), [(20, "a-long-name", None), (60, "a-long-name", None), (80, LONG, f"{LONG[:21]}...")]
-)
-def test_a_narrow_terminal_gets_fewer_columns_and_a_long_name_its_own_line(
-    monkeypatch: pytest.MonkeyPatch, columns: int, name: str, shown: str | None
-) -> None:
+def test_a_narrow_terminal_gets_fewer_columns_and_a_long_name_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((columns, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((80, 24)))
+    name = "somebody who has thought of a name of 61 characters, you see"
     lines = status_lines(replace(VIEW, peers=(ANNA, replace(BO, name=name))))
-    header, *table = lines[[line.split()[0] for line in lines].index("peer") :]
+    header, anna, bo, below = lines[-4:]
     assert "samples/s" in header
-    assert [line.strip().startswith(text) for line, text in zip(table, ("anna", shown or name), strict=False)] == [
-        True
-    ] * 2
-    assert [line.strip() for line in table[2:]] == ([name] if shown else [])
-    assert columns < 30 or max(map(len, lines)) <= columns
+    assert anna.startswith("  anna ")
+    assert bo.startswith(f"  {name[:21]}... ")
+    assert below.strip() == name
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> None:
@@ -83,11 +75,9 @@ def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> N
 
 def test_the_object_for_programs_holds_everything_and_is_json() -> None:
     found = json.loads(json.dumps(as_object(VIEW), allow_nan=False))
-    roles = [(row["peer"], row["role"]) for row in found["peers"]]
-    assert roles == [("QmAnna12345", "creator"), ("QmBo1234567", "client")]
+    assert [row["role"] for row in found["peers"]] == ["creator", "client"]
     assert (found["samples_per_sec"], found["val"]["acc1"]) == (1244.5, 93.217)
-    anna = {"name": "anna", "rounds": 4, "samples": 3000.0, "seconds": 7200.0, "bytes": 18_000_000}
-    assert found["contributions"][0] == anna
+    assert (found["contributions"][0]["name"], found["contributions"][0]["bytes"]) == ("anna", 18_000_000)
 
 
 CREATOR = EXAMPLE.rpartition("/")[2]
