@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,9 +193,8 @@ def test_a_run_leaves_counts_and_mistakes_of_its_best_weights_as_evaluate_does(t
     """Two ranks, with an average of the weights."""
     run = RunDir(tmp_path / "run")
     run_ranks(2, train_run, run.path, "ddp", ("train.max_steps=6", "train.ema_decay=0.5"))
-    summary, counts, found = (
-        json.loads(file.read_text()) for file in (run.summary, run.confusion, run.mistakes("val"))
-    )
+    files = (run.summary, run.confusion, run.mistakes("val"))
+    summary, counts, found = (json.loads(file.read_text()) for file in files)
     assert (counts["split"], counts["step"]) == ("test", summary["best_step"])
     assert counts["classes"] == [str(digit) for digit in range(10)]
     for kind, prefix in (("raw", ""), ("ema", "ema_")):
