@@ -55,7 +55,6 @@ NVIDIA, NONE, AMD = "550.54.15", "", "amdgpu"
     [
         pytest.param(NVIDIA, None, None, {}, "Install a torch that is built with CUDA.", id="a CPU build"),
         pytest.param(AMD, "12.4", None, {}, "Install a torch that is built for ROCm.", id="a CUDA build on AMD"),
-        pytest.param(NVIDIA, None, "6.2", {}, "Install a torch that is built with CUDA.", id="a ROCm build on NVIDIA"),
         pytest.param(NONE, "12.4", None, {"CUDA_VISIBLE_DEVICES": ""}, "Do without this node", id="no driver"),
         pytest.param(
             NVIDIA, "12.4", None, {"CUDA_VISIBLE_DEVICES": ""}, "Do not set CUDA_VISIBLE_DEVICES", id="masked"

@@ -225,27 +225,23 @@ print('wandb' in sys.modules)"""
     assert len(noted("init")) == 1
 
 
-def test_one_that_was_started_ahead_is_the_one_that_is_fed(stand_in: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_that_was_started_ahead_is_fed_and_no_signal_for_the_training_ends_it(
+    stand_in: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     told_nothing: Any = prepare_loggers(CONFIG)["wandb"]  # of a training that fails before its first update
     told_nothing.close()
     assert (noted("init", "finish"), capfd.readouterr().err) == ([], "")
     prepared = prepare_loggers(CONFIG)
-    ahead = client().pid
-    with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
-        assert client().pid == ahead
-        logger.log(record(1))
-    assert len(noted("log")) == 1
-
-
-def test_signals_that_are_meant_for_the_training_do_not_end_it(stand_in: RunDir) -> None:
-    prepared = prepare_loggers(CONFIG)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        client().send_signal(number)  # before it is there, and again
+    ahead = client()
+    for number in signals:
+        ahead.send_signal(number)  # before it is there, and again
     with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
         wait_for(lambda: bool(noted("init")))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-            client().send_signal(number)
+        for number in signals:
+            ahead.send_signal(number)
         logger.log(record(1))
+    assert len(noted("log")) == 1
     assert [item["exit_code"] for item in noted("finish")] == [0]
 
 

@@ -1,8 +1,4 @@
-"""Swarms of real peers with somebody among them who cheats, and what they come to.
-
-Where it can be made, each is in a small internet of its own: the creator has a public address, the volunteers are
-behind two routers that let nobody in, and whoever cheats is behind a third, or public.
-"""
+"""Swarms of real peers on this machine with somebody among them who cheats, and what they come to."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.swarm.conftest import Command, Commands
-from tests.swarm.internet import internet_or_loopback
 from trainkit import fileio
 
 HARDER = ("data.name=tests.swarm.noisy:data", "collaborative.round_seconds=4")
@@ -62,37 +57,29 @@ def swarm(
 
     ``late``: one more honest peer joins when all are there, which is when the creator says ``until``.
     """
-    with internet_or_loopback(public=2, homes=3) as net:
-        creator, token = commands.create(*settings, host=net.address("pub1"), on=net.on("pub1"))
+    creator, token = commands.create(*settings)
 
-        def join(name: str, token: str) -> tuple[str, ...]:
-            # Each in a folder of its own, for those that start at once would take the same one.
-            return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+    def join(name: str, token: str) -> tuple[str, ...]:
+        # Each in a folder of its own, for those that start at once would take the same one.
+        return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
 
-        def start(index: int, name: str) -> Command:
-            return commands.start(*join(name, token), on=net.on(f"lan{1 + index % 2}"))
-
-        reduces = "reduces" in attacks  # whom the owner has trusted to average for others
-        hers = commands.invite("mallory", *(["--reduce"] * reduces))  # of her own: a ban is of all who use it
-
-        def cheat(number: int, attack: str) -> Command:
-
-            # Who wants to be reached has a public address.
-            machine = "pub2" if attack == "impostor" or reduces else "lan3"
-            where = ("--public", "--host", net.address(machine)) if reduces else ()
-            return commands.attack(attack, *join(f"mallory{number or ''}", hers), *where, on=net.on(machine))
-
-        peers = [start(index, f"honest-{index}") for index in range(honest)]
-        cheats = [cheat(*one) for one in enumerate(attacks)]
-        # Whose records are lies has no name here; whoever sends no part is in no group.
-        averages = not {"gather", "impostor", "stall"}.intersection(attacks)
-        creator.says(until or (f"{1 + honest + len(cheats)} peers averaged" if averages else "mallory"), 120)
-        status = commands.start("swarm", "status", token, on=net.on("lan1"))
-        assert status.ends() == 0, status.output
-        if late:
-            peers.append(start(len(peers), "late"))
-        assert creator.ends(seconds) == 0, creator.output
-        for peer in peers:
-            peer.ends(60)
-        assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
-        return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)
+    # Whom the owner has trusted to average for others; with an invitation of her own, for a ban is of all who use it.
+    reduces = "reduces" in attacks
+    hers = commands.invite("mallory", *(("--reduce",) if reduces else ()))
+    where = ("--public", "--host", "127.0.0.1") if reduces else ()
+    peers = [commands.start(*join(f"honest-{index}", token)) for index in range(honest)]
+    cheats = [
+        commands.attack(attack, *join(f"mallory{number or ''}", hers), *where) for number, attack in enumerate(attacks)
+    ]
+    # Whose records are lies has no name here; whoever sends no part is in no group.
+    averages = not {"gather", "impostor", "stall"}.intersection(attacks)
+    creator.says(until or (f"{1 + honest + len(cheats)} peers averaged" if averages else "mallory"), 120)
+    status = commands.start("swarm", "status", token)
+    assert status.ends() == 0, status.output
+    if late:
+        peers.append(commands.start(*join("late", token)))
+    assert creator.ends(seconds) == 0, creator.output
+    for peer in peers:
+        peer.ends(60)
+    assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
+    return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)

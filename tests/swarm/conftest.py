@@ -121,9 +121,9 @@ class Commands:
         """``python -m jobs.<words>``; ``on``: what starts it on another machine."""
         return self._start(f"jobs.{words[0]}", *words[1:], on=on)
 
-    def attack(self, *words: str, on: tuple[str, ...] = ()) -> Command:
+    def attack(self, *words: str) -> Command:
         """``python -m tests.swarm.attackers ATTACK VERB ...``."""
-        return self._start("tests.swarm.attackers", *words, on=on)
+        return self._start("tests.swarm.attackers", *words)
 
     def intrude(self, token: str) -> Command:
         """``python -m tests.swarm.intruder``, to whom somebody with a token has told all but that."""
@@ -166,21 +166,20 @@ class Commands:
         self.started.append(command)
         return command
 
-    def type_in(self, line: str, *more: str, on: tuple[str, ...] = ()) -> Command:
+    def type_in(self, line: str, *more: str) -> Command:
         """A line as a user types it, ``VARIABLE=... python -m jobs.VERB ...``, and what a test adds to it."""
         words = shlex.split(line)
         env = dict(word.split("=", 1) for word in takewhile(lambda word: word != "python", words))
         python, dash_m, verb, *words = words[len(env) :]
         assert (python, dash_m, verb[:5]) == ("python", "-m", "jobs.")
-        return self._start(verb, *words, *more, on=on, env=env)
+        return self._start(verb, *words, *more, env=env)
 
-    def create(self, *overrides: str, host: str = "127.0.0.1", on: tuple[str, ...] = ()) -> tuple[Command, str]:
+    def create(self, *overrides: str) -> tuple[Command, str]:
         """A creator, by the guide's first line, and the token that it prints."""
-        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", host]
+        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
         model = "model.name=tests.swarm.patient:model"
-        creator = self.type_in(
-            readme.blocks("swarm", readme.DOCS / "swarm.md")[0][0], "--name", "creator", *fast, model, *overrides, on=on
-        )
+        line = readme.blocks("swarm", readme.DOCS / "swarm.md")[0][0]
+        creator = self.type_in(line, "--name", "creator", *fast, model, *overrides)
         return creator, creator.says(TOKEN)[1]
 
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -41,30 +41,6 @@ class Internet:
             subprocess.run([*self.on(machine), "tc", *limit], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no slow links here: {getattr(error, 'stderr', None) or error}")
-
-
-@dataclass(frozen=True)
-class Loopback:
-    """All machines of an internet in one: this one."""
-
-    def on(self, machine: str) -> tuple[str, ...]:
-        """Nothing: a command starts here."""
-        return ()
-
-    def address(self, machine: str) -> str:
-        """The same for all."""
-        return "127.0.0.1"
-
-
-@contextmanager
-def internet_or_loopback(*, public: int, homes: int) -> Iterator[Internet | Loopback]:
-    """`internet`; this machine alone where that cannot be made."""
-    with ExitStack() as stack:
-        try:
-            net: Internet | Loopback = stack.enter_context(internet(public=public, homes=homes))
-        except pytest.skip.Exception:
-            net = Loopback()
-        yield net
 
 
 @contextmanager

@@ -185,22 +185,11 @@ def test_a_peer_that_is_out_may_ask_who_is_out_and_nothing_else(how: str, peers:
         assert not access.Authorizer(owner).is_token_valid(stranger)
 
 
-@pytest.mark.parametrize(("keys", "answered"), [(16, True), (17, False)])
-def test_a_member_asks_for_so_many_records_at_once_and_no_more(keys: int, answered: bool, peers: Any) -> None:
-    requests = [kind(keys=[b"x" * 20] * keys) for kind in (dht_pb2.FindRequest, dht_pb2.StoreRequest)]
-    assert validated(peers["volunteer"], peers["owner"], *requests) == [answered] * 2
-
-
-# What a node keeps and reads of a DHT that somebody floods.
-
-
-@pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Bounds this process as that of a node, for one test."""
-    monkeypatch.setattr(DHTLocalStorage, "store_subkey", DHTLocalStorage.store_subkey)
-    monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
-    monkeypatch.setattr(asyncio.subprocess, "create_subprocess_exec", asyncio.create_subprocess_exec)
-    return access.bound_node
+def test_a_member_asks_for_so_many_records_at_once_and_no_more(peers: dict[str, Any]) -> None:
+    kinds = (dht_pb2.FindRequest, dht_pb2.StoreRequest)
+    for keys, answered in ((16, True), (17, False)):
+        requests = [kind(keys=[b"x" * 20] * keys) for kind in kinds]
+        assert validated(peers["volunteer"], peers["owner"], *requests) == [answered] * 2
 
 
 @pytest.mark.parametrize(("role", "passes_on"), [("volunteer", False), ("reducer", True)])

@@ -1,25 +1,53 @@
-"""Volunteers on machines with faults: a full disk, a clock that is off. The swarm does not care. One story."""
+"""Machines with faults: a full disk of a volunteer and of the creator, a clock that is off. One story."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.swarm.conftest import Command, Commands, started_in
-from tests.swarm.test_full_disk import fill, small_disk
+from trainkit import fileio
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
 
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("a file system of its own needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            with suppress(OSError):
+                while file.write(b"0" * size):
+                    pass
+    assert shutil.disk_usage(ballast).free == 0
+
+
 @dataclass
 class Story:
-    """A creator, and a volunteer whose disk is full from its third round on, to the end."""
+    """A creator whose disk, a small file system in memory, is full for some rounds; and a volunteer whose disk is full
+    from its third round on, to the end."""
 
     commands: Commands
     creator: Command
@@ -33,7 +61,7 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("swarm")
-    with small_disk(folder / "disk"), started_in(folder) as commands:
+    with small_disk(folder / "disk"), small_disk(folder / "runs"), started_in(folder) as commands:
         creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=60")
         run = folder / "disk" / "anna"
         full = commands.join(token, "--name", "anna", "--run-dir", str(run))
@@ -52,6 +80,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         for command in off.values():
             command.ends()
         full.says(rf"(2 peers averaged(.*\n)+.*){{{told + 3}}}")
+        fill(folder / "runs" / "ballast")
+        creator.says("cannot write into the run folder")
+        number = creator.output.count("\nround ")
+        creator.says(rf"^round {number + 3}/60")
+        (folder / "runs" / "ballast").unlink()
+        creator.says("there is room on the disk again")
+        creator.says(rf"^round {number + 5}/60")
         creator.process.send_signal(signal.SIGINT)
         for command in (creator, full):
             command.ends()
@@ -70,6 +105,23 @@ def test_and_the_swarm_does_not_notice(story: Story) -> None:
     with_it = rounds[next(index for index, line in enumerate(rounds) if "2 peers averaged" in line) :]
     assert len(with_it) >= 5
     assert [line for line in with_it[:-1] if "2 peers averaged" not in line] == []
+
+
+def test_a_creator_trains_on_without_room_and_writes_all_of_it_once_there_is(story: Story) -> None:
+    assert story.creator.process.returncode == 0
+    assert story.creator.output.count("cannot write into the run folder: No space left on device") == 1
+    run = story.commands.run("hivemind-0001")
+    metrics, events = (list(fileio.read_jsonl(run / name)) for name in ("metrics.jsonl", "events.jsonl"))
+    rounds = [record["round"] for record in metrics if record["split"] == "val"]
+    assert rounds == list(range(1, len(rounds) + 1))  # nothing that was measured meanwhile is lost
+    assert len(rounds) >= 6
+    times = [record["time"] for record in metrics]
+    assert times == sorted(times)
+    kinds = [event["event"] for event in events]
+    assert (kinds.count("save_failed"), kinds.count("save_recovered")) == (1, 1)
+    last, saved = metrics[-1]["round"], [event["round"] for event in events if event["event"] == "saved"]
+    assert last - 1 <= saved[-1] <= last
+    assert fileio.read_object(run / "checkpoints" / "latest" / "state.json")["state"]["round"] in (last - 1, last)
 
 
 def test_what_was_measured_before_is_whole(story: Story) -> None:

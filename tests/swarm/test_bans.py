@@ -91,11 +91,11 @@ def told(role: Role, *bans: Ban, owner: Key = OWNER) -> bytes:
     return bans_list(grant(owner, "run", "anna", role, time.time() + 60), bans)
 
 
-@pytest.mark.parametrize("role", ["owner", "reducer"])
-def test_a_ban_of_the_owners_side_holds_for_all_who_hear_of_it(role: Role, tmp_path: Path) -> None:
-    creator, ban = Bans(tmp_path / "bans.jsonl"), EVE._replace(time=5.0)
-    creator.merge(read_bans(Admission(OWNER.public), told(role, ban)))
-    assert creator.read() == Bans(tmp_path / "bans.jsonl").read() == {"QmEve": ban}  # also for one that comes back
+def test_a_ban_of_the_owners_side_holds_for_all_who_hear_of_it(tmp_path: Path) -> None:
+    for role in ("owner", "reducer"):
+        creator, ban = Bans(tmp_path / f"{role}.jsonl"), EVE._replace(time=5.0)
+        creator.merge(read_bans(Admission(OWNER.public), told(role, ban)))
+        assert creator.read() == Bans(tmp_path / f"{role}.jsonl").read() == {"QmEve": ban}  # also when it comes back
 
 
 def test_the_last_word_about_somebody_counts_in_whatever_order() -> None:
@@ -254,13 +254,6 @@ def test_the_third_time_in_a_row_shuts_the_door_until_the_ban_is_lifted(watched:
     assert watched.shut_out[-1] == []
 
 
-def test_nobody_is_banned_with_whom_nobody_can_be(watched: Watched) -> None:
-    """The owner, by a crowd of newcomers: it may be the one whose part is unlike the others'."""
-    watched.sentry.invitation_of = lambda peer: ""
-    assert watched.rounds(DROPPED, count=STRIKES + 1) == ["peer_dropped"] * (STRIKES + 1)
-    assert (watched.shut_out, watched.bans.read()) == ([], {})
-
-
 def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) -> None:
     """Of a newcomer nothing is expected until it has told of a round."""
     watched.sentry.before_round({**PEERS, "QmNew": PeerProgress("new", 3, 0, 0.0, 0.0, 0, 0.0)}, 4.0)
@@ -281,11 +274,15 @@ def test_a_crowd_of_liars_is_not_a_crowd_of_events(watched: Watched) -> None:
     assert len(watched.rounds(*(Verdict(f"Qm{index:09}", "dropped", "lied") for index in range(200)))) <= 20
 
 
-def test_two_of_one_invitation_are_one_ban(watched: Watched) -> None:
-    watched.sentry.invitation_of = lambda peer: "invitation of eve"
-    kinds = watched.rounds(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why), count=STRIKES)
-    assert list(watched.bans.read()) == ["invitation of eve"]
-    assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (1, 1)
+@pytest.mark.parametrize(("invitation", "banned"), [("invitation of eve", 1), ("", 0)])
+def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
+    watched: Watched, invitation: str, banned: int
+) -> None:
+    """The owner's may be the only part that is unlike a crowd of newcomers'."""
+    watched.sentry.invitation_of = lambda peer: invitation
+    kinds = watched.rounds(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why), count=STRIKES + 1)
+    assert list(watched.bans.read()) == [invitation] * banned
+    assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (banned, banned)
 
 
 LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what it got (cosine -0.90)")

@@ -69,9 +69,7 @@ PARTS = contributions(8)
         # A quick peer moves further in proportion; a tiny one does not shrink the others, or the owner's side.
         ({0: 3.0}, {"weights": [120.0, 40.0, 40.0]}, [3, 1, 1], 0.05),
         ({2: 1e-9}, {"weights": [100.0] * 3}, [1, 1, 1], 0.05),
-        ({1: 1e-9}, {"weights": [100.0] * 2, "trusted": [0]}, [1, 1], 1e-6),
         # Who has trained nothing neither counts nor is blamed.
-        ({3: 0.0}, {"weights": [100.0, 100.0, 100.0, 0.0]}, [1, 1, 1, 0], 0.05),
         ({3: math.nan}, {"weights": [100.0, 100.0, 100.0, 0.0]}, [1, 1, 1, 0], 0.05),
         # Eight honest ones with one invitation count in full, with others or without.
         *(
@@ -91,17 +89,21 @@ def test_honest_contributions_count_by_their_samples_and_nobody_is_blamed(
 
 
 @pytest.mark.parametrize(
-    ("attack", "why"),
+    ("attack", "claim", "why"),
     [
-        *((lambda part, by=by: by * part, "points against the others") for by in (-1, -9, -50)),
-        *((lambda part, by=by: by * part, "sent values that are not finite") for by in (math.nan, math.inf, 1e30)),
-        (lambda part: torch.cat([part, part]), "sent something of the wrong shape"),
-        (lambda part: part.to(torch.int8), "sent something of the wrong shape"),
+        *((lambda part, by=by: by * part, 100.0, "points against the others") for by in (-1, -9, -50)),
+        *(
+            (lambda part, by=by: by * part, 100.0, "sent values that are not finite")
+            for by in (math.nan, math.inf, 1e30)
+        ),
+        (lambda part: torch.cat([part, part]), 100.0, "sent something of the wrong shape"),
+        (lambda part: part.to(torch.int8), 100.0, "sent something of the wrong shape"),
+        *((lambda part: part, claim, f"claims {claim:.3g} samples") for claim in (1e9, math.nan, math.inf, -1.0)),
     ],
 )
-def test_an_attackers_contribution_is_dropped(attack: Callable[[Tensor], Tensor], why: str) -> None:
+def test_an_attackers_contribution_is_dropped(attack: Callable[[Tensor], Tensor], claim: float, why: str) -> None:
     *honest, last = PARTS[:4]
-    average, judged = screened([*honest, attack(last)])
+    average, judged = screened([*honest, attack(last)], weights=[*[100.0] * 3, claim])
     assert list(judged) == ["peer-3"]
     assert judged["peer-3"].startswith(f"dropped: {why}")
     assert distance(average, screened(honest)[0]) < 0.02
@@ -135,16 +137,7 @@ def test_a_noticeably_longer_one_is_clipped_and_not_dropped() -> None:
     assert judged["peer-3"].startswith(("clipped: was 3.0 times longer", "clipped: was 3.1 times longer"))
 
 
-@pytest.mark.parametrize("claim", [1e9, float("nan"), float("inf"), -1.0])
-def test_a_claim_that_cannot_be_true_drops_its_sender(claim: float) -> None:
-    *honest, last = PARTS[:5]
-    average, dropped = screened([*honest, -last], weights=[100.0] * 4 + [claim])
-    assert f"claims {claim:.3g} samples" in dropped["peer-4"]
-    assert distance(average, screened(honest)[0]) < 1e-6
-
-
-@pytest.mark.parametrize("honest", [1, 2, 3])
-@pytest.mark.parametrize("factor", [-1.0, -4.0, -9.0])
+@pytest.mark.parametrize(("honest", "factor"), [(1, -1.0), (2, -4.0), (3, -9.0)])
 def test_who_comes_five_times_with_one_invitation_is_no_majority(honest: int, factor: float) -> None:
     parts = [*PARTS[:honest], *(factor * part for part in PARTS[honest : honest + 5])]
     many = range(honest, honest + 5)
@@ -212,14 +205,12 @@ def test_what_a_sender_did_in_one_part_holds_for_the_round(
     assert [verdict.peer for verdict in screen.verdicts() if verdict.action == "dropped"] == out
 
 
-def test_a_slow_peer_that_sends_every_other_part_counts_in_those() -> None:
-    screen = Screen([f"peer-{i}" for i in range(3)], Limits(possible=POSSIBLE), SIZE)
-    own = torch.zeros(100)
-    for index in range(SIZE // 100):
-        parts = dict(enumerate(part[100 * index : 100 * index + 100] for part in PARTS[:3]))
-        counting = 2 + index % 2
-        average = screen.average(100 * index, parts, {0: 100.0, 1: 100.0, 2: 100.0 * (index % 2)}, own)
-        assert distance(average, sum(list(parts.values())[:counting], own) / counting) < 0.2
+def test_a_slow_peer_that_sends_one_part_of_two_counts_in_that() -> None:
+    screen, own = Screen(["a", "b", "c"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE // 2)
+    for index in range(2):
+        parts = dict(enumerate(part[SIZE // 2 * index :][: SIZE // 2] for part in PARTS[:3]))
+        average = screen.average(SIZE // 2 * index, parts, {0: 100.0, 1: 100.0, 2: 100.0 * index}, own)
+        assert distance(average, sum(list(parts.values())[: 2 + index], own) / (2 + index)) < 0.2
     assert screen.verdicts() == ()
 
 

@@ -139,12 +139,6 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
     yield p, swarm
 
 
-@pytest.mark.parametrize(("ahead", "heard"), [(-11.0, False), (-9.0, True), (5.0, True), (60.0, False)])
-def test_a_peer_counts_while_it_is_heard_and_its_clock_may_be_right(splits: Splits, ahead: float, heard: bool) -> None:
-    with peer(splits, others={OWNER: replace(told(), time=time.time() + ahead)}) as (p, _):
-        assert list(SampleLoop(p, iter(())).others()) == [OWNER] * heard
-
-
 def told(*, round_index: int = 0, samples: int = 0) -> PeerProgress:
     """It stays fresh for longer than a test lasts."""
     return PeerProgress("x", round_index, samples, 0.0, 0.0, 1, time.time() + 5.0)
@@ -250,15 +244,19 @@ def test_a_peer_takes_over_the_state_of_the_owners_side_alone(
     assert (swarm.adopted, [done.index for done in swarm.rounds]) == (adopted, rounds)
 
 
-@pytest.mark.parametrize(("role", "goes_back"), [("volunteer", True), ("reducer", False)])
-def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(
-    splits: Splits, role: str, goes_back: bool
-) -> None:
-    with peer(splits, role=role) as (p, swarm):
-        swarm.common.round = 2
-        loop = SampleLoop(p, iter(()))
-        loop.began -= 1.0
-        assert loop.has_strayed({OWNER: told(round_index=0)}) is goes_back
+def test_a_peer_counts_while_it_is_heard_and_its_clock_may_be_right(splits: Splits) -> None:
+    for ahead, heard in ((-11.0, False), (-9.0, True), (5.0, True), (60.0, False)):
+        with peer(splits, others={OWNER: replace(told(), time=time.time() + ahead)}) as (p, _):
+            assert list(SampleLoop(p, iter(())).others()) == [OWNER] * heard
+
+
+def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(splits: Splits) -> None:
+    for role, goes_back in (("volunteer", True), ("reducer", False)):
+        with peer(splits, role=role) as (p, swarm):
+            swarm.common.round = 2
+            loop = SampleLoop(p, iter(()))
+            loop.began -= 1.0
+            assert loop.has_strayed({OWNER: told(round_index=0)}) is goes_back
 
 
 def test_a_round_lasts_no_longer_than_its_limit(splits: Splits) -> None:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from PIL import Image
@@ -65,16 +64,6 @@ def _measured(env: RankEnv) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_loss_map_and_f1_are_scikit_learns_on_any_number_of_ranks(world_size: int) -> None:
     assert run_ranks(world_size, _measured) == [pytest.approx(by_sklearn(), rel=1e-6)] * world_size
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_average_precision_takes_equal_scores_together(seed: int) -> None:
-    random = numpy.random.default_rng(seed)
-    scores, there = random.integers(0, 4, 30) / 4, random.random(30) < 0.4
-    expected = sklearn_metrics.average_precision_score(there, scores)
-    assert average_precision(torch.tensor(scores), torch.tensor(there)) == pytest.approx(expected)
-    backwards = average_precision(torch.tensor(scores[::-1].copy()), torch.tensor(there[::-1].copy()))
-    assert backwards == pytest.approx(expected)
 
 
 def test_scores_that_are_not_finite_find_nothing() -> None:
