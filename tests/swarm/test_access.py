@@ -228,6 +228,18 @@ def test_who_is_out_is_told_why_and_a_reducer_passes_it_on(role: invitations.Rol
     )
 
 
+# What a node keeps and reads of a DHT that somebody floods.
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Bounds this process as that of a node, for one test."""
+    monkeypatch.setattr(DHTLocalStorage, "store_subkey", DHTLocalStorage.store_subkey)
+    monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
+    monkeypatch.setattr(asyncio.subprocess, "create_subprocess_exec", asyncio.create_subprocess_exec)
+    return access.bound_node
+
+
 def test_a_node_keeps_so_many_records_for_so_long(bound: Callable[[], None]) -> None:
     """The newest of each peer, which nobody displaces who sends an older one again, signature and all."""
     bound()

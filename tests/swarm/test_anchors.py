@@ -123,16 +123,13 @@ def test_the_creator_takes_over_what_the_others_have_reached_without_it(story: S
     assert int(re.findall(r"^round (\d+)/60", story.again.output, re.MULTILINE)[0]) == int(match[2]) + 1
 
 
-def test_an_anchor_keeps_checkpoints_and_makes_no_updates(story: Story) -> None:
+def test_an_anchor_needs_no_data_makes_no_updates_and_keeps_checkpoints(story: Story) -> None:
+    assert not (story.commands.folder / "data").exists()
+    assert "The data set 'rooted' is not in" in story.bare.output  # which would train
+    assert re.search(r"\d peers averaged", story.anchor.output)
+    assert "images/s here" not in story.anchor.output
     (run,) = story.commands.runs_root.glob("*-anchor-*")
     assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
-    assert "images/s here" not in story.anchor.output
-
-
-def test_an_anchor_needs_no_data_and_whoever_trains_does(story: Story) -> None:
-    assert not (story.commands.folder / "data").exists()
-    assert re.search(r"\d peers averaged", story.anchor.output)
-    assert "The data set 'rooted' is not in" in story.bare.output
 
 
 def test_the_creators_load_is_shown_and_the_anchor_shares_it(story: Story) -> None:
@@ -143,25 +140,19 @@ def test_the_creators_load_is_shown_and_the_anchor_shares_it(story: Story) -> No
     assert {name for name, row in rows.items() if row["role"] == "client"} == {"home1", "home2"}
 
 
-def test_a_creator_that_has_moved_says_where_newcomers_find_it(story: Story) -> None:
+def test_a_creator_that_has_moved_says_so_and_is_not_doubled(story: Story) -> None:
     place = r"python -m jobs\.join TOKEN /ip4/45\.10\.10\.13/tcp/4711/"
     assert re.search(rf"^It has moved\. Who trains finds it through an anchor.*\n  {place}", story.again.output, re.M)
-
-
-def test_a_second_creator_from_a_copy_of_the_run_folder_is_refused(story: Story) -> None:
     lines = story.twin.output.splitlines()
     assert lines[0] == "This run goes on already, on another machine."
     assert "answers at /ip4/45.10.10.13/tcp/4711/" in lines[1]
-    assert "round" not in story.twin.output.splitlines()[-1]
+    assert "round" not in lines[-1]
 
 
 def test_an_anchor_killed_while_all_send_their_parts_costs_a_round_at_most(story: Story) -> None:
     later = [line for line in story.again.output[story.killed_at["again"] :].splitlines() if line.startswith("round ")]
     until = next(index for index, line in enumerate(later) if "4 peers averaged" in line)
     assert len([line for line in later[:until] if "peers averaged" not in line]) <= 1
-
-
-def test_all_end_when_the_creator_does(story: Story) -> None:
     assert [peer.process.returncode for peer in (story.again, story.late, *story.homes)] == [0, 0, 0, 0]
     assert "The creator ended the run." in story.late.output
 
