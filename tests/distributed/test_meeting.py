@@ -88,7 +88,8 @@ def test_a_rank_with_another_secret_is_named_and_does_not_join() -> None:
 
 def test_a_sealed_store_says_nothing_to_who_lists_it_also_through_torchs_wrappers() -> None:
     plain = HashStore()
-    SealedStore(plain, OURS).set("joined/1", "n1")
+    sealed = SealedStore(plain, OURS)
+    sealed.set("joined/1", "n1")
     assert SealedStore(plain, OURS).get("joined/1") == b"n1"
     for other in (THEIRS, NO_SECRET):
         assert not SealedStore(plain, other).check(["joined/1"])
@@ -96,7 +97,7 @@ def test_a_sealed_store_says_nothing_to_who_lists_it_also_through_torchs_wrapper
     plain.set(OURS.name("joined/1"), "n2")  # as a stranger may
     with pytest.raises(RunFailedError, match="does not know the run's secret"):
         SealedStore(plain, OURS).get("joined/1")
-    wrapper: Any = PrefixStore("group", SealedStore(plain, OURS))  # older stubs do not know `clone`
+    wrapper: Any = PrefixStore("group", sealed)  # older stubs do not know `clone`
     inner = wrapper.clone()
     inner.set("key", "value")
     assert (inner.get("key"), inner.check(["key"]), inner.add("count", 3)) == (b"value", True, 3)

@@ -25,16 +25,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def test_without_a_terminal_every_record_is_one_plain_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = console.build(run_dir, Config(), Start(total_steps=40))
-    logger.log({**TRAIN, "step": 10})
-    logger.log(VAL)
-    logger.close()
-    train, val = capsys.readouterr().out.splitlines()
-    assert train.startswith("train  epoch   0.50  step 10/40  loss 1.5000  acc1 40.00 %")
-    assert val == VAL_LINE
-
-
 def test_the_time_to_go_follows_the_pace_of_this_attempt(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     logger = console.build(run_dir, Config(), Start(total_steps=1000, resumed_step=500))
     logger.log({**TRAIN, "step": 510, "time": 160.0})  # it was warming up

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tests.rank_functions import rank_env
 from trainkit import plugins
@@ -44,30 +43,6 @@ def test_gradients_travel_as_the_hook_says(hook: str, dtype: torch.dtype) -> Non
         model(images).square().sum().backward()
     assert plain.weight.grad is not None
     assert torch.equal(plain.weight.grad, expected.to(dtype).float())
-
-
-def test_last_layers_gradients_are_sent_while_the_first_are_computed() -> None:
-    happened: list[str] = []
-    with distributed(RankEnv.single(), use_gpu=False) as dist:
-        layers = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # of 1.4 MB
-        model = plugins.load("trainkit.strategies", "ddp")(dist, bucket_cap_mb=1).parallelize(layers)
-        names: dict[torch.Tensor, str] = {
-            weight: f"{place} sent" for place, layer in enumerate(layers) for weight in layer.parameters()
-        }
-
-        def send(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            happened.extend(dict.fromkeys(names[weight] for weight in bucket.parameters()))
-            sent: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            sent.set_result(bucket.buffer())
-            return sent
-
-        model.register_comm_hook(None, lambda _, bucket: send(bucket))  # torch cannot read what it is annotated with
-        first = next(layers.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: happened.append("0 computed"))
-        for _ in range(2):
-            happened.clear()
-            model(torch.randn(4, 600)).square().sum().backward()
-            assert happened == ["2 sent", "1 sent", "0 computed", "0 sent"]
 
 
 def test_a_function_that_returns_no_strategy_is_told_what_one_has(

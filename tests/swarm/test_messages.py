@@ -125,7 +125,8 @@ def test_its_model_is_the_runs_and_whatever_is_not_the_datas_must_be_alike(their
         told = {**theirs, key: "another"}
         with pytest.raises(RefusedError, match=f"differs from the run in: {key}"):
             require_same(told, facts_here(MANIFEST, told))
-    for size in ({"num_classes": 9}, {"in_chans": 3}, {"image_size": 16}):
+    sizes: tuple[dict[str, Any], ...] = ({"num_classes": 9}, {"in_chans": 3}, {"image_size": 16})
+    for size in sizes:
         with pytest.raises(RefusedError, match="differs from the run in: model"):
             require_same(theirs, facts_here(replace(MANIFEST, **size), theirs))
     with pytest.raises(AssertionError, match="an anchor has no images"):  # nothing of it can be trained on

@@ -164,11 +164,12 @@ def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() ->
     screen = Screen(["peer-0", "peer-1", "peer-2"], Limits(possible=POSSIBLE), SIZE)
     screen.average(0, dict(enumerate(contributions(3))), {0: 100.0, 1: 100.0, 2: 1000.0}, torch.zeros(SIZE))
     assert screen.counted() == {"peer-0": 100.0, "peer-1": 100.0, "peer-2": 150.0}
-    # A part that came too late is not.
-    first, second = (dict(enumerate(contributions(2, SIZE // 2))) for _ in range(2))
-    screen, whole = Screen(["peer-0", "peer-1"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE)
-    screen.average(0, first, {0: 100.0, 1: 100.0}, whole[: SIZE // 2])
-    screen.average(SIZE // 2, {0: second[0]}, {0: 100.0}, whole[SIZE // 2 :])
+    # Of a part that came too late nothing is.
+    halves = (slice(SIZE // 2), slice(SIZE // 2, None))
+    early, late = (dict(enumerate(part[half] for part in contributions(2))) for half in halves)
+    screen, own = Screen(["peer-0", "peer-1"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE // 2)
+    screen.average(0, early, {0: 100.0, 1: 100.0}, own)
+    screen.average(SIZE // 2, {0: late[0]}, {0: 100.0}, own)
     assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
     # Who was dropped, or has trained nothing.
     *honest, last = contributions(5)

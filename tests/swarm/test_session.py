@@ -42,7 +42,6 @@ ROUNDS = [f"swarm/{name}" for name in ("exchange", "link", "messages", "sync", "
     ("file", "differs"),
     [
         ("data/order", ["code of trainkit"]),
-        ("training/deep/er", ["code of trainkit"]),
         ("training/new", ["code of trainkit"]),
         ("swarm/sync", ["code of trainkit"]),
         ("swarm/doctor", []),

@@ -190,6 +190,16 @@ def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None
             own, given = (one.probe().numpy().tobytes() for one in (ours, theirs))
             assert has_drifted(own, {"owner": given}, lambda peer: owner, role="volunteer", own_id="me")
         theirs.theta[place] -= by
+    nobody = Member("vera", "vera", "volunteer", 0, "", b"")
+    near, far = ((ours.probe() * factor).numpy().tobytes() for factor in (1.0 + 1e-6, 1.01))
+    for said, member, role, drifted in (
+        (far, owner, "volunteer", True),
+        (near, owner, "volunteer", False),
+        (far, nobody, "volunteer", False),  # what volunteers say of their weights makes nobody a stray
+        (far, owner, "owner", False),  # by whose weights all others are measured
+    ):
+        own, known = ours.probe().numpy().tobytes(), {member.peer_id: member}
+        assert has_drifted(own, {member.peer_id: said}, known.get, role=role, own_id="me") is drifted  # type: ignore[arg-type]
 
 
 # Gradients
