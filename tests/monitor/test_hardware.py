@@ -73,7 +73,7 @@ def test_a_sample_has_what_waited_for_cpus_and_what_others_had_of_them(tmp_path:
         assert sample["load"] > 0
         taken.append(sample["cpu_taken"])
     assert taken[0] > 50
-    assert taken[1] < taken[0] - 10, "its own processes are no others"
+    assert taken[1] < taken[0] - 5, "its own processes are no others"
 
 
 @pytest.mark.parametrize(("gpus", "driver", "device"), [(0, True, "cuda"), (0, False, "cuda:0"), (4, True, "cpu")])

@@ -57,7 +57,6 @@ def traced(folder: Path) -> dict[str, int]:
     [
         ((3, 5), {"steps-00000003-00000005-rank-0": 2}),
         ((13, 99), {"steps-00000013-00000015-rank-0": 2}),  # a run that ends in between
-        (None, {}),
     ],
 )
 def test_the_updates_that_were_named_are_profiled_and_no_others(

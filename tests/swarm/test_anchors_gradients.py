@@ -62,12 +62,9 @@ def updates(output: str) -> list[int]:
 def test_the_volunteers_make_updates_through_the_anchor(story: Story) -> None:
     meanwhile = story.anchor.output[story.without :]
     assert meanwhile.count("3 peers averaged") >= 4
-    assert all("Waiting for it" not in peer.output for peer in story.volunteers)
-
-
-def test_no_update_is_made_twice_or_left_out_by_the_anchor(story: Story) -> None:
     made = updates(story.anchor.output)
-    assert made == sorted(set(made))
+    assert made == sorted(set(made)), "none is made twice"
+    assert all("Waiting for it" not in peer.output for peer in story.volunteers)
 
 
 def test_the_creator_takes_over_what_they_have_reached(story: Story) -> None:
@@ -77,8 +74,5 @@ def test_the_creator_takes_over_what_they_have_reached(story: Story) -> None:
     assert before - 1 <= int(match[1]) <= before
     assert int(match[2]) >= before + 3
     assert updates(story.again.output)[0] > int(match[2])
-
-
-def test_all_end_when_the_creator_does(story: Story) -> None:
     peers = (story.again, story.anchor, *story.volunteers)
     assert [peer.process.returncode for peer in peers] == [0, 0, 0, 0]

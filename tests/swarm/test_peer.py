@@ -22,12 +22,9 @@ def launched(rank: int, size: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in zip(names, values, strict=True)}}
 
 
-def test_without_a_launcher_and_a_wish_a_peer_is_one_rank() -> None:
+def test_a_peer_is_one_rank_or_those_that_torchrun_has_started() -> None:
     with ranks_of_peer(None, [], {}) as (env, secret):
         assert (env.world_size, bool(secret)) == (1, False)
-
-
-def test_the_ranks_that_torchrun_has_started_are_one_peer() -> None:
     with ranks_of_peer(None, [], launched(1, 2) | {"TRAINKIT_SECRET": "x" * 16}) as (env, secret):
         assert (env.rank, env.world_size, secret.text) == (1, 2, "x" * 16)
 

@@ -158,23 +158,17 @@ def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
     assert {"started", "saved", "peer_joined"} <= {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
 
 
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("dead", "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/"),
-        ("stranger", "Nobody of the swarm answers at"),
-        ("port", "Cannot listen on 127.0.0.1, port"),
-        ("closed", "Nobody of the swarm answers at"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines(story: Story, case: str, says: str) -> None:
-    command = story.refused[case]
-    assert command.process.returncode == 2
-    lines = command.output.splitlines()
-    assert lines[0].startswith(says)
-    assert [line[:6] for line in lines[1:]] == ["  why:", "  fix:"]
-
-
-def test_who_was_refused_has_written_nothing(story: Story) -> None:
+def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines_and_writes_nothing(story: Story) -> None:
+    says = {
+        "dead": "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/",
+        "stranger": "Nobody of the swarm answers at",
+        "port": "Cannot listen on 127.0.0.1, port",
+        "closed": "Nobody of the swarm answers at",
+    }
+    for case, command in story.refused.items():
+        assert command.process.returncode == 2
+        lines = command.output.splitlines()
+        assert lines[0].startswith(says[case])
+        assert [line[:6] for line in lines[1:]] == ["  why:", "  fix:"]
     names = sorted(path.name for path in story.commands.runs_root.glob("[!.]*"))
     assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer", "hivemind-peer"]

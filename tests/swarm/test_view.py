@@ -107,7 +107,7 @@ def test_accuracy_and_credit_are_the_creators_account_not_what_a_peer_says() -> 
 @pytest.mark.parametrize(
     "own",
     [
-        *({"name": name} for name in ("\x1b]0;evil\x07two\nlines", "x" * 128, "x" * 5000)),
+        *({"name": name} for name in ("\x1b]0;evil\x07two\nlines", "x" * 5000)),
         *({"loss": float("inf")}, {"loss": float("nan")}, {"samples_per_sec": 1e300}, {"time": 1e300}),
         {"samples": 10**400, "round": 10**30, "sent": -5},
     ],
