@@ -188,5 +188,5 @@ def test_a_disk_without_inodes_is_not_said_to_be_out_of_bytes(
     (failed.attempt_logs(0) / "rank-1.err").write_text(TRACEBACK.replace("ValueError: bad", full))
     failed.events.write_text(failed.events.read_text().replace("ValueError: bad", full))
     said = why_with_mounts(failed, no_slurm, f"mount -t tmpfs -o size=1m,nr_inodes=1 tmpfs {disk} && ")
-    assert "The disk is out of inodes: it has room for bytes, and for no further file" in said
+    assert f"No inodes left on the disk of {disk}: too many files" in said
     assert f"df -i {disk}" in said

@@ -221,8 +221,6 @@ def _cause(
     found.update(groups)
     if failure is not None and failure.error.endswith(f"(on {failure.host})") and source.place in ("rank", "batch"):
         found["error"] = source.quote(match.start()).text.rstrip(".")  # srun only knows that it exited
-    if row.name == "missing-module":
-        found["module"] = found["module"].partition(".")[0]
     fix, command = row.fix, row.command
     if "{host}" in command and _on_every_node(row, run, attempt, failure, found["hosts"]):
         found["host"], fix = "", EVERY_NODE
@@ -392,7 +390,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "place": place or str(run.path),
             "folder": _folder(place) if place else str(run.path.parent),
             "moves": f" ({moved_by}=FOLDER puts it elsewhere)" if moved_by else "",
-            "full": _full(place or str(run.path)),
+            "full": fileio.full(Path(_folder(place or str(run.path)))) or "The disk is full, of bytes or of files",
             "crashed_at": f", at {at}" if at else "",
             "there": built_in(state.executor).at_node(host),
             "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
@@ -482,17 +480,6 @@ def _place_of(failure: Failure | None) -> tuple[str, str]:
 def _folder(place: str) -> str:
     """The folder of a file."""
     return place if os.path.isdir(place) or not os.path.splitext(place)[1] else os.path.dirname(place)
-
-
-def _full(place: str) -> str:
-    """What a full disk has run out of, where it can be asked from here."""
-    try:
-        room = os.statvfs(_folder(place))
-    except OSError:
-        return "full, of bytes or of files"
-    if room.f_files and room.f_favail == 0 and room.f_bavail:
-        return "out of inodes: it has room for bytes, and for no further file"
-    return "full" if room.f_bavail == 0 else "full, of bytes or of files"
 
 
 def on_every_machine(run: RunDir, command: str) -> str:

@@ -261,19 +261,18 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
     Raises:
         UserError: there is a file that cannot be read.
     """
-    metrics, looked_at = described(run), _LOOKED_AT
+    metrics = described(run)
     try:
         with fileio.open_regular(run.metrics) as file:
             size = fileio.require_size(file, MOST_BYTES)
-            while True:
+            for looked_at in (_LOOKED_AT, LONGEST):
                 end = fileio.end_of(file, looked_at)
                 last = _newest(end, b"\n", ("train", "val"), metrics)
                 found = {"train": last, "val": last}
                 for split in {"train", "val"} - {last.get("split")}:
                     found[split] = _newest(end, f'"split": "{split}"'.encode(), (split,), metrics)
-                if all(found.values()) or looked_at >= min(size, LONGEST):
+                if all(found.values()) or looked_at >= size:
                     break
-                looked_at = min(16 * looked_at, LONGEST)
             if not last and size > LONGEST:
                 raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
     except FileNotFoundError:
