@@ -95,9 +95,7 @@ def estimate(
         starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
     if not starts:
         fix = "Ask for one with --partition NAME, or try again when one is up."
-        raise RefusedError(
-            "No partition of this cluster takes jobs.", why="sinfo and scontrol name none that is up.", fix=fix
-        )
+        raise RefusedError("No partition of this cluster takes jobs.", why="scontrol names none that is up.", fix=fix)
     now, width = datetime.now(), max(map(len, starts))
     for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
         print(f"{name:{width}}  {_words(start, now)}")

@@ -162,6 +162,16 @@ def test_a_program_reads_what_it_is_given_or_not() -> None:
     assert shell("exec 2>&-; sleep 0.2; echo 4711").out == "4711\n"
 
 
+def test_an_answer_needs_no_files_in_memory_and_survives_a_script_that_opens_stderr_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = "echo a warning > /dev/stderr; echo refused >&2"
+    assert shell(script).err == "a warning\nrefused\n"
+    monkeypatch.delattr(os, "memfd_create", raising=False)  # conda's Python has none
+    answer = shell(f"{script}; cat", text="4711")
+    assert (answer.out, answer.err) == ("4711", "a warning\nrefused\n")
+
+
 def test_ctrl_c_ends_the_program_too(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:

@@ -7,6 +7,7 @@ started here and asked nothing (ranks, a controller, a connection) is started el
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import os
 import re
@@ -244,6 +245,8 @@ def ask(
     with _scratch() as given, _scratch() as out, _scratch() as err:
         given.write(text.encode())
         given.seek(0)
+        for file in (out, err):  # a script's `> /dev/stderr` opens it anew: what follows must not be written over that
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         try:
             process = subprocess.Popen(
                 command, env=env, cwd=cwd, stdin=given, stdout=out, stderr=err, start_new_session=True
@@ -273,11 +276,12 @@ def ask(
 
 
 def _scratch() -> IO[bytes]:
-    """A file without a name, in memory where the system has such: the disk may be full.
+    """A file without a name, in memory where Python has such (conda's, built for old systems, has not): the disk may be
+    full.
 
     A pipe would be open for as long as anything that the program has left running.
     """
-    return os.fdopen(os.memfd_create("scratch"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
+    return os.fdopen(os.memfd_create("scratch"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def _no_answer(program: str, words: str, kind: type[NoAnswer] = NoAnswer) -> NoAnswer:

@@ -63,6 +63,7 @@ NVIDIA, NONE, AMD = "550.54.15", "", "amdgpu"
             NVIDIA, "12.4", None, {"CUDA_VISIBLE_DEVICES": "MIG-5a3f"}, "Do not set CUDA_VISIBLE_DEVICES", id="MIG"
         ),
         pytest.param(AMD, None, "6.2", {"ROCR_VISIBLE_DEVICES": ""}, "Do not set ROCR_VISIBLE_DEVICES", id="AMD mask"),
+        pytest.param(NVIDIA, "12.4", None, {"CUDA_VISIBLE_DEVICES": "7"}, "If you have set CUDA_V", id="GPU 7 of 4"),
         pytest.param(NVIDIA, "13.2", None, {}, "built for what driver 550.54.15 has", id="an old driver"),
     ],
 )

@@ -221,6 +221,7 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
         ("Job violates accounting/QOS policy (job submit limit)", "If you have too many jobs there, wait for some"),
         ("Invalid node name specified", "--exclude n9 (flag --exclude)"),
         ("Node count specification invalid", "--nodes 1 (default)"),
+        ("Job size specification needs to be provided", "--nodes 1 (default)"),
         ("Invalid wckey specification", "--wckey k (flag --sbatch)"),
         ("Invalid mail type specification", "--mail-type ALL (flag --mail-type)"),
         ("sbatch: error: Invalid --mem specification", "--mem 9G (flag --mem)"),

@@ -81,6 +81,8 @@ def unseen_gpus(granted: str, env: Mapping[str, str], driver: str, cuda: str | N
         fix = f"Do not set {name} yourself."
     else:
         fix = f"Install a torch built for what driver {driver} has, or do without this node (--exclude {host})."
+        if mask is not None:  # SLURM sets it, too; a number may be beyond the GPUs that are here
+            fix = f"If you have set {name} yourself, do not. Otherwise: {fix}"
     return RefusedError(
         f"GPUs are granted, and CUDA sees none on {host}.",
         why=f"{granted}; driver {driver or 'not loaded'}; torch {torch.__version__} is built {built}; "

@@ -9,10 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainkit import fileio, terminal
 from trainkit.config.loading import Loaded, load, to_yaml
@@ -37,6 +38,8 @@ LIMIT_MINUTES = 3
 """Time limit of a check of the nodes."""
 _END_SECONDS = 5.0
 """How long a rank of a check may take to end after the report; one that hangs must not hold up the answer."""
+_MOST_SAID = 1_000_000
+"""Characters that are shown of what srun or a rank of a check prints."""
 
 
 def stored_config(loaded: Loaded, cwd: Path) -> Config:
@@ -250,7 +253,10 @@ def check_nodes(
         RefusedError: the ranks started, but made no report.
     """
     processes = _start(plan, folder, env, interface)
+    listeners = [threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True) for process in processes]
     try:
+        for listener in listeners:
+            listener.start()
         first = processes[0].stdout
         assert first is not None
         heard = 0
@@ -269,12 +275,22 @@ def check_nodes(
             raise SchedulerError(what, why="srun has said above what is wrong.", fix=fix)
         raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
     finally:
-        for process in processes:
+        for process, listener in zip(processes, listeners, strict=True):
             _end(process)
+            listener.join(_END_SECONDS)  # its last words come before what is said of its end
+
+
+def _pass_on(words: IO[str]) -> None:
+    """Print what a process writes, up to a limit, and read the rest: a full pipe would block the process."""
+    left = _MOST_SAID
+    with words:
+        while part := words.readline(_MOST_SAID):
+            print(terminal.log_text(part[:left], sys.stderr), end="", file=sys.stderr)
+            left -= len(part[:left])
 
 
 def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | None) -> list[subprocess.Popen[str]]:
-    """Start the processes of a check; rank 0 writes to the first one's output, and all to this command's stderr."""
+    """Start the processes of a check; rank 0 writes to the first one's output."""
     # Inside the user's own allocation (salloc) srun takes its nodes, by these variables.
     own = dict(env) if "SLURM_JOB_ID" in env else scrubbed(env)
     own["PYTHONPATH"] = python_path(Path(__file__).parents[2], env)
@@ -292,10 +308,9 @@ def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | No
         own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(plan.ntasks_per_node))
         ranks = map(str, range(plan.ntasks_per_node))
         starts = [(command, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
+    pipe = subprocess.PIPE
     return [
-        subprocess.Popen(
-            words, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
-        )
+        subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace")
         for words, variables in starts
     ]
 

@@ -251,7 +251,8 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
 _SIZES = "processors|cpu count|node configuration"
 _OTHERWISE = {
     **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), _SIZES),
-    "nodes": f"node count|{_SIZES}",
+    "account": "account|assoc",
+    "nodes": f"node count|size|{_SIZES}",
     **dict.fromkeys(("gres", "gpus-per-node"), "generic resource|gres|node configuration"),
     **dict.fromkeys(("nodelist", "exclude"), "node name|node configuration"),
     **dict.fromkeys(("mail-type", "mail-user"), "mail"),
