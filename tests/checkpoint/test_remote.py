@@ -199,6 +199,22 @@ def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start(
     assert [event["step"] for event in sender.events("uploaded")] == [1, 2]
 
 
+def test_nobody_waits_for_uploads_that_have_ended(sender: Sender) -> None:
+    sender.end()
+    sender.uploads._thread.join(SOON)
+    sender.save(1)
+    began = time.monotonic()
+    assert not sender.uploads.wait(SOON)
+    assert time.monotonic() - began < SOON / 2
+
+
+def test_where_no_folder_can_be_made_a_checkpoint_is_sent_from_where_it_is(sender: Sender) -> None:
+    sender.run.checkpoints.mkdir(exist_ok=True)
+    (sender.run.checkpoints / ".sending").touch()  # what a full disk refuses, this refuses too
+    sender.send(1)
+    assert remote.record_of(sender.store, 1) == format.verified(sender.run.checkpoints, 1)
+
+
 def test_a_whole_run_folder_comes_back_from_a_bucket(to_bucket: Sender, tmp_path: Path) -> None:
     to_bucket.writer.attempt.started(step=0)
     to_bucket.send(1, best=1)

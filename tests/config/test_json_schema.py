@@ -117,8 +117,8 @@ def test_every_setting_has_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "default"),
     [
-        ("seed", "int >= 0, <= 4294967295", "0"), ("optim.lr", "float > 0", "0.002"),
-        ("optim.betas", "[float, float] | [float, float, float] | null", "[0.9,0.999]"),
+        ("seed", "int >= 0 and <= 4294967295", "0"), ("optim.lr", "float > 0", "0.002"),
+        ("train.class_weights", "balanced | [float > 0, ...] | null", "null"),
         ("train.micro_batch_size", "int > 0 | auto | null", "null"), ("train.channels_last", "bool", "false"),
         ("monitor.loggers", "[text, ...]", "[console,jsonl,tensorboard,wandb]"), ("launch.executor", "text", "auto"),
         ("launch.gpu_dialect", "gpus-per-node | gres | constraint", "gpus-per-node"),

@@ -241,7 +241,8 @@ def test_a_copied_run_configuration_gets_what_it_lacks_from_its_profile(write: W
     profile = write("site.yaml", f"launch: {{{key}: '4'}}\n".replace("'", "" if key == "gpus_per_node" else "'"))
     whole = to_yaml(load("ddp", [f"launch.cluster={profile}", f"launch.{key}=8"]).config)
     cut = "\n".join(line for line in whole.splitlines() if not line.startswith(f"  {key}:"))
-    assert [str(getattr(load(str(write("copy.yaml", text))).config.launch, key)) for text in (whole, cut)] == ["8", "4"]
+    launches = [load(str(write("config.yaml", text))).config.launch for text in (whole, cut)]
+    assert [str(getattr(launch, key)) for launch in launches] == ["8", "4"]
 
 
 # Plugins
@@ -278,8 +279,8 @@ def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("override", "must_be"),
     [
-        (f"seed={2**70}", "int >= 0, <= 4294967295"),
-        ("collaborative.port=65536", "int >= 0, <= 65535"),
+        (f"seed={2**70}", "int >= 0 and <= 4294967295"),
+        ("collaborative.port=65536", "int >= 0 and <= 65535"),
         ("monitor.loggers=[jsonl,jsonl]", "a list without repetitions: every record would be written twice"),
         ("launch.job_name=a\nrm -rf ~", "text on one line, without control characters"),
         ("launch.job_name=\x1b[2J", "text on one line, without control characters"),
@@ -379,17 +380,18 @@ def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix:
     assert error.key == override.partition("=")[0]
 
 
-BETAS = "[float, float] | [float, float, float] | null."
+BETA = "float >= 0 and < 1"
+BETAS = f"[{BETA}, {BETA}] | [{BETA}, {BETA}, {BETA}] | null."
 
 
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("optim.lr=0", "float > 0."), ("seed=-1", "int >= 0, <= 4294967295."),
+        ("optim.lr=0", "float > 0."), ("seed=-1", "int >= 0 and <= 4294967295."),
         ("launch.gpus_per_node=few", "int >= 0 | auto."), ("optim.betas=[0.9]", BETAS), ("optim.betas=[0.9, 2]", BETAS),
         ("optim.nesterov=maybe", "bool | null."),
-        ("monitor.loggers=3", "[text, ...]."), ("train.class_weights=[0, 1]", "balanced | [float, ...] | null."),
-        ("monitor.profile_steps=5", "[int, int] | null."), ("launch.sbatch=3", "{name: text}."),
+        ("monitor.loggers=3", "[text, ...]."), ("train.class_weights=[0, 1]", "balanced | [float > 0, ...] | null."),
+        ("monitor.profile_steps=5", "[int >= 0, int > 0] | null."), ("launch.sbatch=3", "{name: text}."),
         ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
         ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),
         *((f"launch.environment={value}", "venv:FOLDER, conda:NAME or uv:PROJECT.") for value in ("vision", "conda:")),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -148,6 +150,21 @@ def test_a_damaged_pack_is_named(root_pack: Path, file: str, damage: str) -> Non
     path = pack_pack(root_pack).folder / file
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(UserError, match=r"(The pack|There is no pack) .*image_folder-64\.pack"):
+        build_data(config(root_pack))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}\nx.jpg\0", b'{"train": {"a": 2}}\nx.jpg\0', b'{"train": {"a": 1}}\n../../x.jpg\0', b"[1]\n",
+     b'{"train": {"a": 1}}\n/etc/x.jpg\0', b'{"train": {"a": "x"}}\n', b"[" * 100_000],
+)  # fmt: skip
+def test_a_pack_whose_list_of_files_is_odd_or_leads_out_is_named(root_pack: Path, content: bytes) -> None:
+    folder = pack_pack(root_pack).folder
+    about = json.loads((folder / "pack.json").read_text())
+    about["sha256"]["files.bin"] = hashlib.sha256(content).hexdigest()
+    (folder / "files.bin").write_bytes(content)
+    (folder / "pack.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"The pack .*image_folder-64\.pack is damaged"):
         build_data(config(root_pack))
 
 

@@ -264,6 +264,18 @@ def test_weights_that_cannot_be_downloaded_come_with_a_command_for_elsewhere(
     assert ("model.pretrained_cfg_overlay='{file: " in caught.value.fix) == (create is timm_model)
 
 
+def test_a_model_that_is_no_file_here_or_on_the_hub_comes_with_advice_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"timm cannot build local-dir:") as caught:
+        timm_model(f"local-dir:{tmp_path}", info(), {})
+    assert "internet" not in caught.value.why
+    with pytest.raises(UserError, match=r"could not be downloaded") as caught:
+        timm_model("hf-hub:timm/no_such_model_here", info(), {})
+    assert "pretrained_cfg_overlay" not in caught.value.fix, "without its configuration it cannot be made at all"
+
+
 def test_the_libraries_say_how_their_weights_expect_the_images() -> None:
     wants = models.timm_input(timm_model("test_vit.r160_in1k", info(), {}), info())
     assert wants == ModelInput("test_vit.r160_in1k", (0.5,) * 3, (0.5,) * 3, "bicubic", 0.95)

@@ -367,7 +367,9 @@ def received(store: Path) -> None:
     shutil.move(packed, store)
 
 
-def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: RunDir) -> None:
+def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python runs them in the place of the sources beside them."""
     first = shared(run)
     compiled(first)
@@ -376,6 +378,16 @@ def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: Run
     received(first.parent)
     assert shared(another(run, "ddp-0003")) == first
     assert not list(first.rglob("*.pyc"))
+    compiled(first)
+    received(first.parent)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:  # as for a folder without write permission
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert snapshot.write_code(other := another(run, "ddp-0004"), store=first.parent) == []
+    assert not other.code.is_symlink(), "they could not be removed"
 
 
 def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:

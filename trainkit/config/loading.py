@@ -251,6 +251,12 @@ def find_profile(cluster: str) -> Path:
     raise unknown("cluster profile", cluster, known, otherwise=otherwise)
 
 
+_IN_EVERY_RUN = {
+    f"launch.{name}"
+    for name in ("account", "exclude", "gpus_per_node", "mem", "nodes", "partition", "qos", "setup", "srun", "time")
+}
+"""Settings that every version has written into a run's configuration, if only as null. A file that lacks one of them is
+a preset, whatever its name: it gets that from its site's profile."""
 CLUSTER = "TRAINKIT_CLUSTER"
 """Names the site's profile."""
 
@@ -319,8 +325,8 @@ def load(
     cluster, written = merged.get("launch.cluster", (None, DEFAULT))
     # The configuration that a run keeps is complete: what its site's profile says by now, or whether it is still there,
     # must not matter.
-    is_of_run = path.name == "config.yaml" and written.kind == "file"
-    if cluster is not None and not is_of_run:
+    is_complete = from_file.keys() >= _IN_EVERY_RUN and written.kind == "file"
+    if cluster is not None and not is_complete:
         layers.insert(0, profile_layer(str(cluster)))
         merged = merge(layers[0], merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
@@ -517,7 +523,7 @@ def _wrong_value(key: str, given: Any, cause: str, layer: Layer) -> UserError:
     choices = _choices(field.annotation)
     near = [item for item in choices if given != "" and item.startswith(str(given))]
     near = near or difflib.get_close_matches(str(given), choices, n=1)
-    if wanted.startswith("[") and isinstance(value, str):
+    if wanted.startswith("[text") and isinstance(value, str):
         fix = f"Did you mean {_written(key, [value], source)}?"
     elif near:
         fix = f"Did you mean '{near[0]}'?"
@@ -557,13 +563,9 @@ def type_in_words(field: Mapping[str, Any]) -> str:
     if "enum" in field:
         return " | ".join(map(str, field["enum"]))
     if "prefixItems" in field:
-        return f"[{', '.join(_name_of_type(item) for item in field['prefixItems'])}]"
+        return f"[{', '.join(map(type_in_words, field['prefixItems']))}]"
     if field.get("type") == "array":
-        return f"[{_name_of_type(field.get('items', {}))}, ...]"
+        return f"[{type_in_words(field.get('items', {}))}, ...]"
+    kind = field.get("type", "any")
     bounds = [f"{sign} {field[word]:.10g}" for word, sign in _BOUNDS.items() if word in field]
-    return f"{_name_of_type(field)} {', '.join(bounds)}".strip()
-
-
-def _name_of_type(field: Mapping[str, Any]) -> str:
-    kind: str = field.get("type", "any")
-    return _TYPES.get(kind, kind)
+    return f"{_TYPES.get(kind, kind)} {' and '.join(bounds)}".strip()

@@ -344,12 +344,13 @@ def _explain(error: Exception, name: str, options: dict[str, Any], library: str)
         key = f"model.{unexpected[1]}"
         why = f"{library}'s {name} takes no '{unexpected[1]}'."
         return UserError(f"Unknown key '{key}'.", why=why, fix=f"Remove '{key}'.")
-    is_of_hub = name.startswith(TIMM_SOURCES)
+    is_of_hub = name.startswith(("hf-hub:", "hf_hub:"))
     if (options.get("pretrained") or options.get("weights") or is_of_hub) and _is_download(error):
         load, bring = f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')", ""
         if library == "timm":
             load = f"import timm; timm.create_model({name!r}, pretrained=True)"
-            bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
+            if not is_of_hub:  # there its configuration is as well
+                bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
         return UserError(
             f"The pretrained weights of {library}'s {name} could not be downloaded.",
             why=f"{message} (compute nodes often have no internet).",
