@@ -86,7 +86,7 @@ def test_a_rank_with_another_secret_is_named_and_does_not_join() -> None:
 # The store itself
 
 
-def test_a_sealed_store_says_nothing_to_who_lists_it_also_through_torchs_wrappers() -> None:
+def test_a_sealed_store_tells_a_lister_nothing_also_in_torchs_wrappers() -> None:
     plain = HashStore()
     sealed = SealedStore(plain, OURS)
     sealed.set("joined/1", "n1")

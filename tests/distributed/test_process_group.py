@@ -47,7 +47,7 @@ def _join_without_the_others(env: RankEnv) -> str:
     return caught.value.what
 
 
-def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing_and_where_it_looked() -> None:
+def test_a_join_that_times_out_names_who_is_missing_and_where_it_looked() -> None:
     alone = distributed(rank_env(1, 2, port := free_port()), use_gpu=False, timeout=timedelta(seconds=2))
     with pytest.raises(RunFailedError, match=f"127.0.0.1:{port}"), alone:
         pass

@@ -106,7 +106,7 @@ def partitions(fake_slurm: Path) -> Path:
     return calls
 
 
-def test_an_estimate_asks_each_partition_that_can_take_the_job_and_queues_nothing(
+def test_an_estimate_asks_each_partition_for_the_job_and_queues_nothing(
     command: Command, partitions: Path, tmp_path: Path
 ) -> None:
     """The soonest comes first."""

@@ -125,9 +125,7 @@ def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> No
     assert light.values is not None
 
 
-def test_a_table_that_cannot_be_written_and_a_step_that_is_not_there_are_refused(
-    run: Path, images: Path, tmp_path: Path
-) -> None:
+def test_an_unwritable_table_and_a_step_that_is_not_there_are_refused(run: Path, images: Path, tmp_path: Path) -> None:
     for words, says in ((("--out", "absent/x.csv"), "absent/x.csv cannot be written"), (("--checkpoint", "7"), "40")):
         done = run_command("predict", str(run), str(images), *words, cwd=tmp_path)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr

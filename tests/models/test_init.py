@@ -264,7 +264,7 @@ def test_weights_that_cannot_be_downloaded_come_with_a_command_for_elsewhere(
     assert ("model.pretrained_cfg_overlay='{file: " in caught.value.fix) == (create is timm_model)
 
 
-def test_a_model_that_is_no_file_here_or_on_the_hub_comes_with_advice_of_its_own(
+def test_a_model_that_is_neither_here_nor_on_the_hub_has_its_own_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

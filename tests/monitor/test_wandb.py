@@ -80,7 +80,7 @@ def run_of(records: list[Any]) -> Any:
 WANDB = Config.model_validate({"monitor": {"loggers": ["wandb"], "hardware_every_seconds": 1}, "seed": 7})
 
 
-def test_an_offline_run_holds_values_and_settings_over_a_restart_and_no_secret(
+def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
@@ -211,7 +211,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_one_that_was_started_ahead_is_fed_and_no_signal_for_the_training_ends_it(
+def test_one_started_ahead_is_fed_and_no_signal_for_training_ends_it(
     stand_in: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)

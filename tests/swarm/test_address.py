@@ -185,7 +185,7 @@ def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir, tmp_
     assert identity_in(run).stat().st_mode & 0o777 == 0o600
 
 
-def test_others_are_remembered_on_the_disk_and_neither_nonsense_nor_without_end(run: RunDir) -> None:
+def test_others_are_remembered_on_the_disk_not_nonsense_nor_without_end(run: RunDir) -> None:
     told = [at_home(1), "\x1b[2J", at_home(2), at_home(1), 7, f"/ip4/nowhere/tcp/1/p2p/{PEER}"]
     assert known_of(told) == (at_home(1), at_home(2))
     memory = Memory([at_home(1)])

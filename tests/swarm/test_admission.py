@@ -61,7 +61,7 @@ def test_a_peer_is_admitted_once_introduced_as_what_the_owner_says(role: Role, k
     assert (member.peer_id, member.name, member.role, member.trusted) == (PEER, "anna", role, role != "volunteer")
 
 
-def test_a_strangers_credential_admits_nobody_nor_does_a_list_or_what_is_no_key(known: Admission) -> None:
+def test_a_strangers_credential_a_list_and_what_is_no_key_admit_nobody(known: Admission) -> None:
     strangers = [shown(grant(STRANGER, "digits-0001", "anna", role, 2e9)) for role in ROLES]
     keys = [invitation().state("peer", key) for key in (b"", b"x" * 1025)]
     for credential in (*strangers, *keys, shown(EVE), revoked()):
@@ -158,7 +158,7 @@ def test_the_board_refuses_what_does_not_fit_and_keeps_what_was_there() -> None:
     assert board.read() == {"a": 1, "b": 2}
 
 
-def test_everybody_is_a_volunteer_and_any_owner_counts_until_the_owner_is_known() -> None:
+def test_until_the_owner_is_known_all_are_volunteers_and_any_owner_counts() -> None:
     for credential, role in ((shown(EVE), "volunteer"), (shown(invitation("owner", STRANGER)), "owner")):
         known = Admission(None, open_run=True)
         assert known.introduce(credential).role == role

@@ -132,7 +132,7 @@ OWNER = Member("owner", filled(1.0), reduces=1.0)
 SLOW = Member("slow", filled(7.0), seconds=(0.0, 60.0, 60.0, 60.0))
 
 
-def test_the_average_of_two_reducers_is_weighted_and_every_peer_gets_the_very_same_bits() -> None:
+def test_two_reducers_average_is_weighted_and_the_same_bits_for_every_peer() -> None:
     torch.manual_seed(0)
     members = [Member("owner", torch.randn(VALUES), (3.0,) * 4, reduces=0.5)]
     members.append(Member("second", torch.randn(VALUES), reduces=0.5))
@@ -166,7 +166,7 @@ def test_a_slow_peers_time_is_not_charged_to_a_quick_one() -> None:
     assert 0.8 < slow.timed_seconds < 3.0
 
 
-def test_a_part_that_a_peer_leaves_out_costs_no_bytes_and_of_nobody_arrives_nowhere() -> None:
+def test_a_part_left_out_costs_no_bytes_and_of_nobody_arrives_nowhere() -> None:
     found = meet(replace(OWNER, weights=(0.0, 1.0, 1.0, 1.0)), Member("guest", filled(0.0), (0.0, 1.0, 0.0, 0.0)))
     average, outcome = found["guest"]
     assert outcome.expected == outcome.received == (0, 2, 1, 1)
@@ -229,7 +229,7 @@ WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
 
 
 @pytest.mark.parametrize(("same_weights", "sent"), [(True, [0.0, 0.0]), (False, [8.0, 8.0])])
-def test_a_gradient_of_other_weights_than_the_owners_is_not_sent_and_a_pseudo_gradient_is(
+def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
     same_weights: bool, sent: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def member(peer: str) -> Any:
@@ -437,7 +437,7 @@ def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, wh
         read(*tensors, digest=digest)
 
 
-def test_neither_a_list_of_a_wrong_shape_nor_a_strangers_word_at_an_open_run_is_a_digest() -> None:
+def test_a_list_of_a_wrong_shape_and_a_strangers_word_are_no_digest() -> None:
     known = Admission(KEY.public, open_run=True)
     for content in ([], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5):
         with pytest.raises(UntrustedError, match="it is no digest"):

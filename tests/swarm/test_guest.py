@@ -57,7 +57,7 @@ def test_it_asks_until_somebody_answers_ever_less_often() -> None:
     assert world.said[0].startswith("Nobody of the swarm answers. Waiting for it for up to 1 d")
 
 
-def test_it_asks_again_soon_where_somebody_answers_and_leaves_at_once_when_told_to() -> None:
+def test_it_asks_again_soon_if_somebody_answers_and_leaves_at_once_if_told() -> None:
     nearly, told = World(ready_at=3690.0), World(stop_at=100.0)
     assert (nearly.wait(), told.wait()) == (True, False)
     assert nearly.now < 3725.0

@@ -324,7 +324,7 @@ def test_any_other_round_counts(last: tuple[float, float | None]) -> None:
     assert places[-1] == pytest.approx(0.021 + last[0], abs=1e-3)
 
 
-def test_the_first_round_counts_and_the_fourth_in_a_row_so_that_nobody_is_stuck() -> None:
+def test_the_first_round_and_the_fourth_in_a_row_count_so_nobody_is_stuck() -> None:
     assert [one.used for one in alone_own_rounds(COLLAPSED)[0]] == ["own"]
     assert [one.used for one in alone_own_rounds(*STEADY, *[COLLAPSED] * 4)[0][2:]] == [*["nothing"] * 3, "own"]
 
@@ -350,7 +350,7 @@ def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str
     assert found == done
 
 
-def test_right_weights_are_asked_for_again_until_they_are_given_or_half_a_round_is_over(
+def test_right_weights_are_asked_for_until_given_or_half_a_round_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In round 7; a state from before that round's step is not taken over."""

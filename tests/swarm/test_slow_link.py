@@ -83,7 +83,7 @@ def training(records: list[dict[str, Any]]) -> list[float]:
     ]
 
 
-def test_it_costs_the_others_less_than_5_percent_of_their_updates_and_no_round(story: Story) -> None:
+def test_it_costs_others_less_than_5_percent_of_updates_and_no_round(story: Story) -> None:
     before = training([record for record in story.quick if WARM < record["round"] < story.joined])
     with_it = training([record for record in story.quick if story.joined - 1 <= record["round"]][: WITH + 1])
     print(f"in updates: {before} without, {with_it} with it")
@@ -108,7 +108,7 @@ def test_a_round_says_how_many_parts_have_arrived_in_time(story: Story) -> None:
     assert median(record["parts"] / record["parts_expected"] for record in three) >= 0.95
 
 
-def test_who_has_a_slow_link_or_sets_a_limit_is_told_what_it_means_before_its_first_round(story: Story) -> None:
+def test_a_slow_link_or_a_limit_is_explained_before_the_first_round(story: Story) -> None:
     told = re.search(
         r"upload ([\d.]+) Mbit/s: this peer sends 8 bit, and each weight only in one of \d", story.slow.output
     )

@@ -158,7 +158,7 @@ def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
     assert {"started", "saved", "peer_joined"} <= {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
 
 
-def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines_and_writes_nothing(story: Story) -> None:
+def test_what_cannot_work_exits_with_2_and_three_lines_and_writes_nothing(story: Story) -> None:
     says = {
         "dead": "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/",
         "stranger": "Nobody of the swarm answers at",

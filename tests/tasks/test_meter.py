@@ -189,7 +189,7 @@ def test_padding_right_answers_and_what_is_not_finite_are_no_mistakes() -> None:
         assert picture.getpixel((5, 5)) == (7, 7, 7)
 
 
-def test_a_run_leaves_counts_and_mistakes_of_its_best_weights_as_evaluate_does(tmp_path: Path) -> None:
+def test_a_run_leaves_counts_and_mistakes_of_its_best_as_evaluate_does(tmp_path: Path) -> None:
     """Two ranks, with an average of the weights."""
     run = RunDir(tmp_path / "run")
     run_ranks(2, train_run, run.path, "ddp", ("train.max_steps=6", "train.ema_decay=0.5"))
