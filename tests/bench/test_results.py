@@ -14,7 +14,7 @@ import pytest
 from trainkit import fileio
 from trainkit.bench.arms import bench_of
 from trainkit.bench.base import CONTROL, Arm, BenchDir, LeftOut, Request, Results
-from trainkit.bench.results import lines, results_of, write_results
+from trainkit.bench.results import lines, picture, results_of, write_results
 
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.02]
 NOISY = [1.0, 1.25, 0.8, 1.0, 1.0]
@@ -203,3 +203,10 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     words = " ".join(ElementTree.parse(run.path / "bench.svg").getroot().itertext())
     for part in ("Does mixed precision help here?", "fp32", "bf16", "1,280", "use train.precision=bf16."):
         assert part in words
+    assert "Speed-up" not in words
+
+
+def test_the_picture_of_scaling_has_the_speed_up_by_ranks() -> None:
+    seconds = {"1 rank": [1.0] * 3, "2 ranks": [0.6] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3}
+    drawn = picture(results(records(seconds, about=in_series), "scaling"))
+    assert "linear from 1 at ranks 1 to 4 at 4; same batch for all from 1 at ranks 1 to 2.5 at 4" in drawn

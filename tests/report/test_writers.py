@@ -456,7 +456,18 @@ def test_a_run_that_does_not_compare_is_no_part_of_the_scaling(make_run: MakeRun
     runs += [make_run("ddp-0003", ranks=4, speed=2e4), make_run("ddp-0004", ranks=8, taken=93.0)]
     page = page_of(*runs, make_run("ddp-0005", "data.name=cifar10", ranks=4, speed=9e5))
     assert page.series()["Speed-up, measured"] == pytest.approx({1: 1, 2: 1915 / 1015}, rel=1e-2)
+    assert page.series()["Efficiency, efficiency"] == pytest.approx({1: 100, 2: 50 * 1915 / 1015}, rel=1e-2)
     assert "Speed-up, measured" not in page_of(runs[0], make_run("ddp-0006", ranks=1)).series()
+
+
+def test_of_many_runs_the_classes_and_mistakes_of_the_best_are_shown(make_run: MakeRun) -> None:
+    runs = [make_run(f"ddp-{at:04}", steps=20 * at) for at in range(1, 7)]
+    for run in (runs[0], runs[-1]):
+        confusion(run, ["cat", "dog"], [[0, 0, 5], [1, 1, 5]])
+    page = page_of(*runs)
+    assert "The best 4 of 6 runs, by validation." in page.text
+    assert re.findall(r"(ddp-\d+), test, step", page.text) == ["ddp-0006"]
+    assert re.findall(r"(ddp-\d+), val, step", page.text) == [f"ddp-000{at}" for at in (6, 5, 4, 3)]
 
 
 def test_of_many_gpus_the_mean_has_the_label(make_run: MakeRun) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.bench import base
-from trainkit.bench.arms import bench_of
+from trainkit.bench.arms import STRONG, WEAK, bench_of
 from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
-from trainkit.report.document import Bar, bar_chart, drawing, plural
+from trainkit.report.document import GREY, Axes, Bar, Series, bar_chart, drawing, line_chart, plural
 from trainkit.report.facts import cpus_taken
 
 TOLERANCE = 0.05
@@ -235,11 +235,31 @@ def lines(results: Results) -> list[str]:
 
 
 def picture(results: Results) -> str:
-    """An SVG: how fast each arm is, with its lowest and highest round, and its memory. Empty without rates."""
+    """An SVG: how fast each arm is, with its lowest and highest round, and its memory. Empty without rates.
+
+    Of bench scaling also the speed-up by ranks, beside that of ranks which are worth as much as the first.
+    """
     speeds = [Bar(row.name, row.median, spread=(min(row.rates), max(row.rates))) for row in results.ran]
     memory = [Bar(row.name, row.memory_mb) for row in results.ran if row.memory_mb is not None]
     charts = [bar_chart("Speed", results.bench.unit, speeds), bar_chart("Peak memory of a rank", "MiB", memory)]
-    return drawing(charts, title=f"{results.bench.question} {results.where}", foot=results.meaning)
+    curves = _speed_ups(results)
+    if curves:
+        fewest, most = curves[0].points[0][0], max(curve.points[-1][0] for curve in curves)
+        linear = Series("linear", [(fewest, 1.0), (most, most / fewest)], GREY, label="linear", dashed=True)
+        charts.append(line_chart(Axes("Speed-up", "x", "ranks", low=0.0), [linear, *curves]))
+    legend = [(curve.name, curve.colour) for curve in curves]
+    return drawing(charts, title=f"{results.bench.question} {results.where}", legend=legend, foot=results.meaning)
+
+
+def _speed_ups(results: Results) -> list[Series]:
+    """By ranks, a line for each way of bench scaling to share the images, where a ratio can be told."""
+    curves = []
+    for colour, name in enumerate((STRONG, WEAK)):
+        first, more = results.series(name)[:1], [row for row in results.compared if row.arm.series == name]
+        points = [(float(len(row.arm.ranks or ())), row.speed or 1.0) for row in [*first, *more]]
+        if more:
+            curves.append(Series(name, points, colour, label=f"{points[-1][1]:.2f} x"))
+    return curves
 
 
 def progress(run: BenchDir) -> Callable[[], None]:

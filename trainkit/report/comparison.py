@@ -77,6 +77,8 @@ class _Pair:
         """Why the times of the two are not compared."""
         if unfinished := [item.label for item in self.both if not item.finished]:
             return f"{' and '.join(unfinished)} did not come to the end"
+        if paused := [(item.label, doc.duration(item.still_seconds)) for item in self.both if item.still_seconds]:
+            return ", ".join(f"{label} stood still for {still} of its training" for label, still in paused)
         theirs, own = (item.steps * item.count("train.global_batch_size") for item in self.both)
         return "" if own == theirs else f"it saw {own:,} images and not {theirs:,}"
 
@@ -156,7 +158,7 @@ def comparison(runs: Sequence[Facts]) -> doc.Section:
     if simulated := ", ".join(facts.label for facts in runs if facts.is_simulated):
         nodes = f"The nodes of {simulated} were simulated on one machine, whose processors their ranks share"
         parts.append(doc.Text([f"{nodes}: speed-up and efficiency say nothing of real nodes."]))
-    parts.append(doc.Charts("scaling", [_speed_ups(runs)], "speed-up by processors"))
+    parts.append(doc.Charts("scaling", _scaling(runs), "speed-up and efficiency by processors"))
     if different := differences(runs):
         parts += [doc.Heading("Settings that differ"), different]
     note = (
@@ -198,20 +200,25 @@ def differences(runs: Sequence[Facts]) -> doc.Table:
     return doc.Table(header, turned)
 
 
-def _speed_ups(runs: Sequence[Facts]) -> Picture | None:
-    """Speed-ups by the number of processors, where not all have as many; of several with as many the median."""
+def _scaling(runs: Sequence[Facts]) -> list[Picture | None]:
+    """Speed-up and efficiency by processors, where not all runs have as many; of several with as many the median."""
     found, first = dict[int, list[float]](), runs[0].processors
     for facts in runs:
         speed_up = _Pair(facts, runs[0]).speed_up
         if speed_up and facts.processors:
             found.setdefault(facts.processors, []).append(speed_up)
     if len(found) < 2 or not first:
-        return None
+        return []
     points = [(float(many), statistics.median(found[many])) for many in sorted(found)]
     ideal = [(many, many / first) for many, _ in (points[0], points[-1])]
     linear = Series("linear", ideal, GREY, label="linear", dashed=True)
     measured = Series("measured", points, label=f"{points[-1][1]:.2f}{TIMES}")
-    return line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured])
+    shares = [(many, 100 * speed_up * first / many) for many, speed_up in points]
+    efficiency = Series("efficiency", shares, label=f"{shares[-1][1]:.0f} %")
+    return [
+        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured]),
+        line_chart(Axes("Efficiency", "%", "processors", "scaling", 0.0, 100.0), [efficiency]),
+    ]
 
 
 def outcome(runs: Sequence[Facts]) -> list[str]:

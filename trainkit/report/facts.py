@@ -21,6 +21,8 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Metric
 
 _SHOWN_BYTES = 16384
+_STILL = 0.05
+"""A share of the training time: with longer pauses, a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
 """Of all hosts together."""
 _TAKEN = 10.0
@@ -316,6 +318,21 @@ class Facts:
             total += (record["step"] - before) * batch / speed
             before = record["step"]
         return total or None
+
+    @property
+    def still_seconds(self) -> float:
+        """Time in training steps for which the job was suspended; 0 where that does not matter.
+
+        Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
+        """
+        usual, begun, still, before = self.images_per_sec or 0.0, [0, *self.restarts("step")], 0.0, 0
+        for record in self.train:
+            step, speed = record["step"], record.get("images_per_sec")
+            is_first = any(before <= place < step for place in begun)
+            if not is_first and fileio.is_number(speed) and 0 < speed < usual / 10:
+                still += (step - before) * self.count("train.global_batch_size") * (1 / speed - 1 / usual)
+            before = step
+        return still if still > _STILL * (self.train_seconds or 0.0) else 0.0
 
     @cached_property
     def spent(self) -> dict[str, float]:

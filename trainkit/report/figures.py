@@ -350,9 +350,14 @@ class _Counts:
             self.totals[label] += count
 
 
+def _best(runs: Sequence[Facts]) -> Sequence[Facts]:
+    """Those whose classes and mistakes are shown: of many the best by validation."""
+    return runs if len(runs) <= _MOST_RUNS else sorted(runs, key=lambda facts: facts.rank)[:_MOST_RUNS]
+
+
 def classes(runs: Sequence[Facts]) -> doc.Section:
     """Which class is taken for which, and how often each is told right."""
-    known = [(facts, counts) for facts in runs[:_MOST_RUNS] if (counts := _Counts(facts)).pairs]
+    known = [(facts, counts) for facts in _best(runs) if (counts := _Counts(facts)).pairs]
     parts: list[doc.Part] = []
     for facts, counts in known:
         if len(runs) > 1:
@@ -360,7 +365,7 @@ def classes(runs: Sequence[Facts]) -> doc.Section:
         parts += _classes_of(counts)
     note = f"Of the best weights, on {known[0][1].where}." if len(runs) == 1 and known else "Of the best weights."
     if len(runs) > _MOST_RUNS:
-        note += f" The first {_MOST_RUNS} runs."
+        note += f" The best {_MOST_RUNS} of {len(runs)} runs, by validation."
     return doc.Section("classes", "Classes", parts, note)
 
 
@@ -423,7 +428,7 @@ def mistakes(runs: Sequence[Facts]) -> doc.Section:
     """The images that were told wrong most confidently."""
     parts: list[doc.Part] = []
     most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
-    for facts, split in product(runs[:_MOST_RUNS], ("val", "test")):
+    for facts, split in product(_best(runs), ("val", "test")):
         read = fileio.read_object(facts.run_dir.mistakes(split))
         photos = [photo for item in list_of(read.get("images"))[:most] if (photo := _photo(item))]
         if photos or read.get("images") == []:

@@ -84,7 +84,7 @@ def asked(facts: Facts) -> list[doc.Part]:
     rows = [(key, _line(own[key]), _line(theirs.get(key))) for key in keys[:_MOST_SETTINGS]]
     parts.append(doc.Table(("setting", "this run", "the preset"), rows))
     if not rows:
-        parts.append(doc.Text(["All settings are those of the preset ", doc.Code(preset), "."]))
+        parts.append(doc.Text(["All other settings are those of the preset ", doc.Code(preset), "."]))
     return parts
 
 
