@@ -85,6 +85,8 @@ def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SAVE_CODE", "true")  # as an account may have it, too
+    monkeypatch.setenv("WANDB_PROGRAM", __file__)
     start = {"params": 1234, "world_size": 2, "precision": "bf16", "micro_batch_size": 8}
     with open_loggers(WANDB, run_dir, total_steps=30, **start) as logger:  # type: ignore[arg-type]
         run_dir.confusion.write_text('{"classes": ["cat", "dog"], "raw": [[0, 0, 9], [0, 1, 1], [1, 1, 5]]}')

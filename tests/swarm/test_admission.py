@@ -158,6 +158,29 @@ def test_the_board_refuses_what_does_not_fit_and_keeps_what_was_there() -> None:
     assert board.read() == {"a": 1, "b": 2}
 
 
+def test_who_reads_the_board_while_it_is_written_has_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board()
+    board.write(a=1)
+
+    class Data:
+        """Shows what a reader sees in the middle of a change."""
+
+        @property
+        def value(self) -> bytes:
+            return data.value
+
+        @value.setter
+        def value(self, new: bytes) -> None:
+            for written in (new[:5], new):
+                data.value = written
+                seen.append(board.read())
+
+    data, seen = board._data, list[dict[str, int]]()
+    monkeypatch.setattr(board, "_data", Data())
+    board.write(b=2)
+    assert (seen, board.read()) == ([{"a": 1}] * 2, {"a": 1, "b": 2})
+
+
 def test_until_the_owner_is_known_all_are_volunteers_and_any_owner_counts() -> None:
     for credential, role in ((shown(EVE), "volunteer"), (shown(invitation("owner", STRANGER)), "owner")):
         known = Admission(None, open_run=True)

@@ -133,10 +133,11 @@ def test_who_may_not_ban_and_what_is_no_list_is_refused(
 def test_a_word_from_the_future_is_passed_over_and_the_newest_are_told() -> None:
     ahead, now = EVE._replace(time=time.time() + 3600), EVE._replace(id="QmBob", time=time.time())
     assert read_bans(Admission(OWNER.public), told("reducer", ahead, now)) == [now]
-    bans = [Ban(f"Qm{index:044}", "ü" * 64, "ü" * 60, float(index)) for index in range(1000)]
-    statement = told("owner", *bans)
-    found = read_bans(Admission(OWNER.public), statement)
-    assert (50 < len(found) < 1000, found == bans[-len(found) :], len(statement) < 1 << 16) == (True, True, True)
+    for letter in ("ü", "\x01"):  # of two bytes, and of six
+        bans = [Ban(f"Qm{index:044}", letter * 64, letter * 200, float(index)) for index in range(1000)]
+        statement = told("owner", *bans)
+        found = read_bans(Admission(OWNER.public), statement)
+        assert (20 < len(found) < 1000, found == bans[-len(found) :], len(statement) < 1 << 16) == (True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,13 @@ def test_a_ban_by_another_of_the_owners_side_is_enforced(watched: Watched, age: 
     assert watched.shut_out == [["QmBob"]]
     assert watched.lines == [f"  bob is banned by another peer of the owner's side: {why}"] * is_news
     assert watched.events == [("peer_banned", {"peer": "QmBob", "name": "bob", "why": why})] * is_news
+
+
+def test_a_ban_by_another_is_news_in_the_round_of_an_own_one_too(watched: Watched) -> None:
+    watched.rounds(DROPPED, count=STRIKES - 1)
+    watched.bans.merge([Ban("QmBob", "bob", "lied", time.time())])
+    assert watched.rounds(DROPPED).count("peer_banned") == 2
+    assert watched.shut_out[-1] == ["QmBob", "invitation of QmEve"]
 
 
 def test_a_crowd_of_liars_is_not_a_crowd_of_events(watched: Watched) -> None:

@@ -52,13 +52,12 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 _SETTINGS = {
     "console": "off",
     "disable_code": True,
+    "save_code": False,  # else an account's own setting counts
     "disable_git": True,
     "x_disable_meta": True,
     "x_save_requirements": False,
     "silent": True,
     "symlink": False,
-    "init_timeout": CLIENT_SECONDS,
-    "finish_timeout": CLIENT_SECONDS,
 }
 
 _CLIENT = (
@@ -185,7 +184,13 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
         "resume": "allow",
         "mode": mode(os.environ, Path.home()),
         "config": training_settings(config, start) | known,
-        "settings": {**_SETTINGS, "x_stats_pid": os.getpid(), "x_stats_sampling_interval": sampling},
+        "settings": {
+            **_SETTINGS,
+            "init_timeout": CLIENT_SECONDS,
+            "finish_timeout": CLIENT_SECONDS,
+            "x_stats_pid": os.getpid(),
+            "x_stats_sampling_interval": sampling,
+        },
     }
 
 

@@ -266,7 +266,7 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
             key = crypto.RSAPrivateKey.__new__(crypto.RSAPrivateKey)
             key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(fileio.read_bytes(file)).data})
         except Exception as error:  # of the disk; protobuf and cryptography have exceptions of their own
-            why = f"{getattr(error, 'strerror', None) or error or type(error).__name__}."
+            why = f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}."
             fix = "Give --identity the file of an earlier peer, or one that you may write and that does not exist yet."
             raise UserError(f"Cannot use the identity {file}.", why=why, fix=fix) from None
         yield Identity(file, key, path is not None, own, admission)
@@ -400,8 +400,8 @@ STRIKES = 3
 """A peer is banned whose contribution was dropped in so many rounds in a row; one may be a fault on the way."""
 # Of them at once; strangers can make up as many ids as they like.
 _MOST_BANS = 1000
-# Of a list as it is told, so that a record of the DHT holds it whatever the letters are.
-_MOST_TOLD, _LONGEST_WHY = 100, 60
+# Bytes of a list as it is told; a record of the DHT holds no more. The newest are told.
+_LONGEST_LIST = 60_000
 # A ban from further in the future would be the last word for ever; clocks agree within three seconds.
 _AHEAD_SECONDS = 60.0
 _Text = Annotated[str, Field(max_length=200)]
@@ -493,9 +493,10 @@ class Bans:
 
 def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
     """What this peer tells the others of who is banned, signed."""
-    newest = list(bans)[-_MOST_TOLD:]
-    short = [ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:_LONGEST_WHY]) for ban in newest]
-    return own.state("bans", json.dumps(short, ensure_ascii=False).encode())
+    short = [ban._replace(name=ban.name[: terminal.LONGEST_NAME], why=ban.why[:200]) for ban in bans]
+    while len(told := json.dumps(short, ensure_ascii=False).encode()) > _LONGEST_LIST:
+        del short[: len(short) // 10 + 1]
+    return own.state("bans", told)
 
 
 def read_bans(admission: Admission, statement: bytes) -> list[Ban]:

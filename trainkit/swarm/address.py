@@ -463,9 +463,9 @@ def _port(item: str) -> Finding:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         answer, exit_code = f"answers in {1000 * (time.monotonic() - began):.0f} ms", 0
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # of a name that is none
         fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
-        return Finding("name", f"{host} is not known: {error.strerror}", fix, 2)
+        return Finding("name", f"{host} is not known: {getattr(error, 'strerror', error)}", fix, 2)
     except TimeoutError:
         answer = f"does not answer within {_CONNECT_SECONDS:.0f} s"
         fix = "A firewall drops it: let this machine call out to that port, or try another address."

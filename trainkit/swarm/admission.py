@@ -82,29 +82,27 @@ class Board:
         fork = multiprocessing.get_context("fork")
         self._data = fork.RawArray(ctypes.c_char, _BOARD_SIZE)
         self._version: Any = fork.RawValue(ctypes.c_uint64)
-        self._seen, self._value = 0, dict[str, Any]()
+        self._seen: tuple[int, dict[str, Any]] = (0, {})  # a version, and the values that it has
 
     def write(self, **changes: Any) -> None:
         """Change some values. Raises ValueError, and changes nothing, when they do not fit."""
-        value = {**self._value, **changes}  # the only writer has read what it wrote last
-        data = json.dumps(value).encode()
+        data = json.dumps({**self.read(), **changes}).encode()
         if len(data) >= _BOARD_SIZE:
             raise ValueError("too much for the board")
         # No lock: a reader that was killed would hold it for ever.
         self._version.value += 1
         self._data.value = data
         self._version.value += 1
-        self._value = value
 
     def read(self) -> dict[str, Any]:
         """All values; cheap when nothing has changed."""
         version = self._version.value
-        if version != self._seen and version % 2 == 0:  # odd while it is written
+        if version != self._seen[0] and version % 2 == 0:  # odd while it is written
             with suppress(ValueError):
                 value = fileio.parse(self._data.value)
                 if self._version.value == version:
-                    self._value, self._seen = value, version
-        return self._value
+                    self._seen = (version, value)
+        return self._seen[1]
 
 
 class Admission:

@@ -612,7 +612,7 @@ class Sentry:
             if not banned or banned in self.bans.read():
                 continue  # nobody can be banned with it; or it is, with another peer of its invitation
             self.bans.add(Ban(banned, name, why))
-            self._enforce(self.bans.read())
+            self._enforce(self._enforced | {banned})  # others' bans are told of by `look`
             self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
             self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
