@@ -69,6 +69,18 @@ def command(there: Path, command: Command) -> Command:
     return lambda *words: command(*map(os.fsdecode, words), *(() if "--host" in words else HOST))
 
 
+def test_the_preset_of_a_bench_and_a_run_that_lies_there_are_submitted_from_here(
+    command: Command, there: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: single\noptim: {lr: 0.5}\n")
+    bench = ("bench", "amp", "mine.yaml", "data.root=photos", "--nodes", "1", "--executor", "local", "--dry-run")
+    shown = command(*bench).ok().err.splitlines()
+    told = dict(line.split()[:2] for line in shown if line.startswith(("optim.lr ", "data.root ")))
+    assert (told["optim.lr"], told["data.root"]) == ("0.5", str(there / "photos"))
+    run_there(there)
+    assert f"{there}/runs/ddp-0002" in command("submit", "runs/ddp-0001", "train.epochs=3", "--dry-run").ok().out
+
+
 def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
     command: Command, there: Path, tmp_path: Path
 ) -> None:
