@@ -15,11 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks import machines, swarm_accuracy, swarm_bytes
+from tests.benchmarks import machines, swarm_accuracy
 from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
 from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, side_by_side, take_turns
 from tests.benchmarks.processes import measured
-from tests.benchmarks.swarms import Trained
 from tests.runs import wait_until
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -120,27 +119,10 @@ def test_a_table_is_written_in_place_and_rows_measured_alone_replace_theirs(tmp_
         merged(file, ["2026-02-02, elsewhere", *head], ["a"])
 
 
-def run_of(bytes_a_sample: int, accuracy: float, used: float = 0.97) -> Trained:
-    return Trained(2, 9, 1000, 1000 * bytes_a_sample, (0.99, used), 60.0, accuracy)
-
-
-@pytest.mark.parametrize(
-    ("own", "verdicts"),
-    [
-        (run_of(500, 84.0), ["yes", "yes"]),
-        (run_of(501, 84.0), ["no", "yes"]),
-        (run_of(100, 79.4), ["no", "yes"]),
-        (run_of(100, 84.0, used=0.94), ["yes", "no"]),
-    ],
-)
-def test_few_bytes_count_at_equal_accuracy_by_the_least_used_peer(own: Trained, verdicts: list[str]) -> None:
-    table = swarm_bytes.table({"diloco fp16": [own], "stock": [run_of(10_000, 80.0)]})
-    assert [goal.verdict for goal in table.goals] == verdicts
-
-
 @pytest.mark.parametrize(("accuracy", "verdict"), [(86.5, "yes"), (86.4, "no"), (88.0, "yes")])
 def test_a_swarm_may_be_half_a_point_below_the_mean_of_single_runs(accuracy: float, verdict: str) -> None:
-    runs = [(run_of(1, accuracy - 0.3), 86.5), (run_of(1, accuracy + 0.3), 87.5)]
+    swarms = [swarm_accuracy.Trained(9, 1000, (0.99, 0.97), 60.0, accuracy + apart) for apart in (-0.3, 0.3)]
+    runs = list(zip(swarms, (86.5, 87.5), strict=True))
     (goal,) = swarm_accuracy.table({(800.0, 400.0): runs}).goals
     assert goal.verdict == verdict
 

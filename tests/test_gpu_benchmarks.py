@@ -26,7 +26,7 @@ SPEED = r"\d\.\d\d x \(.* rounds\); [\d,]+/s, against [\d,]+/s"
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_each_row_says_so() -> None:
     figures = [*gpu_speed.measure(), *gpu_memory.measure()]
-    assert [(figure.verdict, figure.void) for figure in figures] == [("not measured: no GPU here", False)] * 4
+    assert [(figure.verdict, figure.void) for figure in figures] == [("not measured: no GPU here", False)] * 3
 
 
 def test_an_arm_waits_for_each_turn_and_times_the_batches_that_count() -> None:
@@ -95,13 +95,6 @@ def test_timms_arm_and_the_kits_train_from_the_same_photographs(tmp_path: Path) 
     job = replace(job, device="cpu", precision="fp32")
     figure = to_timm(tmp_path, job, 1, what="", at_least=1.5, pixels=0.2)
     assert re.fullmatch(SPEED, figure.figure), figure.figure
-
-
-@pytest.mark.long
-def test_torchvisions_arm_and_the_kits_train_on_the_same_small_images(tmp_path: Path) -> None:
-    job = replace(gpu_speed.cifar_job(8), device="cpu", precision="fp32", workers=1, settle=1)
-    figure = gpu_speed.cifar_epochs(tmp_path, job, 1, 10, pixels=0.1)
-    assert re.fullmatch(r"\d+\.\d\d x \(.* rounds\); \d+\.\d\d s, against \d+\.\d\d s", figure.figure), figure.figure
 
 
 @pytest.mark.long

@@ -26,8 +26,8 @@ from tests.benchmarks.measuring import Figure, Table
 from tests.benchmarks.processes import measured
 
 HERE = Path(__file__).parent
-NOT_MEASUREMENTS = ("__init__", "__main__", "machines", "measuring", "processes", "resident", "swarms")
-BY_NAME = ("swarm_accuracy", "swarm_bytes", "swarm_many")
+NOT_MEASUREMENTS = ("__init__", "__main__", "machines", "measuring", "processes", "resident")
+BY_NAME = ("swarm_accuracy", "swarm_many")
 """Measured only where --only says so."""
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 

@@ -1,4 +1,4 @@
-"""Images a second on a GPU, to timm's training and to torchvision's pipeline.
+"""Images a second on a GPU, to timm's training.
 
 - Batches given: ResNet-50 and ViT-B/32 at 224 pixels, as they are and compiled, to timm (`arms/timm_train.py`). Both
   arms get the same bytes in the host's memory and bring them to the GPU by their own prefetcher. Their first updates
@@ -6,9 +6,6 @@
 - Photographs: the same, not compiled, from JPEG files of 500x375, each arm with its own loader and as many processes of
   it. The files are those of `image_files`, under as many names as there are images in all turns. What the models see
   must have the same mean and deviation.
-- Small images: an epoch of CIFAR-10's size with a ResNet-18, to what one writes by hand (`arms/torchvision_cifar.py`).
-  Both read the same files, of the official archive's size and format, which hold noise. From given batches both must
-  have the same losses; and what they make of the files the same mean and deviation.
 
 All in bf16 and channels_last. The kit's arm is its command with its records, logs and samples of the hardware
 (`arms/kit.py`). A turn begins with as many batches as the loaders can have made while the other arm had its turn; these
@@ -19,7 +16,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -30,15 +26,12 @@ from tests.benchmarks.arms.turns import Job
 from tests.benchmarks.image_files import write_photos
 from tests.benchmarks.measuring import Figure, against, fast_folder
 from tests.benchmarks.resident import Told, assert_same_losses, assert_same_pixels, raced
-from tests.recipes.tiny import write_cifar10
-from trainkit.data import prepare_data
 from trainkit.data.loader import default_workers
 from trainkit.training.timing import flops_per_image, peak_flops
 
 ROUNDS = 5
 GIVEN = "images a second on one GPU, batches given, to timm's training"
 PHOTOS = "images a second on one GPU, from JPEG files of 500x375, to timm's training"
-CIFAR = "seconds an epoch of 45,000 images of 32x32 on one GPU, ResNet-18, bf16, to torchvision's pipeline"
 MODELS = {"resnet50": "ResNet-50", "vit_base_patch32_224": "ViT-B/32"}
 AS_TIMM = ("train.label_smoothing=0.1", "optim.weight_decay=2e-5")
 """What timm's arm does by default."""
@@ -52,7 +45,7 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
     Raises AssertionError where the arms do not make the same updates, or give other pixels.
     """
     if not torch.cuda.is_available():
-        return [Figure(what, "", note="not measured: no GPU here") for what in (GIVEN, PHOTOS, CIFAR)]
+        return [Figure(what, "", note="not measured: no GPU here") for what in (GIVEN, PHOTOS)]
     figures, batch, workers = [], images_that_fit(), default_workers()
     for model, name in MODELS.items():
         for compile in (False, True):
@@ -65,8 +58,6 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
         with TemporaryDirectory(dir=fast_folder(1 << 30)) as folder:
             job = photo_job(Path(folder), model, batch, workers, 40, rounds)
             figures.append(to_timm(Path(folder), job, rounds, what=what, at_least=1.5))
-    with TemporaryDirectory(dir=fast_folder(1 << 30)) as folder:
-        figures.append(cifar_epochs(Path(folder), cifar_job(512), rounds, 10_000))
     return figures
 
 
@@ -121,27 +112,3 @@ def photo_job(folder: Path, model: str, batch: int, workers: int, timed: int, ro
         file = files[number % len(files)]
         os.link(file, file.with_name(f"{number:07}.jpg"))
     return job
-
-
-def cifar_job(batch: int) -> Job:
-    """What is to be done with small images, but for the data."""
-    workers, model = default_workers(), "tests.benchmarks.arms.torchvision_cifar:network"
-    return Job(model, 32, 10, batch, "", workers=workers, settle=2 * workers + 2, more=("optim.weight_decay=0",))
-
-
-def cifar_epochs(folder: Path, job: Job, rounds: int, per_file: int, *, pixels: float = 0.05) -> Figure:
-    """How many times as fast an epoch is, of nine tenths of five files with ``per_file`` images each.
-
-    Args:
-        pixels: how much mean and deviation of a few may differ.
-    """
-    (folder / "fetched").mkdir()
-    prepare_data("cifar10", folder, [write_cifar10(folder / "fetched", per_file)], print)
-    jobs = {name: replace(job, out=str(folder / f"{name}.json")) for name in ("torchvision_cifar", "kit")}
-    raced(jobs, 0, partial(assert_same_losses, tolerance=LOSSES[job.precision]))
-    for name, one in jobs.items():
-        more = (*job.more, "data.name=cifar10") if name == "kit" else ()
-        timed, out = 5 * per_file * 9 // 10 // job.batch, str(folder / f"{name}-files.json")
-        jobs[name] = replace(one, out=out, data=str(folder), more=more, timed=timed)
-    seconds = raced(jobs, rounds, partial(assert_same_pixels, tolerance=pixels))
-    return against(seconds, "kit", what=CIFAR, faster=True, tolerance=0.03, headline=CIFAR)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 from torchvision.transforms import v2
 
-from tests.benchmarks.arms.torchvision_cifar import Pictures
 from tests.benchmarks.measuring import Figure, against, cpu_seconds, loaded, take_turns
 from trainkit.config.schema import AugmentConfig
 from trainkit.data.augment import Augment
@@ -69,6 +69,19 @@ def took(arm: Arm, times: int, batches: int) -> float:
     """CPU seconds for an image, of so many batches of an epoch, so many times."""
     seconds = cpu_seconds(lambda: deque((0 for _ in range(times) for _ in islice(arm(), batches)), maxlen=0))
     return seconds / (times * batches * BATCH)
+
+
+class Pictures(Dataset[Any]):
+    """As torchvision's CIFAR10 has them: arrays, made into PIL images when they are asked for."""
+
+    def __init__(self, images: Any, labels: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
 
 
 def theirs(splits: Splits, *, more: bool = False) -> Iterator[Tensor]:

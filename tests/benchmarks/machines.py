@@ -21,6 +21,9 @@ from pathlib import Path
 
 from tests.benchmarks.processes import PROJECT, end_with
 
+TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
+"""The line with which `swarm create` invites."""
+
 
 def absent() -> str:
     """Why there can be no machines here; empty if there can."""

@@ -23,9 +23,8 @@ from typing import Any
 import psutil
 
 from tests.benchmarks.arms.counted_swarm import COUNTS
-from tests.benchmarks.machines import Machines, Started, absent, machines
+from tests.benchmarks.machines import TOKEN, Machines, Started, absent, machines
 from tests.benchmarks.measuring import Figure, Table
-from tests.benchmarks.swarms import TOKEN
 
 ROUNDS = 1
 SIZES = (4, 16, 64)

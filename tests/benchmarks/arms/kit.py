@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 
 from jobs import train
-from tests.benchmarks.arms.torchvision_cifar import MEAN, STD
 from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made, run
 from trainkit.data.base import Batch, DataInfo, Splits, normalize
 from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
@@ -48,10 +47,9 @@ class Same:
 
 
 def data(root: Path, *, image_size: int, num_classes: int) -> Splits:
-    """Of photographs' mean and deviation or, where they are small, CIFAR-10's."""
+    """Of photographs' mean and deviation."""
     names = tuple(map(str, range(num_classes)))
-    of = (MEAN, STD) if image_size == 32 else (PHOTO_MEAN, PHOTO_STD)
-    info = DataInfo("made", num_classes, 3, image_size, names, *of)
+    info = DataInfo("made", num_classes, 3, image_size, names, PHOTO_MEAN, PHOTO_STD)
     return Splits(info, Same(image_size), Same(image_size), Same(image_size), same, same, in_memory=True)
 
 
