@@ -117,6 +117,21 @@ NOISE = (
 )
 
 
+UNRAISED = f"""\
+{RAISED.format("KeyError: 'dealt with'")}
+going on
+  + Exception Group Traceback (most recent call last):
+  |   File "train.py", line 2, in <module>
+  |     raise ExceptionGroup('two', [ValueError('a'), KeyError('x')])
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: a
+    +---------------- 2 ----------------
+    | KeyError: 'x'
+    +------------------------------------
+"""
+
+
 @pytest.fixture
 def stderr(tmp_path: Path) -> Path:
     return tmp_path / "rank-1.err"
@@ -132,6 +147,7 @@ def stderr(tmp_path: Path) -> Path:
         pytest.param(RAISED.format(LOADER), "ValueError: bad image 7", id="of a loader's worker"),
         pytest.param(RAISED.format(KEY) + NOISE * 20, KEY, id="with others after it"),
         pytest.param(GROUP, "ZeroDivisionError: division by zero", id="the first of a group"),
+        pytest.param(UNRAISED, "ExceptionGroup: two (2 sub-exceptions)", id="a group of errors that nobody raised"),
         pytest.param(ABORTED, "CUDA error: bad", id="as C++ aborts"),
         pytest.param(
             RAISED.format(KEY) + "It wrote Traceback (most recent call last)\n", KEY, id="with a heading in a line"

@@ -37,7 +37,8 @@ _TAIL = 40
 _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distributed, and of torchrun's --tee
 # A progress bar does not end its line, so what comes next is glued to it.
 _GLUED = re.compile(r"^(?! *\|).*(?:[|%\])…]|\.\.\.) *(?=Traceback \(most recent call last\))")
-_GROUP = re.compile(r"^[ |+]*\| ?")  # the frame that Python draws around the errors of an ExceptionGroup
+# The frame that Python draws around the errors of an ExceptionGroup, with the first words of its own heading.
+_GROUP = re.compile(r"^[ |+]*[|+](?: |$)(?:Exception Group (?=Traceback))?")
 _START = re.compile(r"^(?: |Original )?Traceback \(most recent call last\)")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _HANDLED = "During handling of the above exception, another exception occurred:"
@@ -141,7 +142,7 @@ class RankLog:
             begin = text.rfind("\n", 0, max(last - _CHAIN, 0)) + 1
             lines = [_plain(line) for line in text[begin : last + _CHAIN].split("\n")]
             at = text.count("\n", begin, last)
-            if "| Traceback" in lines[at]:
+            if "| Traceback" in lines[at] or "Exception Group Traceback" in lines[at]:  # its errors may have none
                 lines = [_GROUP.sub("", line) for line in lines]
             if _START.match(lines[at]):
                 return _read(lines, at)  # None where it was cut off: an older one is not what ended the rank
