@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trainkit.distributed.health import _pairs, matmul_check, rounds
+from trainkit.distributed.health import _clocks, _pairs, matmul_check, rounds
 from trainkit.distributed.meeting import SealedStore
 from trainkit.errors import RunFailedError
 from trainkit.ranks import Secret
@@ -61,6 +63,15 @@ def test_who_ends_the_rounds_without_the_secret_is_noticed() -> None:
     open_to_all.set(secret.name("more/0"), "false")
     with pytest.raises(RunFailedError, match="does not know the run's secret"):
         _pairs(SealedStore(open_to_all, secret), 1, [[0], [2]], CPU)
+
+
+def test_a_node_that_answers_late_has_no_wrong_clock_for_that() -> None:
+    store, report = SealedStore(HashStore(), Secret("correct horse battery staple")), dict[str, Any]()
+    busy = threading.Timer(0.5, _clocks, (store, 1, [[0], [1]], {}))
+    busy.start()
+    _clocks(store, 0, [[0], [1]], report)
+    busy.join()
+    assert report["clocks"] == {"0": 0.0, "1": 0.0}
 
 
 def test_a_node_says_what_it_has_and_why_nobody_can_write_to_a_folder(tmp_path: Path) -> None:
