@@ -51,12 +51,20 @@ def test_a_strategy_says_itself_what_others_must_know(name: str, traits: Strateg
     assert strategy_traits("fsdp").sharded
 
 
+def test_one_process_of_a_job_of_several_ranks_may_be_alone() -> None:
+    """An arm of a bench is, and so is `train`, which starts no other; a plan of several is refused."""
+    config = load("ddp_sim", ["strategy.name=single"]).config
+    with pytest.raises(UserError, match=r"ranks=2 does not go with strategy\.name=single"):
+        check_strategy(config, {"ranks": 2})
+
+
 @pytest.mark.parametrize(
     ("stated", "says"),
     [
         ('RANKS = "two"', "states RANKS = 'two'"), ('SHARDED = "yes"', "states SHARDED = 'yes'"),
         ('EXCLUDES = ["train.ema_decay"]', "states EXCLUDES = ['train.ema_decay']"),
         ('EXCLUDES = {"train.emadecay": "no"}', "states 'train.emadecay'"),
+        ('EXCLUDES = {"train.compile": ["no", "none"]}', "Input should be a valid tuple."),
         ('EXCLUDES = {"strategy.mood=good": "no"}', "states 'strategy.mood=good'"),
         ('GLOBAL_BATCHNORM = "always, if so"', "states 'if so'"), ('EXCLUDES = {"train.compile, ": "no"}', "states ''"),
     ],

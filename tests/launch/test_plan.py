@@ -166,7 +166,7 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (GPU_SITE, {"set": ("train.global_batch_size=3",), "nodes": 2}, UserError, "train.global_batch_size=8,"),
         (GPU_SITE, {"set": ("train.global_batch_size=200", "train.micro_batch_size=8"), "nodes": 2}, UserError,
          "train.global_batch_size=192 or 256,"),
-        (LAPTOP, {"preset": "single", "nodes": 2}, UserError, "launch.nodes=2 does not go with strategy.name=single."),
+        (LAPTOP, {"preset": "single", "nodes": 2}, UserError, "ranks=2 does not go with strategy.name=single."),
         (GPU_SITE, {"set": ("strategy.shard_within=node",), "preset": "fsdp", "nodes": 2, "ntasks_per_node": 1},
          UserError, "node does not go with launch.nodes=2 and launch.ntasks_per_node=1"),
         (LAPTOP, {"set": ("strategy.static_graph=true", "train.micro_batch_size=16"), "ntasks_per_node": 2},

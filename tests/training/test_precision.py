@@ -114,6 +114,17 @@ def test_what_is_bad_on_one_rank_is_bad_on_all_who_name_where() -> None:
     assert run_ranks(2, _on_a_rank) == [[(2, True, 1), (1.0, True, 0.0), (1.0, True, 0.0), (0.0, False, norm)]] * 2
 
 
+def test_a_run_goes_on_in_another_precision_than_its_checkpoint_has() -> None:
+    half, full = Precision("fp16", ALONE), Precision("fp32", ALONE)
+    model = nn.Linear(4, 1)
+    half.backward(model(torch.ones(2, 4)).sum() * math.inf)
+    half.step(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters(), None)
+    full.load_state_dict(half.state_dict())
+    assert full.state_dict() == {"skipped_steps": 1, "scaler": {}}
+    half.load_state_dict(Precision("fp32", ALONE).state_dict())
+    assert (half.state_dict()["skipped_steps"], half.state_dict()["scaler"]["scale"]) == (0, 32768.0)
+
+
 @pytest.mark.parametrize(("is_free", "max_norm"), [(True, None), (True, 1.0), (False, None), (False, 1.0)])
 @pytest.mark.parametrize("settings", [{}, {"name": "sgd", "nesterov": True}, {"name": "sgd", "momentum": 0.0}])
 def test_an_update_that_is_not_finite_leaves_no_trace(

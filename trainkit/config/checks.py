@@ -49,7 +49,10 @@ EXCLUDED_BY_LOOP = {
     },
 }
 """Loop -> what no strategy with that loop goes with, as in ``EXCLUDES``."""
-_EXCLUDED_BY_ONE_RANK = dict.fromkeys(("launch.nodes>1", "launch.ntasks_per_node>1"), "It is one process on one node.")
+# A fact of the plan: an arm of a bench, and `train` in this process, have the settings of a job of several ranks.
+_EXCLUDED_BY_ONE_RANK = {
+    "ranks>1": ("It is one process.", "Leave --nodes and --ntasks-per-node out, or use another strategy.")
+}
 _EXCLUDED_BY_SHARDS = {
     _O2: (
         "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
@@ -97,7 +100,7 @@ def strategy_traits(name: str) -> StrategyTraits:
     try:
         traits = StrategyTraits(**given)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
+        problem = error.errors(include_url=False)[-1]  # of a text or a pair, what is wrong with the pair
         trait = str(problem["loc"][0])
         raise wrong(f"{trait.upper()} = {given[trait]!r}", f"{problem['msg']}.") from None
     conditions = [*traits.excludes, *traits.lost_when_resized, traits.global_batchnorm, traits.less_traffic]

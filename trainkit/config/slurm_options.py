@@ -91,12 +91,7 @@ _REFUSED = (
     ("sbatch srun", "output error open-mode", _LOGS, _LEAVE_OUT),
     ("srun", "label", _LOGS, _LEAVE_OUT),
     ("sbatch srun", "chdir", "A run goes on in the folder of its submission, where its paths are.", _LEAVE_OUT),
-    (
-        "sbatch srun",
-        "clusters cluster-constraint",
-        "Everything asks the cluster of this machine.",
-        _LEAVE_OUT,
-    ),
+    ("sbatch srun", "clusters cluster-constraint", "Only the cluster of this machine is asked.", _LEAVE_OUT),
     ("sbatch srun", "uid gid", "A run is its submitter's: nobody else writes its folder.", _LEAVE_OUT),
     ("sbatch srun", "no-kill", "A node that is gone ends the job, which starts again without it.", _LEAVE_OUT),
     ("srun", "het-group jobid multi-prog no-allocate pty relative", "All ranks are started together.", _LEAVE_OUT),

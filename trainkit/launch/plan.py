@@ -106,7 +106,9 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         UserError: the batch size does not divide over the ranks, or the strategy is for one.
         RefusedError: this site or machine cannot run it.
     """
-    launch, found = loaded.config.launch, Resources(loaded, site)
+    launch = loaded.config.launch
+    check_strategy(loaded.config, {"ranks": launch.nodes * (launch.ntasks_per_node or 1)})
+    found = Resources(loaded, site)
     executor, batch, nodes, tasks = found.executor.value, found.batch, found.nodes.value, found.tasks.value
     if launch.preflight and not batch:
         why = f"This one is run by the executor {executor}, on this machine."

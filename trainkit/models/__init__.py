@@ -122,7 +122,7 @@ def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> User
     near = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.6)
     return UserError(
         what,
-        why=f"There are: {', '.join(tagged)}." if tagged else f"{' and '.join(libraries)} have no such model.",
+        why=f"There are: {', '.join(tagged)}." if tagged else f"There is none in {' or '.join(libraries)}.",
         fix=f"Did you mean {' or '.join(map(repr, near))}?"
         if near
         else "Use a name of timm or torchvision, or package.module:function for a model of your own.",
