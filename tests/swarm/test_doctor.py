@@ -35,6 +35,7 @@ def test_a_token_is_told_with_its_owner_and_an_unknown_name_with_its_fix(about: 
     assert found["token"].found == "of anna, a volunteer of hivemind-0001, good until 2030-03-17 17:46 UTC"
     assert found["name"].found.startswith("nowhere.invalid is not known")
     assert (found["name"].exit_code, "tcp" in found) == (2, False)
+    assert about(f"/dns/{'a' * 64}.org/tcp/4711")["name"].exit_code == 2  # no name can be so long
 
 
 def test_where_somebody_listens_all_is_well_and_one_address_is_enough(about: About) -> None:
