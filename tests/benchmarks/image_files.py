@@ -3,7 +3,7 @@ reference.
 
 The reference is what torchvision's own training script does with Pillow: open, RandomResizedCrop to 224, mirror, to a
 tensor, to floats, normalise, collate. The kit's arms are its whole loader (order, keys, collate) and `normalize`, from
-the same files, from their pack of pixels and from their pack of JPEG, 256 on the shorter side. One process, one thread,
+the same files and from their pack of pixels, 256 on the shorter side. One process, one thread,
 CPU time. Before a time is printed the arms must agree in the mean and the deviation of what they give to the model.
 """
 
@@ -41,18 +41,17 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
     with TemporaryDirectory() as folder:
         root = Path(folder)
         files = write_photos(root)
+        pack_data("image_folder", root, 256, "raw", workers=1, say=lambda line: None)
         arms: dict[str, Callable[[int], Tensor]] = {
             "torchvision, Pillow": reference(files),
-            "JPEG files": kit(root, root, None),
-            "pack of pixels": kit(root, packed(root, "raw"), 256),
-            "pack of JPEG": kit(root, packed(root, "jpeg"), 256),
+            "JPEG files": kit(root, None),
+            "pack of pixels": kit(root, 256),
         }
         assert_alike(arms)
         epochs = count()
         timed = {name: lambda arm=arm: cpu_seconds(lambda: arm(next(epochs))) for name, arm in arms.items()}
         measured = take_turns(timed, rounds)
-        sizes = {kind: (root / kind / "image_folder-256.pack/images.bin").stat().st_size for kind in ("raw", "jpeg")}
-    pixels, jpeg = (f"{sizes[kind] / PHOTOS / 1e3:.0f} kB a photo" for kind in ("raw", "jpeg"))
+        size = (root / "image_folder-256.pack/images.bin").stat().st_size
     headline = "photos a second and core from a pack, to torchvision's reference with Pillow"
 
     def row(arm: str, source: str, **more: Any) -> Figure:
@@ -62,8 +61,7 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
 
     return [
         row("JPEG files", "JPEG files", at_least=2),
-        row("pack of pixels", f"a pack of pixels, {pixels}", at_least=4, headline=headline),
-        row("pack of JPEG", f"a pack of JPEG, {jpeg}"),
+        row("pack of pixels", f"a pack of pixels, {size / PHOTOS / 1e3:.0f} kB a photo", at_least=4, headline=headline),
     ]
 
 
@@ -84,14 +82,6 @@ def write_photos(root: Path) -> list[Path]:
     return files
 
 
-def packed(root: Path, kind: str) -> Path:
-    """A folder beside the photos with their pack."""
-    pack_data("image_folder", root, 256, "raw" if kind == "raw" else "jpeg", workers=1, say=lambda line: None)
-    (root / kind).mkdir()
-    (root / "image_folder-256.pack").rename(root / kind / "image_folder-256.pack")
-    return root / kind
-
-
 def reference(files: list[Path]) -> Callable[[int], Tensor]:
     """As references/classification of torchvision, without its data loader's processes."""
     augment = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
@@ -110,9 +100,9 @@ def reference(files: list[Path]) -> Callable[[int], Tensor]:
     return epoch
 
 
-def kit(photos: Path, root: Path, pack: int | None) -> Callable[[int], Tensor]:
+def kit(root: Path, pack: int | None) -> Callable[[int], Tensor]:
     """The kit's loader, in this process."""
-    data = build_data(DataConfig(name="image_folder", root=str(root if pack else photos), pack=pack))
+    data = build_data(DataConfig(name="image_folder", root=str(root), pack=pack))
     steps = PHOTOS // BATCH
 
     def epoch(number: int) -> Tensor:

@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 
-from tests.benchmarks.arms.counted_swarm import COUNTS
 from tests.benchmarks.machines import TOKEN, Machines, Started, absent, machines
 from tests.benchmarks.measuring import Figure, Table
 
@@ -35,8 +34,8 @@ STATUS_SECONDS = 2.0
 FIRST = -10
 """Niceness of those who would have a machine to themselves."""
 HEAD = (
-    "peers", "rounds", "averaged together", "parts", "sync", "a peer's bytes a round", "the creator's", "DHT requests",
-    "CPU of the creator", "`swarm status`", "memory",
+    "peers", "rounds", "averaged together", "parts", "sync", "a peer's bytes a round", "the creator's",
+    "CPU of the creator", "`swarm status`",
 )  # fmt: skip
 
 
@@ -73,15 +72,15 @@ def watch(size: int) -> list[tuple[list[str], float]]:
 class _Swarm:
     def __init__(self, net: Machines) -> None:
         self.net, self.names = net, count(1)
-        self.run, self.counts = net.folder / "runs" / "creator", net.folder / "counts"
+        self.run = net.folder / "runs" / "creator"
         settings = (
             "data.workers=0", "model.name=tests.benchmarks.arms.light_peers:model", "train.precision=fp32",
             "train.global_batch_size=8", "monitor.loggers=[jsonl]", "launch.gpus_per_node=0",
             f"collaborative.round_seconds={ROUND_SECONDS}", "collaborative.rounds=1000",
         )  # fmt: skip
-        counted = ("tests.benchmarks.arms.counted_swarm", str(self.counts), "create", "hivemind", *settings)
+        create = ("jobs.swarm", "create", "hivemind", *settings)
         where = ("--host", net.address(0), "--name", "creator", "--run-dir", str(self.run))
-        self.creator = _first(net.start(0, *counted, *where))
+        self.creator = _first(net.start(0, *create, *where))
         self.token = self.creator.says(TOKEN)[1]
         own = {"TRAINKIT_TOKEN": self.token}
         self.peers = net.start(1, "tests.benchmarks.arms.light_peers", str(net.folder), env=own)
@@ -124,7 +123,7 @@ class _Swarm:
             status.append(self._status())
             self._next_round()
         records, after, seconds = self.records()[first:], self._counters(), time.monotonic() - began
-        to_creator, from_creator, requests, cpu = (new - old for old, new in zip(before, after, strict=True))
+        to_creator, from_creator, cpu = (new - old for old, new in zip(before, after, strict=True))
         moved = (to_creator + from_creator) / seconds * ROUND_SECONDS
         groups = [record["peers"] for record in records]
         waited = [record["exchange_seconds"] for record in records]
@@ -135,8 +134,8 @@ class _Swarm:
             f"{statistics.median(groups):.0f} ({min(groups)} to {max(groups)})",
             f"{100 * sum(record['parts'] for record in records) / expected:.0f} %",
             f"{statistics.median(waited):.2f} s (up to {max(waited):.2f})",
-            f"{moved / (size - 1) / 1e3:,.0f} kB", f"{moved / 1e6:.1f} MB", f"{requests / seconds:.0f}/s",
-            f"{cpu / seconds:.2f} cores", f"{asked:.2f} s, {used:.2f} s of CPU", f"{_gigabytes():.1f} GB",
+            f"{moved / (size - 1) / 1e3:,.0f} kB", f"{moved / 1e6:.1f} MB",
+            f"{cpu / seconds:.2f} cores", f"{asked:.2f} s, {used:.2f} s of CPU",
         ], asked  # fmt: skip
 
     def _next_round(self) -> None:
@@ -148,7 +147,7 @@ class _Swarm:
         own = psutil.Process(self.creator.process.pid)
         family = [own, *own.children(recursive=True)]
         cpu = sum(sum(one.cpu_times()[:2]) for one in family)
-        return [to_creator, from_creator, sum(COUNTS.unpack(self.counts.read_bytes())), cpu]
+        return [to_creator, from_creator, cpu]
 
     def _status(self) -> tuple[float, float]:
         """Seconds of the command, by the clock and of CPU."""
@@ -172,15 +171,3 @@ def _until(condition: Callable[[], bool], seconds: float, whose: Started) -> Non
         assert whose.process.poll() is None, whose.output[-2000:]
         assert time.monotonic() < deadline, whose.output[-2000:]
         time.sleep(0.1)
-
-
-def _gigabytes() -> float:
-    """Of all processes that come of this one, pages that several share counted once (PSS)."""
-    own = psutil.Process()
-    total = 0
-    for one in own.children(recursive=True):
-        try:
-            total += one.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return total / 1e9

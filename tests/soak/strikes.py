@@ -83,19 +83,19 @@ class Striker:
 
         return fire
 
-    def _aim(self, strike: Strike, job: str) -> Callable[[], None]:
+    def _aim(self, strike: Strike, job: str) -> Callable[[], object]:
         call, cluster, kind = self.cluster.call, self.cluster, strike.kind
         chosen = (lambda found: found[0]) if strike.moment == "saving" else self._rng.choice  # the first rank saves
         if kind in ("usr2", "term"):
-            return lambda: void(call("scancel", f"--signal={kind.upper()}", job))
+            return lambda: call("scancel", f"--signal={kind.upper()}", job)
         if kind == "full":  # the batch script and all that it has started as well
-            return lambda: void(call("scancel", f"--signal={self._rng.choice(('USR2', 'TERM'))}", "--full", job))
+            return lambda: call("scancel", f"--signal={self._rng.choice(('USR2', 'TERM'))}", "--full", job)
         if kind == "requeue":
-            return lambda: void(call("scontrol", "requeue", job))
+            return lambda: call("scontrol", "requeue", job)
         if kind == "preempt":
             return lambda: self._preempt(job)
         if kind == "limit":  # SLURM itself sends what --signal asks for
-            return lambda: void(call("scontrol", "update", f"job={job}", f"TimeLimit={_minutes(call, job) + 1}"))
+            return lambda: call("scontrol", "update", f"job={job}", f"TimeLimit={_minutes(call, job) + 1}")
         if kind in ("kill", "srun", "batch"):
             is_victim = {"kill": Process.is_rank, "srun": Process.is_srun, "batch": Process.is_script}[kind]
             before = self._victims(is_victim, job)
@@ -151,10 +151,6 @@ class Striker:
     def _nodes(self, job: str) -> list[str]:
         nodes = self.cluster.call("squeue", "-h", "-j", job, "-t", "R", "-o", "%N").strip()
         return self.cluster.call("scontrol", "show", "hostnames", nodes).split() if nodes else []
-
-
-def void(value: object) -> None:
-    """What a command has printed is of no interest."""
 
 
 def _minutes(call: Callable[..., str], job: str) -> int:

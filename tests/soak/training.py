@@ -75,11 +75,7 @@ class Soak:
 
     def summary(self) -> str:
         """What it was, in some lines."""
-        kinds, moments = Counter(strike.kind for strike in self.done), Counter(strike.moment for strike in self.done)
-        schedulers = Counter(strike.scheduler for strike in self.done)
-        lines = [", ".join(f"{number} {name}" for name, number in count.most_common()) for count in (kinds, moments)]
-        lines += [", ".join(f"{number} with a scheduler that {name}" for name, number in schedulers.most_common())]
-        lines += [f"{self.saves_hit} have left half a checkpoint; {len(self.run.attempts())} attempts"]
+        lines = [f"{self.saves_hit} have left half a checkpoint; {len(self.run.attempts())} attempts"]
         lines += [f"released by hand {self.released} times"] if self.released else []
         lines += [f"resumed by hand {len(self.resumed)} times:"] if self.resumed else []
         return "\n".join(lines + [f"  {number} x {why}" for why, number in Counter(self.resumed).most_common()])
