@@ -72,7 +72,7 @@ def swarm(
         commands.attack(attack, *join(f"mallory{number or ''}", hers), *where) for number, attack in enumerate(attacks)
     ]
     # Whose records are lies has no name here; whoever sends no part is in no group.
-    averages = not {"gather", "impostor", "stall"}.intersection(attacks)
+    averages = not {"impostor", "stall"}.intersection(attacks)
     creator.says(until or (f"{1 + honest + len(cheats)} peers averaged" if averages else "mallory"), 120)
     status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output

@@ -55,16 +55,6 @@ def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -
     StepControl.allow_allreduce = allowed
 
 
-def gather(data: bytes) -> None:
-    """Tell the group ``data`` about this peer."""
-    init = StepControl.__init__
-
-    def made(self: Any, **options: Any) -> None:
-        init(self, **{**options, "data_for_gather": data})
-
-    StepControl.__init__ = made
-
-
 def progress(**lies: Any) -> None:
     """Publish lies, past the checks that an honest peer makes of its own records."""
     publish = SwarmDHT.publish_progress
@@ -76,15 +66,14 @@ def progress(**lies: Any) -> None:
     SignedRecords.validate = lambda self, record: True  # type: ignore[method-assign]
 
 
-def probe(*, serves: bool) -> None:
-    """Claim to hold the run's state, of a round far ahead, and sign random weights as it for whoever asks.
-
-    Args:
-        serves: listen as reducers do; else only say so, as a client.
-    """
+def impostor() -> None:
+    """Claim to hold the run's state, of a round far ahead, listen as reducers do, and sign random weights as that state
+    for whoever asks."""
 
     init, honest = Averaging.__init__, OuterState.probe
     patched: Any = exchange._Averager
+    module: Any = session
+    opened, prepared = module.open_dht, patched.__init__
 
     def made(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
@@ -99,15 +88,10 @@ def probe(*, serves: bool) -> None:
     patched.get_current_state = state
     Averaging.__init__ = made  # type: ignore[method-assign]
     OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
-    if serves:
-        module: Any = session
-        opened, prepared = module.open_dht, patched.__init__
-        # The DHT takes it for a client all the same: nobody dials back a volunteer.
-        module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})
-        patched.__init__ = lambda self, *args, **options: prepared(self, *args, **{**options, "client_mode": False})
-    else:
-        Averaging.share = lambda self: None  # type: ignore[method-assign]
-    progress(round=1 << 40, client=not serves)
+    # The DHT takes it for a client all the same: nobody dials back a volunteer.
+    module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})
+    patched.__init__ = lambda self, *args, **options: prepared(self, *args, **{**options, "client_mode": False})
+    progress(round=1 << 40, client=False)
 
 
 def reduces_turned() -> None:
@@ -163,7 +147,6 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "turned": lambda: contribution(lambda vector: -vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
     "weight": lambda: contribution(lambda vector: -vector, weight=1e9),
-    "gather": lambda: gather(b"\xc1garbage"),
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
@@ -171,8 +154,7 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "stall": stall,
     "deaf": deaf,
     "other-torch": other_torch,
-    "probe": lambda: probe(serves=False),
-    "impostor": lambda: probe(serves=True),
+    "impostor": impostor,
 }
 
 

@@ -127,19 +127,7 @@ class Commands:
 
     def intrude(self, token: str) -> Command:
         """``python -m tests.swarm.intruder``, to whom somebody with a token has told all but that."""
-        code = (
-            "import sys\n"
-            "from trainkit.swarm.admission import with_token\n"
-            "from trainkit.swarm.session import meeting_place\n"
-            "from trainkit.swarm.view import open_reader\n"
-            "with open_reader(with_token(sys.argv[1])) as read:\n"
-            "    (manifest,) = read().manifests.values()\n"
-            "    print(meeting_place(manifest.run_id, manifest.facts))\n"
-        )
-        env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-        asking = [sys.executable, "-c", code, token]
-        done = subprocess.run(asking, env=env, capture_output=True, text=True, check=True)
-        return self._start("tests.swarm.intruder", self.address(), f"{done.stdout.strip()}_common")
+        return self._start("tests.swarm.intruder", token)
 
     def _start(
         self, module: str, *words: str, on: tuple[str, ...] = (), env: Mapping[str, str] | None = None

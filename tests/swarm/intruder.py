@@ -1,8 +1,8 @@
-"""Somebody with plain hivemind and no invitation: ``python -m tests.swarm.intruder ADDRESS PREFIX``.
+"""Somebody with plain hivemind and no invitation: ``python -m tests.swarm.intruder TOKEN``.
 
-It knows everything but a token: where the creator is, where the run's peers meet, and the protocol. It asks for what
-only members get; then it opens many calls and is silent, and at last talks without end. It prints as JSON what it got:
-of the run, and with the very same calls of a stock averager of its own, to see that these calls are right.
+It knows everything but the token, by which it only learns where the creator is and where the run's peers meet. It asks
+for what only members get; then it opens many calls and is silent, and at last talks without end. It prints as JSON what
+it got: of the run, and with the very same calls of a stock averager of its own, to see that these calls are right.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from hivemind.dht.routing import DHTID  # noqa: E402
 from hivemind.p2p import P2P, PeerID, ServicerBase  # noqa: E402
 from hivemind.proto import averaging_pb2, dht_pb2  # noqa: E402
 from hivemind.utils import MSGPackSerializer, get_dht_time  # noqa: E402
+
+from trainkit.swarm.admission import with_token  # noqa: E402
+from trainkit.swarm.session import meeting_place  # noqa: E402
+from trainkit.swarm.view import open_reader  # noqa: E402
 
 
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
@@ -149,7 +153,10 @@ async def _ask(address: str, prefix: str) -> dict[str, Any]:
 
 def main() -> None:
     """See the module."""
-    address, prefix = sys.argv[1:]
+    entry = with_token(sys.argv[1])
+    with open_reader(entry) as read:
+        (manifest,) = read().manifests.values()
+    address, prefix = entry.addresses[0], f"{meeting_place(manifest.run_id, manifest.facts)}_common"
 
     async def both(stock: str) -> dict[str, Any]:
         of_stock, of_run = await asyncio.gather(_ask(stock, prefix), _ask(address, prefix))

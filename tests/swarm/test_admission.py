@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import multiprocessing
@@ -223,25 +222,6 @@ def test_a_token_or_an_address_is_taken_from_wherever_it_is(
     assert (entry.addresses, entry.invited, entry.own.grant.name) == ((EXAMPLE,), word == TOKEN, "anna")
     warned = way == "argument" and word == TOKEN  # of an address there is nothing to hide
     assert ("list of processes" in capsys.readouterr().err) == warned
-
-
-@pytest.mark.parametrize(
-    "words", ["submit hivemind --dry-run --join", "train hivemind --join", "swarm doctor", "swarm status"]
-)
-def test_a_token_that_others_see_is_warned_of_by_every_command(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nobody listens at the address: the warning comes before that is known."""
-
-    def nobody(*_: object) -> None:
-        raise LookupError
-
-    for asked in ("view.run_at", "address.examine", "view.open_reader"):
-        monkeypatch.setattr(f"trainkit.swarm.{asked}", nobody)
-    verb, *more = words.split()
-    with pytest.raises(LookupError):
-        importlib.import_module(f"jobs.{verb}").main([*more, TOKEN], dict(os.environ))
-    assert "list of processes" in capsys.readouterr().err
 
 
 SECRET = "my secret thing"

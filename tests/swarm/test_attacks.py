@@ -20,13 +20,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
         return swarm(commands, honest=2).loss
 
 
-@pytest.mark.parametrize("attack", ["times-50", "weight", "gather", "name", "stall"])
+@pytest.mark.parametrize("attack", ["times-50", "weight", "name", "stall"])
 def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
     found = swarm(commands, attack, honest=3 if attack == "weight" else 2)
     assert found.is_as_good_as(undisturbed)
-    if attack in ("times-50", "weight", "gather"):
+    if attack in ("times-50", "weight"):
         assert "mallory" in found.names("peer_dropped", "peer_left_out")
     if attack == "stall":  # after some rounds nobody waits for it
         waited = found.creator.output.count("too late: mallory")
@@ -43,11 +43,8 @@ def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: fl
     assert found.names("peer_banned") == ["mallory"]
 
 
-@pytest.mark.parametrize("attack", ["probe", "impostor"])
-def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_signs(
-    attack: str, undisturbed: float, commands: Commands
-) -> None:
-    found = swarm(commands, attack, honest=2, late=True)
+def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_signs(undisturbed: float, commands: Commands) -> None:
+    found = swarm(commands, "impostor", honest=2, late=True)
     assert found.is_as_good_as(undisturbed)
     (attacker,), (*_, late) = found.attackers, found.honest
     assert "GAVE AWAY" not in attacker.output  # nobody has asked it
@@ -56,7 +53,7 @@ def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_signs(
     for peer in found.honest:  # a busy machine makes one drift now and then, and that one asks the creator
         assert peer.output.count("taking over their state") <= 2
     # Who wants to average for others without being of the owner's side is in no group.
-    assert ("peers averaged" in attacker.output) == (attack == "probe"), attacker.output
+    assert "peers averaged" not in attacker.output
 
 
 def test_a_reducer_that_gives_back_no_average_is_banned_by_the_owner(undisturbed: float, commands: Commands) -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.swarm.conftest import TOKEN, Command, Commands, started_in
+from tests.swarm.conftest import TOKEN, Command, started_in
 from tests.swarm.internet import internet
 from trainkit import fileio
-
-pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
 ROUND_SECONDS = 4
 SETTINGS = (
@@ -27,22 +24,6 @@ SETTINGS = (
     "collaborative.rounds=120",
     "model.name=tests.swarm.patient:model",
 )
-
-
-@dataclass
-class Story:
-    """The creator is killed while it saves, the volunteers wait, it is resumed, sleeps for three rounds, leaves by
-    Ctrl-C, and is resumed once more."""
-
-    commands: Commands
-    creator: Command
-    again: Command
-    volunteers: list[Command]
-    last: Command
-    addresses: list[str]
-    """Of the creator, each time."""
-    cut: str
-    """The checkpoint on which the kill has left nothing but a beginning."""
 
 
 def sleep_for(command: Command, seconds: float) -> None:
@@ -55,85 +36,69 @@ def sleep_for(command: Command, seconds: float) -> None:
         time.sleep(wait)
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    with internet(public=1, homes=2) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
-        create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *SETTINGS)
-        creator = commands.start(*create, on=net.on("pub1"))
-        token = creator.says(TOKEN)[1]
-        addresses = [commands.address()]
-        volunteers = [
-            commands.join(token, "--name", name, on=net.on(f"lan{number}"))
-            for number, name in ((1, "anna"), (2, "ben"))
-        ]
-        creator.says("anna has joined")
-        creator.says(r"round [3-9]/.* 3 peers averaged.*val loss")  # so that there are two checkpoints
-        creator.kill()
-        newest = (commands.run("hivemind-0001") / "checkpoints" / "latest").resolve()
-        weights = newest / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
-        for peer in volunteers:
-            peer.says("Waiting for it for up to 1 d")
-        run = str(commands.run("hivemind-0001"))
-        again = commands.start("resume", run, "--allow-code", on=net.on("pub1"))
-        again.says("3 peers averaged", 120)
-        addresses.append(commands.address())
-        sleep_for(again, 3.5 * ROUND_SECONDS)
-        slept = len(again.output)
-        again.says(rf"(?s)\A.{{{slept}}}.*3 peers averaged", 120)
-        again.process.send_signal(signal.SIGINT)
-        for command in (again, *volunteers):
-            command.ends()
-        last = commands.start("swarm", "create", "--resume", run, "--allow-code", "--no-train", on=net.on("pub1"))
-        last.says(r"round \d+/120")
-        addresses.append(commands.address())
-        last.process.send_signal(signal.SIGINT)
-        last.ends()
-        yield Story(commands, creator, again, volunteers, last, addresses, newest.name)
-
-
 def rounds_in(output: str) -> list[int]:
     lines = [line for line in output.splitlines() if line.startswith("round ")]
     return [int(line.split()[1].partition("/")[0]) for line in lines]
 
 
-def test_the_creator_comes_back_under_its_address_after_the_last_round_saved(story: Story) -> None:
-    assert len(story.addresses) == 3
-    assert len(set(story.addresses)) == 1
-    last, first = rounds_in(story.creator.output)[-1], rounds_in(story.again.output)[0]
-    # The last checkpoint may have been on its way, and the one before is cut; it is passed over in words.
-    assert max(2, last - 2) <= first <= last + 1
-    assert story.cut in story.again.output
-    key = story.commands.run("hivemind-0001") / "swarm_identity"
-    assert key.stat().st_mode & 0o777 == 0o600
+@pytest.mark.long
+@pytest.mark.swarm
+def test_a_creator_comes_back_and_its_volunteers_find_it(tmp_path: Path) -> None:
+    """It is killed while it saves, resumed, sleeps for three rounds, leaves by Ctrl-C, and is resumed once more."""
+    with internet(public=1, homes=2) as net, started_in(tmp_path) as commands:
+        run = commands.run("hivemind-0001")
+        create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *SETTINGS)
+        creator = commands.start(*create, on=net.on("pub1"))
+        token, address = creator.says(TOKEN)[1], commands.address()
+        names = {"anna": "lan1", "ben": "lan2"}
+        volunteers = [commands.join(token, "--name", name, on=net.on(at)) for name, at in names.items()]
+        creator.says("anna has joined")
+        creator.says(r"round [3-9]/.* 3 peers averaged.*val loss")  # so that there are two checkpoints
+        creator.kill()
+        cut = (run / "checkpoints" / "latest").resolve()  # of which there is nothing but a beginning
+        weights = cut / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        for peer in volunteers:
+            peer.says("Waiting for it for up to 1 d")
+        again = commands.start("resume", str(run), "--allow-code", on=net.on("pub1"))
+        again.says("3 peers averaged", 120)
+        assert commands.address() == address
+        sleep_for(again, 3.5 * ROUND_SECONDS)
+        slept = len(again.output)
+        again.says(rf"(?s)\A.{{{slept}}}.*3 peers averaged", 120)
+        again.process.send_signal(signal.SIGINT)
+        assert [command.ends() for command in (again, *volunteers)] == [0, 0, 0]
+        last = commands.start("swarm", "create", "--resume", str(run), "--allow-code", "--no-train", on=net.on("pub1"))
+        last.says(r"round \d+/120")
+        assert commands.address() == address
+        last.process.send_signal(signal.SIGINT)
+        assert last.ends() == 0
 
+    # After the last round saved; the last checkpoint may have been on its way, and the one before is cut.
+    before, rounds = rounds_in(creator.output)[-1], rounds_in(again.output)
+    assert max(2, before - 2) <= rounds[0] <= before + 1
+    assert cut.name in again.output  # it is passed over in words
+    assert (run / "swarm_identity").stat().st_mode & 0o777 == 0o600
 
-def test_volunteers_keep_their_weights_and_come_back_by_themselves(story: Story) -> None:
-    for peer in story.volunteers:
-        before, _, after = peer.output.partition("Back in hivemind-0001, in round")
-        assert "The weights of round" in before
-        assert before.count("Nobody of the swarm answers") == 1
+    # Volunteers keep their weights meanwhile.
+    for peer in volunteers:
+        alone, _, after = peer.output.partition("Back in hivemind-0001, in round")
+        assert "The weights of round" in alone
+        assert alone.count("Nobody of the swarm answers") == 1
         assert "3 peers averaged" in after
-    for run in story.commands.runs_root.glob("*-peer-*"):
-        assert list(run.glob("checkpoints/step-*/common.safetensors"))
-        kinds = [event["event"] for event in fileio.read_jsonl(run / "events.jsonl")]
+    for path in commands.runs_root.glob("*-peer-*"):
+        assert list(path.glob("checkpoints/step-*/common.safetensors"))
+        kinds = [event["event"] for event in fileio.read_jsonl(path / "events.jsonl")]
         assert kinds.count("swarm_lost") == kinds.count("swarm_back") >= 1
 
-
-def test_a_creator_that_has_slept_goes_on_with_the_round_that_it_is_by_then(story: Story) -> None:
-    rounds = rounds_in(story.again.output)
-    skipped = [after - before for before, after in pairwise(rounds) if after > before + 1]
+    # Who has slept goes on with the round that it is by then.
     assert rounds == sorted(set(rounds))
-    assert any(2 <= gap <= 6 for gap in skipped)
+    assert any(2 <= later - earlier <= 6 for earlier, later in pairwise(rounds))
 
-
-def test_ctrl_c_is_a_stop_that_can_be_resumed_and_not_an_end(story: Story) -> None:
-    """By a creator that does not train, and still judges."""
-    assert [one.process.returncode for one in (story.again, *story.volunteers, story.last)] == [0, 0, 0, 0]
-    assert "Go on with it: python -m jobs.resume" in story.again.output
-    output = story.last.output
-    said = re.search(r"^Goes on after round (\d+): .*; the optimizer within rounds begins anew\.$", output, re.M)
+    # Ctrl-C is a stop that can be resumed, here by a creator that does not train, and still judges.
+    assert "Go on with it: python -m jobs.resume" in again.output
+    said = re.search(r"^Goes on after round (\d+): .*; the optimizer within rounds begins anew\.$", last.output, re.M)
     assert said is not None
-    assert rounds_in(output)[0] > max(int(said[1]), rounds_in(story.again.output)[-1] - 2)
-    assert "images/s here" not in output
-    assert "val acc1" in output
+    assert rounds_in(last.output)[0] > max(int(said[1]), rounds[-1] - 2)
+    assert "images/s here" not in last.output
+    assert "val acc1" in last.output

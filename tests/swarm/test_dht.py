@@ -11,7 +11,6 @@ import stat
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,29 +65,14 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, unanswering: 
             _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 
 
-def test_a_helper_that_lives_and_is_silent_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.2)
-    with pytest.raises(RunFailedError, match=f"Its process {os.getpid()} lives"):
-        processes.answer_of(Future(), "averager", os.getpid())
-
-
-def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
-    class Late(Future[str]):
-        def result(self, timeout: float | None = None) -> str:
-            if not self.done():
-                self.set_result("late")
-                raise FutureTimeoutError
-            return super().result(timeout)
-
-    assert processes.answer_of(Late(), "averager", os.getpid()) == "late"
-    asked: Future[str] = Future()
-    family = processes.family
-
+def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     def answered_meanwhile(pid: int) -> Any:
         asked.set_result("late")
         return family(pid)
 
-    with pytest.MonkeyPatch.context() as patch:
+    asked: Future[str] = Future()
+    family = processes.family
+    with monkeypatch.context() as patch:
         patch.setattr(processes, "family", answered_meanwhile)
         assert processes.answer_of(asked, "averager", os.getpid()) == "late"
     unreachable: Future[str] = Future()

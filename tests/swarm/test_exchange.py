@@ -260,10 +260,10 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
         _report=lambda runner: None,
     )  # fmt: skip
-    gathered = [said(CLIENT, 1.01 * WEIGHTS), said(NODE, WEIGHTS)]
-    group: Any = SimpleNamespace(peer_ids=["me", "reducer"], gathered=gathered, group_id=b"")
+    gathered = [said(CLIENT, 1.01 * WEIGHTS), said(NODE, WEIGHTS), b"\xc1garbage"]  # which stops nobody
+    group: Any = SimpleNamespace(peer_ids=["me", "reducer", "liar"], gathered=gathered, group_id=b"")
     done = asyncio.run(_Averager._aggregate_with_group(averager, group, 0))
-    assert (done.rates, done.drifted, weights) == ({"me": 5.0, "reducer": 5.0}, True, [sent])
+    assert (done.rates, done.drifted, weights) == ({"me": 5.0, "reducer": 5.0, "liar": 0.0}, True, [sent])
 
 
 # Who is let into a group.

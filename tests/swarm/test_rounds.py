@@ -28,7 +28,7 @@ from trainkit.swarm.average import Averaging
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
-from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, newest_round, take_part, tally
+from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, take_part, tally
 from trainkit.swarm.session import Session, Team
 from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, GatheringState, Given, GradientState, OuterState
@@ -408,9 +408,3 @@ def test_the_owners_own_claim_has_no_bound_and_the_time_that_is_left_follows() -
     found = tally(Tally(5000, 500), others, round_index=3, trusted=(), is_trusted=True, now=NOW)
     assert (found, found.seconds_left(15300)) == (Tally(5100, 510), 20.0)
     assert (Tally(300, 35).seconds_left(300), Tally(0, 0).seconds_left(1)) == (0.0, math.inf)
-
-
-def test_only_the_owners_side_says_that_there_is_a_newer_state() -> None:
-    others = {"liar": says(0, round_index=10**6), "owner": says(0, round_index=4), "reducer": says(0, round_index=5)}
-    assert newest_round(others, {"owner", "reducer"}) == 5
-    assert newest_round(others, set()) == -1

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import readme
-from tests.swarm.conftest import TOKEN, Command, Commands, started_in, wait_for
+from tests.swarm.conftest import Commands, wait_for
 from trainkit import fileio
 from trainkit.swarm.invitations import read_token
 
 pytestmark = pytest.mark.swarm
 
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+NOBODY = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -64,111 +63,65 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     afterwards.says("hivemind-0001: not running, round 24/24")
 
 
-@dataclass
-class Story:
-    """A swarm that many things happen to, at once where they can: starting a peer costs seconds."""
-
-    commands: Commands
-    creator: Command
-    guest: Command
-    """Joined, and left on SIGTERM."""
-    public: Command
-    """Joined as one that others can reach, and stayed to the end."""
-    submitted: Command
-    """Waited for a job that joined, with a token from a file."""
-    asked: Command
-    """Asked for the swarm's status, with four peers in it."""
-    refused: dict[str, Command]
-    tokens: tuple[str, ...]
-    seen: list[str]
-    """What everybody on the machine sees: the arguments of those who had a token in the environment or in a file."""
-
-
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    with started_in(tmp_path_factory.mktemp("swarm")) as commands:
-        creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
-        address = commands.address()
-        machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
-        _, join, ask = readme.blocks("swarm", readme.DOCS / "swarm.md")[0]
-        guest = commands.type_in(join.replace("=TOKEN", f"={token}"), "--name", "guest", "--allow-code")
-        (commands.folder / "invited.txt").write_text(f"{token}\n", encoding="utf-8")
-        here = ("--executor", "local", "--gpus-per-node", "0", "--wait", "--allow-code", "data.workers=0")
-        submitted = commands.start("submit", "hivemind", "--join", "invited.txt", *here)
-        trusted = commands.invite("trusted", "--reduce")
-        (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
-        public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
-        refused = {
-            "dead": commands.start("swarm", "status", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
-            "stranger": commands.start("swarm", "status", f"{machine}/{STRANGER}"),
-            "port": commands.start("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
-            "closed": commands.start("join", address),
-        }
-        creator.says("4 peers averaged")
-        for command in (guest, public, submitted):
-            command.note_family()
-        seen = [word for command in (guest, public, submitted) for one in command.alive() for word in one.cmdline()]
-        asked = commands.type_in(ask)
-        asked.ends()
-        guest.process.terminate()
-        guest.ends()
-        creator.says(r"4 peers averaged(.*\n)+.*3 peers averaged")
-        creator.process.send_signal(signal.SIGINT)
-        for command in (creator, public, submitted, *refused.values()):
-            command.ends()
-        yield Story(commands, creator, guest, public, submitted, asked, refused, (token, trusted), seen)
-
-
-def test_the_guides_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
-    create, join, ask = readme.blocks("swarm", readme.DOCS / "swarm.md")[0]
+def test_the_guides_commands_work_as_they_stand_and_what_cannot_work_is_refused(commands: Commands) -> None:
+    """Many things happen to one swarm, at once where they can: starting a peer costs seconds."""
+    creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
+    address = commands.address()
+    machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
+    _, join, ask = readme.blocks("swarm", readme.DOCS / "swarm.md")[0]
     assert join == "TRAINKIT_TOKEN=TOKEN python -m jobs.join"
-    assert [line.split()[2] for line in (create, ask)] == ["jobs.swarm", "jobs.swarm"]
-    assert re.search(TOKEN, story.creator.output, re.MULTILINE)
-    assert "Joined hivemind-0001" in story.guest.output
-    assert story.asked.process.returncode == 0
-    assert re.search(r"^hivemind-0001: running, round \d+/500, 4 peers", story.asked.output, re.MULTILINE)
+    guest = commands.type_in(join.replace("=TOKEN", f"={token}"), "--name", "guest", "--allow-code")
+    (commands.folder / "invited.txt").write_text(f"{token}\n", encoding="utf-8")
+    here = ("--executor", "local", "--gpus-per-node", "0", "--wait", "--allow-code", "data.workers=0")
+    submitted = commands.start("submit", "hivemind", "--join", "invited.txt", *here)
+    trusted = commands.invite("trusted", "--reduce")
+    (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
+    public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
+    refused = {
+        "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/": ("swarm", "status", NOBODY),
+        f"Nobody of the swarm answers at {machine}/{STRANGER}": ("swarm", "status", f"{machine}/{STRANGER}"),
+        "Cannot listen on 127.0.0.1, port": ("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
+        "Nobody of the swarm answers at": ("join", address),  # that swarm is by invitation only
+    }
+    tried = {says: commands.start(*words) for says, words in refused.items()}
+    creator.says("4 peers averaged")
+    for command in (guest, public, submitted):
+        command.note_family()
+    seen = [word for command in (guest, public, submitted) for one in command.alive() for word in one.cmdline()]
+    asked = commands.type_in(ask)
+    assert asked.ends() == 0
+    assert re.search(r"^hivemind-0001: running, round \d+/500, 4 peers", asked.output, re.MULTILINE)
+    guest.process.terminate()
+    assert guest.ends() == 0
+    creator.says(r"4 peers averaged(.*\n)+.*3 peers averaged")  # the run ends with its creator, not with a guest
+    creator.process.send_signal(signal.SIGINT)
+    assert [peer.ends() for peer in (creator, public, submitted)] == [0, 0, 0]
+    assert "Left the swarm." in guest.output
+    assert "The creator ended the run." in public.output
 
+    # Refused is with exit code 2, in three lines, and nothing is written.
+    for says, command in tried.items():
+        assert command.ends() == 2
+        lines = command.output.splitlines()
+        assert lines[0].startswith(says)
+        assert [line[:6] for line in lines[1:]] == ["  why:", "  fix:"]
+    names = sorted(path.name for path in commands.runs_root.glob("[!.]*"))
+    assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer", "hivemind-peer"]
 
-def test_a_token_is_in_no_list_of_processes_and_in_nothing_that_is_kept(story: Story) -> None:
-    assert story.seen
-    assert not any(word.startswith("trainkit1") for word in story.seen)
-    kept = [file for root in (story.commands.runs_root, story.commands.folder / "state") for file in root.rglob("*")]
+    # A token is in no list of processes, and in nothing that is kept.
+    assert seen
+    assert not any(word.startswith("trainkit1") for word in seen)
+    assert "list of processes" not in guest.output + public.output
+    kept = [file for root in (commands.runs_root, commands.folder / "state") for file in root.rglob("*")]
     texts = [file.read_bytes() for file in kept if file.is_file()]
     assert len(texts) > 20
-    assert "list of processes" not in story.guest.output + story.public.output  # there was nothing to see
-    for token in story.tokens:
-        assert [item for item in texts if token.encode() in item or read_token(token)[0].key.seed in item] == []
+    for secret in (token, trusted):
+        assert [item for item in texts if secret.encode() in item or read_token(secret)[0].key.seed in item] == []
 
-
-def test_each_leaves_cleanly_and_others_are_told_what_they_need_to_know(story: Story) -> None:
-    """The guest by SIGTERM, the creator by Ctrl-C; the run ends with its creator, not with a guest."""
-    peers = (story.creator, story.guest, story.public, story.submitted)
-    assert [peer.process.returncode for peer in peers] == [0, 0, 0, 0]
-    assert "Left the swarm." in story.guest.output
-    assert "The creator ended the run." in story.public.output
-    (run,) = story.commands.runs_root.glob("hivemind-peer-*")
-    assert [summary(path)["outcome"] for path in (story.commands.run("hivemind-0001"), run)] == ["stopped", "stopped"]
-
-
-def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
-    run = story.commands.run("hivemind-0001")
+    # The creator's run folder is one like any other.
+    run, (job,) = commands.run("hivemind-0001"), commands.runs_root.glob("hivemind-peer-*")
+    assert [summary(path)["outcome"] for path in (run, job)] == ["stopped", "stopped"]
     assert {"train", "val"} <= {record["split"] for record in fileio.read_jsonl(run / "metrics.jsonl")}
     assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
     assert (run / "manifest.json").is_file()
     assert {"started", "saved", "peer_joined"} <= {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
-
-
-def test_what_cannot_work_exits_with_2_and_three_lines_and_writes_nothing(story: Story) -> None:
-    says = {
-        "dead": "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/",
-        "stranger": "Nobody of the swarm answers at",
-        "port": "Cannot listen on 127.0.0.1, port",
-        "closed": "Nobody of the swarm answers at",
-    }
-    for case, command in story.refused.items():
-        assert command.process.returncode == 2
-        lines = command.output.splitlines()
-        assert lines[0].startswith(says[case])
-        assert [line[:6] for line in lines[1:]] == ["  why:", "  fix:"]
-    names = sorted(path.name for path in story.commands.runs_root.glob("[!.]*"))
-    assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer", "hivemind-peer"]

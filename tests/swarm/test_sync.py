@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from tests.rank_functions import QUICK
 from trainkit.config.loading import load
-from trainkit.config.schema import Config, OptimConfig
+from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch
 from trainkit.data.loader import Batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
-from trainkit.swarm import sync
 from trainkit.swarm.admission import Member
 from trainkit.swarm.link import PART
 from trainkit.swarm.robust import has_drifted
@@ -327,28 +326,6 @@ def test_a_newcomer_goes_on_from_the_state_that_it_is_given_bit_for_bit(peers: l
         first, second = agree(peers)
         assert torch.equal(first, second)
     assert torch.equal(flat(newcomer.common.model), flat(veteran.common.model))
-
-
-def test_an_optimizer_is_made_over_the_weights_that_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the user's own may keep hold of their memory, and make a step whatever the rate is."""
-    kept: list[Tensor] = []
-
-    def move(*_: object) -> None:
-        for values in kept:
-            values.add_(1.0)
-
-    def made(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-        kept.extend(parameter.data for parameter in model.parameters())
-        own = torch.optim.SGD(model.parameters(), lr=config.lr)
-        own.register_step_post_hook(move)
-        return own
-
-    monkeypatch.setattr(sync, "build_optimizer", made)
-    model = nn.Linear(2, 2)
-    common = GradientState(model, settings())
-    assert torch.equal(common.theta, flat(model))
-    common._optimizer.step()
-    assert torch.equal(common.theta, flat(model) + 1.0)
 
 
 def test_the_rate_is_that_of_one_machine_with_as_many_updates() -> None:

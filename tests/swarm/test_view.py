@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -43,19 +41,6 @@ def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
         "  anna  creator  4      6/6    640      1,234      0.2500  4.5 MB  800 B  3 s ago  ..a12345",
         "  bo    client   3      alone  64       10         2.5000  -       -      9 s ago  ..234567",
     ]
-
-
-def test_a_narrow_terminal_gets_fewer_columns_and_a_long_name_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((80, 24)))
-    name = "somebody who has thought of a name of 61 characters, you see"
-    lines = status_lines(replace(VIEW, peers=(ANNA, replace(BO, name=name))))
-    header, anna, bo, below = lines[-4:]
-    assert "samples/s" in header
-    assert anna.startswith("  anna ")
-    assert bo.startswith(f"  {name[:21]}... ")
-    assert below.strip() == name
-    assert max(map(len, lines)) <= 80
 
 
 def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> None:
