@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -23,9 +23,6 @@ from trainkit.swarm.access import Bans
 from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
 from trainkit.swarm.robust import Findings, Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
-
-if TYPE_CHECKING:
-    from trainkit.swarm.creator import Creator
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -68,12 +65,6 @@ def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...])
     assert THERE in refused.value.why
 
 
-def made(say: Any = print) -> Creator:
-    from trainkit.swarm.creator import Creator
-
-    return Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, say))
-
-
 def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
     """What the averager has found in a round."""
     return Findings((peer,), (), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})
@@ -91,7 +82,9 @@ class Account:
     found: list[Findings] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        creator: Any = made()
+        from trainkit.swarm.creator import Creator
+
+        creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
         creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
         creator.dht = SimpleNamespace(store=lambda key, value, seconds: self.told.append((key, value)))
         creator.credits = Contributions.of(self.run)

@@ -9,7 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -39,28 +39,17 @@ def test_that_a_peer_only_calls_out_is_known_without_its_node(client_mode: bool)
     assert SwarmDHT(dead, identity, [], client_mode=client_mode).client_mode is client_mode
 
 
-@pytest.fixture
-def unanswering(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """A node of the DHT in the process of that id, which never answers."""
+@pytest.mark.parametrize("asked", ["peer_id", "get_visible_maddrs"])
+def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(hivemind.DHT, "run_coroutine", lambda self, coroutine, return_future: Future())
-
-    def node(pid: int) -> Any:
-        found: Any = exchange.DHT.__new__(exchange.DHT)
-        found._closed, found._popen, found._parent_pid = False, SimpleNamespace(pid=pid), -1
-        found._peer_id = None
-        return found
-
-    return node
-
-
-@pytest.mark.parametrize("asked", ["peer_id", "get_visible_maddrs"])
-def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, unanswering: Callable[[int], Any]) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     said = {ended.pid: "A helper process of this peer has died: its node of the DHT.", os.getppid(): "not answered for"}
     for pid, words in said.items():
-        node = unanswering(pid)
+        node: Any = exchange.DHT.__new__(exchange.DHT)
+        node._closed, node._popen, node._parent_pid = False, SimpleNamespace(pid=pid), -1
+        node._peer_id = None
         with pytest.raises(RunFailedError, match=words):
             _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 

@@ -113,22 +113,11 @@ def test_an_attackers_contribution_is_dropped(attack: Callable[[Tensor], Tensor]
 def test_who_is_many_times_longer_is_left_out_and_not_blamed(factor: float) -> None:
     """A newcomer's AdamW is fresh where the others' has settled."""
     *honest, last = PARTS[:4]
-    screen = Screen(list("abcd"), Limits(possible=dict.fromkeys("abcd", 1000.0)), SIZE)
-    half, parts = SIZE // 2, [*honest, factor * last]
-    found = [
-        screen.average(
-            at,
-            {index: part[at : at + half] for index, part in enumerate(parts)},
-            dict.fromkeys(range(4), 1.0),
-            torch.zeros(half),
-        )
-        for at in (0, half)
-    ]
-    (verdict,) = screen.verdicts()
-    assert (verdict.peer, verdict.action) == ("d", "left out")
-    assert "times longer than the group's median" in verdict.why
-    assert screen.counted().keys() == {"a", "b", "c"}
-    assert distance(torch.cat(found), screened(honest)[0]) < 0.02
+    average, judged = screened([*honest, factor * last])
+    assert list(judged) == ["peer-3"]
+    assert judged["peer-3"].startswith("left out: was ")
+    assert "times longer than the group's median" in judged["peer-3"]
+    assert distance(average, screened(honest)[0]) < 0.02
 
 
 def test_a_noticeably_longer_one_is_clipped_and_not_dropped() -> None:
