@@ -11,6 +11,7 @@ import stat
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,16 +55,15 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, monkeypatch: 
             _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
 
 
-def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answered_meanwhile(pid: int) -> Any:
-        asked.set_result("late")
-        return family(pid)
+def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
+    class Late(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            if not self.done():
+                self.set_result("late")
+                raise FutureTimeoutError
+            return super().result(timeout)
 
-    asked: Future[str] = Future()
-    family = processes.family
-    with monkeypatch.context() as patch:
-        patch.setattr(processes, "family", answered_meanwhile)
-        assert processes.answer_of(asked, "averager", os.getpid()) == "late"
+    assert processes.answer_of(Late(), "averager", os.getpid()) == "late"
     unreachable: Future[str] = Future()
     unreachable.set_exception(ConnectionRefusedError())
     with pytest.raises(RunFailedError, match="has died: its node of the DHT"):
