@@ -5,7 +5,6 @@ What a test needs beyond that, it sets itself; `monkeypatch.setenv` in a test co
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -129,12 +128,6 @@ def pytest_configure(config: pytest.Config) -> None:
     state = tempfile.mkdtemp(prefix="state-")
     os.environ["XDG_STATE_HOME"] = state
     config.add_cleanup(lambda: shutil.rmtree(state, ignore_errors=True))
-
-
-def pytest_collection_finish() -> None:
-    """What was collected stays to the end: no collection of garbage looks through 6,000 tests again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -192,18 +192,6 @@ TOP = {
     "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
 }  # fmt: skip
 
-SHORTEST = 60
-SHORT = {
-    **{
-        f"jobs/{verb}.py": "a verb has a file of its name"
-        for verb in ("cancel", "export", "prepare", "report", "resume")
-    },
-    **{f"{package}/__main__.py": "Python wants this name for what is typed" for package in ("jobs", "trainkit")},
-    "trainkit/errors.py": "every module imports it, and it none",
-    "trainkit/importing.py": "is loaded before any library",
-    "trainkit/log_book.py": "what `report` does, and notebooks too",
-}
-"""Files of fewer code lines than SHORTEST, besides plugins, and why."""
 LONGEST_NAME = 72
 
 
@@ -574,21 +562,12 @@ def test_no_file_is_long() -> None:
     assert [name for name in names if name not in LONG and code_lines(name) > LONGEST] == []
 
 
-def own_files() -> list[str]:
-    """The modules that are neither plugins nor packages."""
-    of_plugins = {modules()[module] for package in PLUGINS for module in members(package)}
-    files = [file for file in modules().values() if file not in of_plugins and file.name != "__init__.py"]
-    return [str(file.relative_to(PROJECT)) for file in files]
-
-
-def test_no_file_is_short_but_those_with_a_reason() -> None:
-    assert {name for name in own_files() if code_lines(name) < SHORTEST} == SHORT.keys()
-
-
 def test_a_file_name_stands_for_one_thing() -> None:
-    """Each room may have a base; a verb of ``jobs`` may be called as what it is the command of."""
-    names = Counter(Path(name).name for name in own_files() if not name.startswith("jobs/"))
-    assert {name for name, count in names.items() if count > 1 and name != "base.py"} == set()
+    """But for plugins. Each room may have a base; a verb of ``jobs`` may be called as what it is the command of."""
+    of_plugins = {module for package in PLUGINS for module in members(package)}
+    files = [file for module, file in modules().items() if module not in of_plugins and room(module) != "jobs"]
+    names = Counter(file.name for file in files)
+    assert {name for name, count in names.items() if count > 1 and name not in ("base.py", "__init__.py")} == set()
 
 
 def test_names_of_tests_can_be_read_at_a_glance() -> None:

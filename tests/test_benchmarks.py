@@ -3,12 +3,10 @@
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from tests.benchmarks import machines, swarm_accuracy
 from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
 from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, side_by_side, take_turns
 from tests.benchmarks.processes import measured
-from tests.runs import wait_until
 
 PROJECT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "tests.benchmarks"]
@@ -144,29 +141,6 @@ def test_each_measurement_runs() -> None:
     ran = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     files = {file.stem for file in (PROJECT / "tests" / "benchmarks").glob("*.py")}
     assert ran == files - {*NOT_MEASUREMENTS, *BY_NAME}
-
-
-@pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_killed_measurement_leaves_no_process_and_no_namespace() -> None:
-    process = subprocess.Popen([*COMMAND, "--only", "slow_link"], cwd=PROJECT, start_new_session=True)
-
-    def started() -> list[psutil.Process]:
-        found = psutil.Process(process.pid).children(recursive=True)
-        return found if sum("tests.benchmarks.slow_link" in child.cmdline() for child in found) == 2 else []
-
-    children = wait_until(started)
-    spaces = {os.readlink(f"/proc/{child.pid}/ns/net") for child in children} - {os.readlink("/proc/self/ns/net")}
-    assert len(spaces) == 3, "two machines and their switch"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
-    left = set()
-    for pid in psutil.pids():
-        with suppress(OSError):
-            left.add(os.readlink(f"/proc/{pid}/ns/net"))
-    assert not spaces & left
 
 
 def test_nothing_that_was_started_on_a_machine_outlives_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainkit import finish
+from trainkit.errors import RunFailedError
 from trainkit.run.events import Attempt, ProcessId, read_events, submitted
 from trainkit.run.folder import RunDir
 
@@ -54,24 +55,16 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 @pytest.mark.parametrize("wait", [finish.wait_for, finish.follow_to_end])
-def test_the_prompt_is_back_at_once_when_a_run_has_ended(started: Started, wait: Callable[[RunDir], int]) -> None:
+def test_the_prompt_is_back_at_once_when_a_run_has_ended_or_died(
+    started: Started, wait: Callable[[RunDir], int], tmp_path: Path
+) -> None:
     run = started("COMPLETED")
     assert wait(run) == 0
     (ended,) = read_events(run, "ended")
     assert time.time() - ended["time"] < 2.0
-
-
-@pytest.mark.parametrize("wait", [finish.wait_for, finish.follow_to_end])
-def test_the_prompt_is_back_at_once_when_a_job_has_died(
-    started: Started, wait: Callable[[RunDir], int], capsys: pytest.CaptureFixture[str]
-) -> None:
+    run.path.rename(tmp_path / "first")
     run = started("")
     began = time.monotonic()
-    with pytest.raises(Exception, match="FAILED"):
+    with pytest.raises(RunFailedError, match="FAILED"):
         wait(run)
     assert time.monotonic() - began < 20
-
-
-def test_a_run_of_a_sweep_is_called_by_the_sweeps_name_too() -> None:
-    assert finish.full_name(RunDir(Path("/runs/ddp-0002/3"))) == "ddp-0002/3"
-    assert finish.full_name(RunDir(Path("/runs/ddp-0002"))) == "ddp-0002"

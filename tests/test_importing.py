@@ -95,9 +95,7 @@ def thesis(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("command", "verb", "own"),
-    [(SCRIPT, "submit", "jobs/"), (MODULE, "launch", "jobs.py"), (MODULE, "train", "jobs/")],
-    ids=["submit", "launch", "train"],
+    ("command", "verb", "own"), [(SCRIPT, "submit", "jobs/"), (MODULE, "launch", "jobs.py")], ids=["submit", "launch"]
 )
 def test_trainkit_trains_in_a_folder_with_its_own_jobs(
     thesis: Path, command: tuple[str, ...], verb: str, own: str
@@ -105,12 +103,12 @@ def test_trainkit_trains_in_a_folder_with_its_own_jobs(
     if own == "jobs.py":
         (thesis / "jobs").rename(thesis / "old_jobs")
         (thesis / own).write_text(f"raise RuntimeError('{own} {IMPORTED}')\n")
-    flags = () if verb == "train" else ("--gpus-per-node", "0")
-    done = python(*command, verb, "single", *flags, *QUICK, cwd=thesis, PATH="", TRAINKIT_RUNS="runs")
+    words = (verb, "single", "--gpus-per-node", "0", *QUICK)
+    done = python(*command, *words, cwd=thesis, PATH="", TRAINKIT_RUNS="runs")
     assert done.returncode == 0, done.stderr
     run = thesis / "runs" / "single-0001"
     assert (run / "summary.json").is_file()
-    assert verb == "train" or (run / "code" / "jobs" / "submit.py").read_bytes(), "ours"
+    assert (run / "code" / "jobs" / "submit.py").read_bytes(), "ours"
     assert not (run / "code" / "jobs.py").exists()
     assert "python -m jobs" not in done.stdout, "which would not work here"
 
@@ -157,20 +155,6 @@ def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
     state = {} if whose == "mine" else {"XDG_STATE_HOME": str(tmp_path / "another-user")}
     done = python("-m", "jobs.evaluate", str(run.path), *flags, cwd=tmp_path, **state)
     assert (done.returncode, "No checkpoint 'best'" in done.stderr) == (2, True), done.stderr
-
-
-def test_ones_own_snapshot_gives_its_modules_and_no_libraries(run: RunDir, tmp_path: Path) -> None:
-    """With a module of its own that is named, and that imports another beside it."""
-    (run.code / "strange.py").write_text("import beside, torch\ndef net(info): return torch.nn.Identity()\n")
-    (run.code / "beside.py").write_text(f"open({str(tmp_path / 'beside-ran')!r}, 'w')\n")
-    code = (
-        f"{FIRST}from trainkit import plugins; from pathlib import Path; "
-        f"plugins.search_snapshot(Path({str(run.code)!r}), own=True); "
-        "print(plugins.load('trainkit.models', 'strange:net')(None))"
-    )
-    done = python("-c", code, cwd=PROJECT)
-    assert done.stdout == "Identity()\n", done.stderr
-    assert (tmp_path / "beside-ran").exists()
 
 
 def test_a_strangers_run_shadows_no_library_from_a_bucket_or_from_within(run: RunDir, tmp_path: Path) -> None:

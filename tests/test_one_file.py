@@ -50,6 +50,7 @@ def test_one_file_is_enough_to_be_found_checked_and_planned(ours: Path, tmp_path
     ("wrong", "says"),
     [
         ("strategy.rigns=4", "Unknown key 'strategy.rigns'."),
+        ("strategy.name=brandnwe", "Did you mean 'brandnew'?"),
         ("launch.nodes=2", "launch.nodes=2 does not go with strategy.name=brandnew."),
         ("monitor.loggers=[brandnwe]", "Did you mean 'brandnew'?"),
     ],

@@ -67,17 +67,6 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
     assert os.environ.get("GOMP_SPINCOUNT") == {"": "0", "GOMP_SPINCOUNT": "7"}.get(name)
 
 
-@pytest.mark.parametrize(("load", "spins"), [(1.0, None), (4.0, "5000")], ids=["own machine", "crowded machine"])
-def test_threads_spin_briefly_where_other_programs_want_the_cores(
-    load: float, spins: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for each in process._WAITING:
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0))
-    process.share_cores()
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
 # Programs that misbehave, asked by `trainkit.process`.
 
 
@@ -182,11 +171,6 @@ def test_ctrl_c_ends_the_program_too(tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert gone(tmp_path / "pid")
-
-
-def test_the_environment_is_the_one_that_is_given() -> None:
-    env = {"PATH": os.environ["PATH"], "ONLY": "this"}
-    assert process.ask(["env"], env=env).out.splitlines() == [f"PATH={env['PATH']}", "ONLY=this"]
 
 
 LEAKED = [

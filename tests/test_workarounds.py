@@ -46,12 +46,10 @@ def test_training_with_ddp_imports_no_compiler() -> None:
     "use",
     [
         'torch.compile(model, backend="eager")(torch.ones(1, 2))',
-        pytest.param("import torch._dynamo.config", marks=pytest.mark.long),  # 3 s each
-        pytest.param("from torch._dynamo.utils import counters", marks=pytest.mark.long),
+        pytest.param("from torch._dynamo.utils import counters", marks=pytest.mark.long),  # 3 s each
         pytest.param("assert torch._dynamo.utils.counters is not None", marks=pytest.mark.long),
-        pytest.param("assert torch.compiler.disable(lambda: 1)() == 1", marks=pytest.mark.long),
     ],
-    ids=["compile", "a part", "from a part", "an attribute of a part", "disable"],
+    ids=["compile", "a part", "an attribute of a part"],
 )
 def test_who_uses_the_compiler_gets_it(use: str) -> None:
     assert outcome(BEGIN + TRAIN + use + "\nprint(imported())" + TRAIN) == "True"

@@ -22,11 +22,6 @@ from trainkit.run.folder import find_run
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
 PROJECT = Path(__file__).parents[2]
-# What flags take, in words that say it: not the flag's own last word again (NODE, TASK, RUN_DIR).
-WORDS = {
-    "A", "ADDRESS", "EVENTS", "FEATURES", "FILE", "FOLDER", "HOST", "IMAGE", "K", "KEY", "KIND", "N", "NAME", "NODES",
-    "PATTERN", "PORT", "PROFILE", "RATE", "RUN", "S", "SIDE", "SIZE", "TIME", "TOKEN", "USER", "WHEN", "WORD",
-}  # fmt: skip
 
 
 # Resource flags
@@ -88,10 +83,6 @@ def test_every_verb_has_help_that_fits_eighty_columns(
     assert done.out.startswith(f"usage: python -m jobs.{verb} ")
     assert [line for line in done.out.splitlines() if len(line) > 80] == []
     assert "``" not in done.out
-    assert set(re.findall(r"^ +(?:-\w \S+, )?--[\w-]+ ([A-Z_]+)", done.out, re.MULTILINE)) <= WORDS
-    positional = re.search(r"^positional arguments:\n((?:  .*\n)+)", done.out, re.MULTILINE)
-    words = re.findall(r"^  (\S+)", positional[1], re.MULTILINE) if positional else []
-    assert [word for word in words if word.isalpha() and word.islower()] == []
 
 
 @pytest.mark.parametrize("verb", ["submit", "train", "launch", "swarm create", "join"])
@@ -162,12 +153,9 @@ def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_
         ("-g --gpus --ngpus --num_gpus --gpus-per-task --devices", "Did you mean '--gpus-per-node'?"),
         ("--num-nodes --nnodes", "Did you mean '--nodes'?"),
         ("-n --ntasks", "Ranks are given by node: --nodes N --ntasks-per-node N."),
-        ("--walltime --time-limit", "Did you mean '--time'?"),
         ("--lr --optim.lr --optim.learning_rate", "Settings are written without dashes: optim.lr=7."),
         ("--batch-size --batch_size --bs", "train.global_batch_size=7."),
-        ("--arch --model.name", "model.name=7."),
         ("--run-name", "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
-        ("--output --logdir", "--run-dir FOLDER is the run's folder"),
         ("--device --cpu", "--gpus-per-node 0 trains on the CPU"),
         ("--resume", "`python -m jobs.resume RUN`"),
         ("--config", "is the first word, without a flag"),

@@ -15,6 +15,15 @@ def test_discover_writes_a_profile_that_submit_takes(command: Command, fake_slur
     assert "cluster profile configs/clusters/mine.yaml:3" in dry.err
 
 
+def test_what_the_profile_of_a_site_says_that_it_would_not_start_is_refused(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    """tests/site/test_profile.py has all of it, of accounts and QOS as test_versions.py reads them."""
+    (tmp_path / "site.yaml").write_text("site: {accounts_enforced: true, accounts: [{name: vision, qos: [normal]}]}\n")
+    command("submit", "ddp", "--cluster", "site.yaml", "-A", "visoin").refused(3, "'visoin' is none of yours")
+    assert not (fake_slurm / "submitted.sbatch").exists()
+
+
 def test_a_profile_is_renewed_only_with_force_and_keeps_its_settings(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:

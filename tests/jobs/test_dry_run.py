@@ -49,12 +49,10 @@ def test_what_a_dry_run_expects_is_what_the_run_does(expected: Expected, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "name", "value", "words"),
     [
-        (["train.max_steps=7"], "total_steps", "7", "train.max_steps"),
         (["train.early_stopping_patience=2"], "total_steps", "380", "fewer if it stops early"),
         (["train.micro_batch_size=auto"], "micro_batch_size", "auto", "found before the first update"),
         (["train.micro_batch_size=16", "--nodes", "2"], "grad_accum_steps", "2", "64 / (2 x 16)"),
         (["--nodes", "2"], "micro_batch_size", "32", "whole share in one pass"),
-        (["train.precision=fp32"], "precision", "fp32", "train.precision"),
     ],
 )
 def test_what_follows_from_the_settings_is_said_with_its_reason(

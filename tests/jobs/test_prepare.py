@@ -127,12 +127,6 @@ def test_half_an_archive_is_refused_and_leaves_nothing(
         assert not (tmp_path / "data" / "imagenet").exists()
 
 
-def test_cinic10_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny.write_cinic10(tmp_path, per_class=1)
-    assert run("cinic10", "--root", tmp_path) == 0
-    assert "10 train, 10 valid, 10 test" in capsys.readouterr().err
-
-
 def test_imagenets_validation_images_get_the_classes_of_the_kit(tmp_path: Path) -> None:
     tiny.write_imagenet(tmp_path, per_class=1)
     assert run("imagenet", "--root", tmp_path) == 0

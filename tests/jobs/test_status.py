@@ -105,14 +105,10 @@ def test_programs_are_told_everything(command: Command, running: RunDir) -> None
     assert (told["attempts"], told["step"], told["total_steps"]) == (2, 20, 380)
     assert (told["val"]["acc1"], told["val"]["step"]) == (55.4, 20)
     assert told["living_jobs"] == [str(os.getpid())]
-    assert told["estimated_end"] == pytest.approx(time.time() + 360, abs=30)
-
-
-@pytest.mark.usefixtures("running")
-def test_the_end_is_estimated_from_the_pace_of_late(command: Command) -> None:
-    done = command("status", "ddp-0001")
-    assert "  6 min  " in done.out.splitlines()[1]
-    assert "ends    about" in done.out
+    assert told["estimated_end"] == pytest.approx(time.time() + 360, abs=30), "from the pace of late"
+    shown = command("status", "ddp-0001").out
+    assert "  6 min  " in shown.splitlines()[1]
+    assert "ends    about" in shown
 
 
 def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, running: RunDir) -> None:
@@ -232,35 +228,18 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
     assert 2 * 60 / ASK_SECONDS <= 6, "squeue and sacct, each time"
 
 
-# What `--watch` draws
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> RunDir:
+def test_watching_draws_a_bar_of_what_trains_and_the_newest_of_a_long_list(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
     record = {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.25, "images_per_sec": 1234.5}
     fileio.append_jsonl(run.metrics, record)
     fileio.append_jsonl(run.metrics, {"step": 50, "split": "val", "loss": 9.0})
-    return run
-
-
-def drawn(run: RunDir, state: str, table: list[str], height: int = 24) -> list[str]:
-    item = StatusRow(run, "[red]ddp", JobState(state), RunHistory(started={"total_steps": 100}), progress_of(run))
+    history = RunHistory(started={"total_steps": 100})
+    item = StatusRow(run, "[red]ddp", JobState("RUNNING"), history, progress_of(run))
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    console.print(view(table, [item], height))
-    return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
-
-
-def test_a_run_that_trains_has_a_bar_with_its_loss_and_its_speed(trained: RunDir) -> None:
-    *table, _, bar = drawn(trained, "RUNNING", ["run  state", "[red]ddp  RUNNING"])
-    assert [line.strip() for line in table] == ["run  state", "[red]ddp  RUNNING"]
-    assert bar.startswith("[red]ddp"), "a name is no markup"
-    assert [word for word in bar.split() if not word.startswith("━")][1:] == [
-        "50/100", "loss", "0.2500", "1,234", "images/s",
-    ]  # fmt: skip
-
-
-def test_of_a_list_that_is_too_long_the_head_and_the_newest_are_shown(trained: RunDir) -> None:
     rows = ["run", *(f"ddp-{number:04}" for number in range(50))]
-    shown = [line.strip() for line in drawn(trained, "COMPLETED", rows, height=10)]
-    assert (shown[0], shown[1], shown[-1], len(shown)) == ("run", "ddp-0044", "ddp-0049", 7)
+    console.print(view(rows, [item], 10))
+    *table, bar = [line.strip() for line in str(console.file.getvalue()).splitlines()]  # type: ignore[attr-defined]
+    assert table[0] == "run"
+    assert [line for line in table[1:] if line] == [f"ddp-{number:04}" for number in range(46, 50)]
+    words = [word for word in bar.split() if not word.startswith("━")]
+    assert words == ["[red]ddp", "50/100", "loss", "0.2500", "1,234", "images/s"], "a name is no markup"

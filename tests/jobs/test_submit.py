@@ -66,14 +66,11 @@ def test_a_submission_says_job_id_folder_and_what_to_type_next(
     assert f"root: {tmp_path}/my/data" in (run / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("words", ["Invalid qos specification", "Invalid feature specification"])
-def test_a_run_that_sbatch_refuses_leaves_nothing_behind(
-    command: Command, fake_slurm: Path, tmp_path: Path, words: str
-) -> None:
+def test_a_run_that_sbatch_refuses_leaves_nothing_behind(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     """A refused account or QOS is answered with the list of one's own."""
-    script(fake_slurm / "sbatch", f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1")
-    done = command("submit", "ddp", "--account", "thesis").refused(4, words)
-    assert ("jobs.cluster show" in done.err) == ("feature" not in words)
+    words = "Batch job submission failed: Invalid qos specification"
+    script(fake_slurm / "sbatch", f"echo 'sbatch: error: {words}' >&2; exit 1")
+    command("submit", "ddp", "--account", "thesis").refused(4, words, "jobs.cluster show")
     left = [path.name for path in (tmp_path / "runs").iterdir()]
     assert left == [".code"], "the code, which the next run shares"
 
@@ -116,38 +113,21 @@ def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fa
 # The same run
 
 
-@pytest.fixture
-def calls(fake_slurm: Path) -> Callable[[], list[str]]:
-    """Names of SLURM's commands that were called since the last look."""
-    file = fake_slurm / "calls"
-    for name in ("sbatch", "scontrol", "squeue", "sacct", "sacctmgr", "sinfo"):
-        program = fake_slurm / name
-        body = program.read_text().partition("\n")[2] if program.exists() else "exit 1\n"
-        script(program, f"echo {name} >> {file}\n{body}")
-
-    def look() -> list[str]:
-        found = file.read_text().split() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return found
-
-    return look
-
-
 def test_the_same_run_is_not_queued_twice_unless_asked(
-    command: Command, files: Files, calls: Callable[[], list[str]], tmp_path: Path
+    command: Command, files: Files, fake_slurm: Path, tmp_path: Path
 ) -> None:
+    """How often SLURM is asked for it is seen in tests/slurm/test_queries.py."""
     command("submit", "ddp", "--nodes", "2").ok()
-    assert calls() == ["scontrol", "scontrol", "sbatch"]
+    script(fake_slurm / "sbatch", "exit 1")
     before = files()
     done = command("submit", "ddp", "--nodes", "2", "--time", "10:00")
     assert (done.code, done.err, files()) == (0, "", before)
     assert "ddp-0001 is the same run, and it is PENDING (job 4711)" in done.out
     assert f"cancel      python -m jobs.cancel {tmp_path}/runs/ddp-0001" in done.out
     assert "--again" in done.out
-    assert calls() == ["squeue"], "nothing was queued, and one question was enough"
+    script(fake_slurm / "sbatch", "echo 4712")
     for name_of_its_own in (["--again"], ["--job-name", "x"], ["launch.job_name=x"], ["--run-dir", "runs/mine"]):
-        command("submit", "ddp", *name_of_its_own).ok("Submitted job")
-        assert len(calls()) <= 4
+        command("submit", "ddp", *name_of_its_own).ok("Submitted job 4712")
 
 
 def saved(run: RunDir) -> None:
@@ -226,12 +206,10 @@ def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command) -> None:
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("seed=0..4", ["0", "1", "2", "3", "4"]),
         ("seed=7..7", ["7"]),
         ("seed=-1..1", ["-1", "0", "1"]),
         ("seed=0..8..3,42", ["0", "3", "6", "42"]),
         ("data.root=../a,../b", ["../a", "../b"]),
-        ("optim.lr=1e-3,3e-3", ["1e-3", "3e-3"]),
     ],
 )
 def test_a_range_is_its_whole_numbers_with_both_ends(text: str, values: list[str]) -> None:

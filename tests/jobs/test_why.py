@@ -45,17 +45,6 @@ def test_one_cause_its_lines_and_one_command_are_said(command: Command, failed: 
     ]
 
 
-def test_logs_and_status_say_the_same(command: Command, failed: RunDir) -> None:
-    cause = "Rank 1 on n2 raised ValueError: bad, at my_model.py:7."
-    logs = command("logs", "ddp-0001").out.splitlines()
-    assert logs[0] == f"--- ddp-0001: FAILED. {cause}"
-    assert logs[1:4] == TRACEBACK.splitlines()
-    assert logs[4] == f"--- fix: Mend my_model.py:7: `python -m jobs.submit {failed.path}`"
-    status = command("status", "ddp-0001").out.splitlines()
-    assert f"cause   {cause}" in status
-    assert f"fix     Mend my_model.py:7: `python -m jobs.submit {failed.path}`" in status
-
-
 def test_of_a_rank_without_a_traceback_logs_show_its_last_words(command: Command, failed: RunDir) -> None:
     failed.events.write_text(failed.events.read_text().replace("ValueError: bad", "killed by SIGKILL"))
     (failed.attempt_logs(0) / "rank-1.err").write_text("the last words\n")

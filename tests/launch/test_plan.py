@@ -14,7 +14,6 @@ import pytest
 from tests.launch.conftest import GPU_SITE
 from trainkit import terminal
 from trainkit.config.loading import Loaded
-from trainkit.config.slurm_options import slurm_time
 from trainkit.errors import RefusedError, TrainkitError, UserError
 from trainkit.launch.plan import Plan, config_rows, make_plan, plan_rows, require_container, require_environment
 from trainkit.schedulers.base import named
@@ -67,7 +66,6 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         (LAPTOP, {"nodes": 2}, {"executor": "local", "world_size": 2, "directives": (),
                                 "?executor": "there is no SLURM", "?nodes": "2 nodes are simulated"}),
         (GPU_SITE, {}, {"executor": "slurm", "#signal": "USR2@90"}),
-        (GPU_SITE, {"executor": "local"}, {"executor": "local"}),
         (LAPTOP, {"executor": "debug", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 1, "?nodes": "not 2 nodes"}),
         (SILENT, {"partition": "any", "nodes": 32, "gpus_per_node": 2}, {"?partition": "not checked: down"}),
         (GROUPS, {}, {"executor": "slurm"}),
@@ -80,11 +78,8 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         (TWO_TYPES, {"gpu_type": "v100"}, {"gpus_per_node": 8}),
         (GPU_SITE, {"preset": "single"}, {"world_size": 1, "gpus_per_node": 1}),
         (GPU_SITE, {"preset": "dp"}, {"world_size": 1, "gpus_per_node": 4, "cpus_per_task": 8}),
-        (GPU_SITE, {"preset": "hsdp", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 4}),
-        (LAPTOP, {"preset": "hivemind", "nodes": 3}, {"world_size": 3}),
         (FOUR_GPUS, {"nodes": 2}, {"gpus_per_node": 2, "world_size": 4}),
         (GPU_SITE, {"gres": "gpu:a100:2"}, {"#gres": "gpu:a100:2", "#gpus-per-node": None, "ntasks_per_node": 2}),
-        (GPU_SITE, {"gres": "nvme:1", "gpus_per_node": 2}, {"#gres": "nvme:1", "#gpus-per-node": 2}),
         gpus_asked({}, gpus_per_node=4),
         gpus_asked({"gpu_type": "a100"}, gpus_per_node="a100:4"),
         gpus_asked({"gpu_dialect": "gres"}, gres="gpu:4"),
@@ -103,11 +98,9 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         (A100_ONLY, {"sbatch": {"mem-per-gpu": "64G"}}, {"#mem": None}),
         (LIMITED, {}, {"#mem": "120000M"}),
         (A100_ONLY, {"mem": "500G", "nodes": 2}, {"#mem": "500G"}),
-        (TWO_TYPES, {"mem": "400G", "nodes": 2}, {"#mem": "400G"}),
         (PARTLY_KNOWN, {"mem": "900G"}, {"#mem": "900G"}),
         # Batches
         (LAPTOP, {"set": ("train.micro_batch_size=8",), "nodes": 2}, {"?grad_accum_steps": "4 |"}),
-        (LAPTOP, {"set": ("train.micro_batch_size=auto",), "nodes": 2}, {"?grad_accum_steps": "auto |"}),
         (GPU_SITE, {"set": ("train.micro_batch_size=8",)}, {"?micro_batch_size": "are those of one pass of one rank"}),
         (GPU_SITE, {"set": ("strategy.sync_batchnorm=true",)}, {"?micro_batch_size": "are those of all ranks' passes"}),
         (LAPTOP, {"set": ("strategy.static_graph=true", "train.micro_batch_size=16"), "ntasks_per_node": 4},
@@ -115,7 +108,6 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         # Time, and what else sbatch is told
         (SHORT, {}, {"#time": "30:00", "time_limit_seconds": 1800, "?time": "discovered"}),
         (GPU_SITE, {"time": "1"}, {"#signal": "USR2@20"}),
-        (GPU_SITE, {"time": "0:00:06"}, {"#signal": "USR2@5"}),
         (GPU_SITE, {"points": 3}, {"#array": "0-2", "#output": "/runs/100%%-0001/%a/logs/batch.out"}),
         (GPU_SITE, {"sbatch": {"comment": "thesis", "open-mode": "append", "exclusive": ""}},
          {"#comment": "thesis", "#open-mode": "append", "?exclusive": "None | flag --sbatch"}),
@@ -251,7 +243,6 @@ def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, gpu_site: S
     [
         (lambda text: text[: len(text) // 2], "line"),
         (lambda text: "[]", "list"),
-        (lambda text: "[" * 10**5, "nested"),
         (lambda text: text.replace('"nodes": 2', '"nodes": 0'), "nodes"),
         (lambda text: text.replace('"executor": "slurm"', '"executor": "os.system"'), "executor"),
         (lambda text: text.replace('"decisions"', '"settings"'), "decisions"),
@@ -269,11 +260,6 @@ def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
     assert refused.value.fix == f"Submit the run anew: {terminal.command('submit', tmp_path)}"
     with pytest.raises(UserError, match="Cannot read"):
         Plan.read(tmp_path / "no.json")
-
-
-@pytest.mark.parametrize(("minutes", "text"), [(0.5, "00:30"), (120, "2:00:00"), (2160, "1-12:00:00")])
-def test_times_are_written_as_sbatch_reads_them(minutes: float, text: str) -> None:
-    assert slurm_time(minutes) == text
 
 
 # In words

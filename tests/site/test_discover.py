@@ -19,7 +19,7 @@ from trainkit.errors import SchedulerError, UserError
 from trainkit.site import discover as read
 from trainkit.site import profile as kept
 from trainkit.site.discover import ask_site
-from trainkit.site.profile import Account, Qos, facts_of, read_facts, read_nodes, read_partitions
+from trainkit.site.profile import Account, facts_of, read_facts, read_nodes, read_partitions
 
 Fake = Callable[[str, str], Path]
 
@@ -93,13 +93,7 @@ def test_a_node_that_is_powered_down_takes_jobs_and_a_broken_one_does_not() -> N
     assert [name for name, node in read_nodes("\n".join(lines)).items() if node.up] == [*ups]
 
 
-def test_accounts_on_this_cluster_qos_and_who_is_preempted_are_read() -> None:
-    assert read.read_accounts(ASSOCIATIONS, "alpha") == (
-        Account("vision", "", ("normal", "long"), default=True),
-        Account("nlp", "gpu", ("normal",)),
-    )
-    found = read.read_qos("normal||\nlong|7-00:00:00|gres/gpu=8\n")
-    assert found == (Qos("normal"), Qos("long", "7-00:00:00", "gres/gpu=8"))
+def test_who_is_preempted_and_how_is_read() -> None:
     texts = (CONFIG_24_05, CONFIG_22_05.replace("partition_prio", "none"))
     preempted = [read.read_preemption(read.read_config(text)) for text in texts]
     assert preempted == ["partition_prio, REQUEUE, with the job's own signal", ""]
@@ -138,7 +132,8 @@ def test_a_site_is_asked_with_few_calls_and_tells_everything(fake_command: Fake,
     assert (facts.cluster, facts.version, facts.gpu_dialect) == ("devcluster", "24.05.3", "gpus-per-node")
     assert (facts.max_array_size, facts.kill_wait_seconds, facts.accounts_enforced) == (1001, 30, True)
     assert [partition.name for partition in facts.partitions] == ["gpu", "spare", "old"]
-    assert [account.name for account in facts.accounts] == ["vision", "nlp"]
+    vision = Account("vision", "", ("normal", "long"), default=True)
+    assert facts.accounts == (vision, Account("nlp", "gpu", ("normal",))), "of this cluster"
     assert facts.containers[:2] == ("pyxis", "apptainer")
     assert facts.gaps == ()
     calls = [len((tmp_path / f"{name}.calls").read_text().splitlines()) for name in ("scontrol", "sacctmgr")]

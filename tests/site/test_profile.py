@@ -15,7 +15,6 @@ import yaml
 
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, UserError
-from trainkit.schedulers.slurm_submission import read_start
 from trainkit.site.profile import (
     Account,
     Node,
@@ -189,20 +188,3 @@ def test_a_disk_without_space_or_without_inodes_is_refused(
     with pytest.raises(RefusedError) if says else nullcontext() as refused:
         require_room(tmp_path / "not" / "yet" / "there")
     assert refused is None or (says or "") in refused.value.why
-
-
-# The guess of sbatch, beyond what test_versions.py holds
-
-
-@pytest.mark.parametrize(
-    ("text", "nodes", "refusal"),
-    [
-        ("sbatch: warning: can't run 1 processes on 2 nodes\n"
-         "sbatch: Job 9 to start at 2026-11-21T19:12:29 using 8 processors on nodes g7 in partition gpu\n", "g7", ""),
-        ("", "", "sbatch said nothing"),
-    ],
-)  # fmt: skip
-def test_the_guess_of_sbatch_and_its_refusal_are_read(text: str, nodes: str, refusal: str) -> None:
-    start = read_start(text)
-    assert (start.when.isoformat() if start.when else "") == ("" if refusal else "2026-11-21T19:12:29")
-    assert (start.nodes, start.refusal) == (nodes, refusal)

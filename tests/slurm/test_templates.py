@@ -47,15 +47,13 @@ def test_what_every_template_has_in_common(template: str) -> None:
     said = commands(template)
     assert said.rstrip().endswith('trainkit.launch.batch_job end "$rc"'), "the job ends with the code of its ranks"
     assert "srun --kill-on-bad-exit=1 " in said, "one failed rank ends the step"
-    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in said
     assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in said
     # The batch shell has SLURM_PROCID=0 and SLURM_NODEID=0 too: expanded there, every rank would be the first.
     # torchrun's `node` function is expanded by the node's shell.
     batch_shell = re.sub(r"^\w+\(\) \{.*?^\}", "", said, flags=re.M | re.S)
     assert not re.findall(r"SLURM_(?:PROCID|NODEID|LOCALID)", batch_shell)
-    # An attempt begins as a submitted run's does. A failure there ends the script: `eval "$(...)"` would go on.
+    # A failure to begin ends the script: `eval "$(...)"` would go on.
     assert '\nbegun=$("$python" -m trainkit.launch.batch_job begin)\neval "$begun"\n' in said
-    assert not re.findall(r"localhost|MASTER_PORT=|scontrol|squeue", said)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
