@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import LONGEST
@@ -32,21 +31,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("room", choices=rooms(), metavar="ROOM", help=", ".join(rooms()))
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="for pytest: -k WORD")
     args = parser.parse_args(argv)
-    start, codes = time.monotonic(), {}
-    for name, process in [
-        (name, subprocess.Popen([sys.executable, "-m", *words], cwd=PROJECT))
-        for name, words in checks(args.room, args.rest).items()
-    ]:
-        codes[name] = process.wait()
-    seconds = time.monotonic() - start
-    if left := [name for name in SLOW if name.startswith(tuple(folders(args.room)[1]))]:
+    code, tests = folders(args.room)
+    ignored = [f"--ignore={name}" for name in SLOW]
+    commands = (
+        ["ruff", "check", "--quiet", *code, *tests],
+        ["ruff", "format", "--check", "--quiet", *code, *tests],
+        ["mypy", *code, *tests],
+        ["pytest", "-q", "-m", QUICK, "-n", "auto", "--dist", "loadfile", *ignored, *tests, *args.rest],
+    )
+    started = [subprocess.Popen([sys.executable, "-m", *words], cwd=PROJECT) for words in commands]
+    ends = {" ".join(words[:2]): process.wait() for words, process in zip(commands, started, strict=True)}
+    if left := [name for name in SLOW if name.startswith(tuple(tests))]:
         print("== for the whole suite:", *left)
-    print(f"== {args.room}, {seconds:.0f} s: " + ", ".join(f"{name} {verdict(code)}" for name, code in codes.items()))
-    return max(codes.values())
-
-
-def verdict(code: int) -> str:
-    return "passed" if code == 0 else f"failed ({code})"
+    print(f"== {args.room}: {', '.join(name for name, code in ends.items() if code) or 'all passed'}")
+    return max(ends.values())
 
 
 def rooms() -> list[str]:
@@ -62,19 +60,6 @@ def folders(room: str) -> tuple[list[str], list[str]]:
         return code, sorted(str(file.relative_to(PROJECT)) for file in (PROJECT / "tests").glob("test_*.py"))
     code = [] if room == "docs" else [room if room == "jobs" else f"trainkit/{room}"]
     return code, [f"tests/{room}"]
-
-
-def checks(room: str, rest: Sequence[str] = ()) -> Mapping[str, list[str]]:
-    """Name -> the module that Python runs, with its arguments."""
-    code, tests = folders(room)
-    found = {
-        "ruff": ["ruff", "check", "--quiet", *code, *tests],
-        "format": ["ruff", "format", "--check", "--quiet", *code, *tests],
-        "mypy": ["mypy", *code, *tests],
-    }
-    long = [f"--ignore={name}" for name in SLOW]
-    found["tests"] = ["pytest", "-q", "-m", QUICK, "-n", "auto", "--dist", "loadfile", *long, *tests, *rest]
-    return found
 
 
 if __name__ == "__main__":

@@ -159,12 +159,6 @@ def test_the_installation_brings_code_presets_templates_and_a_command(python: Co
     assert f"templates  {installed / 'trainkit' / 'slurm'}: {templates}" in done.stdout
 
 
-def test_a_preset_that_is_not_there_is_answered_with_those_that_are(python: Command) -> None:
-    done = python("-m", "jobs.submit", "dpd", "--dry-run")
-    assert done.returncode == 2
-    assert "ddp, ddp_sim, dp, fsdp, hivemind, hivemind_gradients, hsdp, mine, single, zero, recipes/" in done.stderr
-
-
 def test_a_preset_of_the_users_own_extends_a_packaged_one(python: Command, home: Path) -> None:
     done = python("-m", "jobs.submit", "mine", "--dry-run")
     rows = {row[0]: row[1:] for line in done.stderr.splitlines() if (row := line.split())}

@@ -240,6 +240,6 @@ def test_watching_draws_a_bar_of_what_trains_and_the_newest_of_a_long_list(tmp_p
     console.print(view(rows, [item], 10))
     *table, bar = [line.strip() for line in str(console.file.getvalue()).splitlines()]  # type: ignore[attr-defined]
     assert table[0] == "run"
-    assert [line for line in table[1:] if line] == [f"ddp-{number:04}" for number in range(46, 50)]
+    assert [line for line in table[1:] if line] == [f"ddp-{number:04}" for number in range(45, 50)]
     words = [word for word in bar.split() if not word.startswith("━")]
     assert words == ["[red]ddp", "50/100", "loss", "0.2500", "1,234", "images/s"], "a name is no markup"

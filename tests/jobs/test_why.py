@@ -136,16 +136,6 @@ def test_of_a_sweep_each_cause_is_said_once_and_other_errors_are_others(command:
     assert sum("Rank 0 on n1 was killed (SIGKILL)" in line for line in said) == 1
 
 
-def test_runs_of_a_sweep_that_were_never_queued_are_said_once(command: Command, failed: RunDir) -> None:
-    sweep(failed.path.parent / "new")
-    for name in "01":
-        make_run(failed.path.parent / "new" / name)
-    said = command("why", "new").out.splitlines()
-    assert said[0] == "2 runs: 2 NOT SUBMITTED."
-    assert said[1].startswith("0: NOT SUBMITTED. It has never been queued: `python -m jobs.resume ")
-    assert [line.strip() for line in said[2:]] == ["The same: 1."]
-
-
 def why_with_mounts(run: RunDir, env: dict[str, str], mounts: str) -> str:
     """What `why` says where some folder is mounted otherwise; the mounts are of that process alone."""
     script = f'{mounts}exec "$1" -m jobs.why "$0"'

@@ -266,24 +266,16 @@ def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
     assert len(when) >= 8, "and it goes on asking"
 
 
-def test_a_job_that_takes_its_time_to_end_is_looked_at_every_few_seconds(
-    tmp_path: Path, fake_command: FakeCommand
-) -> None:
+def test_what_ends_is_asked_for_every_few_seconds_until_it_has(tmp_path: Path, fake_command: FakeCommand) -> None:
     clock, calls = Clock(), fake_command("squeue", "echo '7|COMPLETING|None|0:39|n1'")
     poller = Poller(make_run(tmp_path / "run", executor="slurm", job_id="7"), clock)
     while clock.now < 1030:
         poller.state(soon=True)
         clock.now += 0.5
     assert len(calls.read_text().splitlines()) == 5
-
-
-def test_once_something_has_happened_it_is_asked_again_within_seconds(
-    tmp_path: Path, fake_command: FakeCommand
-) -> None:
-    clock = Clock()
-    fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'")
-    poller = Poller(make_run(tmp_path / "run", executor="slurm", job_id="7"), clock)
-    clock.now += 5
+    clock.now = 1065
+    assert poller.state().state == "COMPLETING"
     fake_command("squeue", "echo '7|COMPLETED|None|0:44|n1'")
-    assert poller.state().state == "RUNNING"
+    clock.now += 5
+    assert poller.state().state == "COMPLETING"
     assert poller.state(soon=True).state == "COMPLETED"

@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, UserError
-from trainkit.launch.plan import make_plan, waiting_for
+from trainkit.launch.plan import make_plan
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.slurm_script import translated, with_job_ids
@@ -48,11 +48,8 @@ def find(tmp_path: Path) -> Callable[[str], Sequence[RunDir]]:
         ("afterok:17_3+5,singleton", "afterok:17_3+5,singleton"),
         ("afterok:waits:12", "afterok:17:12"),
         ("afterok:waits,afterany:sweep", "afterok:17,afterany:30"),
-        ("afterok:waits?afterok:12", "afterok:17?afterok:12"),
         ("afterok:partly", "afterok:40_1:50_0"),
         ("afterok:done", ""),
-        ("afterok:done?afterok:waits", ""),
-        ("afternotok:failed", ""),
         ("afterany:failed", ""),
     ],
 )
@@ -89,8 +86,3 @@ def test_the_plan_says_whose_jobs_they_are(
     assert said == ("afterok:17", "flag --dependency", "the jobs of afterok:waits")
     met = with_job_ids(make_plan(loaded(dependency="afterok:done"), gpu_site, Path("run")), find)
     assert not [item for item in met.directives if item.name == "dependency"]
-
-
-def test_a_further_array_waits_for_the_one_before_as_well(loaded: Callable[..., Loaded], gpu_site: Site) -> None:
-    plan = waiting_for(make_plan(loaded(dependency="afterok:3"), gpu_site, Path("run")), "17", "its turn")
-    assert [item.value for item in plan.directives if item.name == "dependency"] == ["afterok:3,afterany:17"]

@@ -53,7 +53,6 @@ def test_bash_and_shellcheck_find_no_fault(script: Callable[..., str], points: i
         ({"points": 3}, 'export TRAINKIT_RUN_DIR=/home/me/runs/ddp-0001/"$SLURM_ARRAY_TASK_ID"\n'),
         ({"gpus_per_node": 0}, "export CUDA_VISIBLE_DEVICES=\n"),
         ({"requeue": False}, 'job end "$rc" --no-requeue || code=$?\nexit "$code"\n'),
-        ({"srun": {"mpi": "pmix"}}, "    --mpi=pmix \\\n"),
         ({"run": "/home/my files/ddp-0001"}, "export TRAINKIT_RUN_DIR='/home/my files/ddp-0001'\n"),
     ],
 )

@@ -214,8 +214,6 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
         ("Invalid feature specification", "--constraint fast (flag --constraint)"),
         ("Requested node configuration is not available", "--constraint fast (flag --constraint), --mem 9G (flag --"),
         ("More processors requested than permitted", "--nodes 1 (default), --ntasks-per-node 1 (default)"),
-        ("Invalid generic resource (gres) specification", "--gres tape:1 (flag --gres)"),
-        ("Requested reservation is invalid", "--reservation mine (flag --reservation)"),
         ("Job dependency problem", "--dependency afterok:7 (flag --dependency)"),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--time 9:00:00"),
         ("Job violates accounting/QOS policy (job submit limit)", "If you have too many jobs there, wait for some"),
@@ -230,8 +228,8 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
 )
 def test_what_sbatch_refuses_is_told_by_the_flag_and_who_has_said_it(words: str, change: str) -> None:
     flags = {
-        "time": "9:00:00", "constraint": "fast", "mem": "9G", "gres": "tape:1", "reservation": "mine",
-        "dependency": "afterok:7", "exclude": "n9", "mail-type": "ALL",
+        "time": "9:00:00", "constraint": "fast", "mem": "9G", "dependency": "afterok:7", "exclude": "n9",
+        "mail-type": "ALL",
     }  # fmt: skip
     directives = [
         Decision("partition", "main", Source("environment", "P")),

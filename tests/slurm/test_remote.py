@@ -141,18 +141,3 @@ def test_the_guides_commands_for_a_login_node_work_as_they_stand(laptop: Laptop,
             devcluster.wait_for("the start", (run / "metrics.jsonl").exists, timeout=240)
         laptop.job(module.removeprefix("jobs."), *words)
     laptop.job("cancel", laptop.newest("single").name)
-
-
-def test_a_job_is_cancelled_resumed_and_explained_from_a_laptop(laptop: Laptop, devcluster: Cluster) -> None:
-    submitted = laptop.job(
-        "submit", "single", "--run-dir", "my runs/a b", "--job-name", "it's $HOME *", "--sbatch", "hold"
-    )
-    job_id = submitted.split("Submitted job ")[1].split(":")[0]
-    assert devcluster.run("squeue", "-h", "-j", job_id, "-o", "%j").stdout == "it's $HOME *\n"
-    run = shlex.quote(str(laptop.there / "my runs" / "a b"))
-    assert f"python -m jobs.cancel {run} --host login:{laptop.there}\n" in submitted
-    assert f"cancelled job {job_id}" in laptop.job("cancel", "a b")
-    assert devcluster.wait(job_id) == "CANCELLED"
-    again = laptop.job("resume", "a b").split("Submitted job ")[1].split(":")[0]
-    assert "it waits until it is released" in laptop.job("why", "a b")
-    devcluster.run("scancel", again)
