@@ -159,14 +159,12 @@ def a_digit_changed(checkpoint: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit flipped in the weights": (lambda c: flip(c / "model.safetensors"), "content of model.safetensors"),
-    "a bit flipped in the moments": (lambda c: flip(c / "optimizer.safetensors"), "content of optimizer.safetensors"),
     "weights cut short": (cut("model.safetensors", 50), "has 50 bytes instead of"),
     "weights missing": (replaced("model.safetensors", lambda file: None), "No such file"),
     "weights are a link": (replaced("model.safetensors", lambda file: file.symlink_to("../outside")), "It is a link"),
     "weights are no safetensors": (not_safetensors, "not readable"),
     "the folder is a link": (replaced("", lambda folder: folder.symlink_to("outside")), "no folder"),
     "state.json is missing": (replaced("state.json", lambda file: None), "No such file"),
-    "state.json is empty": (text(""), "not readable"),
     "state.json is cut short": (cut("state.json", 40), "not readable"),
     "state.json is deep": (text("[" * 100_000), "not readable"),
     "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),

@@ -273,7 +273,6 @@ def with_header(size: int, times: int = 1) -> bytes:
 
 
 NO_CODE = {
-    "above": packed("../outside"),
     "root": packed("/outside"),
     "winding": packed("code/../../outside"),
     "deep": packed(f"code/{'a/' * 60}b"),

@@ -194,15 +194,6 @@ def test_training_ends_with_the_next_update_when_the_disk_is_full(
     assert [*keeper.writer.run.checkpoints.glob("*")] == []
 
 
-def test_a_run_ends_with_its_last_checkpoint_on_the_disk(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_ranks(2, train_run, folder, "fsdp", ("train.max_steps=4", "checkpoint.every_steps=2"))
-    run = RunDir(folder)
-    told = [(event["event"], event.get("step")) for event in read_events(run, ("saved", "ended"))]
-    assert told == [("saved", 2), ("saved", 4), ("ended", 4)]
-    assert format.verified(run.checkpoints, 4)
-
-
 # Each rank its own
 
 

@@ -109,17 +109,6 @@ def test_a_checkpoint_is_the_same_after_any_strategy_and_world_size(
             assert torch.equal(value, after[name]), name
 
 
-def test_names_and_kinds_are_those_of_the_plain_model(saved: dict[str, Path]) -> None:
-    weights = tensors(saved["fsdp"])
-    moments = tensors(saved["fsdp"], "optimizer")
-    assert set(weights) == set(Odd().state_dict())
-    assert "scratch" not in weights
-    assert weights["rough"].dtype == torch.bfloat16
-    trained = {name for name, parameter in Odd().named_parameters() if parameter.requires_grad}
-    kinds = ("step", "exp_avg", "exp_avg_sq")
-    assert set(moments) == {f"state.{name}.{kind}" for name in trained for kind in kinds}
-
-
 def _restore_another(env: RankEnv, folder: Path) -> tuple[str, str]:
     with distributed(env, use_gpu=False) as dist:
         model = nn.Linear(3, 2 if dist.is_main else 4)  # fits on rank 0 and not on rank 1

@@ -107,7 +107,6 @@ def said(preset: str, *settings: str) -> str:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("optim.name=lion",),
         ("optim.name=adan", "optim.betas=[0.9, 0.9, 0.9]", "optim.eps=1e-6", "optim.no_prox=true"),
         ("optim.name=timm/adamw", "optim.eps=1e-6"), ("optim.name=torch/adafactor",),
         ("optim.name=rmsprop", "optim.momentum=0.5", "optim.centered=true"),

@@ -29,11 +29,6 @@ def test_what_is_no_time_above_zero_is_refused(text: str) -> None:
         time_minutes(text)
 
 
-def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError):
-        Config().train.epochs = 3
-
-
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [

@@ -26,32 +26,6 @@ def test_a_value_is_what_people_mean_by_it(text: str, value: Any) -> None:
     assert (parsed, type(parsed)) == (value, type(value))
 
 
-def test_every_key_has_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("# first\nseed: 1\noptim:\n  lr: 1\n\n  name: sgd\nmodel: {name: x, depth: 3}\n")
-    values, lines = yaml.read(file)
-    assert values == {"seed": 1, "optim": {"lr": 1, "name": "sgd"}, "model": {"name": "x", "depth": 3}}
-    assert lines == {
-        "seed": 2,
-        "optim": 3,
-        "optim.lr": 4,
-        "optim.name": 6,
-        "model": 7,
-        "model.name": 7,
-        "model.depth": 7,
-    }
-
-
-TEXTS = ("no", "3e-4", "010", "1:00:00", "", " a ", "null", "true", "a: b", "# x", "two\nlines", "it's", "é", "-", "[a")
-
-
-@pytest.mark.parametrize("value", [*TEXTS, 1, 1.5, 1e-5, 3e20, True, None, [1, 2], {"a": []}])
-def test_a_value_stays_the_same_value_through_a_file(tmp_path: Path, value: Any) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(yaml.dump({"value": value}), encoding="utf-8")
-    assert yaml.read(file)[0] == {"value": value}
-
-
 MANY = [1.5] * 21_841
 """A weight for each class of ImageNet's larger sibling."""
 

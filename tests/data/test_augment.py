@@ -39,13 +39,6 @@ def prepared(
 PLAIN = parts_of().normalized(IMAGES_AUGMENT)
 
 
-def test_with_nothing_on_images_are_only_normalised() -> None:
-    images, target = prepared({})
-    assert torch.equal(images, PLAIN)
-    assert torch.equal(target.labels, LABELS_AUGMENT)
-    assert target[1:] == (None, None)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"rand_augment_ops": 2}, {"random_erasing_prob": 0.5, "random_erasing_mode": "pixel"}, {"mixup_alpha": 0.8},

@@ -10,17 +10,6 @@ from trainkit.data import base
 from trainkit.errors import UserError
 
 
-def test_bytes_become_floats_of_zero_mean_and_unit_variance() -> None:
-    images = torch.randint(0, 256, (64, 3, 4, 4), dtype=torch.uint8)
-    before, scaled = images.clone(), images.double() / 255
-    mean, std = (tuple(of.tolist()) for of in (scaled.mean((0, 2, 3)), scaled.std((0, 2, 3))))
-    normal = base.normalize(images, base.DataInfo("x", 2, 3, 4, ("a", "b"), mean, std))
-    assert normal.dtype == torch.float32
-    assert torch.allclose(normal.mean((0, 2, 3)), torch.zeros(3), atol=1e-5)
-    assert torch.allclose(normal.std((0, 2, 3)), torch.ones(3), atol=1e-5)
-    assert torch.equal(images, before)
-
-
 def test_parts_cover_everything_once_and_each_class_in_the_same_proportion() -> None:
     labels = [0] * 100 + [1] * 300
     parts = base.stratified_split(labels, (0.1,))
@@ -54,11 +43,6 @@ def test_the_split_never_changes() -> None:
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:12] == "84b73f7ea22e"
 
 
-@pytest.mark.parametrize(("seed", "epoch"), [(4, 4), (3, 5), (3 + 2**32, 4), (4, 3)])
-def test_another_seed_or_epoch_is_another_order(seed: int, epoch: int) -> None:
-    assert not torch.equal(base.epoch_order(100, seed=3, epoch=4), base.epoch_order(100, seed=seed, epoch=epoch))
-
-
 def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -> None:
     before = torch.get_rng_state()
     generator = torch.Generator().manual_seed(base.derive_seed(5, 2))
@@ -79,26 +63,6 @@ def test_an_epoch_drops_its_remainder_and_data_for_no_step_is_refused(samples: i
     assert [base.steps_per_epoch(whole, 64) for whole in (64, 1257)] == [1, 19]
     with pytest.raises(UserError, match=rf"train.global_batch_size=64 is larger[\s\S]*global_batch_size={fits},"):
         base.steps_per_epoch(samples, 64)
-
-
-@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 16), (1, 4), (2, 8), (2, 2), (4, 4), (4, 1), (8, 2)])
-def test_ranks_share_a_global_batch_whatever_their_number(world_size: int, micro_batch_size: int) -> None:
-    order = base.epoch_order(100, seed=0, epoch=0)
-    shares = [
-        base.share_of(order[32:48], micro_batch_size, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
-    in_step_order = torch.stack(shares, dim=1).flatten().tolist()
-    assert in_step_order == order[32:48].tolist()
-
-
-@pytest.mark.parametrize(("position", "epoch", "step"), [(0, 0, 0), (4, 0, 4), (5, 1, 0), (12, 2, 2)])
-def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: int, epoch: int, step: int) -> None:
-    order = base.epoch_order(22, 7, epoch)
-    there = order[4 * step : 4 * step + 4]
-    taken = {int(index) for rank in (0, 1) for index in base.share_of(there, 2, rank=rank, world_size=2).flatten()}
-    found = base.global_batch(22, seed=7, position=position, global_batch_size=4)
-    assert len(found) == 4
-    assert set(found) == taken
 
 
 KEYS = base.keys(0, 0, torch.arange(100_000))

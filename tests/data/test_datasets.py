@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import pickle
 import shutil
@@ -18,7 +16,7 @@ import torchvision
 from tests.data.samples import build, choice, write_images
 from tests.recipes.tiny import NAMES, WNIDS
 from trainkit import plugins
-from trainkit.data import Dataset, build_data, check_data
+from trainkit.data import build_data, check_data
 from trainkit.data.base import Samples, Splits, normalize
 from trainkit.data.datasets import cifar10, fashion_mnist
 from trainkit.data.folders import ImageFiles
@@ -33,18 +31,6 @@ def sizes(data: Splits) -> list[int]:
 
 def labels(samples: Samples) -> list[int]:
     return [samples[index][1] for index in range(len(samples))]
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_a_data_set_defines_what_the_protocol_says(name: str) -> None:
-    known = dict(inspect.getmembers(Dataset, inspect.isfunction))
-    module = importlib.import_module(f"trainkit.data.datasets.{name}")
-    for function in ("build", "locate", "train_size", "prepare", "layout"):
-        if found := getattr(module, function, None):
-            parameters = inspect.signature(found).parameters.values()
-            positional = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
-            assert positional == len({*inspect.signature(known[function]).parameters} - {"self", "options"})
-    assert hasattr(module, "build")
 
 
 # Each line: a data set, options, sizes of its splits, number of classes, and the shape of an augmented image.
@@ -126,17 +112,6 @@ def test_a_batch_that_is_missing_or_none_is_named(prepared: Path, tmp_path: Path
     says = "does not exist" if batch is None else "is no batch of CIFAR-10"
     with pytest.raises(UserError, match=rf"data_batch_3 {says}[\s\S]*python -m jobs\.prepare cifar10"):
         build("cifar10", tmp_path)
-
-
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["uint8", ">i4", "<f8", "bool"])
-def test_arrays_come_back_as_they_were(tmp_path: Path, protocol: int, kind: str) -> None:
-    array = numpy.arange(12).reshape(3, 4).astype(kind)
-    (tmp_path / "batch").write_bytes(pickle.dumps({b"data": array, "labels": [1, 2]}, protocol=protocol))
-    value = cifar10.load(tmp_path / "batch")
-    assert value["labels"] == [1, 2]
-    assert value["data"].dtype == array.dtype
-    assert numpy.array_equal(value["data"], array)
 
 
 def test_what_python_2_wrote_is_read(tmp_path: Path) -> None:
@@ -243,9 +218,6 @@ def test_augmentation_moves_a_digit_by_one_pixel_at_most() -> None:
     assert all(any(torch.equal(one, window) for window in windows) for one in moved)
     assert any(not torch.equal(one, image) for one in moved)
     assert torch.equal(data.eval_transform(image), image)
-
-
-# Made-up images
 
 
 # A folder of one's own

@@ -8,7 +8,6 @@ import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.data import download as downloads
-from trainkit.data.download import HashingReader, complete_folder, download, extract, md5_of, opened_tar, regular
+from trainkit.data.download import complete_folder, download, extract, opened_tar, regular
 from trainkit.errors import UserError
 
 CONTENT = bytes(range(256)) * 100
@@ -234,15 +233,6 @@ def test_an_archive_cut_short_is_an_error_for_the_user(tmp_path: Path, keep: int
     archive.write_bytes(archive.read_bytes()[:keep])
     with pytest.raises(UserError, match="cannot be read as a tar archive"):
         unpack(archive, tmp_path / "into")
-
-
-def test_hashing_while_reading_gives_the_md5_of_the_whole_file(tmp_path: Path) -> None:
-    (tmp_path / "file.bin").write_bytes(CONTENT)
-    said: list[str] = []
-    with closing(HashingReader.of(tmp_path / "file.bin", said.append)) as reader:
-        assert reader.read(10) == CONTENT[:10]
-        assert reader.finish() == MD5 == md5_of(tmp_path / "file.bin")
-    assert said[-1] == "  100 % of 25.6 kB"
 
 
 def test_a_full_disk_is_not_blamed_on_the_archive(tmp_path: Path) -> None:

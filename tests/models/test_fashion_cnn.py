@@ -5,14 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.base import DataInfo
+from tests.models.test_init import info
 from trainkit.errors import UserError
 from trainkit.models import fashion_cnn
-
-
-def info(image_size: int = 8, in_chans: int = 1, num_classes: int = 10) -> DataInfo:
-    names = tuple(map(str, range(num_classes)))
-    return DataInfo("x", num_classes, in_chans, image_size, names, (0.5,) * in_chans, (0.5,) * in_chans)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +21,7 @@ def test_images_of_any_size_become_scores(image_size: int, in_chans: int, num_cl
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_an_image_is_scored_alike_in_any_company_but_for_batch_norm(norm: str) -> None:
-    model = fashion_cnn.build(info(), norm=norm)  # type: ignore[arg-type]
+    model = fashion_cnn.build(info(8, 1), norm=norm)  # type: ignore[arg-type]
     images = torch.randn(8, 1, 8, 8)
     assert torch.allclose(model(images)[:2], model(images[:2]), atol=1e-5) == (norm == "group")
 
@@ -35,4 +30,4 @@ def test_an_image_is_scored_alike_in_any_company_but_for_batch_norm(norm: str) -
 def test_an_impossible_option_is_refused_by_name(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(UserError, match=f"model.{name}="):
-        fashion_cnn.build(info(), **options)
+        fashion_cnn.build(info(8, 1), **options)

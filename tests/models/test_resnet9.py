@@ -5,15 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.base import DataInfo
+from tests.models.test_init import info
 from trainkit.errors import UserError
 from trainkit.models import resnet9
 
 
 def of(side: int, in_chans: int = 3, **options: Any) -> torch.nn.Module:
-    classes = tuple(map(str, range(10)))
-    info = DataInfo("any", 10, in_chans, side, classes, (0.5,) * in_chans, (0.5,) * in_chans)
-    return resnet9.build(info, **options)
+    return resnet9.build(info(side, in_chans, num_classes=10), **options)
 
 
 def test_it_is_the_published_network_of_nine_layers() -> None:

@@ -38,36 +38,49 @@ def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> N
     assert [event["event"] for event in events.read_events(run)] == ["unanswered"]
 
 
-def test_each_event_says_what_it_is_of(run: RunDir) -> None:
-    here = socket.gethostname()
-    events.submitted(run, "slurm", "4711", attempts_before=3)
+def test_a_life_is_written_line_by_line_and_read_back(run: RunDir) -> None:
+    here, process = socket.gethostname(), ProcessId("n1", 7, "123", "space")
+    events.submitted(run, "slurm", "4711", process, attempts_before=3)
     events.cancelled(run, "4711")
     events.never_began(run, "4711", "CANCELLED")
-    attempt = Attempt(run, 4)
-    attempt.started(step=5, world_size=2)
-    attempt.saved(6, epoch=1.5)
-    attempt.handed_back(node_rank=1, step=6, signals=("SIGUSR2",))
-    attempt.requeued("4711")
-    attempt.failed("it broke", rank=1)
-    attempt.failed("it broke there", rank=None, host="n2")
-    attempt.remark("skipped", step=7)
-    attempt.ended("FAILED", job_id="4711", exit_codes=[1])
-    assert [{key: value for key, value in event.items() if key != "time"} for event in events.read_events(run)] == [
-        {"event": "submitted", "executor": "slurm", "job_id": "4711", "attempts_before": 3},
+    first = Attempt.begin(run)
+    first.started(step=5, world_size=2)
+    first.saved(6, epoch=1.5)
+    first.handed_back(node_rank=1, step=6, signals=("SIGUSR2",))
+    first.requeued("4711")
+    assert Attempt.named_in(first.environment()) == first
+    second = Attempt.begin(run)
+    second.started(step=12)
+    second.failed("it broke", rank=1)
+    second.failed("it broke there", rank=None, host="n2")
+    second.remark("skipped", step=7)
+    second.ended("FAILED", job_id="4711", exit_codes=[0, 1])
+    submitted, *others = events.read_events(run)
+    about = (submitted["event"], submitted["executor"], submitted["job_id"], submitted["attempts_before"])
+    assert about == ("submitted", "slurm", "4711", 3)
+    assert [{key: value for key, value in event.items() if key != "time"} for event in others] == [
         {"event": "cancelled", "job_id": "4711"},
         {"event": "ended", "state": "CANCELLED", "job_id": "4711"},
-        {"event": "started", "attempt": 4, "step": 5, "world_size": 2},
-        {"event": "saved", "attempt": 4, "step": 6, "epoch": 1.5},
-        {"event": "handed_back", "attempt": 4, "node_rank": 1, "step": 6, "signals": ["SIGUSR2"], "host": here},
-        {"event": "requeued", "attempt": 4, "job_id": "4711"},
-        {"event": "failed", "attempt": 4, "rank": 1, "host": here, "error": "it broke"},
-        {"event": "failed", "attempt": 4, "rank": None, "host": "n2", "error": "it broke there"},
-        {"event": "skipped", "attempt": 4, "step": 7},
-        {"event": "ended", "attempt": 4, "state": "FAILED", "job_id": "4711", "exit_codes": [1]},
+        {"event": "started", "attempt": 0, "step": 5, "world_size": 2},
+        {"event": "saved", "attempt": 0, "step": 6, "epoch": 1.5},
+        {"event": "handed_back", "attempt": 0, "node_rank": 1, "step": 6, "signals": ["SIGUSR2"], "host": here},
+        {"event": "requeued", "attempt": 0, "job_id": "4711"},
+        {"event": "started", "attempt": 1, "step": 12},
+        {"event": "failed", "attempt": 1, "rank": 1, "host": here, "error": "it broke"},
+        {"event": "failed", "attempt": 1, "rank": None, "host": "n2", "error": "it broke there"},
+        {"event": "skipped", "attempt": 1, "step": 7},
+        {"event": "ended", "attempt": 1, "state": "FAILED", "job_id": "4711", "exit_codes": [0, 1]},
     ]
     (saved,) = events.read_events(run, "saved")
-    assert saved["step"] == 6
     assert abs(saved["time"] - time.time()) < 60
+    life = events.history_of(run)
+    assert life.submission is not None
+    assert (life.submission.job_id, life.submission.process, life.submission.ended) == ("4711", process, "FAILED")
+    assert life.handed_back == life.requeued == {0}
+    failure = life.failures[-1]
+    assert (failure.attempt, failure.rank, failure.host, failure.error) == (1, None, "n2", "it broke there")
+    assert life.started["step"] == 12
+    assert (life.outcome, life.finished) == ("FAILED", False)
 
 
 def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: RunDir, tmp_path: Path) -> None:
@@ -88,29 +101,6 @@ def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: 
 def test_an_environment_that_names_no_attempt_is_that_of_none() -> None:
     for path, number in (("", ""), ("", "0"), ("/x", ""), ("/x", "²"), ("/x", "-1")):
         assert Attempt.named_in({"TRAINKIT_RUN_DIR": path, "TRAINKIT_ATTEMPT": number}) is None
-
-
-def test_a_whole_life_is_read_back(run: RunDir) -> None:
-    me = ProcessId("n1", 7, "123", "space")
-    events.submitted(run, "local", "7", me)
-    first = Attempt.begin(run)
-    first.started(step=0, world_size=2)
-    first.saved(10)
-    first.handed_back(node_rank=0, step=12, signals=["SIGUSR2"])
-    first.requeued("7")
-    assert Attempt.named_in(first.environment()) == first
-    second = Attempt.begin(run)
-    second.started(step=12, world_size=2)
-    second.failed("ValueError: bad", rank=1, host="n2")
-    second.ended("FAILED", job_id="7", exit_codes=[0, 1])
-    life = events.history_of(run)
-    assert life.submission is not None
-    assert (life.submission.job_id, life.submission.process, life.submission.ended) == ("7", me, "FAILED")
-    assert life.handed_back == life.requeued == {0}
-    (failure,) = life.failures
-    assert (failure.attempt, failure.rank, failure.host, failure.error) == (1, 1, "n2", "ValueError: bad")
-    assert life.started["step"] == 12
-    assert (life.outcome, life.finished) == ("FAILED", False)
 
 
 def test_what_happened_before_a_submission_is_not_its_ending(run: RunDir) -> None:
@@ -231,14 +221,6 @@ def test_a_second_writer_is_refused_and_told_who_holds_it(run: RunDir, held: Exi
     assert str(Holder.me()) == f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def test_it_is_free_again_after_its_holder_has_left(run: RunDir) -> None:
-    for _ in range(2):
-        with events.lease_on(run, me()) as lease:
-            lease.check()
-    assert not run.lease.exists()
-    assert [path.name for path in run.path.iterdir() if "lease" in path.name] == []
-
-
 def test_a_holder_that_was_killed_here_is_replaced_at_once(run: RunDir, held: ExitStack) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         held.enter_context(events.lease_on(run, Holder(ProcessId.of(process.pid), attempt=3)))
@@ -281,13 +263,13 @@ def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, hel
 
 @pytest.mark.parametrize(
     ("theirs", "mine"),
-    [("7", {"job_id": "8", "attempt": 1}), ("7", {"job_id": "7", "attempt": 0}), ("7", {"job_id": "7"}),
-     ("", {"attempt": 1})],
+    [("7", {"job_id": "8", "attempt": 2}), ("7", {"job_id": "7", "attempt": 1}), ("7", {"job_id": "7"}),
+     ("", {"attempt": 2})],
 )  # fmt: skip
 def test_only_a_later_attempt_of_the_same_job_takes_over(
     run: RunDir, held: ExitStack, theirs: str, mine: dict[str, Any]
 ) -> None:
-    held.enter_context(events.lease_on(run, elsewhere(job_id=theirs, attempt=0)))
+    held.enter_context(events.lease_on(run, elsewhere(job_id=theirs, attempt=1)))
     with pytest.raises(UserError):
         held.enter_context(events.lease_on(run, replace(Holder.me(), **mine), patience=0.0))
 

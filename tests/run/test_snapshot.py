@@ -420,17 +420,6 @@ def test_shared_code_goes_once_no_run_has_it(
     assert of_sweep.code.resolve() == first
 
 
-def test_shared_code_of_a_run_that_was_moved_stays(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
-    first = shared(run)
-    run.path.rename(tmp_path / "elsewhere")
-    Path("model.py").write_text("x = 1\n")
-    shared(another(run))
-    assert first.is_dir()
-
-
 @pytest.mark.parametrize(
     ("error", "at"), [(KeyboardInterrupt(), 30), (OSError(errno.ENOSPC, "No space left on device"), 0)], ids=repr
 )

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
-from tests.training.parts import Linear, parts_of
-from tests.training.test_update import IMAGES, LABELS, PLAIN, micro_batches, updated
+from tests.training.parts import parts_of
+from tests.training.test_update import PLAIN, micro_batches
 from trainkit.config.loading import load
-from trainkit.data.base import normalize
 from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 from trainkit.experiment import run
@@ -21,18 +19,7 @@ from trainkit.ranks.signals import StopFlag
 from trainkit.tasks.classification import weights_of
 from trainkit.training.update import Updater
 
-WEIGHTS = (5.0, 1.0, 0.25, 2.0, 1.0, 3.0, 0.5)
 ASKED = "train.class_weights=[5, 1, 0.25, 2, 1, 3, 0.5]"
-
-
-@pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
-def test_an_update_follows_torchs_weighted_mean_over_the_global_batch(micro_batch_size: int) -> None:
-    model = Linear()
-    logits = model(normalize(IMAGES, parts_of().splits.info))
-    functional.cross_entropy(logits, LABELS, weight=torch.tensor(WEIGHTS)).backward()
-    assert model.layer.weight.grad is not None
-    moved = updated(ASKED, f"train.micro_batch_size={micro_batch_size}", lr=0.5)
-    assert torch.allclose(moved, -0.5 * model.layer.weight.grad, atol=1e-6)
 
 
 def test_the_loss_that_is_recorded_is_that_of_all_samples_alike() -> None:

@@ -121,15 +121,6 @@ def test_evaluate_and_predict_give_its_own_numbers(home: Path) -> None:
     assert float(row["age"]) == pytest.approx(1.5, abs=0.5)
 
 
-def test_its_file_travels_with_a_submitted_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINKIT_RUNS", str(home / "runs"))
-    done = run_command("submit", "single", *SETTINGS, "--executor", "local", "--wait", cwd=home)
-    assert done.returncode == 0, done.stderr
-    (run,) = [path for path in (home / "runs").iterdir() if (path / "config.yaml").exists()]
-    assert (run / "code" / "ages_task.py").read_text() == TASK
-    assert read_metrics(RunDir(run), "test")[0].keys() >= {"mse", "mae"}
-
-
 @pytest.mark.parametrize(
     ("line", "instead", "says"),
     [

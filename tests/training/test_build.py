@@ -31,15 +31,10 @@ from trainkit.training.build import (
 )
 
 
-def config_of(model: str, *more: str) -> Config:
-    settings = (f"model.name=tests.training.hollow_models:{model}", "train.global_batch_size=12", *more)
-    return load("fsdp", (*QUICK, *SMALL, "train.micro_batch_size=null", *settings)).config
-
-
-def _differences(env: RankEnv, configs: list[Config]) -> list[str]:
+def _differences(env: RankEnv, config: Config) -> list[str]:
     """Names of the tensors that are others than those of the plain model; and how a batch goes through it."""
     with distributed(env, use_gpu=False) as dist:
-        return [name for config in configs for name in _different(dist, config)]
+        return _different(dist, config)
 
 
 def _different(dist: Distributed, config: Config) -> list[str]:
@@ -65,7 +60,9 @@ def _different(dist: Distributed, config: Config) -> list[str]:
 
 
 def test_every_rank_has_its_part_of_the_very_weights_of_the_plain_model() -> None:
-    assert run_ranks(3, _differences, [config_of("odd")]) == [[]] * 3
+    sizes = ("train.global_batch_size=12", "train.micro_batch_size=null")
+    chosen = config(*SMALL, "model.name=tests.training.hollow_models:odd", *sizes, preset="fsdp")
+    assert run_ranks(3, _differences, chosen) == [[]] * 3
 
 
 # What the settings of training do to a model: layout, compiler, determinism, activation checkpointing.

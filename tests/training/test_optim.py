@@ -158,20 +158,7 @@ def test_settings_and_further_keys_reach_an_optimizer_of_a_library() -> None:
 
 
 OWN = """
-import torch
-
-class Slow(torch.optim.Optimizer):
-    def __init__(self, params, lr, *, weight_decay=0.0, drag=1.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "drag": drag})
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["drag"] *= 0.5
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["count"] = state.get("count", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"] * group["drag"] / state["count"])
+from tests.strategies.held import Drag as Slow
 
 def slow(groups, lr, *, drag: float = 0.5):
     return Slow(groups, lr, drag=drag)
@@ -244,28 +231,6 @@ def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: Any) -> list[float]:
     ]
 
 
-def by_torch(schedule: type, every: int = 1, **options: Any) -> list[float]:
-    """The rates of a schedule of torch's that is stepped every so many updates."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs, rates = schedule(optimizer, **options), list[float]()
-    while len(rates) < TOTAL:
-        rates += [theirs.get_last_lr()[0]] * every
-        optimizer.step()
-        if len(rates) < TOTAL:
-            theirs.step()
-    return rates
-
-
-def test_onecycle_and_step_are_torchs_after_their_warm_up() -> None:
-    options: dict[str, Any] = {"max_lr": 1.0, "total_steps": TOTAL, "pct_start": 0.3, "cycle_momentum": False}
-    onecycle = by_torch(torch.optim.lr_scheduler.OneCycleLR, **options)
-    assert lrs(name="onecycle", warmup_epochs=3) == pytest.approx(onecycle, rel=1e-6)
-    step = by_torch(torch.optim.lr_scheduler.StepLR, PER_EPOCH, step_size=3, gamma=0.5)
-    rates = lrs(name="step", warmup_epochs=1, step_epochs=3, gamma=0.5)
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10:] == pytest.approx(step[10:])
-
-
 TENTHS = [0.1 * (step + 1) for step in range(10)]
 COSINE: dict[str, Any] = {"name": "cosine", "warmup_epochs": 1, "final_lr_ratio": 0.1}
 WSD: dict[str, Any] = {"name": "wsd", "warmup_epochs": 1, "decay_ratio": 0.4, "final_lr_ratio": 0.1}
@@ -281,6 +246,12 @@ WSD: dict[str, Any] = {"name": "wsd", "warmup_epochs": 1, "decay_ratio": 0.4, "f
         # A run shorter than its warm-up rises for half of it.
         ({"name": "cosine", "warmup_epochs": 5, "total": 6}, {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 1.0}),
         ({"name": "wsd", "warmup_epochs": 5, "decay_ratio": 1.0, "total": 6}, {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 1.0}),
+        # The numbers are those of torch's OneCycleLR and StepLR.
+        ({"name": "onecycle", "warmup_epochs": 3}, {0: 1 / 25, 14: 0.4940133, 29: 1.0, 60: 0.5892801, 99: 4e-6}),
+        (
+            {"name": "step", "warmup_epochs": 1, "step_epochs": 3, "gamma": 0.5},
+            {**dict(enumerate(TENTHS)), 29: 1.0, 30: 0.5, 59: 0.5, 60: 0.25, 99: 0.125},
+        ),
         ({"name": "onecycle", "warmup_epochs": 0.2}, {0: 1 / 25, 1: 1.0}),
         ({"name": "onecycle", "warmup_epochs": 0.1}, {0: 1.0}),
         ({"name": "onecycle", "final_lr_ratio": 1e-9}, {99: 1 / 25 / 1e4}),  # its own end is not passed
@@ -408,20 +379,6 @@ def test_switched_on_later_it_begins_with_the_weights_and_says_so(tmp_path: Path
     assert (after["ema_began"], after["step"]) == (True, step)
     state = format.verified(tmp_path / "run" / "checkpoints", 12).state
     assert state["progress"]["ema_updates"] == 12 - step
-
-
-def test_a_rollback_takes_the_average_back_as_well(tmp_path: Path) -> None:
-    parts = parts_of("train.ema_decay=0.9")
-    keeper = keeper_of(parts, tmp_path / "run", Progress())
-    keeper.save()
-    assert parts.ema is not None
-    before = {name: value.clone() for name, value in parts.ema.tensors().items()}
-    nn.init.zeros_(next(parts.model.parameters()))
-    parts.ema.update(FINITE, updates=5)
-    keeper.progress.ema_updates = 6
-    assert keeper.roll_back(4)
-    assert keeper.progress.ema_updates == 0
-    assert all(torch.equal(value, before[name]) for name, value in parts.ema.tensors().items())
 
 
 def test_the_best_model_can_be_that_whose_average_is(tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ SLOW = {COMPILED, "train.compile=blocks", "train.micro_batch_size=2"}
 SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     (): [
         ("ddp", 2, (), 1e-5),
-        ("ddp", 4, (), 1e-5),
         ("fsdp", 2, (), 1e-5),
         ("dp", 1, (), 1e-5),
         ("single", 1, ("train.micro_batch_size=16",), 1e-5),
@@ -77,7 +76,6 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("single", 1, (COMPILED,), 1e-5),
         ("ddp", 2, (COMPILED, "train.micro_batch_size=16"), 1e-5),
         ("fsdp", 2, (COMPILED,), 1e-5),
-        ("zero", 2, (COMPILED,), 1e-5),
     ],
     BLOCKS: [
         ("ddp", 2, ("train.activation_checkpointing=full",), 1e-5),

@@ -17,7 +17,7 @@ from tests.training.poisoned import train_and_tell
 from trainkit.bench.arms import amp_notes
 from trainkit.bench.base import Place, Where
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.checkpoint.state import Held, Sent, load_weights, master_of, weights_of
+from trainkit.checkpoint.state import master_of, weights_of
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.data.base import Batch
@@ -64,15 +64,11 @@ def test_auto_on_a_gpu_is_what_its_generation_multiplies_fast(
         assert choose_precision("tf32", GPU) == "tf32"
 
 
-@pytest.mark.parametrize(("allowed", "matmul"), [(True, "high"), (False, "highest")])
-def test_tf32_is_for_products_and_convolutions(allowed: bool, matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not allowed)
-    before = torch.get_float32_matmul_precision()
-    try:
+def test_tf32_is_for_products_and_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    for allowed, matmul in ((True, "high"), (False, "highest")):  # which is how it was
         allow_tf32(allowed)
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, allowed)
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _skipped(dist: Distributed) -> tuple[int, bool, int]:
@@ -212,19 +208,6 @@ def test_everything_is_fp16_but_batchnorm_and_what_learns() -> None:
     assert set(model.formats) == {torch.float16}  # type: ignore[arg-type]
 
 
-def test_changes_that_are_too_small_for_fp16_add_up() -> None:
-    trained = parts()
-    update, start = Updater(trained), trained.model.state_dict()["head.weight"].clone()
-    for step in range(3):
-        update(iter([BATCH]), lr=1e-6, seed=step)
-    assert torch.equal(trained.model.state_dict()["head.weight"], start)
-    learnt = weights_of(trained.model)["head.weight"]
-    wanted = updated(3, precision="fp32", lr=1e-6)["head.weight"]
-    whole = Net().head.weight.detach()
-    assert torch.allclose(learnt - whole, wanted - whole, rtol=0.1, atol=1e-8)
-    assert not torch.equal(learnt, whole)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -280,14 +263,6 @@ def test_the_averaged_weights_are_those_of_the_fp32_weights() -> None:
     assert averages[0].dtype == torch.float32
     assert torch.allclose(averages[0] - start, averages[1] - start, rtol=0.1, atol=1e-7)
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
-
-
-def test_weights_of_another_run_are_taken_over_in_full() -> None:
-    other = {name: value + 0.0123 if value.is_floating_point() else value for name, value in Net().state_dict().items()}
-    started = parts()
-    load_weights(started.model, Sent(Held(other), ALONE), ALONE)
-    weights = weights_of(started.model)
-    assert torch.equal(weights["filters.weight"], other["filters.weight"])
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -44,20 +44,30 @@ def updated(*overrides: str, lr: float = 0.5, seed: int = 0, model: nn.Module | 
     return weight.detach() - before
 
 
-def by_hand(label_smoothing: float = 0.0) -> torch.Tensor:
+def by_hand(**options: Any) -> torch.Tensor:
     """The gradient of the loss's mean over the global batch."""
     model = Linear()
     logits = model(normalize(IMAGES, parts_of().splits.info))
-    functional.cross_entropy(logits, LABELS, label_smoothing=label_smoothing).backward()
+    functional.cross_entropy(logits, LABELS, **options).backward()
     assert model.layer.weight.grad is not None
     return model.layer.weight.grad
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("setting", "options"),
+    [
+        ("train.label_smoothing=0", {}),
+        ("train.label_smoothing=0.3", {"label_smoothing": 0.3}),
+        ("train.class_weights=[5, 1, 0.25, 2, 1, 3, 0.5]", {"weight": torch.tensor([5, 1, 0.25, 2, 1, 3, 0.5])}),
+    ],
+    ids=["plain", "smooth", "weighted"],
+)
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
-def test_an_update_follows_the_gradient_of_the_global_batch(micro_batch_size: int, smoothing: float) -> None:
-    settings = (f"train.micro_batch_size={micro_batch_size}", f"train.label_smoothing={smoothing}")
-    assert torch.allclose(updated(*settings, lr=0.5), -0.5 * by_hand(smoothing), atol=1e-6)
+def test_an_update_follows_torchs_mean_over_the_global_batch(
+    micro_batch_size: int, setting: str, options: dict[str, Any]
+) -> None:
+    moved = updated(setting, f"train.micro_batch_size={micro_batch_size}", lr=0.5)
+    assert torch.allclose(moved, -0.5 * by_hand(**options), atol=1e-6)
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
