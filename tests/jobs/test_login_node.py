@@ -69,7 +69,7 @@ def command(there: Path, command: Command) -> Command:
     return lambda *words: command(*map(os.fsdecode, words), *(() if "--host" in words else HOST))
 
 
-def test_the_preset_of_a_bench_and_a_run_that_lies_there_are_submitted_from_here(
+def test_a_benchs_preset_and_a_run_that_lies_there_are_submitted_from_here(
     command: Command, there: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("extends: single\noptim: {lr: 0.5}\n")

@@ -98,8 +98,10 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
                 deadline = time.monotonic() + 20
                 while "listening" not in log.read_text() and time.monotonic() < deadline and sshd.poll() is None:
                     time.sleep(0.05)
+                sockets = Path(f"/tmp/trainkit-{os.getuid()}")
+                before = {*sockets.glob("*")}
                 yield Laptop(home, there, log)
-                for socket in (base / "trainkit" / "ssh").glob("*"):
+                for socket in {*sockets.glob("*")} - before:
                     close = ["ssh", "-F", f"{base}/ssh_config", "-o", f"ControlPath={socket}", "-O", "exit", "login"]
                     subprocess.run(close, capture_output=True, check=False)
             finally:

@@ -26,7 +26,7 @@ FAST = (
 
 @pytest.mark.long
 @pytest.mark.swarm
-def test_an_anchor_carries_a_swarm_whose_creator_is_killed_and_may_die_itself(tmp_path: Path) -> None:
+def test_an_anchor_carries_a_swarm_without_its_creator_and_may_die_itself(tmp_path: Path) -> None:
     """The creator is killed when all average; a newcomer joins through the anchor; the creator comes back elsewhere;
     the anchor is killed while all send their parts."""
     with internet(public=3, homes=2) as net, started_in(tmp_path) as commands:

@@ -25,7 +25,7 @@ def updates(output: str) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.swarm
-def test_volunteers_make_updates_through_the_anchor_and_the_creator_takes_them_over(commands: Commands) -> None:
+def test_volunteers_go_on_through_the_anchor_and_the_creator_takes_it_over(commands: Commands) -> None:
     creator, token = commands.create(*GRADIENTS)
     trusted = commands.invite("anchors", "--reduce")
     anchor = commands.start("swarm", "anchor", trusted, "--allow-code", "--host", "127.0.0.1", "--name", "anchor")

@@ -50,7 +50,7 @@ def refusal(data: bytes, purpose: str = "peer", **options: Any) -> str:
 # Signatures
 
 
-def test_a_signature_is_for_one_purpose_whose_name_ends_where_the_content_begins() -> None:
+def test_a_signature_is_for_one_purpose_and_one_content() -> None:
     signature = OWNER.sign("grant", b"content")
     assert is_signed(OWNER.public, signature, "grant", b"content")
     assert not is_signed(OWNER.public, signature, "gran", b"tcontent")

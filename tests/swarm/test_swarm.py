@@ -63,7 +63,7 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     afterwards.says("hivemind-0001: not running, round 24/24")
 
 
-def test_the_guides_commands_work_as_they_stand_and_what_cannot_work_is_refused(commands: Commands) -> None:
+def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Commands) -> None:
     """Many things happen to one swarm, at once where they can: starting a peer costs seconds."""
     creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
     address = commands.address()
