@@ -1,7 +1,5 @@
 """``trainkit``, or ``python -m jobs``: list the verbs, presets, schema and templates, or run a verb."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

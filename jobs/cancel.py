@@ -1,7 +1,5 @@
 """``python -m jobs.cancel RUN...``: end the job of a run, or all of a sweep's, on SLURM or on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node

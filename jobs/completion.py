@@ -1,7 +1,5 @@
 """``python -m jobs.completion SHELL``: have bash, zsh or fish complete verbs, flags, presets, runs and settings."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What `--dry-run` prints of a plan, and `--estimate` of the queue: nothing is written or queued."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """``python -m jobs.export RUN FILE``: a checkpoint's weights as one file that timm and torchvision load."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

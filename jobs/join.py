@@ -8,8 +8,6 @@ Settings come from the run's creator. This peer only calls out, so it works behi
 invited with --reduce may add --public to be reached by others, which takes load off the creator.
 """
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import signal

@@ -1,7 +1,5 @@
 """``python -m jobs.launch PRESET``: start this node's ranks. Needs neither a scheduler nor a shared folder."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

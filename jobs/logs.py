@@ -1,7 +1,5 @@
 """``python -m jobs.logs RUN``: what the ranks of a run print, across requeues; of a failed run first why it failed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

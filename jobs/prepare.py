@@ -1,7 +1,5 @@
 """``python -m jobs.prepare DATASET``: download, verify, unpack a data set into the layout that training reads."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """``python -m jobs.report RUN...``: a log book with settings, results, costs and curves; compares several runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

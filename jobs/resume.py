@@ -1,7 +1,5 @@
 """``python -m jobs.resume RUN``: queue the same run again; it goes on from its newest checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node

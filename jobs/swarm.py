@@ -9,8 +9,6 @@ unban    let somebody take part again who was left out of three rounds in a row
 status   peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A room is a folder in trainkit/, ``jobs``, ``docs``, or ``ground`` for the files
 or peers of a swarm is left to the whole suite, and so is `SLOW`.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

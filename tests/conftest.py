@@ -3,8 +3,6 @@
 What a test needs beyond that, it sets itself; `monkeypatch.setenv` in a test comes after this.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -5,8 +5,6 @@ It is no mock of the part that matters here: the command runs in a root of its o
 has, and beside it only what was mounted; after `docker run` it also knows only the variables that were given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

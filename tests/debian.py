@@ -1,7 +1,5 @@
 """Programs of other packages that tests need: installed where they are missing and this is root's Debian."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

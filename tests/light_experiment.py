@@ -6,8 +6,6 @@ it must not import torch either (light_model.py). What is trained is a word, in 
 twice or out of order is noticed: `trained`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -3,8 +3,6 @@
 They are those of README's main job, which is run for them, or of RUN, where it was run before.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

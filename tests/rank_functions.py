@@ -4,8 +4,6 @@ They are forked from a server that has imported torch and the kit once, so that 
 of a second, and none inherits the threads of the test process.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing

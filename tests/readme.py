@@ -1,7 +1,5 @@
 """The blocks of commands of a page, as tests give them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Fixtures for tests that start ranks without torch, or talk to a SLURM made of shell scripts."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

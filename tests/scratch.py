@@ -4,8 +4,6 @@ Whatever the tests start inherits it as TMPDIR. A session that was killed leaves
 that nobody holds the lock on it. Only hivemind's sockets are elsewhere, in /tmp.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Programs that tests run to their end: Python with this checkout's packages, and what checks a script of bash."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

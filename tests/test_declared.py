@@ -1,7 +1,5 @@
 """What is imported is declared and tried, what is declared is imported, and nobody is told to install a stranger's."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Errors for users: three lines, an exit code, and settings that exist."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

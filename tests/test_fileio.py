@@ -1,7 +1,5 @@
 """Files are read with bounds, written whole, and never through a link that somebody else has put there."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

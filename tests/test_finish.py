@@ -1,7 +1,5 @@
 """How soon the prompt is back after the end of a run of this machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """The `gpu_` measurements of tests/benchmarks on a CPU, in small: that every arm runs, and does what the other does."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Libraries, and our own packages, are imported before files of the same name in the user's folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

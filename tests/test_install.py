@@ -1,7 +1,5 @@
 """trainkit without its checkout: the wheel, installed, and a user in a folder of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

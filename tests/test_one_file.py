@@ -1,7 +1,5 @@
 """To add a strategy, a data set, a model or a logger is to add one file. (test_install.py has the user's own.)"""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from subprocess import CompletedProcess

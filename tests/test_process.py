@@ -1,7 +1,5 @@
 """How a process of ours ends and waits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

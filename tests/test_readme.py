@@ -1,7 +1,5 @@
 """README.md: what it tells a new user to type is typed here, and what it promises is what comes out."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

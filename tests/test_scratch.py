@@ -1,7 +1,5 @@
 """A session of tests leaves nothing outside its own folder, and says what it could not help leaving."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

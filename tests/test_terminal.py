@@ -3,8 +3,6 @@
 Of Markdown a parser of CommonMark and GitHub's tables is the judge.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import random

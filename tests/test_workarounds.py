@@ -1,7 +1,5 @@
 """What is done to other libraries: with it and without it the same comes out. In processes of their own."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 

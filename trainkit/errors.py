@@ -10,8 +10,6 @@
 Everything else that is raised is a bug of ours and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Compose a training: build model and data, call the loop, write the results."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager

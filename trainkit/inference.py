@@ -1,7 +1,5 @@
 """Evaluate a checkpoint, or predict with it, in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Errors for users (`trainkit.errors`) are raised instead of printed.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write what a report is made of, and say where: what `report` does, in notebooks too."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Queue runs again, so that they go on from their newest checkpoints: what `resume` does, in notebooks too."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence

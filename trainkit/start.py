@@ -3,8 +3,6 @@
 `prepare` loads and checks a `Request`, `plan_runs` plans its launch, `submit` writes and starts the runs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -5,8 +5,6 @@ the library has another version than those that it was tried with, and where ``T
 everything works without it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.metadata

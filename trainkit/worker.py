@@ -1,7 +1,5 @@
 """One rank of a run, or of a bench: every task of a job runs this, however it was started."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

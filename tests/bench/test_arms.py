@@ -1,7 +1,5 @@
 """Which arms a bench has where: pure functions of the configuration and the places of the ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """From samples to figures, and when none is given: against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

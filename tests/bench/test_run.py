@@ -1,7 +1,5 @@
 """The job of a bench, really run in this process: one rank, small, each figure worked out from its samples."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

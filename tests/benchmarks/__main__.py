@@ -9,8 +9,6 @@ A measurement is a file here with ``measure(rounds=ROUNDS) -> Sequence[Figure | 
 own, which ends with this one however that ends. Those of `BY_NAME` take long and have a table each.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -6,8 +6,6 @@ where /dev/shm has room, which favours ``torch.save``. Then what the thread that
 take while it works.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

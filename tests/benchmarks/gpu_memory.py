@@ -5,8 +5,6 @@ batch, which here has many. What truly fits is bisected to 1 %: each size trains
 out of memory at those nine tenths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -12,8 +12,6 @@ All in bf16 and channels_last. The kit's arm is its command with its records, lo
 are not timed.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

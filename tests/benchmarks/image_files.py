@@ -7,8 +7,6 @@ the same files and from their pack of pixels, 256 on the shorter side. One proce
 CPU time. Before a time is printed the arms must agree in the mean and the deviation of what they give to the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path

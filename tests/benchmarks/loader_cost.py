@@ -5,8 +5,6 @@ torchvision's are PIL images through RandomCrop(32, padding=4), RandomHorizontal
 DataLoader. The pixels' mean, deviation and histogram must agree before a time is printed. CPU time is measured.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -11,8 +11,6 @@ control of a small model are CPU time of the fastest tenth of the turns: nothing
 busy machine makes it slower. Those of a model whose update takes 10 ms are medians of wall time: some have a vote.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

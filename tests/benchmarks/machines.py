@@ -4,8 +4,6 @@ Nothing of them has a name or outlives this process, however that ends: each nam
 ends with it, and whoever is started here is killed by the kernel.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

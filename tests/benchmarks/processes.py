@@ -1,8 +1,6 @@
 """Processes of the measurements: each measurement in its own, whole commands with what they leave behind, and none that
 outlives this one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

@@ -6,8 +6,6 @@ GPU's clock falls when it gets warm: turns of some seconds fall on all arms alik
 While one has its turn, the others wait in a read, and the device has nothing of theirs to do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -6,8 +6,6 @@ Each rank is on a machine of its own (`machines.py`) whose network has a token b
 lose.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

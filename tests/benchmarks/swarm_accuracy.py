@@ -5,8 +5,6 @@ with as many updates as their samples are, each with several seeds, for runs of 
 is of a k-th of the batch where there are k, so that as many samples of all make one. 10 minutes a round.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

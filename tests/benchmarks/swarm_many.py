@@ -7,8 +7,6 @@ share the cores of one real machine; the creator, and who asks for the status, g
 machines of their own elsewhere. 15 minutes and 12 GB of memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

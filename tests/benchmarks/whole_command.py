@@ -9,8 +9,6 @@ Measured are the whole command, its training steps, what lies before and after t
 and memory: of the largest process, which is a rank, and of all of them in sum.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

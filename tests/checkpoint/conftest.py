@@ -1,7 +1,5 @@
 """An S3 server on loopback that can be told to fail: refuse, stall, or cut connections in the middle."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints for tests: written by one process, and read however many files they have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever has happened to a checkpoint, training goes on from the newest whole one and says what was wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

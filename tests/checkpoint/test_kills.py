@@ -1,7 +1,5 @@
 """A process, or two, killed at any moment while checkpoints are written behind training: none is ever torn."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

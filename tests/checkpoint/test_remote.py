@@ -1,7 +1,5 @@
 """A run's copy in a bucket: complete or absent, behind the training, and enough to go on from."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

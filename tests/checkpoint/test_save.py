@@ -1,7 +1,5 @@
 """What becomes of a run whose best weights are lost on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

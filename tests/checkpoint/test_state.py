@@ -1,7 +1,5 @@
 """What is gathered from any number of ranks and scattered to any other is the same, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

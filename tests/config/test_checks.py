@@ -1,7 +1,5 @@
 """What a strategy's file states, and that everybody goes by it: for strategies of ours and of the user's own."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

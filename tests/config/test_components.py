@@ -1,7 +1,5 @@
 """What must fit the task in a configuration is said at once, without torch."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny data sets, in the files of the real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data sets for tests: by their settings, and folders of images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a batch to what the model trains on."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """The data sets that ship, by what they have in common and by what each has of its own."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

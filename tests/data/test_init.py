@@ -1,7 +1,5 @@
 """Choosing, checking and building a data set by its configuration."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches of files and of data in memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

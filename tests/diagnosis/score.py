@@ -3,8 +3,6 @@
 Each text becomes the run folder that a failed job leaves; the scheduler's answer is that of its exit code.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """What ranks leave in their stderr, seldom as tidy as in a book; and what the records of a running job show."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the ranks of a check measure."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

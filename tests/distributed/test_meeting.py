@@ -1,7 +1,5 @@
 """Ranks meet where nobody else can take their place."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a job may use of its node's memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

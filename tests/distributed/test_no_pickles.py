@@ -1,7 +1,5 @@
 """Nothing that another process has sent or written is unpickled: not in our sources, and not in what we call."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

@@ -1,7 +1,5 @@
 """When the ranks agree to stop, how often they ask one another, and what they say when they hang."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """``python -m tests.docs``: write what docs/ generates from the code, and build the site into the folder ``site``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Reads the commands of a page without running them: flags by the command's own parser, settings by loading."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

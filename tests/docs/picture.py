@@ -3,8 +3,6 @@
 A room that is used by way of another is not named, so that the picture changes only where the house does.
 """
 
-from __future__ import annotations
-
 from html import escape
 
 from tests.test_architecture import FLOORS, imports, ours, room

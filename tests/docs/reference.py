@@ -1,7 +1,5 @@
 """The pages of docs/reference and the picture of the rooms, generated from the code."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What the guides tell a user to type is typed here, word for word; what they mention is read by its parser."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The project's papers: who cites, contributes and reads what changed finds what is true."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import shlex
@@ -55,7 +53,3 @@ def test_a_room_is_checked_with_its_own_tests(room: str) -> None:
     assert tests
     for path in (*code, *tests):
         assert (PROJECT / path).exists(), path
-    commands = check.checks(room)
-    assert list(commands) == ["ruff", "format", "mypy", "tests"]
-    assert {*code, *tests} <= set(commands["mypy"])
-    assert set(tests) <= set(commands["tests"])

@@ -1,7 +1,5 @@
 """The site is built from docs/ without a warning, and is complete by itself."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

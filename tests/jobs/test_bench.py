@@ -1,7 +1,5 @@
 """``python -m jobs.bench``: really run, in small; its figures worked out again from what each turn took."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

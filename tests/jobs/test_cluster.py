@@ -1,7 +1,5 @@
 """``python -m jobs.cluster discover|show``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.jobs.conftest import Command

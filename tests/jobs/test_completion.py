@@ -1,7 +1,5 @@
 """What a shell completes, in a real one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``submit --dry-run``: what it expects of the training is what that does; and ``submit --estimate``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path

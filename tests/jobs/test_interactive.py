@@ -1,7 +1,5 @@
 """The verbs as notebooks and scripts call them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

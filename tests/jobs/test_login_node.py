@@ -1,7 +1,5 @@
 """Verbs with ``--host``: the ssh here runs its command in another home folder of this machine, as sshd would."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

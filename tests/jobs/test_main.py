@@ -1,7 +1,5 @@
 """``python -m jobs``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

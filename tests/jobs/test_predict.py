@@ -1,7 +1,5 @@
 """Classes of images that nobody has labelled, as a table."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

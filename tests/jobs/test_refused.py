@@ -1,7 +1,5 @@
 """What each verb refuses at once: in three lines, with its exit code, and before anything is written."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

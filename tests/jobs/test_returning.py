@@ -1,7 +1,5 @@
 """Swarms that were made by hand, and what `resume` says to those that cannot go on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

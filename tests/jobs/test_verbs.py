@@ -1,7 +1,5 @@
 """What every verb answers for a damaged run, for one of somebody else's, and where SLURM's programs misbehave."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

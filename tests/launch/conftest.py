@@ -1,7 +1,5 @@
 """What the tests here share: a folder of their own, a cluster, configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

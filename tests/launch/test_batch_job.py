@@ -1,7 +1,5 @@
 """What a batch script does around its ranks, with a SLURM made of shell scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The supervisor, on processes that are ranks only as far as it watches them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What is planned for a launch, and what is refused before anything is queued."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Set-up of the tests of models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

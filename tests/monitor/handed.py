@@ -1,7 +1,5 @@
 """A logger that has something prepared, and writes down what it was handed."""
 
-from __future__ import annotations
-
 from trainkit.config.schema import Config
 from trainkit.monitor import Logger, NullLogger, Start
 from trainkit.run.folder import RunDir

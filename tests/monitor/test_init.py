@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from io import FileIO

@@ -1,7 +1,5 @@
 """Profiles of a training: at the steps that were asked for, or when somebody asks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

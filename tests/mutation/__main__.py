@@ -1,7 +1,5 @@
 """``python -m tests.mutation [MODULE...]``: how many changes of the core modules the tests notice, and which not."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The core modules, and for each the quick tests that must notice a change in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]

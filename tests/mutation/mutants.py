@@ -1,7 +1,5 @@
 """What is changed in a module: mutmut's operators, less what changes nothing that a test could see."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Environments as launchers set them, and the rank that follows."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A student's folder: the data sets with a few images each, unpacked by the command that unpacks the real ones."""
 
-from __future__ import annotations
-
 import urllib.request
 from pathlib import Path
 

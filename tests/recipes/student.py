@@ -4,8 +4,6 @@ What is typed is what the page has, but for three things: networks and batches a
 archives are those of `tiny`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

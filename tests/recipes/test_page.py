@@ -1,7 +1,5 @@
 """What docs/assignments tells a student to type is typed here, and gives what the assignment asks for."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Every recipe trains, as it stands, on data in its data set's own format; only its network and batch are small."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

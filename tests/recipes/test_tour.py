@@ -1,7 +1,5 @@
 """The tour of a machine with several GPUs, executed as in Jupyter: by a kernel of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The data sets of the recipes with a few images each, in the very files that a student has: what is fetched."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A headless Chromium, by its own protocol over two pipes: no driver, no port, no network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """`report.html` in a browser, opened from disk: of a real run, of several, of hostile ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs against each other, where they compare; and a sweep: the best first, means over seeds, what was swept."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Charts: where values are, what is named, and that files with them stand alone."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """The same numbers everywhere: what a real run with two interruptions has recorded, as four readers tell it."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

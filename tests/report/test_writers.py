@@ -1,7 +1,5 @@
 """What log book and page hold, and that nothing of a run gets out of its place. How the page works: `test_browser`."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

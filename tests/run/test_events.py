@@ -3,8 +3,6 @@
 Holders elsewhere are made by changing where a process says that it runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

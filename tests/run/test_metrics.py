@@ -1,7 +1,5 @@
 """The records of a run: read with types, thinned, and what they say of its progress, its end and its divergence."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose a run and a file of settings are: by modes on the whole way, and by digests of what was submitted."""
 
-from __future__ import annotations
-
 import grp
 import json
 import os

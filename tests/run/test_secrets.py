@@ -1,7 +1,5 @@
 """What looks like a credential, and what only looks like one."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run was made of: its copy of the code, shared or its own, its manifest, and its fingerprint."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A SLURM made of shell scripts, configurations and a cluster."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

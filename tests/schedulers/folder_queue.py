@@ -3,8 +3,6 @@
 ``python folder_queue.py FOLDER`` is the worker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

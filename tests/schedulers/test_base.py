@@ -1,7 +1,5 @@
 """A third scheduler shows that the protocol is enough: every verb works with a queue in a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ The text of 22.05 is as a cluster printed it, varied here by what one small clus
 print of the same cluster is in test_versions.py.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who is to blame: the report of a check, judged."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is known of a site, and what is refused for it before a job is queued."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

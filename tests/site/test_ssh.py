@@ -1,7 +1,5 @@
 """Commands for a login node, as a shell there takes them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

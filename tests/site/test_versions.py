@@ -4,8 +4,6 @@
 takes no jobs, `high` is for two accounts and one hour on one node; jobs 1 to 27 wait for whatever one can wait for.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

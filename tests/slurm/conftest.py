@@ -1,7 +1,5 @@
 """A real SLURM for the tests here: `slurm/devcluster`, one for each worker, in a directory and network of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """A user's own model for light_experiment.py: slow, or without luck, in a run's first attempt only; or on one rank."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs whose ranks import no torch, and end as the name of their folder says: ``light_ranks.py NAME=FLAGS ...``."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A user's own models for runs that something happens to: the kit's small network, which does something before it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

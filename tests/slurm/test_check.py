@@ -1,7 +1,5 @@
 """Nodes that are bad for real, and networks that are not as one would wish, on a real SLURM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

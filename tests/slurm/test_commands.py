@@ -1,7 +1,5 @@
 """What commands come to on a real SLURM: waiting for a run, the modes of its files, a bench."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

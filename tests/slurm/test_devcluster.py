@@ -1,7 +1,5 @@
 """The development cluster's own manners; that it is a SLURM, the other tests here show."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nodes and ranks that end attempts: the run goes on, and does without bad nodes as long as enough others are left."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

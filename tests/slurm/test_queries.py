@@ -1,7 +1,5 @@
 """What becomes of a run when SLURM does not answer, or answers late; and how much it is asked."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """From a laptop: the cluster behind a real sshd, behind a jump host, by the system's own ssh."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The project's own commands on a real SLURM, as a user types them on a login node."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The sbatch templates as texts: what a helpdesk reads, and what SLURM must be told."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python -m tests.soak``: the command."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

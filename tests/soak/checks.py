@@ -1,7 +1,5 @@
 """What must hold of a run, whatever has happened to it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

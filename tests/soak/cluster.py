@@ -1,7 +1,5 @@
 """The cluster that is mistreated: its commands, its nodes, and what runs on them, seen from outside."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """What can happen to a job, when, and what the scheduler says to it."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

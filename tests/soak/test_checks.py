@@ -1,7 +1,5 @@
 """The soak finds what it is there to find: in a run folder that was tampered with, each fault is said."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The training that is interrupted, beside one that is not."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import sys

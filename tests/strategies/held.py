@@ -1,7 +1,5 @@
 """A small training, and what a rank of it holds."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

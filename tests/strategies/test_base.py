@@ -1,7 +1,5 @@
 """The blocks of a network are found without naming a class."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

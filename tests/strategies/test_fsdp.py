@@ -1,7 +1,5 @@
 """What each rank of a sharded training holds, counted in bytes; and what is gathered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path

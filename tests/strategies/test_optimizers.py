@@ -1,7 +1,5 @@
 """Optimizers of timm and torch with strategies of several ranks: their updates, and what is saved of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

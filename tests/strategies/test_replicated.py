@@ -1,7 +1,5 @@
 """PowerSGD with a state that is saved and that no bad update spoils."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ZeRO-1: the updates of ddp, with a part of the optimizer's state on each rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

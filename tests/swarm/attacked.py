@@ -1,7 +1,5 @@
 """Swarms of real peers on this machine with somebody among them who cheats, and what they come to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Each attack is what somebody can do who changes the code on a machine of their o
 that nothing of ours stands between an attacker and the wire.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Peers as a user starts them: processes of the real commands on this machine, ended by their ids."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

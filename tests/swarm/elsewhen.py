@@ -1,7 +1,5 @@
 """``python -m tests.swarm.elsewhen SECONDS jobs.VERB ...``: a command on a machine whose clock is off."""
 
-from __future__ import annotations
-
 import sys
 import time
 from importlib import import_module

@@ -3,8 +3,6 @@
 Its "public" addresses exist nowhere else, and nothing leads out of it. Making it needs root.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ for what only members get; then it opens many calls and is silent, and at last t
 it got: of the run, and with the very same calls of a stock averager of its own, to see that these calls are right.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The digits with a third of the labels wrong, in training and in validation: nobody gets to 100 %, so harm shows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

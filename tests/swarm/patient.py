@@ -3,8 +3,6 @@
 A peer trains for as long as a round lasts, and a few hundred updates are enough for the digits.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The digits, as a data set that must lie on a machine: only who has its folder, as its own data.root, has any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainkit.data.base import Splits, missing

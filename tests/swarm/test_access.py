@@ -1,7 +1,5 @@
 """Signed records, requests to the DHT, identities, and the bounds on what a process of a peer takes from others."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import time

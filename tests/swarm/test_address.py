@@ -1,7 +1,5 @@
 """Addresses, who can be reached where, how far a clock is off, and what a run folder remembers of a swarm."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

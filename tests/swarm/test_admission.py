@@ -1,7 +1,5 @@
 """Who takes part, in all processes of a peer; the ways into a run; and what the owner keeps in its folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A swarm over a small internet: two homes behind routers, an anchor, and a creator that is killed. One story."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

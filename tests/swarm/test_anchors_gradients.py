@@ -1,7 +1,5 @@
 """``sync: gradients``: the creator is killed while an anchor lives, and comes back. One story."""
 
-from __future__ import annotations
-
 import re
 import signal
 

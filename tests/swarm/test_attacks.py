@@ -1,7 +1,5 @@
 """Peers that cheat, in swarms of real peers: what the honest ones end with, and what is said of the others."""
 
-from __future__ import annotations
-
 import json
 import signal
 

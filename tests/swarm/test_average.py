@@ -1,7 +1,5 @@
 """The end of a round: which averages a peer uses."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

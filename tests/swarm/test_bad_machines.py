@@ -1,7 +1,5 @@
 """Machines with faults: a full disk of a volunteer and of the creator, a clock that is off. One story."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Three strikes, the list of who is out, and what a reducer does about those that it had to leave out."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace

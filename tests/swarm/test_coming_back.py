@@ -1,7 +1,5 @@
 """A creator that is killed, or sleeps, and volunteers behind routers, who find it again by themselves: one story."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

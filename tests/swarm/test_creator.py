@@ -3,8 +3,6 @@
 Credit is counted from what was averaged, after the screen; claims are worth nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace

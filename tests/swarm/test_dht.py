@@ -1,7 +1,5 @@
 """A peer's node of the DHT: who controls it, what it asks, how fast its link is, and whom it dials again."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

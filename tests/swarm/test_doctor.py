@@ -1,7 +1,5 @@
 """What ``swarm doctor`` says of a machine, short of joining."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a group exchanges, and whom the averager lets in: in this process, where calls go through queues."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """A peer that waits for its swarm, and comes back into it: what it asks and tells, in which order."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack

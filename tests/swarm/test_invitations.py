@@ -1,7 +1,5 @@
 """Signatures, invitations and tokens: every way in which they can be forged, and what is said."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

@@ -1,7 +1,5 @@
 """How a vector is written, what of it a peer's link carries in a round, and what people are told of that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

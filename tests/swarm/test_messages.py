@@ -1,7 +1,5 @@
 """What peers say of themselves, as readers may rely on it; anchors without data; and the clock of the rounds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The volunteers' notebook, executed as in Colab: by a kernel of its own, in a swarm on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A peer of two ranks in a swarm: real commands, DDP on the CPU."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 

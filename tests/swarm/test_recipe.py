@@ -1,7 +1,5 @@
 """What the recipes' page says of the ViT with volunteers, typed with a small one."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a reducer makes of contributions, and what peers make of averages; in this process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The loops of a peer, with a swarm around it that the test plays."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What peers must have alike to train together, and the ranks of one peer: what rank 0 says, the others do."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """One who is banned and one who is revoked, in a swarm of real peers: they are out, and stay out. One story."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,5 @@
 """One honest peer whose upload is slow, in a swarm whose other links are not. One story, and nobody configures it."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Whole swarms: real peers on the loopback interface, started by the commands."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

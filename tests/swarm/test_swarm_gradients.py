@@ -1,7 +1,5 @@
 """A swarm of real peers that average gradients: who comes, who dies, and what they end with."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the peers of a run have in common, in both ways to agree; the averaging itself is done by hand here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

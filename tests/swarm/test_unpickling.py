@@ -1,7 +1,5 @@
 """Nothing from a peer is unpickled: a walk through everything that a peer imports, in a process of its own."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

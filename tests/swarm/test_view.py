@@ -1,7 +1,5 @@
 """What `swarm status` shows of what a swarm has published, strangers' nonsense included."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

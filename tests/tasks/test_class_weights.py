@@ -1,7 +1,5 @@
 """Classes that count for more: the weighted mean over the global batch, however it is divided."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint says which classes it was trained on: what is told of images stays right when the data has changed."""
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import replace

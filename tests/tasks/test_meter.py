@@ -1,7 +1,5 @@
 """What a pass over samples leaves: sums that are exact, a confusion matrix, and pictures of the surest mistakes."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

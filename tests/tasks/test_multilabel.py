@@ -1,7 +1,5 @@
 """Several classes an image: the metrics are scikit-learn's, on any number of ranks."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A task of the user's own that is no classification: the age on a picture, lower errors are better."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of a user's: odd ones, a large one, and one of several blocks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

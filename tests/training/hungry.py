@@ -1,7 +1,5 @@
 """A model that takes 64 MiB and more for each sample, and a small data set for it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What trains, in this very process: for tests of what is done with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A data set with white images among its grey ones, and a model that is not a number on white images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's own data and model, with a trouble of its own in each attempt of a run: data, disk, then only slowness."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

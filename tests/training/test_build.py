@@ -1,7 +1,5 @@
 """A sharded model has the weights of the plain one; what the settings of training do to a model."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What only a GPU can show; `pytest -m gpu` on a machine that has one."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

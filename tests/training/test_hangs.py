@@ -1,7 +1,5 @@
 """Runs that hang and runs that are only slow, here: two ranks under a controller and their own watchdogs."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop around the updates: what it draws, what it leaves out, whom it tells that it lives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

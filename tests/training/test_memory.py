@@ -1,7 +1,5 @@
 """`train.micro_batch_size=auto`: the largest micro batch that fits, and nothing else is different."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

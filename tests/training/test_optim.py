@@ -1,7 +1,5 @@
 """The average of the weights: what it is, that it goes on exactly, and that it is measured beside them."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One configuration is one optimisation, whatever it runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

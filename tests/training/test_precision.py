@@ -1,7 +1,5 @@
 """`train.precision=o2`: an fp16 model with fp32 BatchNorm that follows fp32 weights."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

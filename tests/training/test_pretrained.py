@@ -1,7 +1,5 @@
 """Pretrained weights see images as those that they were trained on, whatever the data set would do with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

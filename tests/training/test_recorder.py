@@ -1,7 +1,5 @@
 """What comes of a training: its best model, checkpoints and summary, an early stop, and broken images."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Interrupted and resumed equals uninterrupted, bit for bit on CPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where the time of a run goes: clock, stragglers, FLOPs, advice."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is not finite never reaches the weights, is written down, and never ends as a success."""
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

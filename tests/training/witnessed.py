@@ -1,7 +1,5 @@
 """The digits, where each rank writes down which samples it trains on, in the order in which it takes them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -7,8 +7,6 @@ the package index for those of today first. uv resolves and installs, so its var
 it is not on the PATH, pip installs it into the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

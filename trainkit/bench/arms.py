@@ -3,8 +3,6 @@
 A bench is an entry of ``BENCHES``, at the end; its arms are a pure function of the configuration and the place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

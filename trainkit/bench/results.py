@@ -4,8 +4,6 @@ The figures are a pure function of the lines that the job has written, so a job 
 measured.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

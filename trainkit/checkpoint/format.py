@@ -13,8 +13,6 @@ any moment leaves either the whole checkpoint or none. What is read is compared 
 bits, a copy stops half way, and a folder may come from a stranger.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -11,8 +11,6 @@ A checkpoint whose ``state.json`` is there is complete: it is the last to be sen
 comes back is bounded, compared with the hashes in it, and nothing of it is run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Saving and restoring with all ranks; a checkpoint may be written behind training."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -4,8 +4,6 @@ A strategy's file states upper-case constants (`StrategyTraits`), which are read
 (`trainkit.plugins.stated`): nobody else knows a strategy by its name, or has read its options.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ All is read from source, a task's own file as well as timm's and torch's: import
 `submit` has half a second.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -4,8 +4,6 @@
 and torchvision that are installed then: `trainkit.plugins` reads them from their source, so that neither is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

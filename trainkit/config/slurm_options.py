@@ -4,8 +4,6 @@ Some options stand for a flag of ours, some break what we promise. Whatever is i
 plugins and of later versions included.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

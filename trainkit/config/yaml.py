@@ -4,8 +4,6 @@ PyYAML follows YAML 1.1, where `3e-4` is text, `no` is False, `010` is 8 and `1:
 and means something else, so scalars are resolved by the core schema of YAML 1.2, plus numbers like `3e-4`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

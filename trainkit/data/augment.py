@@ -1,7 +1,5 @@
 """Augment, normalise and mix whole batches, on the device that trains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

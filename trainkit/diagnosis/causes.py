@@ -1,7 +1,5 @@
 """Why a run failed, or does not start: a row of ``causes.yaml``, the lines that show it, and a command to mend it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

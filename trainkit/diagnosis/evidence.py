@@ -6,8 +6,6 @@ records, without a question to the scheduler.
 Ranks write what they like to stderr, for hours: progress bars, colours, bytes that are no text. Only the end is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ Started like a training (srun, torchrun, ...), and judged by `trainkit.site.node
 over groups of two nodes at most, so that a node that is not there, or a link that is down, spoils no other's result.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Where the ranks find each other: a store that rank 0 serves, and that only takes the word of who knows the secret."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import ipaddress

@@ -14,8 +14,6 @@ budget, without the nodes that caused them; an error of the program is not, for 
 a run all its tries back.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

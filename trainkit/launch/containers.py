@@ -5,8 +5,6 @@ container therefore mounts the run folder, the folder of the submission and the 
 on the variables that tell a rank its place. The batch script, which requeues the job, runs outside.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ Signals: USR2 is a preemption, ranks save and the run goes on with the next atte
 save before they end; TERM cancels the runs that come after it in a sweep as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """Resources of a launch, one decision at a time: what was asked for, what the site has, and who decided."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Write the folders of runs and sweeps, and start what needs no scheduler's job: a debug run, a check of the nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

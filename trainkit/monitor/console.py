@@ -1,7 +1,5 @@
 """Progress for a person: a bar on a terminal, plain lines everywhere else (log files, pipes)."""
 
-from __future__ import annotations
-
 import sys
 
 from trainkit.config.schema import Config

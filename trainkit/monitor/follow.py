@@ -1,7 +1,5 @@
 """Following a run by what it writes into its folder, so that it works for every executor; and the logs of its ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -23,8 +23,6 @@ GPUs since Volta measure their energy themselves (NVML); for older ones it is th
 samples. Processors measure it for each package (RAPL), other programs included; by default only root may read it.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The record: ``metrics.jsonl`` of the run folder, one line a record, on disk at once; ``task.json`` beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

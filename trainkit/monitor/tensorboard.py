@@ -5,8 +5,6 @@ draws them in one plot, with the learning rate. HParams compares runs (``tensorb
 show the confusion matrix of the test.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

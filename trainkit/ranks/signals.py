@@ -9,8 +9,6 @@ this module imports nothing heavy. A handler does nothing but set the flag: a co
 the signal reaches the ranks at different lines.
 """
 
-from __future__ import annotations
-
 import mmap
 import signal
 import tempfile

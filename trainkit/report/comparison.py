@@ -1,7 +1,5 @@
 """Sections on several runs: what sets them apart, speed-up and efficiency where they compare, results of a sweep."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property

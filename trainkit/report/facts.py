@@ -1,7 +1,5 @@
 """Everything the report says about a run, read from its folder. What is not there is None, never an error."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Sections with charts: curves, time line, where the time went, hardware; and of tasks with classes which is taken for
 which, and the images that were told wrong most confidently."""
 
-from __future__ import annotations
-
 import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The sections of a report, in order, and those that are tables. A new section of runs is a function in `RUNS`."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -7,8 +7,6 @@ their own state folder, wherever the run is by now and whoever else may write th
 own by modes alone. Access lists of NFSv4 do not show in modes, and are not seen.
 """
 
-from __future__ import annotations
-
 import grp
 import hashlib
 import itertools

@@ -8,8 +8,6 @@ detectors are off, and a value with a telling name counts only if it is no place
 A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is skipped.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The code that a run has copied, the manifest of everything around it, and the fingerprint of both."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """This machine: a controller process for each submission, which starts the ranks and looks after them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

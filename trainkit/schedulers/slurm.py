@@ -1,7 +1,5 @@
 """SLURM: jobs of a cluster, for the commands of users and for the script of a job itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

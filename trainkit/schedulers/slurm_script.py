@@ -3,8 +3,6 @@
 Pure: a script is the same for a dry run and for the submission after it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -8,8 +8,6 @@ found by its script: each submission gives SLURM a path of its own, a link in ``
 folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

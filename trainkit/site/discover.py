@@ -3,8 +3,6 @@
 At most six calls to the scheduler. The readers are pure: from the text that SLURM's commands print to facts.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -5,8 +5,6 @@ cannot tell is absent. `trainkit.distributed.health` collects them into the repo
 report: a pure function, as is `table`.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import platform

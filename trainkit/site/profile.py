@@ -5,8 +5,6 @@ What does not change from day to day stands below ``site:`` in a profile: `jobs.
 checks of a submission (`require_access`, `require_shared`) read it there instead of asking the scheduler.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import re

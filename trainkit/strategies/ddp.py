@@ -1,7 +1,5 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are averaged while they are computed."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DataParallel: one process splits each batch over the GPUs that it sees."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

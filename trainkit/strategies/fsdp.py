@@ -1,7 +1,5 @@
 """FSDP2: parameters, gradients and optimizer state are sharded; each block is gathered when it is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields

@@ -3,8 +3,6 @@
 The averaging is no part of an update, so that it is not here but in `trainkit.swarm`, with its own loop.
 """
 
-from __future__ import annotations
-
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies import AsItIs
 

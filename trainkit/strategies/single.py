@@ -1,7 +1,5 @@
 """One process, one device."""
 
-from __future__ import annotations
-
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies import AsItIs
 

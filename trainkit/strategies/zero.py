@@ -4,8 +4,6 @@ torch's `ZeroRedundancyOptimizer` is not used: it knows no fused optimizer that 
 state from checkpoints until it is gathered pickled, and gives up at groups with settings of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Only ``owner.key`` in the run folder is a secret: whoever has it decides who tak
 kept nowhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import ctypes

@@ -3,8 +3,6 @@
 The average may arrive while the next round is being trained, and a round that fails costs nothing: see `sync`.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """The creator of a swarm, from its first message to its last; also one that comes back after it was killed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ One DHT is one swarm. Records of ours in it: the creator's manifest, every peer'
 of those who are out. The functions ``work(dht, node)`` run inside the DHT's own process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import json

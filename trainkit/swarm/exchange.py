@@ -5,8 +5,6 @@ download its state. libp2p proves the id of a peer that asks; `Admission` says w
 whoever hands it over, if one of the owner's side has signed it for this run and the round that it claims.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A peer that joins a swarm, from its first message to its last; if it loses the swarm, it comes back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Nothing heavy is imported before it is clear that there is something to do.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import signal

@@ -5,8 +5,6 @@ leave the last two behind for ever, accepting work that nobody does. Linux sends
 parent dies, if asked to.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform

@@ -25,8 +25,6 @@ common weights stay as they are, and what was learned waits for a later round. A
 nor against anybody passes.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -6,8 +6,6 @@ updates it has. `SampleLoop` averages gradients: a round ends when all peers tog
 the others when its end is near.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -9,8 +9,6 @@ What peers must have alike beyond the settings, or their averages would mean not
 run; a peer that joins compares it with its own before it averages with anybody.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -3,8 +3,6 @@
 Most settings are the run's, and the same for all peers; some are for a peer's own machine.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

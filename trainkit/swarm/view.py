@@ -4,8 +4,6 @@
 JSON: a process of its own, for the one that asks may import hivemind later, in its own way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

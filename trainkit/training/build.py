@@ -1,7 +1,5 @@
 """What trains: configuration + data + rank -> model, strategy and precision, on this rank's device."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The loop: one for every strategy, precision and data set."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

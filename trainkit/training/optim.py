@@ -1,7 +1,5 @@
 """The optimizer, its schedule, and the average of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Mixed precision: which number format, autocast, and loss scaling for fp16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple

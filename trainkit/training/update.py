@@ -1,7 +1,5 @@
 """One optimizer update: the same for every loop, strategy and precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ OUT gets what was measured, as JSON. SAME is a file of images, labels, batches a
 as they are, and OUT has the loss of every update.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ its own prefetcher. Nothing is validated or saved: neither do the other arms.
     python -m tests.benchmarks.arms.kit JOB GO DONE
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ reads names from FOLDER/names, a line each, and starts a peer for each as it com
 It says ``NAME PID`` at the start of a peer, and ``NAME: ...`` for whatever that says.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -8,8 +8,6 @@ A peer computes for a tenth of its time and sleeps for the rest of what `SECONDS
 hold four peers of unequal speed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

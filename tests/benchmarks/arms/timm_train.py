@@ -12,8 +12,6 @@ changes. Pinned memory, which there is an option, is on. It knows nothing of tra
     python -m tests.benchmarks.arms.timm_train JOB GO DONE
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from contextlib import nullcontext, suppress

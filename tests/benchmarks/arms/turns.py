@@ -5,8 +5,6 @@ the batches that its loop asks for: some to get warm in, and then a turn after t
 when it is told to. The clock runs from when the device has nothing to do to when it has nothing to do again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """CINIC-10: CIFAR-10's classes with 90,000 images a split, PNG files in ROOT/cinic10/{train,valid,test}/CLASS."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """scikit-learn's digits: 1,797 real handwritten digits of 8x8 pixels that need no download."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Your own images: folders named after their classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """ImageNet (ILSVRC 2012), JPEG files in ROOT/imagenet/{train,val}/WNID, as everybody lays it out."""
 
-from __future__ import annotations
-
 import io
 import os
 from contextlib import closing
