@@ -235,6 +235,7 @@ SECRET = "my secret thing"
         ("input", "", "neither a token nor an address in the standard input"),
         ("file", SECRET, "neither a token nor an address in .*token.txt"),
     ],
+    ids=["half a word", "half a variable", "no word", "a secret", "empty input", "a secret file"],
 )
 def test_what_is_no_token_is_named_without_what_it_is(way: str, text: str, says: str, given: Given) -> None:
     words, env = given(way, text)
