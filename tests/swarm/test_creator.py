@@ -63,6 +63,26 @@ def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...])
     assert THERE in refused.value.why
 
 
+@pytest.mark.parametrize(
+    ("told", "is_double"),
+    [
+        pytest.param(replace(TOLD, addresses=[THERE]), True, id="elsewhere, while this one leads the run since 900 s"),
+        pytest.param(None, False, id="nothing"),
+        pytest.param(replace(TOLD, addresses=HERE), False, id="its own"),
+        pytest.param(replace(TOLD, time=899.0, addresses=[THERE]), False, id="of its earlier life"),
+    ],
+)
+def test_a_duplicate_is_told_of_once_and_a_peers_own_word_is_none(told: PeerProgress | None, is_double: bool) -> None:
+    from trainkit.swarm.creator import Creator
+
+    said: list[str] = []
+    creator = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
+    creator.own_addresses, creator.since = HERE, 900.0
+    for _ in range(3):
+        creator.warn_of_duplicate(told)
+    assert [f"at {THERE}: two swarms come of it" in line for line in said] == [True] * is_double
+
+
 def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
     """What the averager has found in a round."""
     return Findings((peer,), (), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})

@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
+from trainkit import terminal
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -15,7 +16,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted
 from trainkit.swarm import address, admission, dht, link
 from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import CREDITS, MANIFEST, REVOKED, Manifest, RoundClock, credit_record
+from trainkit.swarm.messages import CREDITS, MANIFEST, REVOKED, Manifest, PeerProgress, RoundClock, credit_record
 from trainkit.swarm.records import take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import LOST_AFTER, Session
@@ -27,6 +28,13 @@ _DIAL_SECONDS = 30.0
 _CATCH_UP_SECONDS = 10.0
 
 
+def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
+    """The addresses with this peer's own id that are not its own: another process would answer there."""
+    here = {item.rpartition("/p2p/")[0] for item in own}
+    others = [item for item in addresses if address.peer_of(item) == peer_id]
+    return [item for item in others if item.rpartition("/p2p/")[0] not in here]
+
+
 def require_alone(node: dht.SwarmDHT, known: Sequence[str]) -> None:
     """Refuse to go on with a run whose creator answers at another place.
 
@@ -35,12 +43,9 @@ def require_alone(node: dht.SwarmDHT, known: Sequence[str]) -> None:
 
     Raises UserError.
     """
-    here = {item.rpartition("/p2p/")[0] for item in node.addresses()}
     told = node.progress().get(node.peer_id)
     before = dict.fromkeys([*known, *(told.addresses if told else ())])
-    places = [
-        item for item in before if address.peer_of(item) == node.peer_id and item.rpartition("/p2p/")[0] not in here
-    ]
+    places = elsewhere(before, node.addresses(), node.peer_id)
     there: list[str] = node.in_dht(partial(dht.reached, at=tuple(places)), _DIAL_SECONDS, []) if places else []
     if there:
         why = f"Its creator, with the key of this run folder, answers at {there[0]}: one of the folders is a copy."
@@ -56,6 +61,8 @@ class Creator(Session):
     def __init__(self, held: ExitStack, config: Config, spec: PeerSpec, hooks: Hooks) -> None:
         super().__init__(held, spec, hooks)
         self.config, folder = config, spec.folder
+        self.own_addresses: list[str] = []
+        self.since, self.has_warned = 0.0, False
         self.saved = address.saved_peer(folder) if folder is not None else None
         self.memory = address.Memory(self.saved.others if self.saved is not None else ())
         self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
@@ -138,8 +145,9 @@ class Creator(Session):
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
+        self.own_addresses, self.since = self.dht.addresses(self.spec.prefer_host), time.time()
         self.publish(wait=True)
-        self.keep_place(self.run_id, self.dht.addresses(self.spec.prefer_host))
+        self.keep_place(self.run_id, self.own_addresses)
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
         """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
@@ -151,9 +159,27 @@ class Creator(Session):
         self.dht.store(MANIFEST, asdict(replace(self.manifest, stopped=stopped)), expires, wait=wait)
 
     def before_round(self) -> None:
-        """Publish again, so that the manifest neither expires nor misses on new nodes."""
+        """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
         super().before_round()
         self.publish()
+        self.warn_of_duplicate(self.watch.peers.get(self.dht.peer_id))
+
+    def warn_of_duplicate(self, told: PeerProgress | None) -> None:
+        """Say it once if another creator, with a copy of the run folder and so its key, leads a swarm of its own.
+
+        Args:
+            told: what the swarm knows of this peer; before ``since`` this run said so itself, in another process.
+        """
+        if self.has_warned or told is None or told.time <= self.since:
+            return
+        own = self.own_addresses
+        if there := elsewhere(told.addresses, own, address.peer_of(own[0])):
+            self.has_warned = True
+            place = terminal.one_line(there[0])
+            self.hooks.say(
+                f"  another machine goes on with this run and its key, at {place}: two swarms come of it. "
+                "End one of the two with Ctrl-C"
+            )
 
     def credit(self, counted: Iterable[Counted]) -> None:
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
