@@ -42,6 +42,8 @@ def test_one_file_is_enough_to_be_found_checked_and_planned(ours: Path, tmp_path
     assert done.returncode == 0, done.stderr
     assert "is one process" in rows["launch.ntasks_per_node"]
     assert rows["strategy.rings"].split()[1] == "4"
+    done = dry_run(ours, tmp_path, "launch.nodes=2")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "ranks=2 does not go with strategy.name=brandnew.")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,6 @@ def test_one_file_is_enough_to_be_found_checked_and_planned(ours: Path, tmp_path
     [
         ("strategy.rigns=4", "Unknown key 'strategy.rigns'."),
         ("strategy.name=brandnwe", "Did you mean 'brandnew'?"),
-        ("launch.nodes=2", "launch.nodes=2 does not go with strategy.name=brandnew."),
         ("monitor.loggers=[brandnwe]", "Did you mean 'brandnew'?"),
     ],
 )
