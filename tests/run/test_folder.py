@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,17 +62,12 @@ def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Pat
     assert (tmp_path / "runs").read_text() == "mine"
 
 
-def makes(path: Path) -> bool:
-    try:
-        RunDir.create(path, YAML)
-    except UserError:
-        return False
-    return True
-
-
 def test_of_several_that_make_the_same_run_one_alone_does(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as processes:
-        assert sum(processes.map(makes, [tmp_path / "a"] * 12, chunksize=1)) == 1
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as processes:
+        made = [processes.submit(RunDir.create, tmp_path / "a", YAML) for _ in range(12)]
+    errors = [each.exception() for each in made]
+    assert errors.count(None) == 1
+    assert {type(error) for error in errors} == {type(None), UserError}
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
