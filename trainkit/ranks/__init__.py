@@ -12,7 +12,6 @@ import hmac
 import ipaddress
 import itertools
 import math
-import random
 import re
 import secrets
 import socket
@@ -152,7 +151,7 @@ def free_port(start: int | None = None) -> int:
         first, last = map(int, fileio.read_text(_EPHEMERAL).split())
     except OSError:  # not Linux: the range that IANA suggests, which macOS uses
         first, last = 49152, 65535
-    for port in candidates(random.choice(PORTS) if start is None else start, range(first, last + 1)):
+    for port in candidates(secrets.choice(PORTS) if start is None else start, range(first, last + 1)):
         if is_free(port):
             return port
     why = f"Everything outside the ephemeral range, from {PORTS.start} on, is taken on {socket.gethostname()}."
