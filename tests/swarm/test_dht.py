@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from tests.swarm.conftest import Commands, wait_for
 from trainkit.errors import RunFailedError
 from trainkit.swarm import exchange, processes
-from trainkit.swarm.dht import SwarmDHT, Watch, measure_upload, redial
+from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance, SwarmDHT, Watch, measure_upload, redial
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED, PeerProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -177,6 +177,17 @@ def test_the_figure_is_the_links_to_the_first_that_answers(
     assert wire.measured(enough) == pytest.approx(rate, rel=0.2) or enough < math.inf
     assert sent is None or wire.sent == sent
     assert Wire(rate, alive=()).measured() == 0.0
+
+
+def test_nobody_may_send_without_end_to_measure_a_link() -> None:
+    allowance, most = Allowance(0.0), SIZES[-1]
+    assert not allowance.takes("anna", most + 1, 0.0)
+    taken = [allowance.takes("anna", most, 0.0) for _ in range(_OF_ONE // most + 1)]
+    assert taken == [True] * (_OF_ONE // most) + [False]
+    assert allowance.takes("ben", most, 0.0)
+    others = [allowance.takes(f"{number}", most, 0.0) for number in range(_OF_ALL // most)]
+    assert sum(others) == _OF_ALL // most - _OF_ONE // most - 1
+    assert allowance.takes("anna", most, 3601.0)
 
 
 # libp2p waits the longer for every vain attempt: it is asked to dial where somebody listens, and nowhere else.

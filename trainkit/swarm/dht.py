@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ SIZES = (1 << 16, 1 << 18, 1 << 20)
 _ENOUGH_SECONDS = 0.5
 # The slowest link that is measured: 64 KiB in this time.
 _SLOWEST_SECONDS = 10.0
+# What is taken within an hour of one peer, and of all: more would be a load, and no measurement.
+_OF_ONE, _OF_ALL = 16 << 20, 1 << 30
 _LONGEST = 4000
 # libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
 _DIAL_SECONDS = 10.0
@@ -55,6 +57,24 @@ async def _serve(node: Any, handler: str, kind: Any, answer: Callable[[Any, Peer
         return await answer(request, context.remote_id)
 
     await node.p2p.add_protobuf_handler(handler, answer_member, kind)
+
+
+@dataclass
+class Allowance:
+    """What peers have sent within the hour."""
+
+    began: float
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def takes(self, peer: str, size: int, now: float) -> bool:
+        """Whether so much more may come from ``peer``; it is then counted."""
+        if now - self.began > 3600.0:
+            self.began, self.sent = now, {}
+        own = self.sent.get(peer, 0) + size
+        if size > SIZES[-1] or own > _OF_ONE or sum(self.sent.values()) + size > _OF_ALL:
+            return False
+        self.sent[peer] = own
+        return True
 
 
 async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: float) -> float:
@@ -103,6 +123,7 @@ async def serve_members(dht: Any, node: Any) -> None:
     """From now on serve others: dial back who asks, take what measures a link, tell the time."""
     some_at_a_time = asyncio.Semaphore(_AT_A_TIME)
     waiting: set[PeerID] = set()
+    allowance = Allowance(time.monotonic())
 
     async def dial_back(request: StringValue, peer: PeerID) -> StringValue:
         if peer in waiting or len(waiting) >= _MOST_WAITING:  # or strangers would have this machine do nothing else
@@ -122,6 +143,8 @@ async def serve_members(dht: Any, node: Any) -> None:
         return StringValue(value=json.dumps([tried, reached]))
 
     async def take(request: BytesValue, peer: PeerID) -> Int64Value:
+        if not allowance.takes(str(peer), len(request.value), time.monotonic()):
+            raise RuntimeError("too much")
         return Int64Value(value=len(request.value))
 
     await _serve(node, _DIALBACK_HANDLER, StringValue, dial_back)
