@@ -540,7 +540,9 @@ def closed(path: Path) -> UserError:
     """The error for a folder or a file that this user may not read."""
     try:
         whose = f"It belongs to {path.owner()} (mode {stat.S_IMODE(path.stat().st_mode):o})."
-    except (OSError, KeyError):
+    except KeyError:  # this machine has no name for that user
+        whose = f"It belongs to user {path.stat().st_uid}."
+    except OSError:
         whose = "A folder on the way there does not let you in."
     return UserError(
         f"Permission denied: {path}.",
