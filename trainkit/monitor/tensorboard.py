@@ -8,7 +8,7 @@ show the confusion matrix of the test.
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from trainkit import fileio, terminal, workarounds
 from trainkit.config.loading import flatten
@@ -35,8 +35,8 @@ class _TensorBoard:
         # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve would
         # go back and forth. The resumed step itself was complete.
         purged = start.resumed_step + 1 if start.resumed_step else None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purged, flush_secs=_FLUSH_SECONDS)
-        self._file: Any = self._writer._get_file_writer()
+        self._writer = SummaryWriter(str(folder), purge_step=purged, flush_secs=_FLUSH_SECONDS)
+        self._file = cast(Any, self._writer).file_writer  # torch declares it as None
         tags = ["{}/train", "{}/val"] + (["ema_{}/val"] if config.train.ema_decay is not None else [])
         plots = {name: ["Multiline", [tag.format(name) for tag in tags]] for name in (*start.metrics.metrics, "lr")}
         self._writer.add_custom_scalars({"train and val": plots})
