@@ -98,12 +98,23 @@ def batches_of(parts: TrainState, steps: int) -> Any:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(
+    "operations",
+    [
+        0,
+        pytest.param(
+            2, marks=pytest.mark.xfail(raises=RuntimeError, reason="torchvision copies each rotation's matrix")
+        ),
+    ],
+)
 @pytest.mark.parametrize("where", ["auto", "cpu"])
-def test_no_update_waits_for_the_gpu(where: str) -> None:
+def test_no_update_waits_for_the_gpu(where: str, operations: int) -> None:
     gpu = Distributed(RankEnv.single(), torch.device("cuda", 0))
     model = nn.Sequential(nn.Flatten(), nn.LazyLinear(7))
     model(torch.zeros(1, 3, 8, 8))
-    parts = parts_of(*ALL, f"data.device={where}", dist=gpu, model=model)
+    settings = (*ALL, f"data.device={where}", f"augment.rand_augment_ops={operations}")
+    parts = parts_of(*settings, dist=gpu, model=model)
     assert isinstance(parts.splits.train, TensorSamples)
     assert parts.splits.train.images.is_cuda == (where == "auto")
     update, batches = Updater(parts), batches_of(parts, 3)
