@@ -106,12 +106,14 @@ def timed(job: Job, turns: Turns, report: Report, splits: Splits, *, device, **o
     def look(batch: Batch) -> None:
         report.look(normalize(batch.images, splits.info))
 
+    sampled = options["stop_step"] == 1  # by `train.micro_batch_size=auto`, before there are turns
     if job.data is not None:
         with train_batches(splits, device=device, **options) as batches:
-            yield turns.taken(batches, look)
+            yield batches if sampled else turns.taken(batches, look)
         return
     again = cycle(Batch(images, labels, torch.arange(job.batch)) for images, labels in made(job))
-    yield turns.taken(on_gpu(again, device) if device.type == "cuda" else again, look)
+    again = on_gpu(again, device) if device.type == "cuda" else again
+    yield again if sampled else turns.taken(again, look)
 
 
 if __name__ == "__main__":
