@@ -19,10 +19,6 @@ from trainkit.run.metrics import progress_of, read_metrics
 from trainkit.schedulers.base import job_state
 
 Flag = str | int | bool | None | Sequence[str]
-_ONLY_TYPED = dict.fromkeys(("dry_run", "estimate", "host"), "`python -m jobs.submit` has it.") | {
-    "follow": "`run.wait()` waits for it, `run.follow()` shows its progress.",
-    "wait": "`run.wait()` waits for it.",
-}
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,6 @@ def submit(
     Raises:
         TrainkitError: what the command would have said.
     """
-    for name in flags.keys() & _ONLY_TYPED.keys():
-        raise UserError(f"submit() has no {name}=.", why="It returns at once.", fix=_ONLY_TYPED[name])
     request = start.Request(
         str(preset), overrides, _launch_settings(flags, submit),
         [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()],
@@ -163,7 +157,8 @@ def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> di
     known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
     for name in flags:
         if name not in LaunchConfig.model_fields:
-            why = "The flags are the command's, with underscores."
-            fix = did_you_mean(name, known, otherwise="`python -m jobs.submit --help` lists them.")
+            why = "The flags are the settings of launch, by their names with underscores."
+            otherwise = "`python -m jobs.submit --help` lists them; `run.wait()` and `run.follow()` wait for a run."
+            fix = did_you_mean(name, known, otherwise=otherwise)
             raise UserError(f"There is no {name}= (--{name.replace('_', '-')}).", why=why, fix=fix)
     return start.launch_settings(flags)

@@ -71,7 +71,7 @@ def test_flags_are_the_commands_own_and_a_sweep_is_a_list(
 
 @pytest.mark.parametrize(
     ("preset", "flags", "says"),
-    [("dpp", {}, "dpp"), ("ddp", {"wait": True}, r"submit\(\) has no wait="), ("ddp", {"nods": 2}, "--nods")],
+    [("dpp", {}, "dpp"), ("ddp", {"wait": True}, r"`run\.wait\(\)`"), ("ddp", {"nods": 2}, "--nods")],
 )
 def test_what_is_wrong_is_raised_and_leaves_nothing(here: Path, preset: str, flags: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
