@@ -71,7 +71,6 @@ NO_ANSWER = "no answer "
 """In a gap: a scheduler that is there, and silent."""
 _CONTAINERS = ("apptainer", "singularity", "enroot", "docker", "podman")
 _MODULES = re.compile(r"(python|py-?torch|torch|cuda|cudnn|nccl|conda|mamba|apptainer|singularity|uv)\b", re.I)
-_MOST_MODULES = 40
 
 
 def ask_site(env: Mapping[str, str]) -> SiteFacts:
@@ -168,7 +167,4 @@ def _modules(ask: _Ask) -> tuple[str, ...]:
         ask.gaps.append(f"module avail: {done}")
         return ()
     names = [line.strip().removesuffix("(default)") for line in done.err.splitlines()]
-    wanted = [name for name in names if _MODULES.match(name.rpartition("/")[0].rpartition("/")[2] or name)]
-    if len(wanted) > _MOST_MODULES:
-        ask.gaps.append(f"module avail: the first {_MOST_MODULES} of {len(wanted)}")
-    return tuple(wanted[:_MOST_MODULES])
+    return tuple(name for name in names if _MODULES.match(name.rpartition("/")[0].rpartition("/")[2] or name))

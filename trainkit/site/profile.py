@@ -34,7 +34,6 @@ _DOWN = {
     "NOT_RESPONDING", "UNKNOWN",
 }  # fmt: skip
 Dialect = Literal["gpus-per-node", "gres", "constraint"]
-_HOW = {"gpus-per-node": "--gpus-per-node=N", "gres": "--gres=gpu:N", "constraint": "--constraint alone"}
 ON_GPUS = "bf16 on GPUs from Ampere on, fp16 on Volta and Turing, else fp32"
 ON_CPUS = "bf16 on CPUs with AVX512-BF16 or AMX, else fp32"
 _HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
@@ -384,28 +383,13 @@ def read_facts(cluster: str) -> SiteFacts | None:
 
 
 def lines(facts: SiteFacts) -> list[str]:
-    """The whole of ``jobs.cluster show``."""
+    """All of ``jobs.cluster show``: partitions as a table, the rest as in a profile, then what is not known."""
     found = [f"{facts.cluster or 'This site'}: SLURM {facts.version or 'of unknown version'}"]
     rows = [_row(partition) for partition in facts.partitions]
     found += [f"  {line}" for line in (terminal.table(rows[0], rows[1:]) if rows else [])]
-    accounts = []
-    for item in facts.accounts:
-        qos = f" (QOS {', '.join(item.qos)})" if item.qos else ""
-        accounts.append(f"{item.name}{'*' * item.default}{f' in {item.partition}' if item.partition else ''}{qos}")
-    limits = {item.name: ", ".join(filter(None, (item.max_wall, item.max_tres_per_user))) for item in facts.qos}
-    enforced = "; not enforced" if facts.accounts_enforced is False else ""
-    said = {
-        "GPUs by": _HOW[facts.gpu_dialect],
-        "accounts": "; ".join(accounts) + enforced if accounts else "",
-        "QOS limits": "; ".join(f"{name}: {limit}" for name, limit in limits.items() if limit),
-        "arrays": f"up to {facts.max_array_size} tasks" if facts.max_array_size else "",
-        "KillWait": f"{facts.kill_wait_seconds} s" if facts.kill_wait_seconds is not None else "",
-        "preemption": facts.preemption,
-        "containers": ", ".join(facts.containers),
-        "modules": " ".join(facts.modules),
-        "shared": " ".join(facts.shared_folders),
-    }
-    found += [f"  {name:11} {value}" for name, value in said.items() if value]
+    shown = {"cluster", "version", "partitions", "gaps"}
+    rest = TypeAdapter(SiteFacts).dump_python(facts, mode="json", exclude=shown, exclude_defaults=True)
+    found += [f"  {line}" for line in yaml.dump(rest).splitlines()] if rest else []
     return found + [f"  not known   {gap}" for gap in facts.gaps]
 
 
