@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import base as data_order
@@ -65,6 +66,21 @@ def operations(magnitude: int) -> list[tuple[Operation, bool]]:
     def at(most: float) -> float:
         return float(torch.linspace(0.0, most, BINS)[magnitude])  # to torchvision's last bit
 
+    def moved(move: Operation) -> Operation:
+        """``move`` as a choice of pixels, made once on the host: torchvision copies a matrix to the GPU for each call,
+        and waits for it."""
+
+        @cache
+        def places(height: int, width: int, way: int, device: torch.device) -> Tensor:
+            numbers = torch.arange(1.0, height * width + 1).view(1, 1, height, width)  # 0 is what comes in from outside
+            return move(numbers, way).long().flatten().to(device, non_blocking=True)
+
+        def move_all(images: Tensor, way: int) -> Tensor:
+            chosen = places(*images.shape[-2:], way, images.device)
+            return pad(images.flatten(2), (1, 0)).index_select(2, chosen).view(images.shape)
+
+        return move_all
+
     nearest, angle, blend = InterpolationMode.NEAREST, at(30.0), at(0.9)
     degrees = math.degrees(math.atan(at(0.3)))
     affine = partial(F.affine, angle=0.0, scale=1.0, interpolation=nearest)
@@ -77,11 +93,11 @@ def operations(magnitude: int) -> list[tuple[Operation, bool]]:
     bits, threshold = round(8 - magnitude / ((BINS - 1) / 4)), 255 * float(torch.linspace(1.0, 0.0, BINS)[magnitude])
     return [
         (lambda images, way: images, False),
-        (lambda images, way: shear(images, shear=[degrees * way, 0.0]), True),
-        (lambda images, way: shear(images, shear=[0.0, degrees * way]), True),
-        (lambda images, way: shift(images, translate=[pixels(images.shape[-1], way), 0]), True),
-        (lambda images, way: shift(images, translate=[0, pixels(images.shape[-2], way)]), True),
-        (lambda images, way: F.rotate(images, angle * way, interpolation=nearest), True),
+        (moved(lambda images, way: shear(images, shear=[degrees * way, 0.0])), True),
+        (moved(lambda images, way: shear(images, shear=[0.0, degrees * way])), True),
+        (moved(lambda images, way: shift(images, translate=[pixels(images.shape[-1], way), 0])), True),
+        (moved(lambda images, way: shift(images, translate=[0, pixels(images.shape[-2], way)])), True),
+        (moved(lambda images, way: F.rotate(images, angle * way, interpolation=nearest)), True),
         (lambda images, way: F.adjust_brightness(images, 1 + blend * way), True),
         (lambda images, way: F.adjust_saturation(images, 1 + blend * way), True),
         (lambda images, way: F.adjust_contrast(images, 1 + blend * way), True),
