@@ -1,5 +1,6 @@
 import difflib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from trainkit.errors import UserError
 from trainkit.launch.containers import Container, node_command, srun_options
 from trainkit.launch.plan import make_plan
 from trainkit.schedulers.base import TASK
-from trainkit.schedulers.slurm_script import activation, batch_script
+from trainkit.schedulers.slurm import batch_script
 from trainkit.site.profile import Site
 
 Load = Callable[..., Loaded]
@@ -36,11 +37,10 @@ CASES: dict[str, dict[str, Any]] = {
 def script(loaded: Load, gpu_site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setenv("HOME", "/home/me")
 
-    def make(**flags: Any) -> str:
+    def make(cwd: Path = Path("/home/me/my project"), **flags: Any) -> str:
         run = Path("/home/me/runs/ddp-0001")
         plan = make_plan(loaded(**{"gpus_per_node": 4, **flags}), gpu_site, run)
-
-        return batch_script(plan, run, cwd=Path("/home/me/my project"), python="/home/me/.venv/bin/python")
+        return batch_script(plan, run, cwd=cwd, python="/home/me/.venv/bin/python")
 
     return make
 
@@ -58,41 +58,41 @@ def test_an_environment_changes_these_lines_of_the_script_and_no_others(script: 
     assert changes == golden.read_text()
 
 
-def run_lines(lines: list[str], word: str, **env: str) -> str:
-    """What the interpreter that the lines lead to says of itself, or the shell's complaint."""
-    text = "\n".join(["set -eo pipefail", *lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
+def run_job(script: Callable[..., str], environment: str, cwd: Path, **env: str) -> str:
+    """What the interpreter of a job in an environment says of itself, or the shell's complaint."""
+    text = script(cwd=cwd, environment=environment)
+    lines = text[text.index("set +u") : text.index("set -u\n\n")]
+    (word,) = re.findall(r"^job\(\) .* && (.*) -m trainkit", text, flags=re.MULTILINE)
+    text = "\n".join(["set -eo pipefail", lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr.strip()
 
 
-def test_a_virtual_environment_is_the_shells_and_the_jobs(tmp_path: Path) -> None:
+def test_a_virtual_environment_is_the_jobs(script: Callable[..., str], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "my env"], check=True)
-    lines, word = activation("venv:my env", tmp_path, "/elsewhere/python")
-    assert run_lines([*lines, "python -c ''"], word, PATH=os.environ["PATH"]) == str(tmp_path / "my env")
+    assert run_job(script, "venv:my env", tmp_path, PATH=os.environ["PATH"]) == str(tmp_path / "my env")
 
 
 @pytest.mark.parametrize(("name", "asked"), [("vision", "vision"), ("envs/vision", "{cwd}/envs/vision")])
 def test_conda_activates_by_its_own_hook_and_is_found_without_a_login_shell(
-    tmp_path: Path, name: str, asked: str
+    script: Callable[..., str], tmp_path: Path, name: str, asked: str
 ) -> None:
     hook = f'conda() {{ [ "$*" = "activate {asked.format(cwd=tmp_path)}" ] && export CONDA_PREFIX={tmp_path}; }}'
     conda = tmp_path / "miniforge" / "conda"
     program(conda, f"[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'")
     program(tmp_path / "bin" / "python", "echo python of $CONDA_PREFIX")
-    lines, word = activation(f"conda:{name}", tmp_path, "/elsewhere/python")
-    assert run_lines(lines, word, PATH=os.environ["PATH"], CONDA_EXE=str(conda)) == f"python of {tmp_path}"
+    said = run_job(script, f"conda:{name}", tmp_path, PATH=os.environ["PATH"], CONDA_EXE=str(conda))
+    assert said == f"python of {tmp_path}"
 
 
-def test_a_conda_that_is_not_there_ends_the_script(tmp_path: Path) -> None:
-    lines, word = activation("conda:vision", tmp_path, sys.executable)
-    assert "conda: command not found" in run_lines(lines, word, PATH="/usr/bin:/bin")
+def test_a_conda_that_is_not_there_ends_the_script(script: Callable[..., str], tmp_path: Path) -> None:
+    assert "conda: command not found" in run_job(script, "conda:vision", tmp_path, PATH="/usr/bin:/bin")
 
 
-def test_uv_is_asked_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_uv_is_asked_once_and_changes_nothing(script: Callable[..., str], tmp_path: Path) -> None:
     says = f'echo "$*" >> {tmp_path}/calls\nshift 4\n[ "$1" = python ] && shift\n{sys.executable} "$@"'
     program(tmp_path / "uv", says)
-    lines, word = activation("uv:project", tmp_path, "/elsewhere/python")
-    assert run_lines(lines, word, PATH=f"{tmp_path}:{os.environ['PATH']}") == sys.prefix
+    assert run_job(script, "uv:project", tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}") == sys.prefix
     assert (tmp_path / "calls").read_text().startswith(f"run --project {tmp_path}/project --no-sync python -c")
 
 

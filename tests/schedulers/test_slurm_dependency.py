@@ -8,7 +8,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import make_plan
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.slurm_script import translated, with_job_ids
+from trainkit.schedulers.slurm import translated, with_job_ids
 from trainkit.site.profile import Site
 
 

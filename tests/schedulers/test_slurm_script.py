@@ -8,7 +8,7 @@ from tests.shell import faults
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
 from trainkit.launch.plan import make_plan
-from trainkit.schedulers.slurm_script import batch_script
+from trainkit.schedulers.slurm import batch_script
 from trainkit.site.profile import Site
 
 Load = Callable[..., Loaded]

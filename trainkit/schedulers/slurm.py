@@ -1,9 +1,14 @@
-"""SLURM: jobs of a cluster, for the commands of users and for the script of a job itself."""
+"""SLURM: jobs of a cluster, for the commands of users and for the script of a job itself.
+
+The texts that it is given, the batch script of a run or of a sweep and ``--dependency``, are the same for a dry run and
+for the submission after it.
+"""
 
 import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,18 +17,26 @@ from pathlib import Path
 
 from trainkit import fileio, process, terminal
 from trainkit.errors import RefusedError, SchedulerError, UserError
+from trainkit.launch import containers
 from trainkit.launch.batch_job import CONTINUE
 from trainkit.launch.plan import Plan
-from trainkit.launch.submission import PART
+from trainkit.launch.submission import LIMIT_MINUTES, PART, is_part, whole
 from trainkit.process import NoAnswer, NoProgram, scrubbed
 from trainkit.ranks import restarts
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
-from trainkit.run.folder import RunDir
-from trainkit.schedulers import base, slurm_script, slurm_submission
-from trainkit.schedulers.base import Answer, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
-from trainkit.schedulers.slurm_submission import NAME, job_id_in, names, persist, run, told
+from trainkit.run.folder import PREFLIGHT, REQUEUE, RunDir
+from trainkit.schedulers import base, slurm_submission
+from trainkit.schedulers.base import BEGIN, TASK, Answer, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
+from trainkit.schedulers.slurm_submission import NAME, is_job_of, job_id_in, names, persist, queued_scripts, run, told
 from trainkit.site.profile import Partition, Site, read_nodes, read_partitions
 
+RESOURCES = (
+    "nodes", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task", "mem", "partition", "account", "qos",
+    "constraint", "nodelist", "exclude", "reservation", "job-name",
+)  # fmt: skip
+"""Directives that decide which nodes a job has and what a rank gets of them. The rest of a plan is about trainings."""
+Find = Callable[[str], Sequence[RunDir]]
+CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
 ARGUMENTS = "TRAINKIT_ARGUMENTS"
 """Environment variable of the templates: the preset and the settings that sbatch was given, one a line."""
 _DEFAULT_ARRAY = 1001
@@ -32,6 +45,156 @@ _SQUEUE, _SACCT = "%i|%T|%r|%M|%N|%S", "JobID,State,ExitCode,NodeList"
 # What scancel, and the controller, say of a job.
 _OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
 _DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
+_KEY = "launch.dependency"
+_JOB_ID = re.compile(r"\d+(_(\d+|\*))?(\+\d+)?")  # 4711, 4711_3, and sbatch's +MINUTES
+
+
+def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python: str = sys.executable) -> str:
+    """The whole script; its text is in batch_script.jinja.
+
+    Args:
+        folder: folder of the run; of the sweep, whose runs are its folders 0, 1, 2, ..., if ``points`` is above one.
+        cwd: where the job runs: the folder of the submission.
+        python: the interpreter.
+    """
+    import jinja2  # most commands do without
+
+    for path in (folder, cwd):
+        # sbatch's header has no escape that all versions read alike.
+        if any(char in str(path) for char in "'\"\\\n"):
+            what = f"The folder {str(path)!r} cannot be written into a batch script."
+            why = "Its name holds a quote, a backslash or a line break."
+            raise UserError(what, why=why, fix="Use a folder with a plainer name.")
+    run_dir = shlex.quote(str(folder)) + ('/"$SLURM_ARRAY_TASK_ID"' if points > 1 else "")
+    if is_part(folder):  # which has links to the runs
+        run_dir = f'"$(readlink -f {run_dir})"'
+    kind, _, name = (plan.environment or "").partition(":")
+    place = name if kind == "conda" and "/" not in name else str(cwd / Path(name).expanduser())
+    python = {"": shlex.quote(python), "venv": shlex.quote(f"{place}/bin/python")}.get(kind, '"$python"')
+    options, before, shell, rank_python = list(plan.srun), [], "bash", python
+    if plan.container is not None:
+        folders, shell = (whole(folder), cwd), "sh"  # an image may have no other
+        options += containers.srun_options(plan.container, folders, cwd)
+        outside = containers.command(plan.container, folders, cwd, gpus=plan.gpus_per_node > 0)
+        before = [shlex.join(outside)] if outside else []
+        before += [shlex.join(containers.inside()) + ' PYTHONPATH="$TRAINKIT_RUN_DIR/code"']
+        rank_python = shlex.quote(plan.container.python)
+    templates = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    templates.filters["quote"] = lambda value: shlex.quote(str(value))
+    text = fileio.read_text(Path(__file__).with_name("batch_script.jinja"), follow=True)
+    return templates.from_string(text).render(
+        plan=plan,
+        cwd=cwd,
+        run_dir=run_dir,
+        kind=kind,
+        environment=place,
+        python=python,
+        option=_option,
+        options=options,
+        before=before,
+        shell=shell,
+        rank_python=rank_python,
+        task=TASK,
+        pickles=folder / ".submitit",
+        check=CHECK,
+        preflight_minutes=LIMIT_MINUTES,
+        preflight_file=PREFLIGHT.name,
+        requeue_file=REQUEUE.name,
+    )
+
+
+def _option(name: str, value: object) -> str:
+    return f"--{name}" if value in (None, "") else f"--{name}={shlex.quote(str(value))}"
+
+
+# What a job waits for
+
+
+def with_job_ids(plan: Plan, find: Find) -> Plan:
+    """The plan with the names of runs in its dependency replaced by their job ids.
+
+    What a run by its own record has already met falls away: SLURM forgets the ids of ended jobs.
+
+    Args:
+        find: the run of a name, or all runs of a sweep; raises UserError for a name that there is none of.
+
+    Raises:
+        UserError: a name of no run, or of one that SLURM does not know.
+        RefusedError: it will never come true.
+    """
+    directives = []
+    for item in plan.directives:
+        if item.name == "dependency" and item.value is not None:
+            text = translated(str(item.value), find)
+            if not text:
+                continue
+            if text != item.value:
+                item = replace(item, value=text, reason=f"the jobs of {item.value}")
+        directives.append(item)
+    return replace(plan, directives=tuple(directives))
+
+
+def translated(text: str, find: Find) -> str:
+    """A dependency with job ids for the names in it; empty if nothing is left to wait for."""
+    any_of = "?" in text  # sbatch takes commas (all of them) or question marks (any of them), and not both
+    kept = []
+    for term in re.split(r"[,?]", text):
+        kind, colon, rest = term.partition(":")
+        ids = [_ids(kind, word, find) for word in rest.split(":")] if colon else []
+        if any_of and [] in ids:
+            return ""
+        left = [job_id for found in ids for job_id in found]
+        if left or not colon:
+            kept.append(":".join([kind, *left]))
+    return ("?" if any_of else ",").join(kept)
+
+
+def _ids(kind: str, word: str, find: Find) -> list[str]:
+    """Job ids of one word; none if what is awaited has come true."""
+    if _JOB_ID.fullmatch(word):
+        _require_no_run(word, find)
+        return [word]
+    runs = find(word)
+    ids = [_job_id(run) for run in runs if not _is_met(kind, run)]
+    arrays = {job_id.partition("_")[0] for job_id in ids}
+    return list(arrays) if len(arrays) == 1 and len(ids) == len(runs) else ids
+
+
+def _require_no_run(job_id: str, find: Find) -> None:
+    """Raise UserError where a run is called like the job."""
+    try:
+        (run, *_) = find(job_id)
+    except UserError:
+        return
+    why = f"sbatch takes the number for a job's, and there is {run.path}."
+    fix = f"Give the job of the run by its path, ./{os.path.relpath(run.path)}, or rename the run."
+    raise UserError(f"--dependency {job_id} is a job and a run.", why=why, fix=fix, key=_KEY)
+
+
+def _is_met(kind: str, run: RunDir) -> bool:
+    life = history_of(run)
+    ended = "COMPLETED" if life.finished else life.submission.ended if life.submission is not None else None
+    if ended is None:
+        return False
+    if {"afterok": ended == "COMPLETED", "afternotok": ended != "COMPLETED"}.get(kind, True):
+        return True
+    fix = f"`{terminal.command('resume', run.path)}` first, or use afterany:{run.name}."
+    fix = fix if kind == "afterok" else "Leave the dependency out."
+    raise RefusedError(f"{kind}:{run.name} will never come true.", why=f"{run.name} is {ended}.", fix=fix, key=_KEY)
+
+
+def _job_id(run: RunDir) -> str:
+    submission = history_of(run).submission
+    if submission is not None and base.built_in(submission.executor).batch and submission.job_id:
+        return submission.job_id
+    why = "It was never submitted." if submission is None else f"It runs by the executor {submission.executor}."
+    fix = "Name a run that was submitted to SLURM, or leave the dependency out."
+    raise UserError(f"No job can wait for {run.name}: it has no job in SLURM.", why=why, fix=fix, key=_KEY)
+
+
+# The scheduler
 
 
 class Slurm(base.Scheduler):
@@ -94,8 +257,8 @@ class Slurm(base.Scheduler):
             return None
         return None if said.code else "--container-image" in said.out + said.err
 
-    script = staticmethod(slurm_script.batch_script)
-    with_job_ids = staticmethod(slurm_script.with_job_ids)
+    script = staticmethod(batch_script)
+    with_job_ids = staticmethod(with_job_ids)
     submit = staticmethod(slurm_submission.submit)
 
     def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> Start:
@@ -106,7 +269,7 @@ class Slurm(base.Scheduler):
         return slurm_submission.read_start(answer.err + answer.out)
 
     def on_its_nodes(self, plan: Plan, command: Sequence[str], minutes: int) -> list[str]:
-        options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in slurm_script.RESOURCES]
+        options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in RESOURCES]
         options += [f"--{key}" + (f"={value}" if value else "") for key, value in plan.srun]
         # A rank or a node that fails is a finding, and must not end the others.
         step = ["srun", *options, f"--time={minutes}", "--kill-on-bad-exit=0", "--no-kill", *command]
@@ -118,10 +281,9 @@ class Slurm(base.Scheduler):
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
         """Those whose script, as SLURM has it, is the run's."""
         try:
-            scripts = slurm_submission.queued_scripts()
+            scripts = queued_scripts()
         except NoAnswer:
             return []
-        is_job_of = slurm_submission.is_job_of
         return [(run, job) for run, job in jobs if is_job_of(run, job.job_id, scripts.get(job.job_id, ""))]
 
     def states(self, jobs: Sequence[Job]) -> Answer:
