@@ -4,24 +4,16 @@ torch's `ZeroRedundancyOptimizer` is not used: it knows no fused optimizer that 
 state from checkpoints until it is gathered pickled, and gives up at groups with settings of their own.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainkit.strategies.replicated import (
-    EXCLUDES,
-    GLOBAL_BATCHNORM,
-    LESS_TRAFFIC,
-    LOST_WHEN_RESIZED,
-    Replicated,
-    replicated,
-)
+from trainkit.strategies.ddp import EXCLUDES, GLOBAL_BATCHNORM, LESS_TRAFFIC, LOST_WHEN_RESIZED, Replicated
+from trainkit.strategies.ddp import build as replicated
 
 __all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
@@ -29,20 +21,8 @@ _SMALL = 1 << 14
 """A parameter of fewer numbers travels with others of its rank: copying it costs less than a broadcast of its own."""
 
 
-@dataclass(frozen=True)
-class Zero:
+class Zero(Replicated):
     """Each rank updates its part of the parameters, with the state that this takes, and gives them to the others."""
-
-    ddp: Replicated
-
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        return self.ddp.parallelize(model)
-
-    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
-        return self.ddp.grad_sync(model, enabled=enabled)
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self.ddp.tensors()
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer`` keep state of this rank's part only.
@@ -50,7 +30,7 @@ class Zero:
         It goes on knowing all parameters, so that clipping, loss scaling and skipped updates are those of ddp: what
         makes it pass by the others is that they have no gradient when it makes an update.
         """
-        dist = self.ddp.dist
+        dist = self.dist
         parts = balanced([item for group in optimizer.param_groups for item in group["params"]], dist.world_size)
         others = [parameter for rank, part in enumerate(parts) if rank != dist.rank for parameter in part]
 
@@ -95,4 +75,4 @@ def balanced(parameters: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
 
 @wraps(replicated)
 def build(*args: Any, **options: Any) -> Zero:
-    return Zero(replicated(*args, **options))
+    return Zero(**vars(replicated(*args, **options)))

@@ -39,11 +39,14 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -261,29 +264,12 @@ class Stragglers:
 
 _IMAGES = 2
 
-_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
-    # Dense (without sparsity), accumulated in fp32, in units of 1e12 a second; fp32 is without tensor cores. From
-    # NVIDIA's data sheets and, for GeForce, its architecture white papers ("Ampere GA102", "Ada").
-    (r"B200", {"fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250}),
-    (r"H100 PCIe", {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756}),
-    (r"(H100|H200) NVL", {"fp32": 60, "tf32": 418, "bf16": 835, "fp16": 835}),
-    (r"(H100|H200|GH200)", {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}),  # SXM
-    (r"A100", {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
-    (r"A40", {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7}),
-    (r"A30", {"fp32": 10.3, "tf32": 82, "bf16": 165, "fp16": 165}),
-    (r"A10", {"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125}),
-    (r"RTX A6000", {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8}),
-    (r"L40S", {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362}),
-    (r"L40", {"fp32": 90.5, "tf32": 90.5, "bf16": 181, "fp16": 181}),
-    (r"L4", {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121}),
-    (r"RTX 4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}),
-    (r"RTX 3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71}),
-    (r"V100-PCIE", {"fp32": 14, "fp16": 112}),
-    (r"V100", {"fp32": 15.7, "fp16": 125}),
-    (r"T4", {"fp32": 8.1, "fp16": 65}),
-    (r"P100-PCIE", {"fp32": 9.3, "fp16": 18.7}),
-    (r"P100", {"fp32": 10.6, "fp16": 21.2}),
-)
+
+@cache
+def _peak_tflops() -> dict[str, dict[str, float]]:
+    """Pattern of a device's name -> precision -> peak."""
+    found: dict[str, dict[str, float]] = yaml.safe_load(Path(__file__).with_name("peak_tflops.yaml").read_text())
+    return found
 
 
 def peak_flops(device: str, precision: str) -> float | None:
@@ -295,7 +281,7 @@ def peak_flops(device: str, precision: str) -> float | None:
     precision = "fp16" if precision == "o2" else precision
     if " MIG " in device:
         return None  # a slice of one
-    for pattern, tflops in _TFLOPS:
+    for pattern, tflops in _peak_tflops().items():
         if re.search(rf"(?<![\w]){pattern}(?![\w])", device):
             return tflops[precision] * 1e12 if precision in tflops else None
     return None
