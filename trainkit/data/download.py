@@ -9,7 +9,7 @@ import shlex
 import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,42 +24,24 @@ LONGEST_DOWNLOAD = 1 << 30
 _MOST_MEMBERS = 2_000_000
 
 
-class HashingReader:
-    """Reads a stream forward, hashes it on the way and says how far it is: one pass over 138 GB instead of two."""
-
-    def __init__(self, stream: Any, name: str, size: int = 0, say: Say = lambda line: None) -> None:
-        self.name = name
-        self.close = stream.close
-        self._stream, self._size, self._say = stream, size, say
-        self._digest = hashlib.md5(usedforsecurity=False)
-        self._done = self._shown = 0
-
-    @classmethod
-    def of(cls, file: Path, say: Say) -> HashingReader:
-        """Read a file from its start."""
-        return cls(file.open("rb"), str(file), file.stat().st_size, say)
-
-    def read(self, size: int = CHUNK) -> bytes:
-        """Return the next ``size`` bytes."""
-        data: bytes = self._stream.read(size)
-        self._digest.update(data)
-        self._done += len(data)
-        if self._size and (percent := self._done * 20 // self._size * 5) > self._shown:
-            self._shown = percent
-            self._say(f"  {percent} % of {terminal.size(self._size)}")
-        return data
-
-    def finish(self) -> str:
-        """Read the rest, and return the MD5 of the whole in hexadecimal."""
-        while self.read():
-            pass
-        return self._digest.hexdigest()
+def _blocks(stream: Any, size: int, say: Say) -> Iterator[bytes]:
+    """What a stream of ``size`` bytes, if that is known, gives; and says how far it is."""
+    done = shown = 0
+    while block := stream.read(CHUNK):
+        yield block
+        done += len(block)
+        if size and (percent := done * 20 // size * 5) > shown:
+            shown = percent
+            say(f"  {percent} % of {terminal.size(size)}")
 
 
-def md5_of(file: Path) -> str:
+def md5_of(file: Path, say: Say) -> str:
     """MD5 of a file, in hexadecimal. It tells a torn download from a whole one; it does not protect against malice."""
-    with closing(HashingReader.of(file, lambda line: None)) as reader:
-        return reader.finish()
+    digest = hashlib.md5(usedforsecurity=False)
+    with file.open("rb") as stream:
+        for block in _blocks(stream, file.stat().st_size, say):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def download(url: str, target: Path, md5: str, say: Say) -> None:
@@ -71,26 +53,30 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
     import urllib.request
 
     if target.exists():
-        if md5_of(target) == md5:
+        if md5_of(target, say) == md5:
             say(f"{target} is already there.")
             return
         say(f"{target} is damaged or cut short; fetching it again.")
     fileio.make_folder(target.parent)
     say(f"Downloading {url}")
+    digest = hashlib.md5(usedforsecurity=False)
     with fileio.replacing(target) as out:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
             with urllib.request.urlopen(request, timeout=30) as response:
-                reader = HashingReader(response, url, int(response.headers.get("Content-Length") or 0), say)
-                while out.tell() <= LONGEST_DOWNLOAD and (chunk := reader.read()):
-                    out.write(chunk)
-                found = reader.finish() if out.tell() <= LONGEST_DOWNLOAD else "that of a longer file"
+                size = int(response.headers.get("Content-Length") or 0)
+                for block in _blocks(response, size, say):
+                    digest.update(block)
+                    out.write(block)
+                    if out.tell() > LONGEST_DOWNLOAD:
+                        break
         except (urllib.error.URLError, OSError, ValueError) as error:
             raise UserError(
                 f"{url} could not be downloaded.",
                 why=f"{getattr(error, 'reason', None) or error}.",
                 fix=f"On a machine with internet fetch it, copy it to {target}, and give this command again.",
             ) from None
+        found = digest.hexdigest() if out.tell() <= LONGEST_DOWNLOAD else "that of a longer file"
         if found != md5:
             raise UserError(
                 f"{url} gave another file than the known one.",
@@ -110,7 +96,7 @@ def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path],
     if given is None or given == target:
         download(url, target, md5, say)
         return target
-    note_other(given, md5_of(given), md5, say)
+    note_other(given, md5, say)
     return given
 
 
@@ -122,9 +108,10 @@ def is_there(folder: Path, names: Iterable[str], say: Say) -> bool:
     return whole
 
 
-def note_other(archive: Path, found: str, md5: str, say: Say) -> None:
-    """Say what an archive is taken for whose MD5 was ``found`` and not that of the official one, ``md5``."""
-    if found != md5:
+def note_other(archive: Path, md5: str, say: Say) -> None:
+    """Say what an archive is taken for whose MD5 is not that of the official one, ``md5``."""
+    say(f"Checking {archive}")
+    if md5_of(archive, say) != md5:
         say(f"Note: {archive} is not the official file (another MD5). Taking it for your own data in the same format.")
 
 
@@ -177,20 +164,15 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def unpacked(
-    archive: Path | HashingReader,
-    final: Path,
-    name_of: Callable[[Path], str | None],
-    most_bytes: int,
-    say: Say,
+    archive: Path, final: Path, name_of: Callable[[Path], str | None], most_bytes: int, say: Say
 ) -> Iterator[Path]:
     """Unpack a tar archive to ``final``. The block gets the folder before it has that name, to check what is there.
 
     Args:
-        archive: its path, or its reader where it is to be hashed on the way.
         name_of: where a member belongs in the folder; None: it is left out.
         most_bytes: see `regular`.
     """
-    say(f"Unpacking {archive if isinstance(archive, Path) else archive.name}")
+    say(f"Unpacking {archive}")
     with complete_folder(final) as partial:
         with opened_tar(archive) as tar:
             for member in regular(tar, most_bytes):
@@ -201,7 +183,7 @@ def unpacked(
 
 
 @contextmanager
-def opened_tar(archive: Path | IO[bytes] | HashingReader) -> Iterator[tarfile.TarFile]:
+def opened_tar(archive: Path | IO[bytes]) -> Iterator[tarfile.TarFile]:
     """A tar archive, compressed or not; a stream is read forward, once.
 
     Raises UserError where it is not one, or is cut short.

@@ -57,7 +57,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         inside = member.parts[-3:]
         return str(Path(*inside)) if len(inside) == 3 and inside[0] in SPLITS else None
 
-    download.note_other(archive, download.md5_of(archive), MD5, say)
+    download.note_other(archive, MD5, say)
     with download.unpacked(archive, final, name_of, 10 << 30, say) as folder:
         counts = {split: len(image_files(folder / split)) for split in SPLITS}
         if not all(counts.values()):

@@ -2,13 +2,12 @@
 
 import io
 import os
-from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, cast
 
 from trainkit.data import download
 from trainkit.data.base import Splits
-from trainkit.data.download import HashingReader, Say, complete_folder, opened_tar, regular
+from trainkit.data.download import Say, complete_folder, opened_tar, regular
 from trainkit.data.folders import Files, Layout, image_files, photo_splits, read_splits, require_splits
 from trainkit.errors import UserError
 
@@ -68,7 +67,7 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
     """The class (WNID) of each validation image, in the order of their numbers."""
     from scipy.io import loadmat  # type: ignore[import-untyped]  # comes with scikit-learn
 
-    download.note_other(archive, download.md5_of(archive), MD5S[DEVKIT], say)
+    download.note_other(archive, MD5S[DEVKIT], say)
     content: dict[str, bytes] = {}
     with opened_tar(archive) as tar:
         for member in regular(tar, 1 << 28):
@@ -86,18 +85,20 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
 
 def _unpack_train(archive: Path, final: Path, say: Say) -> None:
     """An archive of one archive for each class. A class is complete or absent, so an interrupted call goes on."""
+    download.note_other(archive, MD5S[TRAIN], say)
     say(f"Unpacking {archive}")
-    with closing(HashingReader.of(archive, say)) as reader, complete_folder(final, keep=True) as partial:
-        with opened_tar(reader) as outer:
-            for member in regular(outer, 1 << 38):
-                wnid, suffix = os.path.splitext(Path(member.name).name)
-                if suffix != ".tar" or (partial / wnid).is_dir():
-                    continue
-                packed = cast(IO[bytes], outer.extractfile(member))
-                with complete_folder(partial / wnid) as folder, opened_tar(packed) as inner:
-                    for image in regular(inner, 1 << 33):
-                        download.extract(inner, image, folder, Path(image.name).name)
-        _verify(archive, TRAIN, reader.finish(), partial, say)
+    with complete_folder(final, keep=True) as partial, opened_tar(archive) as outer:
+        for count, member in enumerate(regular(outer, 1 << 38), start=1):
+            wnid, suffix = os.path.splitext(Path(member.name).name)
+            if suffix != ".tar" or (partial / wnid).is_dir():
+                continue
+            packed = cast(IO[bytes], outer.extractfile(member))
+            with complete_folder(partial / wnid) as folder, opened_tar(packed) as inner:
+                for image in regular(inner, 1 << 33):
+                    download.extract(inner, image, folder, Path(image.name).name)
+            if count % 50 == 0:
+                say(f"  {count} classes")
+        _require_images(archive, TRAIN, partial)
     say(f"{final} is complete.")
 
 
@@ -116,15 +117,12 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
             )
         return f"{classes[int(number) - 1]}/{member.name}"
 
-    with (
-        closing(HashingReader.of(archive, say)) as reader,
-        download.unpacked(reader, final, name_of, 1 << 35, say) as folder,
-    ):
-        _verify(archive, VAL, reader.finish(), folder, say)
+    download.note_other(archive, MD5S[VAL], say)
+    with download.unpacked(archive, final, name_of, 1 << 35, say) as folder:
+        _require_images(archive, VAL, folder)
 
 
-def _verify(archive: Path, name: str, md5: str, folder: Path, say: Say) -> None:
+def _require_images(archive: Path, name: str, folder: Path) -> None:
     if not image_files(folder):
         why = f"It holds no images as {name} does."
         raise download.other_archive(archive, "archive of ImageNet", why, f"{name} from https://image-net.org")
-    download.note_other(archive, md5, MD5S[name], say)
