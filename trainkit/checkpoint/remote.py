@@ -11,7 +11,6 @@ A checkpoint whose ``state.json`` is there is complete: it is the last to be sen
 comes back is bounded, compared with the hashes in it, and nothing of it is run.
 """
 
-import asyncio
 import gzip
 import hashlib
 import importlib.util
@@ -26,7 +25,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
@@ -48,6 +46,8 @@ _RECORDS = (
 )
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _PART = 16 << 20
+_SLOWEST = 1 << 17
+"""Bytes a second: a file that goes through more slowly does not go through at all."""
 _LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
 _FETCH_TRIES, _LONGEST_PAUSE = 6, 60.0
 
@@ -67,7 +67,7 @@ class Store:
 
     Args:
         seconds: to connect, and between a request and its answer, as far as the library of the place keeps to that.
-        patience: seconds without an answer, or any part of a file going through, after which a request is given up.
+        patience: seconds after which a request is given up; of a file there are more, by its size.
         tries: of each request, with pauses of 0.5, 1, 2, ... seconds; for a file that is absent there is one.
 
     Raises:
@@ -107,7 +107,8 @@ class Store:
             raise StoreError(f"{file} was deleted meanwhile") from None
         with content:  # the open file is sent, not a link that took its name since
             opened = f"/dev/fd/{content.fileno()}"
-            self._call("put_file", opened, self._path(name), **self._put_options)
+            size = os.fstat(content.fileno()).st_size
+            self._call("put_file", opened, self._path(name), size=size, **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""
@@ -164,14 +165,14 @@ class Store:
     def _read(self, name: str, start: int, end: int) -> bytes:
         return bytes(self._call("cat_file", self._path(name), start=start, end=end))
 
-    def _call(self, method: str, *values: Any, **options: Any) -> Any:
-        """One request, or several of a file in parts."""
+    def _call(self, method: str, *values: Any, size: int = 0, **options: Any) -> Any:
+        """One request, or several of a file of ``size`` bytes in parts."""
+        if self._fs.async_impl:  # the libraries' own limits do not hold everywhere: a sender waits for ever to go on
+            options["timeout"] = self._patience + size / _SLOWEST
         tried = 0
         while True:
             tried += 1
             try:
-                if self._fs.async_impl:
-                    return self._awaited(method, *values, **options)
                 return getattr(self._fs, method)(*values, **options)
             except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
                 words = " ".join(str(error).split())[:400].rstrip(".")
@@ -180,25 +181,6 @@ class Store:
                 if tried == self._tries:
                     raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
             time.sleep(2**tried / 4)
-
-    def _awaited(self, method: str, *values: Any, **options: Any) -> Any:
-        # The libraries' own limits do not hold everywhere: a sender waits for "100 Continue" for ever.
-        from fsspec.callbacks import Callback
-
-        moved = time.monotonic()
-
-        def note(size: int | None, value: int) -> None:
-            nonlocal moved
-            moved = time.monotonic()
-
-        if method == "put_file":
-            options["callback"] = Callback(hooks={"note": note})
-        future = asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*values, **options), self._fs.loop)
-        while not wait([future], timeout=min(1.0, self._patience)).done:
-            if time.monotonic() - moved > self._patience:
-                future.cancel()
-                raise TimeoutError(f"nothing has gone through for {self._patience:.0f} seconds")
-        return future.result()
 
 
 def pointers(store: Store) -> dict[str, int]:
