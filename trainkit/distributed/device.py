@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DEVICE = "TRAINKIT_DEVICE"
 """``cpu``: train on the CPU also where GPUs are granted. For clusters whose GPUs are only names (slurm/devcluster)."""
 _MASK = "CUDA_VISIBLE_DEVICES"
+_MASKS = (_MASK, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _UNLIMITED = 1 << 60
 
 
@@ -40,7 +41,7 @@ def gpu_is_here() -> bool:
     if torch.cuda.is_available():
         return True
     if granted := _granted_gpus(os.environ):
-        raise unseen_gpus(granted, os.environ, gpu_driver(), torch.version.cuda, torch.version.hip)
+        raise _unseen_gpus(granted)
     return False
 
 
@@ -61,33 +62,17 @@ def gpu_driver(root: Path = Path("/")) -> str:
     return "amdgpu" if (root / "sys/module/amdgpu").exists() else ""
 
 
-def unseen_gpus(granted: str, env: Mapping[str, str], driver: str, cuda: str | None, hip: str | None) -> RefusedError:
-    """Why CUDA may see none of the GPUs that were granted.
-
-    Args:
-        driver: of the node, see `gpu_driver`.
-        cuda: the version of CUDA that torch is built for.
-        hip: the version of ROCm's HIP that it is built for.
-    """
-    host, is_amd = socket.gethostname(), driver == "amdgpu"
-    name = next((key for key in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if hip and key in env), _MASK)
-    mask = env.get(name)
+def _unseen_gpus(granted: str) -> RefusedError:
+    """CUDA sees none of the GPUs that were granted: what that may come from."""
+    host, cuda, hip = socket.gethostname(), torch.version.cuda, torch.version.hip
     built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "without CUDA"
-    if not (hip if is_amd else cuda):
-        fix = f"Install a torch that is built {'for ROCm' if is_amd else 'with CUDA'}."
-    elif not driver:
-        fix = f"Do without this node (--exclude {host}); in a container, start it with its GPUs (--nv, --gpus all)."
-    elif mask is not None and not mask.replace(",", "").isdigit():
-        fix = f"Do not set {name} yourself."
-    else:
-        fix = f"Install a torch built for what driver {driver} has, or do without this node (--exclude {host})."
-        if mask is not None:  # SLURM sets it, too; a number may be beyond the GPUs that are here
-            fix = f"If you have set {name} yourself, do not. Otherwise: {fix}"
+    masks = [f"{name}={os.environ[name]!r}" for name in _MASKS if name in os.environ] or [f"{_MASK} is not set"]
     return RefusedError(
         f"GPUs are granted, and CUDA sees none on {host}.",
-        why=f"{granted}; driver {driver or 'not loaded'}; torch {torch.__version__} is built {built}; "
-        + (f"{name} is not set." if mask is None else f"{name}={mask!r}."),
-        fix=f"{fix} --gpus-per-node 0 trains on the CPU.",
+        why=f"{granted}; driver {gpu_driver() or 'not loaded'}; torch {torch.__version__} is built {built}; "
+        f"{', '.join(masks)}.",
+        fix="Install a torch that is built for this driver; start a container with its GPUs (--nv, --gpus all); do not "
+        f"set {_MASK} yourself; or do without this node (--exclude {host}). --gpus-per-node 0 trains on the CPU.",
     )
 
 
