@@ -12,8 +12,14 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from trainkit.strategies.ddp import EXCLUDES, GLOBAL_BATCHNORM, LESS_TRAFFIC, LOST_WHEN_RESIZED, Replicated
-from trainkit.strategies.ddp import build as replicated
+from trainkit.strategies.replicated import (
+    EXCLUDES,
+    GLOBAL_BATCHNORM,
+    LESS_TRAFFIC,
+    LOST_WHEN_RESIZED,
+    Replicated,
+    replicated,
+)
 
 __all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
