@@ -46,10 +46,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from trainkit.config import yaml
 from trainkit.config.checks import less_traffic, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb
@@ -268,8 +268,7 @@ _IMAGES = 2
 @cache
 def _peak_tflops() -> dict[str, dict[str, float]]:
     """Pattern of a device's name -> precision -> peak."""
-    found: dict[str, dict[str, float]] = yaml.safe_load(Path(__file__).with_name("peak_tflops.yaml").read_text())
-    return found
+    return yaml.read(Path(__file__).with_name("peak_tflops.yaml"))[0]
 
 
 def peak_flops(device: str, precision: str) -> float | None:
