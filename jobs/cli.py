@@ -226,7 +226,7 @@ _INSTEAD = {
 
 def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
     """Suggest a replacement for an unknown flag: one of other programs, or a setting written as a flag."""
-    from trainkit.config.loading import meant_by, setting_named  # needed for this mistake alone
+    from trainkit.config.loading import meant_by  # needed for this mistake alone
     from trainkit.config.schema import SECTIONS
 
     name = flag.lstrip("-").lower().replace("_", "-")
@@ -235,9 +235,11 @@ def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> st
             return instead
     if settings and name in SECTIONS and "=" in value:  # --optim lr=3
         return f"Settings are written without dashes: {name}.{value}."
-    if settings and (key := setting_named(name)) and not key.startswith("launch."):
+    is_option = "." in name and name.partition(".")[0] in SECTIONS  # of a plugin
+    key = meant_by(name) or name.replace("-", "_") * is_option
+    if settings and key and not key.startswith("launch."):
         return f"Settings are written without dashes: {key}={value or 'VALUE'}."
-    own = f"--{(meant_by(name) or name).rpartition('.')[2].replace('_', '-')}"
+    own = f"--{(key or name).rpartition('.')[2].replace('_', '-')}"
     return f"Did you mean '{own}'?" if own in known else ""
 
 

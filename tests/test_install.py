@@ -137,7 +137,8 @@ def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
     data = [*(PROJECT / "configs").rglob("*.*"), *(PROJECT / "slurm").glob("*.sbatch")]
     names |= {f"trainkit/{file.relative_to(PROJECT)}" for file in data}
     names |= {f"trainkit/report/{name}" for name in ("chart.css", "page.css", "page.html", "page.js")}
-    names |= {"trainkit/diagnosis/causes.yaml", "trainkit/schedulers/batch_script.jinja"}
+    tables = [file for suffix in ("jinja", "yaml") for file in (PROJECT / "trainkit").rglob(f"*.{suffix}")]
+    names |= {str(file.relative_to(PROJECT)) for file in tables}
     with zipfile.ZipFile(wheel) as content:
         held = {name for name in content.namelist() if ".dist-info/" not in name}
     assert held == names

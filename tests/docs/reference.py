@@ -13,7 +13,8 @@ from typing import Any, get_args
 from jobs.__main__ import verbs
 from tests.docs import picture
 from trainkit import errors
-from trainkit.config.json_schema import FROM_A_LIBRARY, json_schema
+from trainkit.config import yaml
+from trainkit.config.json_schema import json_schema
 from trainkit.diagnosis.causes import rows as rows_of_causes
 from trainkit.run import events as run_events
 from trainkit.run.folder import MESSAGES, RunDir
@@ -118,7 +119,7 @@ def _plugin_options(section: str, schema: Mapping[str, Any]) -> Iterator[str]:
             yield _settings_table(f"{section}.", options)
     if section == "model":
         yield "With a model of timm or torchvision, which has further options of its own:"
-        yield _settings_table("model.", dict(FROM_A_LIBRARY))
+        yield _settings_table("model.", yaml.packaged("json_schema")["of_a_library"])
 
 
 def _default(field: Mapping[str, Any]) -> str:

@@ -19,45 +19,6 @@ from trainkit.errors import UserError
 _STRATEGIES = "trainkit.strategies"
 _CONDITION = re.compile(r"(?P<key>[a-z]\w*(?:\.\w+)?)(?:(?P<sign>[=>])(?P<value>\S+))?")
 
-_O2 = "train.precision=o2"
-EXCLUDED_BY_LOOP = {
-    "updates": {},
-    "collaborative": {
-        "train.early_stopping_patience": (
-            "Peers come and go: the one that validates cannot end the run for all others.",
-            "Leave train.early_stopping_patience out; `python -m jobs.swarm stop` ends a run for all.",
-        ),
-        "train.micro_batch_size=auto": (
-            "A peer has no time to try sizes: its rounds begin and end by the clock.",
-            "Give a number; each peer may have its own.",
-        ),
-        "train.ema_decay": (
-            "Peers average their weights with one another after each round.",
-            "Leave train.ema_decay out.",
-        ),
-        _O2: ("Peers average fp32 weights.", "Use train.precision=fp16."),
-        "collaborative.sync=gradients, train.micro_batch_size=null": (
-            "Peers gather an update of train.global_batch_size together, each in micro batches of its own size.",
-            "Give a number that divides train.global_batch_size; each peer may have its own.",
-        ),
-        "train.class_weights, collaborative.sync=gradients": (
-            "They are weighed against those of the whole update, which no peer sees.",
-            "Use collaborative.sync=diloco, or leave train.class_weights out.",
-        ),
-    },
-}
-"""Loop -> what no strategy with that loop goes with, as in ``EXCLUDES``."""
-# A fact of the plan: an arm of a bench, and `train` in this process, have the settings of a job of several ranks.
-_EXCLUDED_BY_ONE_RANK = {
-    "ranks>1": ("It is one process.", "Leave --nodes and --ntasks-per-node out, or use another strategy.")
-}
-_EXCLUDED_BY_SHARDS = {
-    _O2: (
-        "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
-        "Use train.precision=fp16.",
-    ),
-}
-
 
 class StrategyTraits(BaseModel):
     """What planning, starting, training and reporting must know of a strategy.
@@ -135,8 +96,14 @@ def lost_when_resized(config: Config) -> list[str]:
 def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> None:
     """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
     name, traits = config.strategy.name, strategy_traits(config.strategy.name)
-    excluded = {**(_EXCLUDED_BY_SHARDS if traits.sharded else {}), **EXCLUDED_BY_LOOP[traits.loop], **traits.excludes}
-    excluded |= _EXCLUDED_BY_ONE_RANK if traits.ranks == "one" else {}
+    kinds = {
+        "collaborative": traits.loop == "collaborative",
+        "sharded": traits.sharded,
+        "of one rank": traits.ranks == "one",
+    }
+    excluded = dict(traits.excludes)
+    for kind, is_so in kinds.items():
+        excluded |= yaml.packaged("exclusions")[kind] if is_so else {}
     for condition, reason in excluded.items():
         if not holds(condition, config, facts):
             continue

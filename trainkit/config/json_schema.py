@@ -15,44 +15,11 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from trainkit import plugins
+from trainkit.config import yaml
 from trainkit.config.components import usable_names
 from trainkit.config.loading import PACKAGED, type_in_words
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
 from trainkit.errors import unknown
-
-OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}
-ELSEWHERE = {
-    "type": "string",
-    "pattern": "[:./]",
-    "description": "package.module:function of your own; NAME.TAG for certain weights of timm's; timm/NAME or "
-    "torchvision/NAME for one that is newer than this list.",
-}
-ANY_OPTIMIZER = {
-    "type": "string",
-    "pattern": "[:/]",
-    "description": "package.module:function of your own; timm/NAME or torch/NAME.",
-}
-FROM_A_LIBRARY = {
-    "pretrained": {"type": "boolean", "default": False, "description": "Start from weights that are downloaded."},
-    "weights": {"type": "string", "description": "torchvision: which weights, such as IMAGENET1K_V2."},
-    "drop_rate": {"type": "number", "description": "timm: dropout before the head."},
-    "drop_path_rate": {"type": "number", "description": "timm: stochastic depth."},
-}
-# Options that mean the same in every plugin that has them and says nothing else.
-_SHARED = {
-    "augment": "Augment the training images.",
-    "dropout": "Dropout before the head.",
-    "image_size": "Pixels of a side of the images that the model gets.",
-    "in_chans": "Colour channels.",
-    "num_classes": "Number of classes.",
-    "shift": "Pixels by which augmentation shifts an image at most.",
-    "test_fraction": "The part of the images that becomes test, where there is no such folder.",
-    "test_size": "Number of test images.",
-    "train_size": "Number of training images.",
-    "val_fraction": "The part of the training images that becomes val.",
-    "val_size": "Number of validation images.",
-    "width": "Channels of the first stage.",
-}
 
 
 def library_models() -> list[str]:
@@ -73,11 +40,11 @@ def json_schema(models: Sequence[str], optimizers: Sequence[str]) -> dict[str, A
         _describe(model, sections[name])
     for name in ("model", "data", "task", "strategy"):
         _name_plugins(sections[name], plugins.package_of(f"{name}.name"), models if name == "model" else ())
-    _name_ours(sections["optim"], OptimConfig, optimizers, ANY_OPTIMIZER)
-    _name_ours(sections["schedule"], ScheduleConfig, (), OWN)
+    _name_ours(sections["optim"], OptimConfig, optimizers, "optimizer_elsewhere")
+    _name_ours(sections["schedule"], ScheduleConfig, (), "own")
     executors = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
-    _name(sections["launch"]["properties"]["executor"], executors, OWN)
-    _name(sections["monitor"]["properties"]["loggers"]["items"], plugins.available("trainkit.monitor"), OWN)
+    _name(sections["launch"]["properties"]["executor"], executors, "own")
+    _name(sections["monitor"]["properties"]["loggers"]["items"], plugins.available("trainkit.monitor"), "own")
     presets = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
     names = sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in presets)
     about = "A preset to start from, by name or path; this file states only what differs."
@@ -101,10 +68,10 @@ def _describe(model: type[BaseModel], schema: dict[str, Any]) -> None:
             schema["properties"][ast.unparse(before.target)]["description"] = inspect.cleandoc(str(after.value.value))
 
 
-def _name(field: dict[str, Any], names: Sequence[str], elsewhere: dict[str, Any]) -> None:
-    """List the names that a field may have, beside those that are elsewhere."""
+def _name(field: dict[str, Any], names: Sequence[str], elsewhere: str) -> None:
+    """List the names that a field may have, beside those that are elsewhere, as ``json_schema.yaml`` calls that."""
     del field["type"]
-    field["anyOf"] = [{"enum": list(names)}, elsewhere]
+    field["anyOf"] = [{"enum": list(names)}, yaml.packaged("json_schema")[elsewhere]]
 
 
 def _if_named(rule: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +81,7 @@ def _if_named(rule: dict[str, Any]) -> dict[str, Any]:
 def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) -> None:
     """List the plugins of a section, ``others`` of a library, and the options of whichever is named."""
     names, common = plugins.available(package), sorted(section["properties"])
-    _name(section["properties"]["name"], [*names, *others], ELSEWHERE if others else OWN)
+    _name(section["properties"]["name"], [*names, *others], "model_elsewhere" if others else "own")
     rules = []
     for plugin in names:
         signature = plugins.signature(package, plugin)
@@ -123,14 +90,13 @@ def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) 
             rule["propertyNames"] = {"enum": [*common, *signature.options]}
         rules.append({"if": _if_named({"const": plugin}), "then": rule})
     if others:
-        not_ours = _if_named({"not": {"anyOf": [{"enum": names}, OWN]}})
-        rules.append({"if": not_ours, "then": {"properties": FROM_A_LIBRARY}})
+        told = yaml.packaged("json_schema")
+        not_ours = _if_named({"not": {"anyOf": [{"enum": names}, told["own"]]}})
+        rules.append({"if": not_ours, "then": {"properties": told["of_a_library"]}})
     section["allOf"] = rules
 
 
-def _name_ours(
-    section: dict[str, Any], model: type[ExtensibleSection], others: Sequence[str], elsewhere: dict[str, Any]
-) -> None:
+def _name_ours(section: dict[str, Any], model: type[ExtensibleSection], others: Sequence[str], elsewhere: str) -> None:
     """List the names that a section may have, of which ours have no keys but the section's own."""
     _name(section["properties"]["name"], [*model.OURS, *others], elsewhere)
     own_keys = {"propertyNames": {"enum": sorted(section["properties"])}}
@@ -156,7 +122,7 @@ def _about(doc: str, option: str) -> str:
             rest = text[found.end(2) :] if found[2] else text[found.start(1) :]
             sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", rest.strip(), maxsplit=1)[0].replace("``", "")
             return f"{sentence[:1].upper()}{sentence[1:]}" if found[2] else sentence
-    return _SHARED.get(option, "")
+    return str(yaml.packaged("json_schema")["shared"].get(option, ""))
 
 
 def text(models: Sequence[str], optimizers: Sequence[str]) -> str:

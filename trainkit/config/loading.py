@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -12,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -27,8 +26,8 @@ from trainkit.config.schema import (
     field_of,
     is_one_line,
 )
-from trainkit.config.slurm_options import long_name, settings_of
-from trainkit.errors import TrainkitError, UserError, unknown
+from trainkit.config.slurm_options import settings_of
+from trainkit.errors import TrainkitError, UserError, did_you_mean, unknown
 
 
 @dataclass(frozen=True)
@@ -344,7 +343,7 @@ def _entries(layers: Iterable[Layer]) -> dict[str, Source]:
         for mapping in OPEN_MAPPINGS:
             value, source = layer.get(mapping, (None, DEFAULT))
             for name in value if isinstance(value, dict) else ():
-                found[f"{mapping}.{long_name(mapping.removeprefix('launch.'), str(name))}"] = source
+                found[f"{mapping}.{str(name).replace('_', '-')}"] = source
     return found
 
 
@@ -377,7 +376,9 @@ def _validate(layer: Layer) -> Config:
     tree: dict[str, Any] = {}
     for key, (value, source) in layer.items():
         if key in SECTIONS:
-            raise _value_for_section(key, value, source)
+            fields = list(SECTIONS[key].model_fields)
+            what, why = f"'{key}' is a section, not a value ({source}).", f"'{key}' has: {', '.join(fields)}."
+            raise UserError(what, why=why, fix=f"Set one of its keys: {key}.{fields[0]}=VALUE.", key=key)
         *parents, last = key.split(".")
         node = tree
         for depth, parent in enumerate(parents, start=1):
@@ -397,57 +398,23 @@ def _validate(layer: Layer) -> Config:
         raise _explain(error, layer) from None
 
 
-# A setting, and what it is called elsewhere.
-_CALLED = {
-    "launch.gpus_per_node": "g gpu gpus ngpu ngpus n_gpu n_gpus num_gpu num_gpus gpus_per_task devices",
-    "launch.nodes": "n_nodes nnodes num_nodes node_count",
-    "launch.ntasks_per_node": "n ntasks np nproc nprocs num_procs nproc_per_node processes",
-    "launch.cpus_per_task": "cpus ncpus n_cpus num_cpus cores",
-    "launch.mem": "memory ram mem_per_node",
-    "launch.time": "walltime time_limit timelimit",
-    "launch.partition": "queue",
-    "launch.account": "project",
-    "launch.container_image": "image container docker_image sif",
-    "train.global_batch_size": "bs batch batchsize batch_size train_batch_size global_batch",
-    "train.micro_batch_size": "accum accumulate_grad_batches grad_accum_steps gradient_accumulation_steps",
-    "train.epochs": "epoch nepochs n_epochs num_epochs max_epochs total_epochs",
-    "train.max_steps": "steps num_steps total_steps iterations",
-    "train.precision": "amp fp16 bf16 mixed_precision dtype half",
-    "train.grad_clip_norm": "clip clip_grad clip_grad_norm grad_clip gradient_clip_val max_grad_norm",
-    "optim.lr": "learning_rate learningrate base_lr max_lr",
-    "optim.weight_decay": "wd",
-    "optim.name": "opt optimizer",
-    "schedule.name": "scheduler lr_scheduler lr_schedule sched",
-    "schedule.warmup_epochs": "warmup warmup_steps",
-    "model.name": "arch architecture net backbone",
-    "data.name": "dataset dataset_name",
-    "data.root": "data_dir data_path data_root dataset_dir datadir",
-    "data.workers": "num_workers nworkers workers",
-    "seed": "random_seed manual_seed",
-    "strategy.name": "distributed_strategy dist_backend parallel",
-    "monitor.log_every": "log_interval print_freq log_freq log_every_n_steps",
-}
-
-
 def meant_by(name: str) -> str:
-    """The setting that other programs, or other sections, call so: ``gpus``, ``optim.learning_rate``; else empty."""
-    last = name.rpartition(".")[2].lower().replace("-", "_")
-    return next((key for key, names in _CALLED.items() if last in names.split()), "")
+    """The setting that a name may stand for: one without its section (``lr``) or in another (``train.lr``), a section
+    alone (``model``), or what other programs call it (``learning_rate``); else empty."""
+    name, keys = name.lower().replace("-", "_"), _keys()
+    for key in (name, f"{name}.name"):
+        if key in keys:
+            return key
+    last = name.rpartition(".")[2]
+    called = (key for key, names in yaml.packaged("other_names").items() if last in names.split())
+    same = (key for key in keys if f".{key}".endswith(f".{last}"))
+    return next(itertools.chain(called, same), "")
 
 
-def setting_named(name: str) -> str:
-    """The setting that a word without dashes stands for: ``lr`` for ``optim.lr``, ``model`` for ``model.name``."""
-    name = name.lower().replace("-", "_")
-    section, _, last = name.partition(".")
-    if last:
-        is_known = section in SECTIONS and last in SECTIONS[section].model_fields
-        return name if is_known else meant_by(last) or (name if section in SECTIONS else "")
-    if name in SECTIONS and "name" in SECTIONS[name].model_fields:
-        return f"{name}.name"
-    if name in Config.model_fields and name not in SECTIONS:
-        return name
-    of = [section for section, model in SECTIONS.items() if name in model.model_fields and section != "launch"]
-    return meant_by(name) or (f"{of[0]}.{name}" if of else "")
+def _keys() -> list[str]:
+    """All settings."""
+    inside = [f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields]
+    return [*(name for name in Config.model_fields if name not in SECTIONS), *inside]
 
 
 def _explain(error: ValidationError, layer: Layer) -> UserError:
@@ -462,44 +429,40 @@ def _explain(error: ValidationError, layer: Layer) -> UserError:
 
 
 def _unknown_key(key: str, layer: Layer) -> UserError:
-    """``key`` names no setting; say which may be meant."""
     # An unknown section is reported by its name alone; show one of the settings that were to go into it.
     written = key if key in layer else next((item for item in layer if item.startswith(f"{key}.")), key)
-    section, last = written.split(".")[0] if "." in written else "", written.rpartition(".")[2]
+    section = written.partition(".")[0] if "." in written else ""
     named = f"'{section}' has" if section in SECTIONS else "The sections are"
     has = ", ".join(SECTIONS.get(section, Config).model_fields)
-    _, source = layer.get(written, (None, DEFAULT))
-    best = next(filter(None, _nearest_keys(section, last, written)), "")
+    best = meant_by(written)
+    otherwise = did_you_mean(written, _keys(), otherwise=f"Use one of these, or remove '{written}'.")
     return UserError(
         f"Unknown key '{written if written.isprintable() else repr(written)}'.",
-        why=f"{named}: {has} ({source}).",
-        fix=f"Did you mean '{best}'?" if best else f"Use one of these, or remove '{written}'.",
+        why=f"{named}: {has} ({layer.get(written, (None, DEFAULT))[1]}).",
+        fix=f"Did you mean '{best}'?" if best else otherwise,
         key=written,
     )
 
 
-def _nearest_keys(section: str, last: str, written: str) -> Iterator[str]:
-    """What a key that does not exist may mean, the likeliest first; some may be empty."""
-    keys = [f"{item}.{field}" for item, model in SECTIONS.items() for field in model.model_fields]
-    if section in ("", *SECTIONS):
-        yield meant_by(last)
-    yield from difflib.get_close_matches(written, [*Config.model_fields, *keys], n=1, cutoff=0.8)
-    yield from (key for key in keys if key.endswith((f".{last}", f"_{last}")))
-    for near in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.7):
-        if issubclass(SECTIONS[near], PluginSection):
-            yield f"{near}.{last}"
+def _wrong_value(key: str, given: Any, cause: str, layer: Layer) -> UserError:
+    value, source = layer.get(key, (given, DEFAULT))
+    field = field_of(key)
+    assert field is not None, key
+    section, _, name = key.rpartition(".")
+    wanted = type_in_words(SECTIONS.get(section, Config).model_json_schema()["properties"][name])
+    fix = "Give such a value, or leave it out."
+    if _takes_text(field.annotation) and isinstance(value, int | float):
+        fix = f"Put it in quotes: {name}: '{_shown(value)}'."
+    elif field.default not in (None, (), {}):
+        fix = f"For example {_written(key, field.default, source)}."
+    fix = did_you_mean(str(given), wanted.split(" | "), otherwise=fix)  # a choice, misspelt
+    what = f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source}).")
+    return UserError(what, why=f"{key} must be {cause or wanted}.", fix=fix, key=key)
 
 
-def _value_for_section(section: str, value: Any, source: Source) -> UserError:
-    """A section was given one value: ``model=3``."""
-    fields = SECTIONS[section].model_fields
-    if "name" in fields and not isinstance(value, list | dict | None):
-        fix = f"Did you mean {section}.name={_shown(value)}?"
-    else:
-        name, field = next(item for item in fields.items() if item[1].default is not None)
-        fix = f"Set one of its keys, for example {section}.{name}={_shown(field.default)}."
-    what, why = f"'{section}' is a section, not a value ({source}).", f"'{section}' has: {', '.join(fields)}."
-    return UserError(what, why=why, fix=fix, key=section)
+def _written(key: str, value: Any, source: Source) -> str:
+    """``--nodes 0`` for what came by a flag, else ``launch.nodes=0``."""
+    return f"{source.where} {_shown(value)}" if source.kind == "flag" else f"{key}={_shown(value)}"
 
 
 def _shown(value: Any) -> str:
@@ -510,44 +473,6 @@ def _shown(value: Any) -> str:
         return json.dumps(value).replace('"', "")  # true, null, [0.9, 0.999]: the same words as in YAML
     except TypeError:
         return str(value)
-
-
-def _wrong_value(key: str, given: Any, cause: str, layer: Layer) -> UserError:
-    value, source = layer.get(key, (given, DEFAULT))
-    field = field_of(key)
-    assert field is not None, key
-    section, _, name = key.rpartition(".")
-    model = SECTIONS[section] if section else Config
-    wanted = type_in_words(model.model_json_schema()["properties"][name])
-    # The value itself, or an item of a list, may be a misspelt choice.
-    choices = _choices(field.annotation)
-    near = [item for item in choices if given != "" and item.startswith(str(given))]
-    near = near or difflib.get_close_matches(str(given), choices, n=1)
-    if wanted.startswith("[text") and isinstance(value, str):
-        fix = f"Did you mean {_written(key, [value], source)}?"
-    elif near:
-        fix = f"Did you mean '{near[0]}'?"
-    elif wanted.startswith(("int", "float")) and re.fullmatch(r"[\d.e+-]+[,;][\d.e+-]*", str(value)):
-        fix = f"Numbers have a point, as in 0.5; several values are for --sweep {key}=1,2."
-    elif _takes_text(field.annotation) and isinstance(value, int | float):
-        fix = f"Put it in quotes: {name}: '{_shown(value)}'."
-    elif field.default not in (None, (), {}):
-        fix = f"For example {_written(key, field.default, source)}."
-    else:
-        fix = "Give such a value, or leave it out."
-    what = f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source}).")
-    return UserError(what, why=f"{key} must be {cause or wanted}.", fix=fix, key=key)
-
-
-def _written(key: str, value: Any, source: Source) -> str:
-    """``--nodes 0`` for what came by a flag, else ``launch.nodes=0``."""
-    return f"{source.where} {_shown(value)}" if source.kind == "flag" else f"{key}={_shown(value)}"
-
-
-def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [str(item) for item in get_args(annotation)]
-    return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "object": "{name: text}"}

@@ -30,8 +30,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainkit import plugins
-from trainkit.config.slurm_options import long_name, time_minutes
-from trainkit.errors import UserError, did_you_mean
+from trainkit.config.slurm_options import time_minutes
+from trainkit.errors import UserError, unknown
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -355,26 +355,22 @@ class LaunchConfig(Section):
     @field_validator("executor")
     @classmethod
     def _is_a_scheduler(cls, value: str) -> str:
-        if value in ("auto", "debug") or ":" in value:
-            return value
         known = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
-        if value not in known:
-            what = f"launch.executor={value} is not valid."
-            why = f"launch.executor must be {', '.join(known)}, or package.module:build of your own."
-            fix = did_you_mean(value, known, otherwise="For example launch.executor=auto.")
-            raise ImpossibleError(what, why=why, fix=fix)
+        if value not in known and ":" not in value:
+            error = unknown("executor", value, known, own=True)
+            raise ImpossibleError(error.what, why=error.why, fix=error.fix, keys=["launch.executor"])
         return value
 
     @field_validator("sbatch", "srun", mode="before", json_schema_input_type=dict[str, str | float | bool | None])
     @classmethod
-    def _options(cls, value: Any, info: ValidationInfo) -> Any:
+    def _options(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         if not all(re.fullmatch(r"[A-Za-z][\w-]+", str(key)) for key in value):
             raise ValueError("options by their long names, without dashes, as in {comment: thesis}")
         # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
         return {
-            long_name(str(info.field_name), str(key)): "" if item is None or item is True else str(item)
+            str(key).replace("_", "-"): "" if item is None or item is True else str(item)
             for key, item in value.items()
             if item is not False
         }

@@ -6,6 +6,7 @@ and means something else, so scalars are resolved by the core schema of YAML 1.2
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, 
         why = f"It is a {type(value).__name__}."
         raise UserError(f"{path} holds no settings.", why=why, fix="Write `section: {key: value}`.")
     return value, lines
+
+
+@cache
+def packaged(name: str) -> dict[str, Any]:
+    """A table of this package: the YAML file of that name beside this module."""
+    text = fileio.read_text(Path(__file__).with_name(f"{name}.yaml"), follow=True)
+    table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return table
 
 
 def _construct(loader: _Loader, node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> Any:
