@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from hashlib import sha256
@@ -73,7 +73,6 @@ def run(
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
-    prepared: Mapping[str, object] | None = None,
 ) -> tuple[str, RunDir]:
     """As `trainkit.experiment.run`."""
     me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()

@@ -112,7 +112,6 @@ READERS = {
     "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
     "trainkit.distributed.health": "takes what ranks of the same check say to one another",
     "trainkit.bench.run": "takes what ranks of the same bench say to one another",
-    "trainkit.monitor.wandb": "takes what the process that has started it says",
     "jobs.login_node": "unpacks the report that the user's own account has sent, its members bounded",
 }
 READING_CALLS = re.compile(
@@ -129,7 +128,6 @@ STARTERS = {
     "trainkit.launch.controller": "starts ranks, which write to their logs",
     "trainkit.schedulers.local": "starts the controller of a local job, which writes to a log",
     "trainkit.swarm.peer": "starts ranks, which write to the terminal of rank 0",
-    "trainkit.monitor.wandb": "starts a client, whose stdout is closed",
     "jobs.launch": "becomes the program that runs its ranks in a container",
 }
 STARTING_CALLS = re.compile(

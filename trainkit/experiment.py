@@ -1,7 +1,7 @@
 """Compose a training: build model and data, call the loop, write the results."""
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -48,7 +48,6 @@ def run(
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
-    prepared: Mapping[str, object] | None = None,
 ) -> tuple[Outcome, RunDir]:
     """Train one rank's share of a run to its end, or until all ranks have been told to stop and have saved.
 
@@ -57,7 +56,6 @@ def run(
         node: the attempt that this node's launcher has begun, which need not share rank 0's folder; None: no launcher.
         secret: shared by the ranks of this run and nobody else.
         beat: called whenever this rank has made progress: an update, a batch, a save.
-        prepared: the result of `prepare_loggers` on rank 0.
 
     Raises:
         TrainkitError: what a user can mend. It has been written to the run's events.
@@ -92,7 +90,6 @@ def run(
                     config, run_dir, total_steps=parts.total_steps, params=parts.num_parameters,
                     world_size=dist.world_size, resumed_step=progress.step, precision=parts.precision.name,
                     micro_batch_size=parts.micro_batch_size, is_main=dist.is_main, may_write=writer.check,
-                    prepared=prepared,
                 )  # fmt: skip
                 with (
                     loggers as metrics,

@@ -59,8 +59,6 @@ def train(
         node: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder.
         open_run: called on rank 0 alone, when there is something to write.
     """
-    from trainkit.monitor import prepare_loggers
-
     share_cores()
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
@@ -73,13 +71,10 @@ def train(
             config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
         )
         return outcome, writer.run if writer is not None else None
-    prepared = prepare_loggers(config) if rank_env.is_main else {}
     with without_garbage_collection():
         from trainkit import experiment  # and with it torch
 
-    outcome, run_dir = experiment.run(
-        config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, prepared=prepared
-    )
+    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret)
     return outcome, run_dir if rank_env.is_main else None
 
 

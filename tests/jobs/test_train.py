@@ -33,22 +33,18 @@ def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which a run ``here`` was trained, and what was said."""
     folder = tmp_path_factory.mktemp("train")
-    loggers = "monitor.loggers=[jsonl,tests.monitor.handed:build]"
-    words = ["train", "single", *QUICK[:2], loggers, "--run-dir", "here"]
-    done = python("-m", "jobs", *words, cwd=folder)
+    done = python("-m", "jobs", "train", "single", *QUICK, "--run-dir", "here", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
 
 def test_alone_it_makes_a_run_folder_and_says_how_it_went(trained: tuple[Path, str]) -> None:
-    """A logger is handed what it has prepared before torch is imported."""
     folder, said = trained
     assert "val acc1" in said
     summary = json.loads((folder / "here/summary.json").read_text())
     assert (summary["steps"], summary["world_size"], summary["test"]["samples"] > 200) == (3, 1, True)
     manifest = json.loads((folder / "here/manifest.json").read_text())
     assert manifest["command"][:4] == ["python", "-m", "jobs.train", "single"]
-    assert (folder / "here/handed").read_text(encoding="utf-8") == "prepared"
 
 
 def test_a_run_that_is_being_written_is_left_alone(trained: tuple[Path, str], command: Command) -> None:

@@ -3,18 +3,23 @@ import json
 import os
 import signal
 import struct
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.runs import wait_until
+from tests.shell import PROJECT
 from trainkit.config.schema import Config
-from trainkit.monitor import open_loggers, prepare_loggers
+from trainkit.monitor import open_loggers
 from trainkit.monitor import wandb as logger_module
-from trainkit.run.events import ProcessId
+from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
@@ -75,6 +80,7 @@ def run_of(records: list[Any]) -> Any:
     return next(record.run for record in records if record.WhichOneof("record_type") == "run")
 
 
+BOTH = Config.model_validate({"monitor": {"loggers": ["jsonl", "wandb"]}})
 WANDB = Config.model_validate({"monitor": {"loggers": ["wandb"], "hardware_every_seconds": 1}, "seed": 7})
 
 
@@ -125,7 +131,7 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(logger_module, "CLIENT_SECONDS", 1.0)
+    monkeypatch.setattr(logger_module, "PATIENCE_SECONDS", 1.0)
     with open_loggers(WANDB, run_dir, total_steps=40) as logger:
         logger.log(record(10))
     assert "wandb cannot be reached and goes on offline" in capfd.readouterr().err
@@ -154,131 +160,47 @@ def test_online_only_when_logged_in(tmp_path: Path, env: dict[str, str], netrc_m
     assert logger_module.mode(env, tmp_path) == expected
 
 
-# The client in a process of its own, with a package in W&B's place that writes down how it is called.
-
-CONFIG = Config.model_validate({"monitor": {"loggers": ["jsonl", "wandb"]}})
-STAND_IN = """
-import json, os, types
-errors = types.SimpleNamespace(Error=KeyError)
-
-def note(kind, **facts):
-    with open(os.environ["NOTED"], "a") as file:
-        print(json.dumps({"kind": kind, **facts}), file=file)
-
-class Run:
-    def define_metric(self, *names, **options): ...
-    def log(self, values): note("log", **values)
-    def finish(self, exit_code): note("finish", exit_code=exit_code)
-
-def Settings(**settings): ...
-def teardown(): note("teardown")
-def init(**arguments):
-    note("init", id=arguments["id"])
-    return Run()
-"""
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    package = tmp_path / "packages" / "wandb"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
-    monkeypatch.setenv("NOTED", str(tmp_path / "noted"))
-    return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
-
-
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "epoch": 1.0, "split": "train", "loss": 1 / step, **more}
 
 
-def noted(*kinds: str) -> list[dict[str, Any]]:
-    file = Path(os.environ["NOTED"])
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [item for item in found if item["kind"] in kinds]
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_training_that_raised_is_a_failed_run(run_dir: RunDir, fails: bool) -> None:
+    with suppress(ZeroDivisionError), open_loggers(WANDB, run_dir, total_steps=40):
+        if fails:
+            raise ZeroDivisionError
+    (end,) = [one.exit for one in stored(run_dir)[0] if one.WhichOneof("record_type") == "exit"]
+    assert end.exit_code == int(fails)
 
 
-def client() -> psutil.Process:
-    children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-    (process,) = [one for one in children if "run_client" in " ".join(one.cmdline())]
-    return process
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_one_started_ahead_is_fed_and_no_signal_for_training_ends_it(
-    stand_in: RunDir, capfd: pytest.CaptureFixture[str]
-) -> None:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-    told_nothing: Any = prepare_loggers(CONFIG)["wandb"]  # of a training that fails before its first update
-    told_nothing.close()
-    assert (noted("init", "finish"), capfd.readouterr().err) == ([], "")
-    prepared = prepare_loggers(CONFIG)
-    ahead = client()
-    for number in signals:
-        ahead.send_signal(number)  # before it is there, and again
-    with open_loggers(CONFIG, stand_in, total_steps=40, prepared=prepared) as logger:
-        wait_for(lambda: bool(noted("init")))
-        for number in signals:
-            ahead.send_signal(number)
-        logger.log(record(1))
-    assert len(noted("log")) == 1
-    assert [item["exit_code"] for item in noted("finish")] == [0]
-
-
-def test_a_training_that_raised_or_is_killed_is_a_failed_run(stand_in: RunDir) -> None:
-    with pytest.raises(ZeroDivisionError), open_loggers(CONFIG, stand_in, total_steps=40):
-        raise ZeroDivisionError
-    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        logger.log(record(1))
-        pipe = logger._loggers["wandb"]._client._process.stdin  # type: ignore[attr-defined]
-        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())  # as when the kernel closes it
-    assert [item["exit_code"] for item in noted("finish")] == [1, 1]
-
-
-def test_a_run_ends_although_a_process_that_loads_data_holds_the_pipe(
-    stand_in: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger_module, "_ENDING_SECONDS", 30.0)
-    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        pipe = logger._loggers["wandb"]._client._process.stdin  # type: ignore[attr-defined]
-        held = os.dup(pipe.fileno())  # as one that was forked has it
-    os.close(held)
-    assert [item["exit_code"] for item in noted("finish")] == [0]
-
-
-def test_training_never_waits_for_a_client_that_is_slow(stand_in: RunDir) -> None:
-    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        wait_for(lambda: bool(noted("init")))
-        process = client()
-        process.suspend()
-        began = time.monotonic()
-        for step in range(1, 101):  # 64 KiB fit into a pipe
-            logger.log(record(step, note="x" * 5000))
-        assert time.monotonic() - began < 30
-        process.resume()
-    assert [item["step"] for item in noted("log")] == list(range(1, 101))
-    assert [item["kind"] for item in noted("finish", "teardown")] == ["finish", "teardown"]
-
-
-@pytest.mark.parametrize("why", ["its process has ended with exit code -9", "No module named wandb"])
 def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
-    stand_in: RunDir, tmp_path: Path, capfd: pytest.CaptureFixture[str], why: str
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    is_killed = why.endswith("-9")
-    if not is_killed:
-        (tmp_path / "packages" / "wandb" / "__init__.py").write_text(f"raise ImportError({why!r})")
-    with open_loggers(CONFIG, stand_in, total_steps=40) as logger:
-        process = client()
-        if is_killed:
-            process.kill()
-        wait_for(lambda: not ProcessId.of(process.pid).started)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with open_loggers(BOTH, run_dir, total_steps=40) as logger:
         for step in (1, 2, 3):
             logger.log(record(step))
-    assert capfd.readouterr().err == f"Logger 'wandb' is off from here on: {why}\n"
-    assert len(read_metrics(stand_in)) == 3
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("Logger 'wandb' is off from here on: import of wandb halted")
+    assert len(read_metrics(run_dir)) == 3
+    monkeypatch.undo()
+
+
+def test_signals_to_all_processes_of_a_training_cost_no_record(run_dir: RunDir) -> None:
+    words = ["train.epochs=1000", "train.precision=fp32", "monitor.loggers=[jsonl,wandb]", "monitor.log_every=1"]
+    command = [sys.executable, "-m", "jobs", "train", "single", *words, "--run-dir", str(run_dir.path.parent / "one")]
+    run = RunDir(Path(command[-1]))
+    with subprocess.Popen(command, cwd=PROJECT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as training:
+        try:
+            wait_until(lambda: run.metrics.exists() and len(read_metrics(run)) > 5)
+            everyone = [*psutil.Process(training.pid).children(recursive=True), psutil.Process(training.pid)]
+            assert len(everyone) > 1, "its service is another process"
+            for number in (signal.SIGUSR2, signal.SIGTERM):
+                for process in everyone:
+                    process.send_signal(number)
+            assert training.wait(60) == 0
+        finally:
+            training.kill()
+    assert read_events(run, "handed_back")
+    steps = [row["step"] for row in history(stored(run)[-1])]
+    assert steps == [record["step"] for record in read_metrics(run)]

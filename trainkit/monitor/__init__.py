@@ -2,9 +2,8 @@
 
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
 ``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.run.metrics`), with plain Python numbers. A
-file may state three things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or ``"none"``:
-in a swarm only the peer that judges for all opens it, or nobody does; ``PREPARES = True``: it has a function
-``prepare()``, called before torch is imported, whose result is in `Start.prepared`.
+file may state two things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or ``"none"``:
+in a swarm only the peer that judges for all opens it, or nobody does.
 
 A logger that raises (a full disk, a crash of its client) is reported once on stderr and not used again. `jsonl` is the
 exception: it keeps the record itself and raises `RunFailedError`, because weeks of training without a record cannot be
@@ -16,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,8 +60,6 @@ class Start:
     """What ``train.micro_batch_size`` has resolved to; 0: not known."""
     metrics: TaskMetrics = field(default_factory=lambda: metrics_of("classification"))
     """What the task measures."""
-    prepared: object = None
-    """The result of the logger's own ``prepare``; None if it was not called."""
 
 
 class NullLogger:
@@ -102,23 +99,8 @@ class _FanOut:
             raise
         except Exception as error:
             self._loggers.pop(name, None)
-            say_off(name, error)
-
-
-def say_off(name: str, error: Exception) -> None:
-    """Say on stderr that a logger takes no more records, and why."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
-
-
-def prepare_loggers(config: Config) -> dict[str, object]:
-    """Start in the background what takes loggers of the configuration long; the result is for `open_loggers`."""
-    prepared = {}
-    for name in config.monitor.loggers:
-        if plugins.stated(__package__, name).get("PREPARES"):
-            with suppress(Exception):  # opening the logger tries again, and reports the error
-                prepared[name] = sys.modules[plugins.load(__package__, name).__module__].prepare()
-    return prepared
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -128,7 +110,6 @@ def open_loggers(
     *,
     is_main: bool = True,
     may_write: Callable[[], None] = lambda: None,
-    prepared: Mapping[str, object] | None = None,
     **known: Any,
 ) -> Iterator[Logger]:
     """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
@@ -137,7 +118,6 @@ def open_loggers(
 
     Args:
         may_write: asked before every record; raises RunFailedError when another process writes this run by now.
-        prepared: the result of `prepare_loggers`, if it was called.
         known: what is known of the attempt, see `Start`.
 
     Raises:
@@ -148,8 +128,8 @@ def open_loggers(
         return
     fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
+    start = Start(**known, metrics=metrics_of(config.task.name))
     for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
-        start = Start(**known, metrics=metrics_of(config.task.name), prepared=(prepared or {}).get(name))
         fan_out.open(name, run_dir, config, start)
     try:
         yield fan_out
