@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
+
 from jobs.__main__ import verbs
 from tests.docs import picture
 from trainkit import errors
@@ -296,7 +298,10 @@ REPORTS = {
 
 
 def files() -> str:
-    names = {name.rstrip("/") for name in FILES} | {message.name for message in MESSAGES if not message.place}
+    messages = yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text("utf-8"))
+    sent = {message.name.replace("{}", "<n>") for message in MESSAGES}
+    assert sent == {Path(file).name for file in messages}, "messages.yaml does not fit"
+    names = {name.rstrip("/") for name in FILES} | messages.keys()
     run = RunDir(Path("/run"))
     paths = [value for name in vars(RunDir) if isinstance(value := getattr(run, name), Path)]
     paths += [run.mistakes("<split>"), run.hardware("<host>"), run.logs / "<attempt>" / "rank-<n>.out"]
@@ -308,15 +313,14 @@ def files() -> str:
         "was copied. A sweep is a folder of runs `0`, `1`, ... with a `sweep.json`; a bench is a folder with "
         "`results.json`, its table and a picture."
     )
-    messages = [
-        (code(f"{each.place}{each.name.replace('{}', '<n>')}"), each.content, each.writer, each.reader)
-        for each in MESSAGES
-    ]
     parts = [
         table(("file", "what is in it"), [(code(name), said) for name, said in {**FILES, **REPORTS}.items()]),
         "## Messages between processes",
         "These files count while they are there. Each is complete or absent.",
-        table(("file", "what is in it", "written by", "read by"), messages),
+        table(
+            ("file", "what is in it", "written by", "read by"),
+            [(code(file), said["content"], said["writer"], said["reader"]) for file, said in messages.items()],
+        ),
         "Unknown keys and a torn last line of a `.jsonl` file are to be expected; trainkit's own readers accept both.",
     ]
     return page("Files of a run", about, parts)

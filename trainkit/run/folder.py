@@ -1,6 +1,7 @@
 """A run is a folder, and it is complete: `RunDir` knows its file names, `find_run` the runs that a user names.
 
-A `Message` is a file in that folder by which the processes of a run talk to each other; `MESSAGES` lists all of them.
+A `Message` is a file in that folder by which the processes of a run talk to each other; docs/reference/files.md says
+what is in each of them.
 
 The runs that this user has started are listed in their state folder, so that `status`, `logs` and `cancel` find them
 from any folder. The lists hold paths only: what a run is doing is asked from its folder and its scheduler. Each
@@ -35,11 +36,6 @@ class Message:
 
     name: str
     """``{}`` stands for the number of a rank or a node."""
-    content: str
-    writer: str
-    reader: str
-    place: str = "logs/<attempt>/"
-    """The folder of it: the log folder of an attempt, the run's folder (empty), or another one."""
 
     def at(self, folder: Path, number: int | None = None) -> Path:
         """Its file in a run's folder, or in the log folder of an attempt."""
@@ -60,52 +56,21 @@ class Message:
             return ""
 
 
-MESSAGES = (
-    LEASE := Message(
-        "lease.json", "JSON: `token`, `job_id`, `attempt`, `host`, `pid`, `process_started`, `process_space`",
-        "the process that writes the run, renewed every 10 s", "every process that would write it", "",
-    ),
-    PROFILE := Message(
-        "PROFILE", "nothing: make this file to ask for a profile of the next updates", "a user",
-        "rank 0, which removes it afterwards", "",
-    ),
-    REMOTE := Message(
-        "remote.json", "JSON: `id` of the run, `url` of its copy; the copy has the same file",
-        "rank 0, with `checkpoint.remote`", "every process that uploads or restores the run", "",
-    ),
-    SWARM := Message(
-        "swarm.json", "JSON: a peer's place in a swarm: `run_id`, `first_round`, `host`, `port`, `name`, `others`, ...",
-        "a peer that others can reach", "the same peer, when it comes back", "",
-    ),
-    SWARM_IDENTITY := Message("swarm_identity", "the peer's private key", "that peer", "the same, coming back", ""),
-    SWARM_ADDRESS := Message(
-        "swarm_address", "addresses of the running swarm, one a line", "a peer that others can reach",
-        "`swarm` and `join`, to find it", "",
-    ),
-    BENCH := Message(
-        "bench.json", "JSON: what to measure: `bench`, `preset`, `arms`, `rounds`, `seconds`, `updates`", "`bench`",
-        "the ranks that measure", "",
-    ),
-    CLAIM := Message(
-        "node-{}", "nothing: node n takes part in this attempt", "the first process of node n",
-        "every process of node n",
-    ),
-    NODES := Message(
-        "nodes", "the nodes of this attempt, as SLURM writes them", "the batch script",
-        "the next start of the batch script",
-    ),
-    REQUEUE := Message(
-        "requeue", "the id of the job to be queued again", "the batch script's Python", "the batch script"
-    ),
-    PREFLIGHT := Message(
-        "preflight.json", "lines, one of them the JSON report of a check of the nodes", "rank 0 of the check",
-        "the batch script",
-    ),
-    HANG := Message(
-        "rank-{}.hang", "JSON: `beats`, `where`, `waits`: where a rank stands that makes no progress", "that rank",
-        "the first of the ranks that hang",
-    ),
-)  # fmt: skip
+# In a run's folder
+LEASE = Message("lease.json")
+PROFILE = Message("PROFILE")
+REMOTE = Message("remote.json")
+SWARM = Message("swarm.json")
+SWARM_IDENTITY = Message("swarm_identity")
+SWARM_ADDRESS = Message("swarm_address")
+BENCH = Message("bench.json")
+# In the log folder of an attempt
+CLAIM = Message("node-{}")
+NODES = Message("nodes")
+REQUEUE = Message("requeue")
+PREFLIGHT = Message("preflight.json")
+HANG = Message("rank-{}.hang")
+MESSAGES = [item for item in tuple(vars().values()) if isinstance(item, Message)]
 
 
 # The lists of this user's runs
