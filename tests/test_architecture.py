@@ -109,6 +109,7 @@ READERS = {
     "trainkit.checkpoint.format": "hashes weights part by part once their size is right; parses what was read bounded",
     "trainkit.checkpoint.remote": "unpacks the code of a run in a bucket, its members bounded",
     "trainkit.checkpoint.state": "maps safetensors, whose header its library bounds; loads weights that the user names",
+    "trainkit.run.secrets": "reads its own patterns",
     "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
     "trainkit.distributed.health": "takes what ranks of the same check say to one another",
     "trainkit.bench.run": "takes what ranks of the same bench say to one another",

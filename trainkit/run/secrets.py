@@ -3,7 +3,8 @@
 detect-secrets knows the shapes of services' tokens, and names like ``password = "..."``. This module adds what it
 misses (bearer tokens, short or unquoted values, passwords with slashes, newer shapes), and excludes what is no secret
 here: texts about models and data sets are full of hashes, keys of dictionaries and tokens of language. So the entropy
-detectors are off, and a value with a telling name counts only if it is no placeholder, path, type or variable.
+detectors are off, and a value with a telling name counts only if it is no placeholder, path, type or variable. The
+patterns are in ``patterns.yaml``.
 
 A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is skipped.
 """
@@ -11,7 +12,10 @@ A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError
@@ -25,45 +29,13 @@ _OFF = {
 _ALLOWED = re.compile(r"pragma: ?allowlist[ -]secret")
 LONGEST_LINE = 5000  # beyond it only shapes are looked for: such a line is data
 
-_TOKENS = {  # in one pass: each of its own would cost as much as all
-    "Slack token": r"xox[abeoprs]-[\w-]{10,}|xapp-\d-[\w-]{10,}",
-    "GitLab token": r"gl(?:pat|dt|ft|rt|soat|cbt|ptt|agent|oas)-[\w-]{16,}",
-    "GitHub token": r"gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}",
-    "Google key": r"AIza[\w-]{30,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}",
-    "AWS key": r"(?:AKIA|ASIA)[A-Za-z0-9]{16,}",
-    "Hugging Face token": r"hf_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}",
-    "secret key": r"sk-(?=[A-Za-z_-]*\d)[\w-]{20,}|[sr]k_(?:live|test)_\w{10,}|wandb_v\d_\w{20,}",
-    "access token": r"(?:npm|dckr_pat|dop_v1|shpat|pul|figd)[_-](?=\w*\d)[\w-]{20,}",
-    "token of a swarm": r"trainkit\d\.[\w-]{20,}",
-    "Telegram token": r"\d{8,10}:AA[\w-]{30,36}(?![\w-])",
-}
-_FILES = re.compile(
-    r"(?i)[._]netrc|\.env(?:rc|\..*)?|credentials?(?:[._-].*)?|.*[._-]credentials?|\.git-credentials|id_[a-z0-9]+(?:_sk)?"
-    r"|.*\.(?:pem|key|p12|pfx|jks|keystore|kdbx|ppk|ovpn|tokens?|secrets?)|\.(?:npmrc|yarnrc|pypirc|pgpass|my\.cnf|boto|s3cfg)"
-    r"|\.(?:htpasswd|dockercfg|vault-token)|kaggle\.json|service[_-]?account.*\.json|client_secrets?.*\.json"
-    r"|secrets?\.(?:ya?ml|json|toml|ini|txt|env|sh)|\.?(?:.*[._-])?tokens?(?:\.(?:txt|json))?"
-)
-_FOLDERS = {".aws", ".ssh", ".gnupg", ".kube", ".azure", ".docker", ".gcloud", ".oci"}
-
-_SHAPES = {
-    "Weights & Biases key": re.compile(
-        r"(?i)wandb(?:(?!commit|rev|sha|hash)[^\n@#/]){0,40}?(?<![0-9a-f])([0-9a-f]{40})(?![0-9a-f])"
-    ),
-    "password of a machine": re.compile(
-        r"\b(?:machine[\s+-]+\S+|default)[\s+-]+login[\s+-]+\S+[\s+-]+(?:account[\s+-]+\S+[\s+-]+)?password[\s+-]+(\S{4,})"
-    ),
-    "token": re.compile(rf"\b({'|'.join(f'(?:{token})' for token in _TOKENS.values())})"),
-    "bearer token": re.compile(r"(?i)bearer\s+((?=[\w.~+/-]*\d)[\w.~+/-]{12,}=*)"),
-    "authorization header": re.compile(r"""(?i)authorization["']?\s*[:=,]\s*["']?(?:basic|token)\s+([\w.~+/=-]{8,})"""),
-    "password in a URL": re.compile(r"""://[^\s/:@"'<>{}$]*:(?!\d{1,5}/)([^\s@"'<>{}$]{3,})@[\w.\[-]"""),
-    "key": re.compile(r"""login\([^)\n]*?(?:key|token)\s*=\s*["']([^"'\n]{8,})["']"""),
-    "private key": re.compile(r"(-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END[^\n]*|\Z))"),
-}
-_STRONG = (
-    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|(?:api|access|secret|auth|private|account|service|client|signing"
-    r"|encryption|subscription|license|master|storage)[_-]?key(?:[_-]?id)?"
-)
-_NAME = rf"(?P<name>(?<![A-Za-z0-9])[\w.-]*(?:{_STRONG}|token))"
+_SAID: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("patterns.yaml").read_text("utf-8"))
+_TOKENS: dict[str, str] = _SAID["tokens"]
+_SHAPES = {kind: re.compile(shape) for kind, shape in _SAID["shapes"].items()}
+_SHAPES["token"] = re.compile(rf"\b({'|'.join(f'(?:{token})' for token in _TOKENS.values())})")
+_FILES = re.compile("|".join(_SAID["files"]), re.IGNORECASE)
+_TEMPLATE, _NOT_A_VALUE = (re.compile("|".join(_SAID[kind])) for kind in ("templates", "innocent"))
+_NAME = rf"(?P<name>(?<![A-Za-z0-9])[\w.-]*(?:{'|'.join(_SAID['names'])}|token))"
 _QUOTED = r"""[rbuf]{0,2}(?P<quote>\\?["'`])(?P<quoted>[^"'`\n]{3,}?)(?P=quote)"""
 _ASSIGNED = r"""\\?["']?\]?\s*(?::\s*[\w.\[\] |]+=|:=|=>|={1,2}|:)\s*"""
 _IN_PYTHON = re.compile(rf"(?i){_NAME}{_ASSIGNED}{_QUOTED}")
@@ -72,20 +44,6 @@ _AS_DEFAULT = re.compile(r"""["'](?P<name>[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD
 _WORTH_A_LOOK = re.compile(r"(?i)key|token|secret|pass|pwd|credential|contrase")
 _MAY_HAVE_A_SHAPE = re.compile(r"[A-Za-z0-9_-]{16,}|://|-----BEGIN|eyJ")
 """No detector finds anything in a text without one of these or a telling name: most settings need not import them."""
-
-_TEMPLATE = re.compile(r"^\$|\$\{|\$\(|\{[\w.!:\[\]'-]*\}|^<.*>$|%\(|%s|\*{3}|\.{3}|^(.)\1*$")
-_NOT_A_VALUE = re.compile(
-    "|".join(
-        (
-            r"^(?:\.{0,2}|~)/|^[a-z_.-]+(?:/[\w.-]+)+$|^\w+://[^@]*$",  # a path, an address
-            r"^[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+$",  # a variable's name
-            r"^[A-Za-z_.]+[\[(]|^(?:self|os|args|config|cfg|env|environ|getpass|this)\b",  # a type, a call
-            r"\.(?:py|pt|pth|json|ya?ml|txt|safetensors|bin|env|csv|key|pem)$",
-            r"^(?i:none|null|true|false|str|bytes|int|optional|required|redacted|secret|password|token|key|hidden)$",
-            r"(?i:\b(?:your|enter|please|must|should|changeme|placeholder|example|dummy|fake|insert)\b|^(?:your|my)[_-]|^\.[a-z_]+$)",
-        )
-    )
-)
 
 
 class Finding(NamedTuple):
@@ -116,7 +74,7 @@ def find(text: str, *, python: bool) -> list[Finding]:
 def is_credentials(name: str) -> bool:
     """Whether a file is one of credentials, by its name and its folders."""
     *folders, last = name.split("/")
-    return _FILES.fullmatch(last) is not None or not _FOLDERS.isdisjoint(folders)
+    return _FILES.fullmatch(last) is not None or not set(_SAID["folders"]).isdisjoint(folders)
 
 
 def refuse_settings(loaded: Loaded) -> None:
