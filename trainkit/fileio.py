@@ -400,18 +400,27 @@ def read_jsonl(path: Path, holding: Sequence[bytes] = (), *, most: int = MOST_JS
     try:
         with open_regular(path) as file:
             require_size(file, most)
-            whole = True  # a line without end is neither a record nor worth its memory
-            while (line := file.readline(LONGEST_LINE)) and (most := most - len(line)) >= 0:  # it may grow
-                is_wanted = whole and (not holding or any(part in line for part in holding))
+            for line in lines_of(file):
+                if file.tell() > most:  # it may grow
+                    return
+                is_wanted = not holding or any(part in line for part in holding)
                 if is_wanted and (record := parse_object(line)) is not None:
                     yield record
                     if (room := room - 1) < 0:
                         raise OSError(errno.EFBIG, f"It holds more than {_MOST_RECORDS:,} records")
-                whole = line.endswith(b"\n")
     except FileNotFoundError:
         return
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file; of one that is longer than any record only a beginning, which is none."""
+    is_new = True
+    while line := file.readline(LONGEST_LINE):
+        if is_new:
+            yield line
+        is_new = line.endswith(b"\n")
 
 
 def finite(value: Any) -> Any:

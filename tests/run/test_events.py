@@ -127,7 +127,7 @@ def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
         out.write('{"event": "submitted", "time": "abc"}\n[1]\n{"event": ["x"]}\nnonsense\n')
     life = events.history_of(run)
     assert [(item.executor, item.job_id, item.process) for item in life.submissions] == [("", "", None)] * 2
-    assert (life.failures[0].rank, life.failures[0].error, life.handed_back) == (None, "", frozenset())
+    assert (life.failures[0].rank, life.failures[0].error, life.handed_back) == (None, "", set())
     assert life.outcome is None
     assert len(events.read_events(run)) >= 5
 

@@ -181,8 +181,8 @@ def submitted(
         continues: job id of the link before it, in a chain of jobs that nobody but the first has asked for.
         adopted: whoever queued it did not come to write this, and the job was found later.
     """
-    given = {"continues": continues, "adopted": adopted}
-    more = {**(process.fields() if process else {}), **{key: value for key, value in given.items() if value}}
+    more = process.fields() if process else {}
+    more |= {key: value for key, value in (("continues", continues), ("adopted", adopted)) if value}
     before = len(run.attempts()) if attempts_before is None else attempts_before
     append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **more)
     folder.note_job(run.path, executor, job_id, process.word() if process else "")
@@ -329,11 +329,6 @@ class Submission:
     unanswered: str = ""
     """What sbatch said instead of an answer."""
 
-    @property
-    def finished(self) -> bool:
-        """An attempt of this or an earlier job came to the end of the training."""
-        return self.ended == "COMPLETED"
-
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -346,21 +341,21 @@ class RankFailure:
     time: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunHistory:
     """Everything that has happened to a run, in the order of time."""
 
-    submissions: tuple[Submission, ...] = ()
-    failures: tuple[RankFailure, ...] = ()
+    submissions: list[Submission] = field(default_factory=list)
+    failures: list[RankFailure] = field(default_factory=list)
     refused_with: int = 0
     """The exit code of a rank that refused what it was to train, 2 or 3; of the last attempt that has ended, else 0."""
     started: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the newest start."""
     finished: bool = False
     """Nothing is left to train."""
-    handed_back: frozenset[int] = frozenset()
+    handed_back: set[int] = field(default_factory=set)
     """Attempts that saved and asked to be continued."""
-    requeued: frozenset[int] = frozenset()
+    requeued: set[int] = field(default_factory=set)
     """Attempts whose job was put back into the queue."""
     outcome: str | None = None
     """The last word: COMPLETED, FAILED and so on, of the newest attempt; None if it has none."""
@@ -375,68 +370,56 @@ class RunHistory:
 
 def history_of(run: RunDir) -> RunHistory:
     """What the run's events say."""
-    jobs: list[list[dict[str, Any]]] = [[]]  # each begins with its `submitted`; the first: what came before any
-    failures: list[RankFailure] = []
-    attempts: dict[str, set[int]] = {"handed_back": set(), "requeued": set()}
-    started: dict[str, Any] = {}
-    finished, outcome, newest, refused_with = False, None, -1, 0
-    submitting: dict[str, Any] | None = None
+    life, newest = RunHistory(), -1
+
+    def amend(**changes: Any) -> None:
+        if life.submissions:
+            life.submissions[-1] = replace(life.submissions[-1], **changes)
+
     for event in read_events(run, LIFE):
-        kind, attempt = event["event"], event.get("attempt")
+        kind, attempt, cut = event["event"], event.get("attempt"), life.cut_short
         if kind in ("submitting", "refused"):
-            submitting = event if kind == "submitting" else None
-        elif submitting is not None and kind == "unanswered":
-            submitting |= {"time": event.get("time", 0.0), "unanswered": event.get("error", "")}
-        elif submitting is not None and kind == "cancelled" and not event.get("job_id"):
-            submitting["cancelled"] = True
+            life.cut_short = _submission(event) if kind == "submitting" else None
+        elif cut is not None and kind == "unanswered":
+            life.cut_short = replace(cut, time=event.get("time", 0.0), unanswered=event.get("error", ""))
+        elif cut is not None and kind == "cancelled" and not event.get("job_id"):
+            life.cut_short = replace(cut, cancelled=True)
         elif kind == "submitted":
-            submitting = None
-            same = jobs[-1] and all(event.get(key) == jobs[-1][0].get(key) for key in ("executor", "job_id"))
-            if same and event.get("job_id") and ProcessId.from_fields(event) is None:
+            life.cut_short, job, last = None, _submission(event), life.submission
+            same = last is not None and (last.executor, last.job_id) == (job.executor, job.job_id)
+            if same and job.job_id and job.process is None:
                 continue  # the job itself, or who has adopted it, was faster than the command that queued it
-            jobs.append([event])
-            outcome = None
+            life.submissions.append(job)
+            life.outcome = None
         elif attempt is not None and attempt < newest and kind in ("failed", "ended"):
             continue  # ranks that SLURM took for dead, after others have gone on
-        else:
-            jobs[-1].append(event)
-            if kind == "started":
-                started, outcome, newest = event, None, max(newest, attempt or 0)
-            elif kind in attempts and attempt is not None:
-                attempts[kind].add(attempt)
-            elif kind == "failed":
-                host, error = event.get("host", ""), event.get("error", "")
-                failures.append(RankFailure(attempt, event.get("rank"), host, error, event.get("time", 0.0)))
-                outcome = "FAILED"
-            elif kind == "ended":
-                outcome = event.get("state") or "UNKNOWN"
-                finished = finished or outcome == "COMPLETED"
-                refused_with = next((code for code in event.get("exit_codes", ()) if code in (2, 3)), 0)
-    return RunHistory(
-        submissions=tuple(_submission(*job) for job in jobs if job and job[0]["event"] == "submitted"),
-        failures=tuple(failures),
-        refused_with=refused_with,
-        started=started,
-        finished=finished,
-        handed_back=frozenset(attempts["handed_back"]),
-        requeued=frozenset(attempts["requeued"]),
-        outcome=outcome,
-        cut_short=_submission(submitting) if submitting is not None else None,
-    )
+        elif kind == "cancelled":
+            amend(cancelled=True)
+        elif kind == "started":
+            life.started, life.outcome, newest = event, None, max(newest, attempt or 0)
+            amend(ended=None)
+        elif kind in ("handed_back", "requeued") and attempt is not None:
+            (life.handed_back if kind == "handed_back" else life.requeued).add(attempt)
+        elif kind == "failed":
+            host, error = event.get("host", ""), event.get("error", "")
+            life.failures.append(RankFailure(attempt, event.get("rank"), host, error, event.get("time", 0.0)))
+            life.outcome = "FAILED"
+        elif kind == "ended":
+            life.outcome = event.get("state") or "UNKNOWN"
+            life.finished = life.finished or life.outcome == "COMPLETED"
+            life.refused_with = next((code for code in event.get("exit_codes", ()) if code in (2, 3)), 0)
+            amend(ended=event.get("state", ""))
+    return life
 
 
-def _submission(event: Mapping[str, Any], *since: Mapping[str, Any]) -> Submission:
-    last = [item for item in since if item["event"] in ("started", "ended")][-1:]  # started again: not ended yet
+def _submission(event: Mapping[str, Any]) -> Submission:
     return Submission(
         executor=event.get("executor", ""),
         time=float(event.get("time", 0.0)),
         attempts_before=event.get("attempts_before") or 0,
         process=ProcessId.from_fields(event),
         job_id=event.get("job_id", ""),
-        cancelled=event.get("cancelled") is True or any(item["event"] == "cancelled" for item in since),
-        ended=next((item.get("state", "") for item in last if item["event"] == "ended"), None),
         token=event.get("token", ""),
-        unanswered=event.get("unanswered", ""),
     )
 
 

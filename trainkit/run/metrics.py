@@ -25,7 +25,6 @@ from trainkit.run.folder import RunDir
 
 MOST_BYTES = 1 << 32
 """Ten million records: the updates of a year."""
-_BLOCK = 1 << 24
 _HEAD = 1 << 16
 _STRETCH = 10
 """Extremes are kept in stretches this many times as long as those that one record stands for."""
@@ -42,7 +41,6 @@ _LOOKED_AT = 1 << 16
 """Bytes of the end that are read at first; more if no validation is among them."""
 _NAME = re.compile(r"[A-Za-z]\w{0,40}")
 _MOST_METRICS = 50
-_MOST_TRIES = 10_000
 _NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
 _DIVERGED_SHARE = 0.5
 """The share of lost updates that nobody calls bad luck."""
@@ -69,43 +67,39 @@ def thinned(
 
     Raises UserError where there is something that cannot be read.
     """
-    taken: list[tuple[bytes, bool]] = []
-    number, last, rest = 0, b"", b""
+    taken: dict[int, tuple[bytes, bool]] = {}  # by their number in the file
+    stretch: list[tuple[float, int, bytes]] = []
+    value = re.compile(rb'"' + re.escape(extremes_of.encode()) + rb'": ([^,}]+)')
+    at, line = 0, b""
     try:
         with fileio.open_regular(path) as file:
             size, head = fileio.require_size(file, MOST_BYTES), file.read(_HEAD)
             lines_there = size / max(len(head) / max(head.count(b"\n"), 1), 1)  # by the length of the first ones
             every = max(1, round(lines_there / most))
             file.seek(0)
-            while block := file.read(_BLOCK):
-                *lines, rest = (rest + block).split(b"\n")
-                even = {at for at, line in enumerate(lines) if (number + at) % every == 0 or always(line)}
-                odd = _extremes(lines, extremes_of, _STRETCH * every) - even if extremes_of and every > 1 else set()
-                taken += [(lines[at], at in odd) for at in sorted(even | odd)]
-                number += len(lines)
-                last = lines[-1] if lines and len(lines) - 1 not in even else b""
-                rest = rest if len(rest) < fileio.LONGEST_LINE else b""  # neither a record nor worth its memory
+            for at, line in enumerate(fileio.lines_of(file)):
+                if at % every == 0 or always(line):
+                    taken[at] = line, False
+                elif extremes_of and (found := value.search(line)):
+                    stretch.append((_number(found[1]), at, line))
+                if at % (_STRETCH * every) == 0:
+                    taken |= _extremes(stretch)
+                    stretch.clear()
     except FileNotFoundError:
         return [], 1
     except OSError as error:
         raise fileio.unreadable(path, error) from None
-    lines_taken = [item for item in (*taken, (last, False), (rest, False)) if 0 < len(item[0]) < fileio.LONGEST_LINE]
-    parsed = [(fileio.parse_object(line), is_outlier) for line, is_outlier in lines_taken]
+    taken |= _extremes(stretch) | {at: (line, False)}
+    parsed = [(fileio.parse_object(line), is_outlier) for _, (line, is_outlier) in sorted(taken.items())]
     return [(record, is_outlier) for record, is_outlier in parsed if record is not None], every
 
 
-def _extremes(lines: Sequence[bytes], key: str, stretch: int) -> set[int]:
-    """Places of the lines with the smallest, the largest, and the first not finite value of each stretch."""
-    value = re.compile(rb'"' + re.escape(key.encode()) + rb'": ([^,}]+)')
-    found = [(_number(match[1]), at) for at, line in enumerate(lines) if (match := value.search(line))]
-    places: set[int] = set()
-    for begin in range(0, len(found), stretch):
-        part = found[begin : begin + stretch]
-        finite = [item for item in part if math.isfinite(item[0])]
-        places |= {at for _, at in (min(finite), max(finite))} if finite else set()
-        if len(finite) < len(part):
-            places.add(next(at for number, at in part if not math.isfinite(number)))
-    return places
+def _extremes(stretch: Sequence[tuple[float, int, bytes]]) -> dict[int, tuple[bytes, bool]]:
+    """Of values with their lines, the lines of the smallest, the largest, and the first one that is not finite."""
+    finite = [item for item in stretch if math.isfinite(item[0])]
+    odd = [min(finite), max(finite)] if finite else []
+    odd += [item for item in stretch if not math.isfinite(item[0])][:1]
+    return {at: (line, True) for _, at, line in odd}
 
 
 def _number(text: bytes) -> float:
@@ -267,13 +261,10 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
             size = fileio.require_size(file, MOST_BYTES)
             for looked_at in (_LOOKED_AT, LONGEST):
                 end = fileio.end_of(file, looked_at)
-                last = _newest(end, b"\n", ("train", "val"), metrics)
-                found = {"train": last, "val": last}
-                for split in {"train", "val"} - {last.get("split")}:
-                    found[split] = _newest(end, f'"split": "{split}"'.encode(), (split,), metrics)
-                if all(found.values()) or looked_at >= size:
+                newest = _newest(end, metrics)
+                if len(newest) == 2 or looked_at >= size:
                     break
-            if not last and size > LONGEST:
+            if not newest and size > LONGEST:
                 raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
     except FileNotFoundError:
         return RunProgress()
@@ -283,21 +274,20 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
     if pace_since is not None and len(recent := _recent(end, pace_since)) > 1:
         seconds, steps = recent[-1][0] - recent[0][0], recent[-1][1] - recent[0][1]
         pace = seconds / steps if steps > 0 and seconds > 0 else None
-    return RunProgress(last, found["val"], found["train"], pace)
+    last = next(iter(newest.values()), {})
+    return RunProgress(last, newest.get("val", {}), newest.get("train", {}), pace)
 
 
-def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: TaskMetrics) -> dict[str, Any]:
-    """The last whole record of one of the splits, on a line that holds this; empty if there is none."""
-    end = content.rfind(b"\n") + 1  # a line without its end is still being written
-    for _ in range(_MOST_TRIES):
-        if (found := content.rfind(holding, 0, end)) < 0:
-            break
-        begin = content.rfind(b"\n", 0, found) + 1
-        record = _record(content[begin : content.find(b"\n", found)], metrics)
-        if record is not None and record["split"] in splits:
-            return record
-        end = begin
-    return {}
+def _newest(content: bytes, metrics: TaskMetrics) -> dict[str, dict[str, Any]]:
+    """The last whole record of training and that of validation, the newer one first."""
+    wanted = {split: f'"split": "{split}"'.encode() for split in ("train", "val")}
+    newest: dict[str, dict[str, Any]] = {}
+    for line in reversed(content.split(b"\n")[:-1]):  # a line without its end is still being written
+        if any(mark in line for mark in wanted.values()):
+            record = _record(line, metrics)
+            if record is not None and wanted.pop(record["split"], b""):
+                newest[record["split"]] = record
+    return newest
 
 
 def _record(line: bytes, metrics: TaskMetrics) -> dict[str, Any] | None:

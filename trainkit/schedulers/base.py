@@ -534,8 +534,8 @@ def _by_record(job: Submission, scheduler: Scheduler, answer: Answer) -> JobStat
     answer."""
     is_gone, title = answer.has_answered, scheduler.title
     state, why = "UNKNOWN", answer.complaint or f"{title} does not know the job"
-    if job.finished or job.ended is not None:
-        state = "COMPLETED" if job.finished else str(job.ended)
+    if job.ended is not None:
+        state = job.ended
         why = "by its own record; " + (f"{title} has forgotten the job" if is_gone else answer.complaint)
     return JobState(state, job.job_id, scheduler.name, why, is_gone=is_gone)
 
