@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
 from jobs.__main__ import verbs
 from tests.docs import picture
 from trainkit import errors
@@ -298,7 +296,7 @@ REPORTS = {
 
 
 def files() -> str:
-    messages = yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text("utf-8"))
+    messages, _ = yaml.read(Path(__file__).with_name("messages.yaml"))
     sent = {message.name.replace("{}", "<n>") for message in MESSAGES}
     assert sent == {Path(file).name for file in messages}, "messages.yaml does not fit"
     names = {name.rstrip("/") for name in FILES} | messages.keys()
