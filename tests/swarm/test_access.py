@@ -96,7 +96,7 @@ def test_a_member_writes_under_its_own_peer_id_and_nobody_else_there(peers: dict
         ("run_outer.all_averagers", 1e9, SPEAKERS[1:]),
         (REVOKED, b"x", SPEAKERS[1:]),
         (BANNED, b"x", SPEAKERS[1:]),
-        (CREDITS, {"rows": []}, SPEAKERS[2:]),
+        (CREDITS, [], SPEAKERS[2:]),
         (MANIFEST, MANIFEST_VALUE, SPEAKERS[2:]),
     ],
 )
@@ -127,9 +127,9 @@ WRONG_PROGRESS: tuple[dict[str, Any], ...] = ({"round": -1}, {"name": "x" * 200}
         *((MANIFEST, {**MANIFEST_VALUE, **change}, False) for change in WRONG_MANIFEST),
         (PROGRESS, {**PROGRESS_VALUE, "more": 1}, True),  # of a later version
         *((PROGRESS, {**PROGRESS_VALUE, **change}, False) for change in WRONG_PROGRESS),
-        (CREDITS, {"rows": [["anna", 1, 2.0, 3.0, 4]]}, True),
-        *[(CREDITS, {"rows": rows}, False) for rows in (5, [5], [["anna"]], [["a", 1, 2, 3, 4]] * 201)],
-        *((REVOKED, 5, False), (BANNED, "x", False), (CREDITS, [], False), ("own", b"x" * 9000, False)),
+        (CREDITS, [{"name": "anna"}], True),
+        *((CREDITS, rows, False) for rows in (5, [5], {}, [{"name": "anna"}] * 201)),
+        *((REVOKED, 5, False), (BANNED, "x", False), ("own", b"x" * 9000, False)),
     ],
 )  # fmt: skip
 def test_records_of_a_wrong_shape_or_size_are_refused(key: str, value: object, valid: bool, peers: Any) -> None:

@@ -230,10 +230,8 @@ SECRET = "my secret thing"
     [
         ("argument", TOKEN[3:], "neither a token"),
         ("environment", TOKEN[:-3], "This is no token."),
-        ("environment", "", "TOKEN missing."),
-        ("environment", SECRET, "neither a token nor an address in TRAINKIT_TOKEN"),
-        ("input", "", "neither a token nor an address in the standard input"),
-        ("file", SECRET, "neither a token nor an address in .*token.txt"),
+        *(("environment", text, "neither a token nor an address in TRAINKIT_TOKEN") for text in ("", SECRET)),
+        *((way, text, "neither a token nor an address in what") for way, text in (("input", ""), ("file", SECRET))),
     ],
     ids=["half a word", "half a variable", "no word", "a secret", "empty input", "a secret file"],
 )

@@ -124,7 +124,8 @@ def run(tmp_path: Path) -> RunDir:
 def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> None:
     account, expected = Account(run), [Contribution("anna", 1, 640.0, 60.0)]
     assert account.after_round(anna()) == expected
-    assert account.told == [(CREDITS, {"rows": [["anna", 1, 640.0, 60.0, 0]]})]
+    row = {"name": "anna", "rounds": 1, "samples": 640.0, "seconds": 60.0, "bytes": 0}
+    assert account.told == [(CREDITS, [row])]
     # One that was killed goes on counting.
     assert Account(run).after_round(anna()) == [Contribution("anna", 2, 1280.0, 120.0)]
 
@@ -152,4 +153,4 @@ def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Contributions, "write", full)
     account = Account(run)
     account.after_round(anna())
-    assert account.told[0][1]["rows"][0][:3] == ["anna", 1, 640.0]
+    assert account.told[0][1][0]["samples"] == 640.0

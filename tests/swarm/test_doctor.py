@@ -43,10 +43,10 @@ def test_where_somebody_listens_all_is_well_and_one_address_is_enough(about: Abo
         found = about(listening)
         assert {what: finding.exit_code for what, finding in found.items()} == {"device": 0, "tcp": 0, "swarm": 0}
         found = about(listening, silent)
-        assert found["tcp"].found.endswith("refuses; another address answers")
+        assert found["tcp"].found.endswith("Connection refused; another address answers")
         assert (found["tcp"].exit_code, found["swarm"].found) == (0, f"{listening}/p2p/{PEER}")
         found = about(silent)
-        assert found["tcp"].found == f"127.0.0.1 port {silent.rpartition('/')[2]} refuses"
+        assert found["tcp"].found == f"127.0.0.1 port {silent.rpartition('/')[2]}: Connection refused"
         assert (found["tcp"].exit_code, "swarm" in found) == (1, False)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from pydantic import ValidationError
 
 from trainkit import terminal
 from trainkit.config.loading import load
@@ -12,17 +13,18 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RefusedError
 from trainkit.models import build_model
-from trainkit.swarm.messages import NODE, Manifest, PeerProgress, RoundClock, no_data, progress_of, read_gathered
+from trainkit.swarm.messages import NODE, PROGRESS, SHAPES, Manifest, PeerProgress, RoundClock, no_data, read_gathered
 from trainkit.swarm.session import facts_of, require_same, without_data
 
 HONEST: dict[str, Any] = {
     "name": "ann@lab", "round": 3, "samples": 640, "samples_per_sec": 80.5, "loss": 1.25, "group": 4, "time": 1.7e9
 }  # fmt: skip
 INFINITE, NAN = float("inf"), float("nan")
+READ = SHAPES[PROGRESS][1].validate_python
 
 
 def test_an_honest_record_is_read_also_of_a_later_version() -> None:
-    assert progress_of({**HONEST, "mood": "good"}) == PeerProgress(**HONEST)
+    assert READ({**HONEST, "mood": "good"}) == PeerProgress(**HONEST)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,8 @@ def test_an_honest_record_is_read_also_of_a_later_version() -> None:
     ],
 )
 def test_a_record_with_one_lie_in_it_is_none(value: object) -> None:
-    assert progress_of(value) is None
+    with pytest.raises(ValidationError):
+        READ(value)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +57,8 @@ def test_a_record_with_one_lie_in_it_is_none(value: object) -> None:
     ],
 )
 def test_a_name_is_one_short_line_that_a_terminal_may_show(name: str, shown: str) -> None:
-    found = progress_of({**HONEST, "name": name})
-    assert found is not None
-    assert found.name == shown
-    assert len(found.name) <= terminal.LONGEST_NAME + 3
+    assert READ({**HONEST, "name": name}).name == shown
+    assert len(shown) <= terminal.LONGEST_NAME + 3
 
 
 # What peers tell their group, from honest ones and from others.

@@ -171,9 +171,9 @@ def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() ->
     screen.average(0, early, {0: 100.0, 1: 100.0}, own)
     screen.average(SIZE // 2, {0: late[0]}, {0: 100.0}, own)
     assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
-    # Nor is who was dropped or left out, or has trained nothing.
+    # Nor is who was dropped or left out.
     *honest, turned, long = contributions(6)
     screen = Screen([f"peer-{index}" for index in range(6)], Limits(possible=POSSIBLE), SIZE)
-    weights = {0: 0.0, **dict.fromkeys(range(1, 6), 100.0)}
+    weights = dict.fromkeys(range(6), 100.0)
     screen.average(0, dict(enumerate([*honest, -9 * turned, 23 * long])), weights, torch.zeros(SIZE))
-    assert set(screen.counted()) == {"peer-1", "peer-2", "peer-3"}
+    assert set(screen.counted()) == {f"peer-{index}" for index in range(4)}

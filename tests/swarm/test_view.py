@@ -3,9 +3,11 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from base58 import b58decode
 
 from trainkit.config.components import metrics_of
 from trainkit.config.loading import load, to_yaml
@@ -14,7 +16,7 @@ from trainkit.run.metrics import Contribution
 from trainkit.swarm import view as swarm_view
 from trainkit.swarm.address import EXAMPLE
 from trainkit.swarm.admission import by_address
-from trainkit.swarm.messages import Manifest, progress_of
+from trainkit.swarm.messages import PROGRESS, Manifest, records_in
 from trainkit.swarm.view import PeerRow, SwarmRecords, View, as_object, leaderboard_lines, status_lines, view_of
 
 
@@ -74,7 +76,8 @@ def seen(names: dict[str, str] | None = None, **own: Any) -> View:
         CREATOR: {**plain, "time": time.time(), "val_loss": 0.5, "val_headline": 90.0},
         "QmStranger": {**plain, "time": time.time(), "client": True, "val_headline": 1.0, **own},
     }
-    progress = {peer: found for peer, record in said.items() if (found := progress_of(record)) is not None}
+    found = SimpleNamespace(value={b58decode(peer): SimpleNamespace(value=record) for peer, record in said.items()})
+    progress = records_in(PROGRESS, found)
     accounts = {peer: [Contribution(peer, 1, 64.0, 8.0, 0)] for peer in said}
     return view_of(SwarmRecords({CREATOR: manifest}, progress, accounts, names or {}), [EXAMPLE], None)
 

@@ -17,7 +17,7 @@ import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -54,18 +54,7 @@ def hashed(name: str) -> bytes:
     return bytes(DHTID.generate(source=name).to_bytes())
 
 
-def _is_bytes(value: object) -> bool:
-    return isinstance(value, bytes)
-
-
-# Of records of ours, by the hashed key: bytes at most, and whether a value has the shape that it must have.
-_KINDS: dict[bytes, tuple[int, Callable[[Any], bool]]] = {
-    hashed(MANIFEST): (1 << 17, messages.is_manifest),
-    hashed(PROGRESS): (_LONGEST_VALUE, lambda value: messages.progress_of(value) is not None),
-    hashed(CREDITS): (1 << 16, messages.is_credits),
-    hashed(REVOKED): (1 << 16, _is_bytes),
-    hashed(BANNED): (1 << 16, _is_bytes),
-}
+_SHAPES = {hashed(key): shape for key, shape in messages.SHAPES.items()}
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -97,7 +86,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         """
         try:
             value, credential, signature = unpack(record.value, 3)
-            longest, has_shape = _KINDS.get(record.key, (_LONGEST_VALUE, None))
+            longest, shape = _SHAPES.get(record.key, (_LONGEST_VALUE, None))
             if len(value) > longest:
                 return False
             writer = self._identity.admission.invited(credential, record.expiration_time)
@@ -105,7 +94,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
                 record.subkey == _subkey(writer.peer_id)
                 and _may_write(record.key, writer)
                 and _public_key(writer.public_key).verify(_content(record, value), signature)
-                and (has_shape is None or has_shape(MSGPackSerializer.loads(value)))
+                and (shape is None or shape.validate_python(MSGPackSerializer.loads(value)) is not None)
             )
         except Exception:  # whatever the parsers of a stranger's bytes raise
             return False
@@ -213,8 +202,7 @@ def _keep_who_is_out(request: Any) -> None:
     if isinstance(request, dht_pb2.FindRequest):
         request.keys[:] = [key if key in (hashed(REVOKED), hashed(BANNED)) else _NOTHING for key in request.keys]
     if isinstance(request, dht_pb2.StoreRequest):
-        for name in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
-            request.ClearField(name)
+        request.CopyFrom(dht_pb2.StoreRequest(auth=request.auth))
 
 
 @dataclass(frozen=True)
@@ -422,14 +410,6 @@ class Ban(NamedTuple):
 _BANS = TypeAdapter(list[Ban])
 
 
-def _ban_in(record: Mapping[str, Any]) -> Ban:
-    """A line of the file, as far as it can be read: to refuse it, as a damaged list of another peer's is refused, would
-    let somebody in again."""
-    name, why = (text if isinstance(text := record.get(key), str) else "" for key in ("name", "why"))
-    said = record.get("time")
-    return Ban(record["id"], name, why, float(said) if fileio.is_time(said) else 0.0, record.get("lifted") is True)
-
-
 class Bans:
     """The list. In a run folder each line bans or lifts a ban, so that a run and a command can both write."""
 
@@ -452,7 +432,9 @@ class Bans:
         if self._file is not None:
             for record in fileio.read_jsonl(self._file):
                 if isinstance(record.get("id"), str):  # whatever else is damaged, somebody was banned
-                    self._note(_ban_in(record))
+                    name, why, said = (record.get(key) for key in ("name", "why", "time"))
+                    said = said if fileio.is_time(said) else 0.0
+                    self._note(Ban(record["id"], str(name), str(why), said, record.get("lifted") is True))
         return self._said.values()
 
     def add(self, ban: Ban) -> None:
@@ -567,9 +549,9 @@ class Excluded:
 
     def take(self, key: str, found: Any) -> None:
         """Take over what the DHT has returned for one of the two lists."""
-        for entry in admission.entries(found):
+        for statement in messages.records_in(key, found).values():
             with suppress(UntrustedError):
-                self.hear(key, entry.value)
+                self.hear(key, statement)
 
     def told(self) -> dict[str, bytes]:
         """Record's key -> what this peer tells others; nothing, if it is a volunteer: they would not believe it."""

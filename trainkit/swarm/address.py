@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -47,18 +47,14 @@ _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})/p2p/(Qm[1
 def check(address: str) -> str:
     """``address`` if it is one; quick, so that a mistyped one is refused before anything heavy is imported.
 
-    Raises UserError and says which part is wrong.
+    Raises UserError.
     """
-    why = f"It has the form /ip4/ADDRESS/tcp/PORT/p2p/PEER, for example {EXAMPLE}."
     if match := _ADDRESS.fullmatch(address):
         kind, host, port, _ = match.groups()
         ip = _ip(host)
-        if not 0 < int(port) < 65536:
-            why = f"Ports go from 1 to 65535, not {port}."
-        elif kind in ("ip4", "ip6") and (ip is None or ip.version != int(kind[-1])):
-            why = f"'{host}' is no {kind} address."
-        else:
+        if 0 < int(port) < 65536 and (kind.startswith("dns") or (ip is not None and kind == f"ip{ip.version}")):
             return address
+    why = f"It has the form /ip4/ADDRESS/tcp/PORT/p2p/PEER, for example {EXAMPLE}."
     fix = "Copy the whole line that `python -m jobs.swarm create` printed."
     raise UserError(f"'{address}' is not the address of a peer.", why=why, fix=fix)
 
@@ -196,17 +192,11 @@ MOST_APART = 1.0
 others were gone: nobody would know why."""
 
 
-_SET_CLOCK = "Set it: `timedatectl set-ntp true`, or ask the administrator."
-
-
 def wrong_clock(how: str = "differs from the swarm's by more than three seconds") -> UserError:
     """This machine's clock and the swarm's differ."""
     why = "Rounds end by the clock, so the peers' clocks must agree."
-    return UserError(f"The clock of this machine {how}.", why=why, fix=_SET_CLOCK)
-
-
-def _distance(ahead: float) -> str:
-    return f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's"
+    fix = "Set it: `timedatectl set-ntp true`, or ask the administrator."
+    return UserError(f"The clock of this machine {how}.", why=why, fix=fix)
 
 
 async def serve_wall_clock(node: Any) -> None:
@@ -219,24 +209,22 @@ async def serve_wall_clock(node: Any) -> None:
     await node.p2p.add_protobuf_handler(_TIME_HANDLER, answer, DoubleValue)
 
 
-def clock_ahead(dht: Any, peers: Sequence[str]) -> float | None:
-    """Seconds by which this machine's clock is ahead, by the peers at these addresses and a `SwarmDHT`; None: nobody
-    says."""
-    return cast("float | None", dht.in_dht(partial(_ahead, of=tuple(peers)), _ASK_SECONDS, None))
-
-
 def require_same_time(dht: Any, peers: Sequence[str]) -> None:
-    """Raises UserError when this machine's clock is off; nothing happens when nobody says."""
-    if (ahead := clock_ahead(dht, peers)) is not None and abs(ahead) > MOST_APART:
-        raise wrong_clock(f"is {_distance(ahead)}")
+    """Compare clocks with the peers at these addresses, by a `SwarmDHT`; nothing happens when none of them says.
+
+    Raises UserError when this machine's is off.
+    """
+    ahead: float = dht.in_dht(partial(_ahead, of=tuple(peers)), _ASK_SECONDS, 0.0)
+    if abs(ahead) > MOST_APART:
+        raise wrong_clock(f"is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's")
 
 
-async def _ahead(dht: Any, node: Any, *, of: Sequence[str]) -> float | None:
+async def _ahead(dht: Any, node: Any, *, of: Sequence[str]) -> float:
     """Seconds by which this machine's clock is ahead at least, by the first that answers."""
     for name in dict.fromkeys(map(peer_of, of)):
         with suppress(Exception):  # gone: the next one
             return await _ahead_of(node.p2p, name)
-    return None
+    return 0.0
 
 
 async def _ahead_of(p2p: Any, name: str) -> float:
@@ -459,23 +447,16 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
 
 def _port(item: str) -> Finding:
     _, _, host, _, port, *_ = item.split("/")
-    began, fix, exit_code = time.monotonic(), "", 1
+    began = time.monotonic()
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-        answer, exit_code = f"answers in {1000 * (time.monotonic() - began):.0f} ms", 0
     except (socket.gaierror, UnicodeError) as error:  # of a name that is none
         fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
         return Finding("name", f"{host} is not known: {getattr(error, 'strerror', error)}", fix, 2)
-    except TimeoutError:
-        answer = f"does not answer within {_CONNECT_SECONDS:.0f} s"
-        fix = "A firewall drops it: let this machine call out to that port, or try another address."
-    except ConnectionRefusedError:
-        answer = "refuses"
-        fix = "Nothing listens there: the run is over or restarting. Ask its creator, or try another address."
     except OSError as error:
-        answer, exit_code = f"cannot be called: {error.strerror or error}", 2
-        fix = "Look at this machine's network: `ip route get` that address."
-    return Finding("tcp", f"{host} port {port} {answer}", fix, exit_code)
+        fix = "The run is over or restarting, or a firewall is between. Ask its creator, or try another address."
+        return Finding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 1)
+    return Finding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
 
 
 def _disk(env: Mapping[str, str], parameters: int) -> Finding:
@@ -489,9 +470,10 @@ def _disk(env: Mapping[str, str], parameters: int) -> Finding:
 
 def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
+    what = "swarm"
     try:
         processes.require_hivemind()
-        from trainkit.swarm import access, session
+        from trainkit.swarm import access, messages, session
         from trainkit.swarm.dht import open_dht, read_manifest
         from trainkit.swarm.spec import adapted
 
@@ -499,51 +481,32 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             access.identity(None, entry.own, entry.admission()) as identity,
             open_dht(identity, peers=entry.addresses) as dht,
         ):
-            if (ahead := clock_ahead(dht, entry.addresses)) is not None:
-                yield _clock(ahead)
+            require_same_time(dht, entry.addresses)
+            yield Finding("clock", f"within {MOST_APART:g} s of the swarm's")
+            what = "manifest"
             manifest = read_manifest(dht, entry.addresses)
             rounds = adapted(manifest.config, (), allow_code=True).collaborative
-            uploaded = dht.upload(entry.addresses)
+            messages.require_going_on(manifest, rounds)
+            yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
+            what, ours = "versions", session.installed()
+            session.require_same({name: version for name, version in manifest.facts.items() if name in ours}, ours)
+            yield Finding(what, "those of the creator")
+            parameters = session.parameters_in(manifest.facts)
+            yield _disk(env, parameters)
+            yield _upload(dht.upload(entry.addresses), parameters, rounds)
     except TrainkitError as error:
-        name = "clock" if "clock" in error.what else "manifest" if "No run" in error.what else "swarm"
-        yield Finding(name, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or name == "clock" else 1)
-        return
-    end = (manifest.first_round + rounds.rounds) * rounds.round_seconds
-    by_time = rounds.sync == "diloco"
-    if manifest.stopped or (by_time and time.time() >= end):
-        yield Finding("manifest", f"{manifest.name} is over", "Join another run.", 1)
-        return
-    left = f"{(end - time.time()) / 60:.0f} minutes to go" if by_time else f"a run of {rounds.rounds} updates"
-    yield Finding("manifest", f"{manifest.name}, {left}")
-    ours = session.installed()
-    theirs = {name: version for name, version in manifest.facts.items() if name in ours and ours[name] != version}
-    if theirs:
-        wanted = " ".join(f"'{name}=={version}.*'" for name, version in theirs.items())
-        yield Finding("versions", f"the creator has {session.in_words(theirs)}", f"pip install {wanted}", 2)
-    else:
-        yield Finding("versions", "those of the creator")
-    parameters = session.parameters_in(manifest.facts)
-    yield _disk(env, parameters)
-    yield _upload(uploaded, parameters, rounds)
+        what = "clock" if "clock" in error.what else what
+        yield Finding(what, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or what == "clock" else 1)
 
 
 def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
     """What was sent went to a peer of the swarm: an exchange can have as much."""
-    from trainkit.swarm.link import encoded_bytes, enough, in_words, load_for
+    from trainkit.swarm.link import enough, in_words, load_for
 
     if rate <= 0.0:
         fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
         return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
-    found = f"{rate / MEGABIT:.1f} Mbit/s"
-    if rounds.sync == "gradients":
-        size = encoded_bytes(parameters, rounds.compression)
-        return Finding("upload", f"{found}: the {size / 1e6:.1f} MB of an update take {size / rate:.1f} s")
-    if rate >= enough(parameters, rounds):
-        return Finding("upload", f"{found} at least, and the run needs less")
+    if rounds.sync == "gradients" or rate >= enough(parameters, rounds):
+        return Finding("upload", f"{rate / MEGABIT:.1f} Mbit/s")
     found = in_words(load_for(rate, parameters, rounds), rate).removeprefix("upload ")
     return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")
-
-
-def _clock(ahead: float) -> Finding:
-    fix = _SET_CLOCK if abs(ahead) > MOST_APART else ""
-    return Finding("clock", _distance(ahead), fix, 2 if fix else 0)

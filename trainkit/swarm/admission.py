@@ -39,7 +39,7 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, invitations, processes
 from trainkit.swarm.invitations import Pass, UntrustedError
-from trainkit.swarm.messages import REVOKED
+from trainkit.swarm.messages import REVOKED, records_in
 
 # Members that are known at once; a new one takes the place of the first.
 _MOST_MEMBERS = 4096
@@ -149,10 +149,9 @@ class Admission:
 
     def introduce(self, credential: bytes) -> Member:
         """Learn who a peer is. Raises UntrustedError."""
-        member = _member_of(credential, self.owner, self.open_run)
+        member = self.invited(credential, until=0.0)
         if why := self._objection(member, time.time()):
             raise UntrustedError(why)
-        remember(self._known, member.peer_id, member, _MOST_MEMBERS)
         return member
 
     def admitted(self, peer_id: str, *, now: float | None = None) -> Member | None:
@@ -226,11 +225,6 @@ def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
         del known[next(iter(known))]
 
 
-def entries(found: Any) -> Iterable[Any]:
-    """The records of all writers, of what the DHT returned for a key."""
-    return found.value.values() if found is not None and isinstance(found.value, dict) else ()
-
-
 def peer_key(peer_id: str) -> str:
     """The DHT's key of a peer's credential."""
     return f"trainkit_peer_{peer_id}"
@@ -238,9 +232,9 @@ def peer_key(peer_id: str) -> str:
 
 def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
     """Who a peer is, by what the DHT returned for `peer_key`; None if it does not take part."""
-    for entry in entries(found):
-        with suppress(UntrustedError, AttributeError, TypeError):
-            if (member := admission.introduce(entry.value)).peer_id == peer_id:
+    for credential in records_in(peer_key(peer_id), found).values():
+        with suppress(UntrustedError):
+            if (member := admission.introduce(credential)).peer_id == peer_id:
                 return member
     return None
 
@@ -351,40 +345,25 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
     Raises UserError when it is none of these.
     """
     given = [word for word in words if address.looks_like(word)]
-    others = [word for word in words if not address.looks_like(word)]
-    if len(others) > 1:
-        why = f"{len(others)} were given."
-        raise UserError("One token at a time.", why=why, fix="Give one token, or addresses alone.")
-    if given and not others:
-        return by_address(given, name=name)
-    source, text = _given(others[0] if others else None, env)
+    others = " ".join(word for word in words if not address.looks_like(word))
+    text = others if words else env.get(VARIABLE, "")
+    if others == "-":
+        text = sys.stdin.read(_LONGEST_FILE)
+    elif os.path.isfile(others):
+        text = fileio.read_start(Path(others), _LONGEST_FILE, follow=True)
     if invitations.looks_like(text):
         entry = with_token(text, given)
-        if text in others:
+        if text == others:
             seen = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file"
             print(f"{seen}, or give -.", file=sys.stderr, flush=True)
         return entry
-    if there := [item for item in text.split() if address.looks_like(item)]:
-        return by_address([*given, *there], name=name)
+    given += [item for item in text.split() if address.looks_like(item)]
+    if given:
+        return by_address(given, name=name)
+    source = "what was given" if words else VARIABLE  # without what it is: it may be most of a secret
     why = f"A token begins with {invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}."
     fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
     raise UserError(f"There is neither a token nor an address in {source}.", why=why, fix=fix)
-
-
-def _given(word: str | None, env: Mapping[str, str]) -> tuple[str, str]:
-    """Where the way in was given, in words, and the text that stands there."""
-    if word is None:
-        text = env.get(VARIABLE, "")
-        if not text.strip():
-            why = f"Neither a token nor an address was given, and {VARIABLE} is not set."
-            fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
-            raise UserError("TOKEN missing.", why=why, fix=fix)
-        return VARIABLE, text
-    if word == "-":
-        return "the standard input", sys.stdin.read(_LONGEST_FILE)
-    if not invitations.looks_like(word) and os.path.isfile(word):
-        return word, fileio.read_start(Path(word), _LONGEST_FILE, follow=True)
-    return repr(terminal.one_line(word, 40)), word  # not all of what was typed: it may be most of a secret
 
 
 def is_setting(word: str) -> bool:

@@ -16,7 +16,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted
 from trainkit.swarm import address, admission, dht, link
 from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import CREDITS, MANIFEST, REVOKED, Manifest, PeerProgress, RoundClock, credit_record
+from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import LOST_AFTER, Session
@@ -188,7 +188,7 @@ class Creator(Session):
         self.writer.check()
         with suppress(OSError):  # a full disk; the next round writes all of it again
             self.credits.write(self.writer.run)
-        self.dht.store(CREDITS, credit_record(self.credits.best_first()), LOST_AFTER * seconds + 60.0)
+        self.dht.store(CREDITS, self.credits.rows()[:MOST_CREDITED], LOST_AFTER * seconds + 60.0)
 
     def train(self) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""

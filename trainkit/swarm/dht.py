@@ -133,9 +133,8 @@ async def serve_members(dht: Any, node: Any) -> None:
             infos = [info for info in await node.p2p.list_peers() if info.peer_id == peer]
             places = [str(item).split("/") for info in infos for item in info.addrs]
             ip = next((parts[2] for parts in places if len(parts) > 2 and parts[1] in ("ip4", "ip6")), "")
-            told = fileio.parse(request.value[:_LONGEST])
-            announced = [str(item)[:200] for item in told[:8]] if isinstance(told, list) else []
-            tried = address.worth_dialling(announced, ip)
+            announced = fileio.parse(request.value[:_LONGEST])
+            tried = address.worth_dialling([str(item) for item in announced[:8]], ip)
             async with some_at_a_time:
                 reached = [item for item in tried if await address.answers_at(f"{item}/p2p/{peer}", _DIAL_SECONDS)]
         finally:
@@ -220,10 +219,8 @@ def check_listening(host: str, port: int) -> None:
     Tried here, because libp2p shares a port with whoever let others share it, such as another peer.
     """
     try:
-        kind = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        with socket.socket(kind, socket.SOCK_STREAM) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((host, port))
+        version = ipaddress.ip_address(host).version
+        socket.create_server((host, port), family=socket.AF_INET6 if version == 6 else socket.AF_INET).close()
     except (OSError, ValueError) as error:
         why = f"{getattr(error, 'strerror', None) or error}."
         fix = "Choose another --port, or a --host that is an IP address of this machine."
@@ -322,11 +319,11 @@ class SwarmDHT:
 
     def manifests(self) -> dict[str, messages.Manifest]:
         """Creator's peer id -> manifest."""
-        return messages.manifests_in(self._read(MANIFEST))
+        return messages.records_in(MANIFEST, self._read(MANIFEST))
 
     def progress(self) -> dict[str, messages.PeerProgress]:
         """Peer id -> its last progress; of peers that have gone, until it expires."""
-        return messages.progress_in(self._read(PROGRESS))
+        return messages.records_in(PROGRESS, self._read(PROGRESS))
 
     def look_for(self, addresses: Sequence[str]) -> Any:
         """Look for peers where they were, and know them again; a future of how many answer."""
@@ -505,10 +502,10 @@ class Watch:
 
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:
-            self.peers = messages.progress_in(found)
+            self.peers = messages.records_in(key, found)
         elif key in (REVOKED, BANNED):
             self._dht.excluded.take(key, found)
-        elif (manifest := messages.manifests_in(found).get(self._creator)) is None:
+        elif (manifest := messages.records_in(key, found).get(self._creator)) is None:
             self.stopped = False
         else:
             self.stopped, self.first_round = manifest.stopped, manifest.first_round

@@ -19,13 +19,12 @@ from functools import partial
 from typing import Annotated, Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemind tells streams from messages
 
 import hivemind.averaging.averager
-import msgpack
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
-from hivemind.averaging.partition import AllreduceException, BannedException
+from hivemind.averaging.partition import BannedException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.proto.averaging_pb2 import AveragingData, DownloadData, DownloadRequest, JoinRequest, MessageFromLeader
@@ -100,53 +99,48 @@ def read_digest(admission: Admission, statement: bytes, *, run_id: str) -> Diges
     return digest
 
 
-async def in_order(record: object, own_id: str, look_up: Callable[[str], Awaitable[Member | None]]) -> list[PeerID]:
+async def in_order(
+    record: Mapping[bytes, Any], own_id: str, look_up: Callable[[str], Awaitable[Member | None]]
+) -> list[PeerID]:
     """Whom to ask for the state: the owner first, then any of its side. What donors say of themselves does not count.
 
     Args:
-        record: of the DHT, of those who give it away, by peer.
+        record: of the DHT, of those who give it away, by peer; its validators have checked who has written each.
         own_id: of this peer, who is not asked.
         look_up: who a peer is; None: nobody.
     """
-    donors: list[tuple[bool, float, PeerID]] = []
-    for subkey, entry in record.items() if isinstance(record, dict) else ():
-        if isinstance(subkey, bytes) and getattr(entry, "value", None) is not None:  # None: it does no longer
-            with suppress(ValueError):
-                peer = PeerID(subkey)
-                member = None if str(peer) == own_id else await look_up(str(peer))
-                if member is not None and member.trusted:
-                    donors.append((member.role != "owner", random.random(), peer))
-    return [peer for *_, peer in sorted(donors, key=lambda donor: donor[:2])]
+    donors: dict[PeerID, tuple[bool, float]] = {}
+    for subkey, entry in record.items():
+        peer = PeerID(subkey)
+        member = None if str(peer) == own_id else await look_up(str(peer))
+        if member is not None and member.trusted and entry.value is not None:  # None: it does no longer
+            donors[peer] = member.role != "owner", random.random()
+    return sorted(donors, key=lambda peer: donors[peer])
 
 
 async def read_state(messages: AsyncIterable[Any], sizes: Sequence[int], admission: Admission, run_id: str) -> State:
     """Read a state as it comes from a donor.
 
     Args:
-        messages: hivemind's, each with a piece of a tensor.
+        messages: hivemind's, each with a piece of a tensor, one after the other.
         sizes: values of each tensor.
 
     Raises ValueError when it is too long or another number of values, UntrustedError when nobody of the owner's side
     has signed it.
     """
-    most, metadata, tensor = sum(sizes) * 4, b"", -1
-    buffers = [bytearray() for _ in sizes]
+    most, metadata, buffer = sum(sizes) * 4, b"", bytearray()
     async for message in messages:
         metadata = message.metadata or metadata
-        tensor += bool(message.tensor_part.dtype)  # which only the first piece of a tensor has
-        most -= len(message.tensor_part.buffer)
-        if most < 0 or not 0 <= tensor < len(sizes) or len(metadata) > _LONGEST_METADATA:
+        buffer += message.tensor_part.buffer
+        if len(buffer) > most or len(metadata) > _LONGEST_METADATA:
             raise ValueError("it is longer than the state of this run")
-        buffers[tensor] += message.tensor_part.buffer
-    if [len(buffer) for buffer in buffers] != [4 * size for size in sizes]:
+    if len(buffer) < most:
         raise ValueError("it is shorter than the state of this run")
-    tensors = [torch.frombuffer(buffer, dtype=torch.float32) for buffer in buffers]
-    statement = None
-    with suppress(ValueError, KeyError, TypeError, msgpack.UnpackException, RecursionError):
-        statement = plain_msgpack(metadata)["digest"]
-    if not isinstance(statement, bytes):
+    tensors = list(torch.frombuffer(buffer, dtype=torch.float32).split(list(sizes)))
+    told = plain_msgpack(metadata)
+    if not (isinstance(told, dict) and isinstance(told.get("digest"), bytes)):
         raise ValueError("nobody has signed it")
-    signed = read_digest(admission, statement, run_id=run_id)
+    signed = read_digest(admission, told["digest"], run_id=run_id)
     if digest_of(signed.run_id, signed.round, tensors) != signed:
         raise ValueError("it is not what was signed")
     return signed, tensors
@@ -258,10 +252,10 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         self.tensor_part_reducer = _Reducer(own_parts, len(senders), self.screen, self._write_average)
         self._first = [sum(by_peer[:index]) for index in range(len(by_peer))]
         self._own_first = self._first[self.ordered_peer_ids.index(self.peer_id)]
-        count = sum(by_peer)
-        self._counts = [(0, len(senders))] * count
-        self._mine = [False] * count
-        self._bytes = [0] * count
+        self._parts = [(0, len(senders), False)] * sum(by_peer)
+        """Of each: how many contributions are in its average, how many were announced, and whether this peer's is in
+        it."""
+        self._bytes = [0] * sum(by_peer)
         self._waited: dict[PeerID, float] = {}
         self._up = self._down = self._timed = 0
         self.received: dict[str, int] = {}
@@ -270,11 +264,11 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
     def outcome(self) -> Outcome:
         """What the exchange came to, once it is over."""
         by_peer = zip(self.ordered_peer_ids, self.tensor_part_container.num_parts_by_peer, strict=True)
-        received, expected = zip(*self._counts, strict=True)
+        received, expected, counted = zip(*self._parts, strict=True)
         return Outcome(
             received=received,
             expected=expected,
-            counted=tuple(self._mine),
+            counted=counted,
             reducers=tuple(str(peer) for peer, parts in by_peer for _ in range(parts)),
             late=tuple(sorted(map(str, self.banned_senders))),
             bytes_up=self._up,
@@ -302,9 +296,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             answers = aiter_with_timeout(stream, self.reducer_timeout)
             for index, part in enumerate(parts):
                 answer = await anext(answers)
-                if answer.code != averaging_pb2.AVERAGED_PART:
-                    raise AllreduceException(f"{peer_id} sent {averaging_pb2.MessageCode.Name(answer.code)}")
-                counts = _COUNTS.unpack(answer.group_id)
+                counts = _COUNTS.unpack(answer.group_id)  # which a refusal has not
                 values = read_part(answer.tensor_part, part.numel()) if counts[0] else part
                 self._down += len(answer.tensor_part.buffer)
                 if answer.weight > 0:
@@ -335,7 +327,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
 
     def _take(self, peer_index: int, index: int, values: Tensor, counts: tuple[int, int], *, counted: bool) -> None:
         place = self._first[peer_index] + index
-        self._counts[place], self._mine[place] = counts, counted
+        self._parts[place] = (*counts, counted)
         self.tensor_part_container.register_processed_part(peer_index, index, values)
 
     # As a reducer.
@@ -344,10 +336,9 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         """Take a sender's parts, and give it the averages of all."""
         sender = context.remote_id
         request = await anext(stream)
-        reason = self._check_reasons_to_reject(request, context)
         # Who has called already would be counted twice, in the place of somebody who is slower.
-        if reason is not None or request.code != averaging_pb2.PART_FOR_AVERAGING or sender in self.active_senders:
-            yield reason or AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+        if self._check_reasons_to_reject(request, context) is not None or sender in self.active_senders:
+            yield AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.active_senders.add(sender)
         if len(self.active_senders) == len(self.sender_peer_ids):

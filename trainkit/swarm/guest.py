@@ -83,15 +83,11 @@ class Guest(Session):
     def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
         """What the run is; ``adapt`` makes this machine's configuration of it."""
         self.manifest = manifest = read_manifest(self.dht, self.entry.addresses)
-        messages.require_going_on(manifest)
         address.require_same_time(self.dht, self.entry.addresses)
         self.config = adapt(manifest)
         check_peer(self.config, self.spec)
-        self.clock, agreed = self.clock_from(manifest.first_round), self.config.collaborative
-        # By the time, where it says so; else a newcomer learns it from the state that it is given.
-        if agreed.sync == "diloco" and self.clock.index(time.time()) >= agreed.rounds:
-            why = f"All of its {agreed.rounds} rounds are done."
-            raise UserError(f"The run {manifest.name} is over.", why=why, fix="Join another.")
+        messages.require_going_on(manifest, self.config.collaborative)
+        self.clock = self.clock_from(manifest.first_round)
 
     def require_same_run(self) -> None:
         """Refuse to train something else than the run does, once there is a model."""

@@ -30,7 +30,6 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainkit import fileio
 from trainkit.errors import UserError
 from trainkit.swarm import address
 from trainkit.terminal import LONGEST_NAME
@@ -131,6 +130,7 @@ _TOKEN = re.compile(r"(?<![\w/.-])trainkit\d+\.(?:(?!\s+python\b).)*", re.DOTALL
 _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
+_ADDRESSES = TypeAdapter(Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES)])
 # Of a grant: run, owner, key, name, role, and the second since 1970 at which it expires.
 _GRANT = TypeAdapter(tuple[str, str, str, str, Role, Annotated[int, Field(gt=0, lt=1 << 40)]])
 
@@ -269,13 +269,9 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         is_whole = own.key.public == own.grant.key and is_signed(own.grant.key, signature, "token", body)
         _require(is_whole, "it has been changed")
         _require(is_signed(own.grant.owner, owners, "grant", granted), "the owner of the run has not signed it")
-        addresses = fileio.parse(where)
-        is_list = isinstance(addresses, list) and 0 < len(addresses) <= _MOST_ADDRESSES
-        _require(is_list, "it does not say where the run is")
-        found = tuple(address.check(str(item)) for item in addresses)
-    except (UntrustedError, ValueError, RecursionError) as error:
-        what = error if isinstance(error, UntrustedError) else "it is garbled"
-        why, fix = f"It is mistyped or not copied to its end: {what}.", "Copy the whole line again; it is one word."
+        found = tuple(map(address.check, parsed(_ADDRESSES, where, "way to the run")))
+    except UntrustedError as error:
+        why, fix = f"It is mistyped or not copied to its end: {error}.", "Copy the whole line again; it is one word."
         raise UserError("This is no token.", why=why, fix=fix) from None
     if own.grant.expires <= (time.time() if now is None else now):
         why, fix = f"It was good until {date(own.grant.expires)}.", "Ask whoever runs it for another."

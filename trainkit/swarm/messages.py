@@ -6,28 +6,28 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any
 
 import base58
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from trainkit import terminal
+from trainkit.config.schema import CollaborativeConfig
 from trainkit.data.base import DataInfo, Splits
 from trainkit.errors import RefusedError, UserError
-from trainkit.run.metrics import Contribution, typed_contributions
+from trainkit.run.metrics import typed_contributions
 from trainkit.swarm import address
 
-PROTOCOL = 4
+PROTOCOL = 5
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 """Keys of the records in the DHT."""
 MOST_PEERS = 1000
 """A node keeps, and a reader reads, the records of so many peers under one key."""
 MOST_CREDITED = 200
-_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
 
 Text = Annotated[str, Field(strict=True, max_length=128)]
 Name = Annotated[Text, AfterValidator(lambda text: terminal.name(text) or "?")]
@@ -40,6 +40,8 @@ Value = Annotated[Number, Field(ge=-1e6, le=1e6)]
 @dataclass(frozen=True)
 class Manifest:
     """What all peers of a run have in common. No node keeps one whose fields are not of these types and bounds."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     run_id: Text
     name: Text
@@ -92,66 +94,30 @@ class PeerProgress:
     """Where others reach the peer; empty if they cannot."""
 
 
-_MANIFEST, _PROGRESS = TypeAdapter(Manifest), TypeAdapter(PeerProgress)
+_STATEMENT = TypeAdapter(Annotated[bytes, Field(strict=True)])
+_CREDITS = Annotated[list[dict[str, Any]], Field(strict=True, max_length=MOST_CREDITED)]
+SHAPES: dict[str, tuple[int, TypeAdapter[Any]]] = {
+    MANIFEST: (1 << 17, TypeAdapter(Manifest)),
+    PROGRESS: (1 << 13, TypeAdapter(PeerProgress)),
+    CREDITS: (1 << 17, TypeAdapter(Annotated[_CREDITS, AfterValidator(typed_contributions)])),
+    REVOKED: (1 << 16, _STATEMENT),
+    BANNED: (1 << 16, _STATEMENT),
+}
+"""Key of a record -> bytes at most, and the type that its value must have."""
 
 
-def manifests_in(found: Any) -> dict[str, Manifest]:
-    """Peer id -> manifest, of what the DHT returned for `MANIFEST`."""
-    return {peer: Manifest(**value) for peer, value in _records(found).items()}
+def records_in(key: str, found: Any) -> dict[str, Any]:
+    """Peer id -> its record, of what the DHT returned for ``key``; its validators have checked signatures.
 
-
-def progress_in(found: Any) -> dict[str, PeerProgress]:
-    """Peer id -> progress, of what the DHT returned for `PROGRESS`."""
-    read = {peer: progress_of(value) for peer, value in _records(found).items()}
-    return {peer: own for peer, own in read.items() if own is not None}
-
-
-def credits_in(found: Any) -> dict[str, list[Contribution]]:
-    """Peer id -> who has contributed how much by its account, of what the DHT returned for `CREDITS`."""
-    return {
-        peer: typed_contributions([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
-        for peer, value in _records(found).items()
-    }
-
-
-def _records(found: Any) -> dict[str, dict[str, Any]]:
-    """Peer id -> record. The DHT's validators have checked shapes and signatures."""
-    records: dict[str, dict[str, Any]] = {}
+    Keys without a shape are of records that hold a peer's credential.
+    """
+    records: dict[str, Any] = {}
+    _, shape = SHAPES.get(key, (0, _STATEMENT))
     if found is not None and isinstance(found.value, dict):
         for subkey, entry in islice(found.value.items(), MOST_PEERS):
-            with suppress(ValueError, TypeError):
-                records[base58.b58encode(subkey).decode()] = dict(entry.value)
+            with suppress(ValueError, TypeError, AttributeError):
+                records[base58.b58encode(subkey).decode()] = shape.validate_python(entry.value)
     return records
-
-
-def is_manifest(value: object) -> bool:
-    """Whether ``value`` is a manifest of this version, with every field and no other."""
-    with suppress(ValidationError):
-        _MANIFEST.validate_python(value)
-        return isinstance(value, dict) and value.keys() == {one.name for one in fields(Manifest)}
-    return False
-
-
-def progress_of(value: object) -> PeerProgress | None:
-    """One record as a peer has written it; None if it is not one. Fields of later versions are passed over."""
-    with suppress(ValidationError):
-        return _PROGRESS.validate_python(value)
-    return None
-
-
-def is_credits(value: object) -> bool:
-    """Whether ``value`` is a `credit_record`; whoever reads one checks the types in its rows."""
-    rows = value.get("rows") if isinstance(value, dict) and len(value) == 1 else None
-    return (
-        isinstance(rows, list)
-        and len(rows) <= MOST_CREDITED
-        and all(isinstance(row, list) and len(row) == len(_CREDIT) for row in rows)
-    )
-
-
-def credit_record(contributions: Sequence[Contribution]) -> dict[str, Any]:
-    """What `credits_in` reads; of many names the first ones."""
-    return {"rows": [[getattr(item, key) for key in _CREDIT] for item in contributions[:MOST_CREDITED]]}
 
 
 def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
@@ -183,10 +149,15 @@ def require_same_version(manifest: Manifest) -> None:
         )
 
 
-def require_going_on(manifest: Manifest) -> None:
-    """Raises UserError when the creator has ended the run."""
-    if manifest.stopped:
-        raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+def require_going_on(manifest: Manifest, rounds: CollaborativeConfig | None = None) -> None:
+    """Raises UserError when the creator has ended the run, or, by the time, all of its ``rounds`` are done."""
+    why = "Its creator has ended it." if manifest.stopped else ""
+    if rounds is not None and rounds.sync == "diloco":  # else a newcomer learns it from the state that it is given
+        clock = RoundClock(rounds.round_seconds, manifest.first_round, rounds.rounds)
+        if clock.index(time.time()) >= rounds.rounds:
+            why = f"All of its {rounds.rounds} rounds are done."
+    if why:
+        raise UserError(f"The run {manifest.name} is over.", why=why, fix="Join another.")
 
 
 def no_run_at(peer: str) -> UserError:
@@ -229,15 +200,17 @@ def read_gathered(data: bytes) -> Gathered | None:
     hivemind takes it as it comes: one peer that sends garbage would end every round for all.
     """
     if len(data) <= _LONGEST:
-        with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        with suppress(ValueError, TypeError):
             bandwidth, mode, about = plain_msgpack(data)
             return Gathered(bandwidth=bandwidth, mode=mode, **plain_msgpack(about))
     return None
 
 
 def plain_msgpack(data: bytes) -> Any:
-    """MessagePack's plain types only: hivemind's serializer also makes objects of its own from it."""
-    return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+    """MessagePack's plain types only: hivemind's serializer also makes objects of its own from it. None for garbage."""
+    with suppress(ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+    return None
 
 
 def _untouched(image: Any) -> Any:

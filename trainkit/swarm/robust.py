@@ -146,27 +146,24 @@ class Screen:
 
         Args:
             position: of the part's first value in the vector.
-            parts: sender's index -> its values, flat or not.
-            weights: sender's index -> samples that it claims; of a sender the first claim of a round counts.
+            parts: sender's index -> its values.
+            weights: sender's index -> samples that it claims, a finite number above 0; of a sender the first claim of
+                a round counts.
             own: this reducer's own values, finite; its buffers are those in common if it has trained nothing.
 
         Returns:
-            Of ``own``'s shape. Where nobody's contribution counts: no change, and the own buffers.
+            Where nobody's contribution counts: no change, and the own buffers.
         """
-        result = own.reshape(-1).float().clone()
+        result = own.clone()
         good: dict[int, Tensor] = {}
         for sender, part in sorted(parts.items()):
-            if weights[sender] == 0.0:
-                continue  # it has trained nothing, or leaves this part out: what it sends does not matter
-            claim, values = self._claims.setdefault(sender, float(weights[sender])), part.reshape(-1).float()
-            if part.numel() != result.numel() or not part.is_floating_point():
+            self._claims.setdefault(sender, weights[sender])
+            if part.numel() != result.numel():
                 self._drop(sender, "sent something of the wrong shape")
-            elif not math.isfinite(claim) or claim < 0.0:
-                self._drop(sender, f"claims {claim:g} samples")
-            elif not bool((values.abs() <= _LARGEST_VALUE).all()):
+            elif not bool((part.abs() <= _LARGEST_VALUE).all()):
                 self._drop(sender, "sent values that are not finite")
             elif sender not in self._dropped:
-                good[sender] = values
+                good[sender] = part
         weight = self._believed(good)
         good = {sender: good[sender] for sender in weight}
         split = min(max(self._num_parameters - position, 0), result.numel())
@@ -179,7 +176,7 @@ class Screen:
         self._averaged += result.numel()
         for sender in good:
             self._counted[sender] += weight[sender] * result.numel()
-        return result.view_as(own)
+        return result
 
     def counted(self) -> dict[str, float]:
         """Samples that each sender has in the averages so far: its weight, as far as it was believed, in as many of the
@@ -434,7 +431,7 @@ _DRIFT = 1e-3
 
 
 def has_drifted(
-    own: bytes, given: Mapping[str, Any], look_up: Callable[[str], Member | None], *, role: Role, own_id: str
+    own: bytes, given: Mapping[str, bytes], look_up: Callable[[str], Member | None], *, role: Role, own_id: str
 ) -> bool:
     """Whether this peer has other weights than the owner's side: than the owner, or without the owner than the first of
     its side by id. That peer itself has not drifted: what it has trained counts, whatever anybody says.
@@ -449,7 +446,7 @@ def has_drifted(
     if first is None or role == "owner" or first.peer_id == own_id:
         return False
     probes = own, given[first.peer_id]
-    if not all(isinstance(probe, bytes) and len(probe) == 4 * PROBE_SIZE for probe in probes):
+    if not all(len(probe) == 4 * PROBE_SIZE for probe in probes):
         return False
     ours, theirs = (torch.frombuffer(bytearray(probe), dtype=torch.float32) for probe in probes)
     return not float((theirs - ours).norm()) <= _DRIFT * float(ours.norm())  # also for not-a-number

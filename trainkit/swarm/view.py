@@ -77,9 +77,9 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
                 found = done(node.get_many(keys, sufficient_expiration_time=float("inf")), _READ_SECONDS)
             except (asyncio.TimeoutError, OSError):
                 raise address.nobody_answers(entry.addresses[0]) from None
-            if manifests := messages.manifests_in(found[messages.MANIFEST]):
-                own, contributed = found[messages.PROGRESS], messages.credits_in(found[messages.CREDITS])
-                return SwarmRecords(manifests, messages.progress_in(own), contributed, identity.admission.names())
+            manifests, progress, contributed = (messages.records_in(key, found[key]) for key in keys[:3])
+            if manifests:
+                return SwarmRecords(manifests, progress, contributed, identity.admission.names())
             for key in (messages.REVOKED, messages.BANNED):
                 excluded.take(key, found[key])
             excluded.require_welcome()
