@@ -1,6 +1,5 @@
 """Resources of a launch, one decision at a time: what was asked for, what the site has, and who decided."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +61,10 @@ class Resources:
     def _asked(self, name: str, reason: str = "") -> Decision:
         return self.given(name, getattr(self._launch, name), reason)
 
+    def _refusal(self, name: str, what: str, *, why: str, fix: str) -> RefusedError:
+        """The error for a setting of `launch` that this site or machine cannot give."""
+        return RefusedError(f"{what} ({self._source(name)}).", why=why, fix=fix, key=f"launch.{name}")
+
     def _discovered(self) -> Source:
         return Source("discovered", f"partition {self.partition.name}" if self.partition else "")
 
@@ -81,17 +84,16 @@ class Resources:
         if found is None:
             if asked is None or "," in asked or not names:
                 return None
-            what = f"Unknown partition '{asked}' ({self._source('partition')})."
             fix = did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}.")
-            raise RefusedError(what, why=f"This site has: {', '.join(names)}.", fix=fix, key="launch.partition")
+            why = f"This site has: {', '.join(names)}."
+            raise self._refusal("partition", f"Unknown partition '{asked}'", why=why, fix=fix)
         if found.groups and self._site.user_groups and not set(found.groups) & set(self._site.user_groups):
-            what = f"Partition '{found.name}' is not for you ({self._source('partition')})."
+            what, fix = f"Partition '{found.name}' is not for you", "Use another --partition, or ask for membership."
             why = f"It lets in the Unix groups {', '.join(found.groups)}."
-            fix = "Use another --partition, or ask for membership."
-            raise RefusedError(what, why=why, fix=fix, key="launch.partition")
+            raise self._refusal("partition", what, why=why, fix=fix)
         if not found.up:
-            what, fix = f"Partition '{found.name}' takes no jobs now.", "Use another --partition."
-            raise RefusedError(what, why="Its state is not UP.", fix=fix, key="launch.partition")
+            what, fix = f"Partition '{found.name}' takes no jobs now", "Use another --partition."
+            raise self._refusal("partition", what, why="Its state is not UP.", fix=fix)
         return found
 
     def _decide_nodes(self) -> Decision:
@@ -112,9 +114,8 @@ class Resources:
             than, limit, why = "more", most, f"It has {total} nodes{allows}."
         else:
             return self._asked("nodes")
-        what = f"{nodes} nodes are {than} than partition '{partition.name}' gives ({self._source('nodes')})."
-        fix = f"Use --nodes {limit}" + (" or another --partition." if len(self._site.partitions) > 1 else ".")
-        raise RefusedError(what, why=why, fix=fix, key="launch.nodes")
+        what = f"{nodes} nodes are {than} than partition '{partition.name}' gives"
+        raise self._refusal("nodes", what, why=why, fix=f"Use --nodes {limit}, or another --partition.")
 
     # GPUs are never asked for in two ways at once. SLURM 22.05 takes --gres=gpu:1 with --gpus-per-node=2 without a
     # word, gives the one, and then refuses the srun in it.
@@ -142,10 +143,10 @@ class Resources:
         if asked * nodes > site.gpus:
             visible = f"{site.gpus} of its GPUs are visible" if site.gpus else "no GPU is visible"
             no_slurm = "" if site.scheduler else ", and there is no SLURM here to find others"
-            what = f"{asked * nodes} GPUs are asked for, and this machine does not have them ({source})."
+            what = f"{asked * nodes} GPUs are asked for, and this machine does not have them"
             why = f"The run would be local, and {visible}{no_slurm}."
             fix = "Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node."
-            raise RefusedError(what, why=why, fix=fix, key="launch.gpus_per_node")
+            raise self._refusal(name, what, why=why, fix=fix)
         return decided
 
     def _gpus_of_partition(self, decided: Decision, most_of_strategy: int | None) -> Decision:
@@ -171,17 +172,16 @@ class Resources:
         if kind is None or not types:
             return nodes
         if self.partition and kind not in types:
-            what = f"Partition '{self.partition.name}' has no GPUs of type '{kind}' ({self._source('gpu_type')})."
+            what, why = f"Partition '{self.partition.name}' has no GPUs of type '{kind}'", ", ".join(types)
             fix = did_you_mean(kind, types, otherwise=f"Use launch.gpu_type={types[0]}, or another --partition.")
-            raise RefusedError(what, why=f"Its nodes have: {', '.join(types)}.", fix=fix, key="launch.gpu_type")
+            raise self._refusal("gpu_type", what, why=f"Its nodes have: {why}.", fix=fix)
         return [node for node in nodes if kind in node.gpu_types]
 
     def _require_counted_feature(self, asked: Any) -> None:
         """Where GPUs are a feature of nodes, SLURM does not count them: somebody must say how many a node has."""
         if asked == "auto":
-            dialect = self._source("gpu_dialect")
             what = "Nobody knows how many GPUs a node has (launch.gpus_per_node=auto)."
-            why = f"This site asks for them by a feature ({dialect}), which has no number."
+            why = f"This site asks for them by a feature ({self._source('gpu_dialect')}), which has no number."
             fix = "Set gpus_per_node in the site's profile, or give --gpus-per-node N."
             raise UserError(what, why=why, fix=fix, key="launch.gpus_per_node")
         if asked and self._launch.constraint is None:
@@ -223,10 +223,9 @@ class Resources:
             why = "one rank per GPU" if gpus else "one rank per node on the CPU"
             return Decision("ntasks_per_node", gpus or 1, DEFAULT, why)
         if gpus and asked > gpus:
-            source = self._source("ntasks_per_node")
-            what = f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)} ({source})."
+            what = f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)}"
             fix = f"Use --ntasks-per-node {gpus}, or --gpus-per-node 0 to train on the CPU."
-            raise RefusedError(what, why="Every rank needs a GPU of its own.", fix=fix, key="launch.ntasks_per_node")
+            raise self._refusal("ntasks_per_node", what, why="Every rank needs a GPU of its own.", fix=fix)
         return self._asked("ntasks_per_node", f"{gpus - asked} of {gpus} GPUs stay idle" if gpus > asked else "")
 
     def _decide_cpus(self) -> Decision:
@@ -272,12 +271,11 @@ class Resources:
 
     def _require_memory(self, asked: str, partition: Partition) -> None:
         """Raise RefusedError where so many nodes do not have that memory, or one job may not have it."""
-        match = re.fullmatch(r"(\d+)([KMGT]?)B?", asked)
-        assert match is not None, "the configuration has checked it"
+        megabytes = int(asked.rstrip("KMGTB")) * _MEGABYTES[asked.strip("0123456789B")]
         known = [node.mem_mb for node in partition.nodes if node.mem_mb is not None]
         most = self._least(known) if len(known) == len(partition.nodes) else None
         limits = [limit for limit in (most, partition.max_mem_mb) if limit is not None]
-        if limits and int(match[1]) * _MEGABYTES[match[2]] > min(limits):
+        if limits and megabytes > min(limits):
             why = "" if min(limits) == most else f"A job may have {partition.max_mem_mb} MB of it there."
             has, fix = f"{most} MB each at most", f"--mem {min(limits)}M"
             raise self._too_much(f"{asked} of memory per node is", has, fix, "mem", why=why)
@@ -289,12 +287,9 @@ class Resources:
 
     def _too_much(self, asked: str, has: str, use: str, name: str, *, why: str = "") -> RefusedError:
         nodes, partition = self.nodes.value, self.partition.name if self.partition else ""
-        return RefusedError(
-            f"{asked} asked for on {nodes} node{'s' * (nodes > 1)} ({self._source(name)}).",
-            why=why or f"So many nodes of partition '{partition}' have {has}.",
-            fix=f"Use {use}, or another --partition.",
-            key=f"launch.{name}",
-        )
+        what = f"{asked} asked for on {nodes} node{'s' * (nodes > 1)}"
+        why = why or f"So many nodes of partition '{partition}' have {has}."
+        return self._refusal(name, what, why=why, fix=f"Use {use}, or another --partition.")
 
     def _with_gpus(self) -> list[Node]:
         """The partition's nodes that have so many GPUs, of the type that was asked for."""
@@ -306,10 +301,10 @@ class Resources:
         limit = partition.max_time_min if partition else None
         if partition is None or limit is None or time_minutes(time) <= limit:
             return self._asked("time")
-        longest, source = slurm_time(limit), self._source("time")
-        if source.kind == "default":
+        longest = slurm_time(limit)
+        if self._source("time").kind == "default":
             return Decision("time", longest, self._discovered(), "its MaxTime")
-        what = f"--time {time} is over the limit of partition '{partition.name}' ({source})."
+        what = f"--time {time} is over the limit of partition '{partition.name}'"
         why = f"Its MaxTime is {longest}; SLURM would leave the job pending for ever."
         fix = f"Use --time {longest}; the job is requeued at the limit and goes on where it was."
-        raise RefusedError(what, why=why, fix=fix, key="launch.time")
+        raise self._refusal("time", what, why=why, fix=fix)
