@@ -368,18 +368,11 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
 
 
 def _say_failed(runs: Sequence[_Known]) -> None:
-    """Say that the same command starts a new run, and how to resume the failed one."""
-    from trainkit.checkpoint import format
-    from trainkit.diagnosis.causes import cause_of
-
+    """Say that the same command starts new runs, and what the failed ones are still good for."""
     for run, state, _ in runs[:_MOST_SAID]:
-        step = format.pointed(run.checkpoints, "latest")
-        # Resuming helps only if its cause does not come again, as NaN, lack of memory or a bug would.
-        cause = cause_of(run, state) if step is not None else None
-        helps = step is not None and (cause is None or "-m jobs.resume " in cause.command)
-        verb, does = ("resume", f"goes on with it from step {step}") if helps else ("why", "says why")
         ended = "was cancelled" if state.state == "CANCELLED" else f"has ended ({state.state})"
-        told = f"it {ended}: `{terminal.command(verb, run.path)}` {does}"
+        why, resume = (terminal.command(verb, run.path) for verb in ("why", "resume"))
+        told = f"it {ended}: `{why}` says why, `{resume}` goes on with it"
         print(f"{full_name(run)} is the same run, and {told}. This one begins anew.", file=sys.stderr)
     if len(runs) > _MOST_SAID:
         print(f"So do {len(runs) - _MOST_SAID} more.", file=sys.stderr)
@@ -469,7 +462,8 @@ class Arrays(NamedTuple):
 
     def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
         """Queue arrays of at most ``largest`` tasks; yields id and runs of each. --max-parallel chains them."""
-        for part in submission.split(runs, largest):
+        for first in range(0, len(runs), largest):
+            part = list(runs[first : first + largest])
             folder, plan, script = self.plan(part, after=after)
             submission.require_executor(plan, self.site)
             if len(part) > 1:

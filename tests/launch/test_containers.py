@@ -1,108 +1,15 @@
-import difflib
-import os
-import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.runs import script as program
-from tests.shell import faults
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
 from trainkit.launch.containers import Container, node_command, srun_options
 from trainkit.launch.plan import make_plan
-from trainkit.schedulers.base import TASK
-from trainkit.schedulers.slurm import batch_script
 from trainkit.site.profile import Site
 
 Load = Callable[..., Loaded]
-GOLDEN = Path(__file__).with_name("golden")
-CASES: dict[str, dict[str, Any]] = {
-    "venv": {"environment": "venv:envs/vision"},
-    "conda": {"environment": "conda:vision"},
-    "uv": {"environment": "uv:/home/me/vision"},
-    "modules": {"modules": ("cuda/12.4", "python/3.12"), "setup": ("ulimit -c 0",), "environment": "venv:~/vision"},
-    "pyxis": {"container_image": "nvcr.io#nvidia/pytorch:25.01-py3", "srun": {"mpi": "pmix"}},
-    "apptainer": {"container_image": "/images/torch.sif", "container_mounts": ("/scratch", "/work/me:/data:ro")},
-    "apptainer-cpu": {"container_image": "docker://python:3.12", "gpus_per_node": 0, "container_python": "/opt/py"},
-}
-
-
-@pytest.fixture
-def script(loaded: Load, gpu_site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    monkeypatch.setenv("HOME", "/home/me")
-
-    def make(cwd: Path = Path("/home/me/my project"), **flags: Any) -> str:
-        run = Path("/home/me/runs/ddp-0001")
-        plan = make_plan(loaded(**{"gpus_per_node": 4, **flags}), gpu_site, run)
-        return batch_script(plan, run, cwd=cwd, python="/home/me/.venv/bin/python")
-
-    return make
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_environment_changes_these_lines_of_the_script_and_no_others(script: Callable[..., str], name: str) -> None:
-    plain, text = script(gpus_per_node=CASES[name].get("gpus_per_node", 4)), script(**CASES[name])
-    assert faults(text) == "", "bash or shellcheck finds a fault"
-    lines = difflib.unified_diff(plain.splitlines(), text.splitlines(), lineterm="", n=0)
-    changes = "".join(f"{line}\n" for line in list(lines)[2:] if not line.startswith("@@"))
-    changes = changes.replace(shlex.quote(TASK), "TASK")
-    golden = GOLDEN / f"{name}.diff"
-    if os.environ.get("WRITE_GOLDEN"):
-        golden.write_text(changes)
-    assert changes == golden.read_text()
-
-
-def run_job(script: Callable[..., str], environment: str, cwd: Path, **env: str) -> str:
-    """What the interpreter of a job in an environment says of itself, or the shell's complaint."""
-    text = script(cwd=cwd, environment=environment)
-    lines = text[text.index("set +u") : text.index("set -u\n\n")]
-    (word,) = re.findall(r"^job\(\) .* && (.*) -m trainkit", text, flags=re.MULTILINE)
-    text = "\n".join(["set -eo pipefail", lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
-    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or done.stderr.strip()
-
-
-def test_a_virtual_environment_is_the_jobs(script: Callable[..., str], tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "my env"], check=True)
-    assert run_job(script, "venv:my env", tmp_path, PATH=os.environ["PATH"]) == str(tmp_path / "my env")
-
-
-@pytest.mark.parametrize(("name", "asked"), [("vision", "vision"), ("envs/vision", "{cwd}/envs/vision")])
-def test_conda_activates_by_its_own_hook_and_is_found_without_a_login_shell(
-    script: Callable[..., str], tmp_path: Path, name: str, asked: str
-) -> None:
-    hook = f'conda() {{ [ "$*" = "activate {asked.format(cwd=tmp_path)}" ] && export CONDA_PREFIX={tmp_path}; }}'
-    conda = tmp_path / "miniforge" / "conda"
-    program(conda, f"[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'")
-    program(tmp_path / "bin" / "python", "echo python of $CONDA_PREFIX")
-    said = run_job(script, f"conda:{name}", tmp_path, PATH=os.environ["PATH"], CONDA_EXE=str(conda))
-    assert said == f"python of {tmp_path}"
-
-
-def test_a_conda_that_is_not_there_ends_the_script(script: Callable[..., str], tmp_path: Path) -> None:
-    assert "conda: command not found" in run_job(script, "conda:vision", tmp_path, PATH="/usr/bin:/bin")
-
-
-def test_uv_is_asked_once_and_changes_nothing(script: Callable[..., str], tmp_path: Path) -> None:
-    says = f'echo "$*" >> {tmp_path}/calls\nshift 4\n[ "$1" = python ] && shift\n{sys.executable} "$@"'
-    program(tmp_path / "uv", says)
-    assert run_job(script, "uv:project", tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}") == sys.prefix
-    assert (tmp_path / "calls").read_text().startswith(f"run --project {tmp_path}/project --no-sync python -c")
-
-
-def test_modules_are_loaded_also_where_the_batch_shell_does_not_know_how(script: Callable[..., str]) -> None:
-    text = script(modules=("cuda/12.4",))
-    begin, end = text.index("set +u"), text.index("set -u\n\n")
-    lines = text[begin:end].replace("/etc/profile.d/{z00_lmod,lmod,modules}.sh", "./lmod.sh")
-    Path("lmod.sh").write_text('module() { echo "module $*"; }\nfalse\n')
-    done = subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, check=True)
-    assert done.stdout == "module load cuda/12.4\n"
 
 
 @pytest.mark.parametrize(

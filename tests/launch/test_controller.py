@@ -14,7 +14,7 @@ import pytest
 
 from tests.runs import wait_until
 from trainkit.launch import controller as module
-from trainkit.launch.controller import Death, Ending, Limits, Rank, RankGroup, Requests, supervise
+from trainkit.launch.controller import Ending, Limits, Rank, RankGroup, Requests, supervise
 from trainkit.run.events import Attempt, ProcessId, history_of
 from trainkit.run.folder import RunDir
 
@@ -57,7 +57,7 @@ def test_a_failing_rank_ends_the_others_within_seconds(group: Group) -> None:
     codes = started.wait()
     assert time.monotonic() - began < 50
     assert codes[1:] == [3, -signal.SIGKILL]
-    assert started.deaths == [Death(1, 3)]
+    assert started.deaths == {1: 3}
 
 
 def test_a_signal_before_python_is_ready_does_not_kill_a_rank(group: Group) -> None:
@@ -111,7 +111,7 @@ def test_a_death_that_a_signal_has_come_across_is_one(group: Group) -> None:
     wait_until(lambda: not alive([started.pid(0)]))
     started.signal(signal.SIGUSR2)
     assert started.wait() == [3]
-    assert started.deaths == [Death(0, 3)]
+    assert started.deaths == {0: 3}
 
 
 # Their supervision

@@ -146,7 +146,6 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (A100_ONLY, {"mem": "501G"}, RefusedError, "Use --mem 512000M, or another --partition."),
         (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "on 3 nodes"),
         (LIMITED, {"mem": "200G"}, RefusedError, "A job may have 120000 MB"),
-        (A100_ONLY, {"cpus_per_task": 17}, RefusedError, "Use --cpus-per-task 16, or another --partition."),
         (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gpus-per-task": "1"}}, UserError, "in two ways"),
         (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gres": "gpu:a100:2"}}, UserError, "--gpus-per-node N alone"),
         (A100_ONLY, {"gpus_per_node": 4, "gpu_dialect": "gres", "sbatch": {"gres": "nvme:1"}}, UserError,

@@ -11,7 +11,6 @@ save before they end; TERM cancels the runs that come after it in a sweep as wel
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import signal
@@ -32,7 +31,7 @@ from trainkit.launch.batch_job import KILLED, budget_spent, passing_failure
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
 from trainkit.monitor import follow
-from trainkit.process import python_path, run_program, scrubbed, visible_cpus
+from trainkit.process import end_with_parent, python_path, run_program, scrubbed, visible_cpus
 from trainkit.ranks import Secret, free_port
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
 from trainkit.run.events import Attempt, ProcessId, history_of, is_stopped, never_began, submitted
@@ -64,32 +63,20 @@ class Rank(NamedTuple):
     log: Path
 
 
-@dataclass(frozen=True)
-class Death:
-    """A rank that ended badly before anybody told it to."""
-
-    index: int
-    code: int
-
-    def __str__(self) -> str:
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        out_of_memory = " (which the kernel does when memory runs out)" if self.code == -signal.SIGKILL else ""
-        return f"{KILLED}{signal.Signals(-self.code).name}{out_of_memory}"
-
-
 class RankGroup:
     """The processes of the ranks, from start to end."""
 
     def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None, inherited: Sequence[int] = ()) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self._ended: set[int] = set()
+        self._running: set[int] = set()
         self._ending = False
-        self.deaths: list[Death] = []
-        """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
+        self.deaths: dict[int, int] = {}
+        """Rank -> exit code of those that ended badly before anybody told them to, in the order in which they were
+        noticed; of several at once a killed one first, for it was the cause."""
         try:
-            for rank in ranks:
+            for index, rank in enumerate(ranks):
                 self._children.append(_start(rank, cwd, inherited))
+                self._running.add(index)
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -101,21 +88,18 @@ class RankGroup:
     def exit_codes(self) -> list[int | None]:
         """Exit code by rank, None while it runs; negative for the signal that killed it."""
         codes = [child.poll() for child in self._children]
-        ended = [
-            Death(index, code) for index, code in enumerate(codes) if code is not None and index not in self._ended
-        ]
-        for rank in ended:
-            self._ended.add(rank.index)
-            self._kill(rank.index)  # what a rank leaves behind: data loaders of one that was killed
+        ended = {index: code for index in self._running if (code := codes[index]) is not None}
+        for index in ended:
+            self._running.discard(index)
+            self._kill(index)  # what a rank leaves behind: data loaders of one that was killed
         if not self._ending:
-            self.deaths += sorted((rank for rank in ended if rank.code), key=lambda rank: rank.code >= 0)
+            self.deaths |= sorted(((index, code) for index, code in ended.items() if code), key=lambda it: it[1] >= 0)
         return codes
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks that run, not to their data loaders, which they need until they have saved."""
         for child in self._children:
-            if child.poll() is None:
-                child.send_signal(number)
+            child.send_signal(number)
 
     def wait(self, tick: Callable[[], None] = lambda: None) -> list[int]:
         """Wait until all have ended, and call ``tick`` often. If one fails, end the others within seconds."""
@@ -138,13 +122,9 @@ class RankGroup:
         deadline = time.monotonic() + grace_seconds
         while None in self.exit_codes() and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)
-        for index, child in enumerate(self._children):
-            if child.poll() is None:
-                self._kill(index)
-        for child in self._children:
-            child.wait()
-        self.exit_codes()
-        return [child.returncode for child in self._children]
+        for index in self._running:
+            self._kill(index)
+        return [child.wait() for child in self._children]
 
     def _kill(self, index: int) -> None:
         # A rank leads a session and group of its own, so this reaches its children and nobody else's.
@@ -153,15 +133,11 @@ class RankGroup:
 
 
 def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    libc = ctypes.CDLL(None)  # loaded before the fork
-
     def before_exec() -> None:
         # A signal must not kill a rank before Python has its handlers: ignoring is inherited.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if sys.platform == "linux":
-            # If the supervisor is killed outright, its ranks must not go on as orphans.
-            libc.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        end_with_parent()
 
     folder = rank.log.parent
     with append(rank.log.with_suffix(".out"), folder) as out, append(rank.log.with_suffix(".err"), folder) as err:
@@ -169,6 +145,14 @@ def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess
             list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             start_new_session=True, preexec_fn=before_exec, pass_fds=inherited,
         )  # fmt: skip
+
+
+def _words(code: int) -> str:
+    """How a rank ended, of which there is nothing but the exit code."""
+    if code >= 0:
+        return f"exit code {code}"
+    out_of_memory = " (which the kernel does when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"{KILLED}{signal.Signals(-code).name}{out_of_memory}"
 
 
 @dataclass(frozen=True)
@@ -245,13 +229,8 @@ def supervise(
     with pulses(len(ranks)) as counts:
         counted = [rank._replace(env={**rank.env, **counts.variable(index)}) for index, rank in enumerate(ranks)]
         group = RankGroup(counted, cwd, [counts.descriptor])
-        watch = _Watch(group, counts, limits, requests)
-
-        def look() -> None:
-            watch.look()
-            tick()
-
-        codes = tuple(group.wait(look))
+        watch = _Watch(group, counts, limits, requests, tick)
+        codes = tuple(group.wait(watch.look))
     cancelled = watch.cancelled_at is not None
     culprit, why = watch.hanging or (None, "")
     if culprit is not None:
@@ -272,8 +251,10 @@ def supervise(
 class _Watch:
     """What happens between the start of the ranks and their end."""
 
-    def __init__(self, group: RankGroup, counts: Heartbeats, limits: Limits, requests: Requests) -> None:
-        self._group, self._counts, self._limits, self._requests = group, counts, limits, requests
+    def __init__(
+        self, group: RankGroup, counts: Heartbeats, limits: Limits, requests: Requests, tick: Callable[[], None]
+    ) -> None:
+        self._group, self._counts, self._limits, self._requests, self._tick = group, counts, limits, requests, tick
         self._began = self._moved = self._looked = time.monotonic()
         self._seen = counts.read()
         self._told = False
@@ -283,6 +264,7 @@ class _Watch:
 
     def look(self) -> None:
         """Pass requests on, keep the time limit, and check that the ranks make progress."""
+        self._tick()
         now, limits, requests = time.monotonic(), self._limits, self._requests
         if requests.preempt or (not self._told and now - self._began >= limits.time - limits.lead):
             requests.preempt, self._told = False, True
@@ -329,11 +311,11 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
             return (item.rank or first_rank) - first_rank, item.error
     recorded = {item.rank: item.error for item in failures}
     whys = {}
-    for death in group.deaths:
-        rank = first_rank + death.index
-        own_words = recorded.get(rank) or RankLog(attempt.logs / f"rank-{rank}.err").error if death.code > 0 else ""
-        whys[death.index] = own_words or str(death)
-    index = next((index for index, why in whys.items() if not is_lost_connection(why)), group.deaths[0].index)
+    for index, code in group.deaths.items():
+        rank = first_rank + index
+        own_words = recorded.get(rank) or RankLog(attempt.logs / f"rank-{rank}.err").error if code > 0 else ""
+        whys[index] = own_words or _words(code)
+    index = next((index for index, why in whys.items() if not is_lost_connection(why)), next(iter(whys)))
     if recorded.get(first_rank + index) != whys[index]:
         attempt.failed(whys[index], rank=first_rank + index)
     return index, whys[index]

@@ -231,12 +231,6 @@ class Resources:
     def _decide_cpus(self) -> Decision:
         """Give each rank the CPUs that belong to its GPUs, unless asked otherwise."""
         asked, tasks, gpus = self._launch.cpus_per_task, self.tasks.value, self.gpus.value
-        if asked is not None and self.partition is not None:
-            most = self._least(node.cpus for node in self.partition.nodes)
-            if most is not None and asked * tasks > most:
-                what, has = f"{tasks} x {asked} CPUs per node are", f"{most} CPUs each at most"
-                fewer = f" and --ntasks-per-node {most}" if tasks > most else ""
-                raise self._too_much(what, has, f"--cpus-per-task {max(most // tasks, 1)}{fewer}", "cpus_per_task")
         if asked is not None or not self.batch:
             return self._asked("cpus_per_task", "" if asked else "what this machine has is shared")
         owners = self._with_gpus()

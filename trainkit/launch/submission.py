@@ -211,11 +211,6 @@ def is_part(folder: Path) -> bool:
     return folder.name.startswith(PART) and folder.parent.name == ".submitit"
 
 
-def split(runs: Sequence[RunDir], largest: int) -> list[list[RunDir]]:
-    """The runs of each array."""
-    return [list(runs[first : first + largest]) for first in range(0, len(runs), largest)]
-
-
 # A check of the nodes
 
 

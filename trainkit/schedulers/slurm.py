@@ -21,7 +21,7 @@ from trainkit.launch import containers
 from trainkit.launch.batch_job import CONTINUE
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import LIMIT_MINUTES, PART, is_part, whole
-from trainkit.process import NoAnswer, NoProgram, scrubbed
+from trainkit.process import NoAnswer, scrubbed
 from trainkit.ranks import restarts
 from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import PREFLIGHT, REQUEUE, RunDir
@@ -42,9 +42,8 @@ ARGUMENTS = "TRAINKIT_ARGUMENTS"
 _DEFAULT_ARRAY = 1001
 _NO_CLUSTER = "Could not establish a configuration source"
 _SQUEUE, _SACCT = "%i|%T|%r|%M|%N|%S", "JobID,State,ExitCode,NodeList"
-# What scancel, and the controller, say of a job.
+# What scancel, and the controller, say of a job that it need not end.
 _OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
-_DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
 _KEY = "launch.dependency"
 _JOB_ID = re.compile(r"\d+(_(\d+|\*))?(\+\d+)?")  # 4711, 4711_3, and sbatch's +MINUTES
 
@@ -153,24 +152,12 @@ def translated(text: str, find: Find) -> str:
 
 def _ids(kind: str, word: str, find: Find) -> list[str]:
     """Job ids of one word; none if what is awaited has come true."""
-    if _JOB_ID.fullmatch(word):
-        _require_no_run(word, find)
+    if _JOB_ID.fullmatch(word):  # also where a run is called so, which ./4711 names
         return [word]
     runs = find(word)
     ids = [_job_id(run) for run in runs if not _is_met(kind, run)]
     arrays = {job_id.partition("_")[0] for job_id in ids}
     return list(arrays) if len(arrays) == 1 and len(ids) == len(runs) else ids
-
-
-def _require_no_run(job_id: str, find: Find) -> None:
-    """Raise UserError where a run is called like the job."""
-    try:
-        (run, *_) = find(job_id)
-    except UserError:
-        return
-    why = f"sbatch takes the number for a job's, and there is {run.path}."
-    fix = f"Give the job of the run by its path, ./{os.path.relpath(run.path)}, or rename the run."
-    raise UserError(f"--dependency {job_id} is a job and a run.", why=why, fix=fix, key=_KEY)
 
 
 def _is_met(kind: str, run: RunDir) -> bool:
@@ -318,10 +305,6 @@ class Slurm(base.Scheduler):
         ids = list(dict.fromkeys(state.job_id for _, state in jobs))
         try:
             answer = run("scancel", *ids)
-        except NoProgram:
-            what = "Nothing was cancelled: there is no scancel on this machine."
-            why = f"The jobs are SLURM's: {', '.join(ids)}."
-            raise SchedulerError(what, why=why, fix="Give the same command on a login node.") from None
         except NoAnswer as error:
             raise _not_cancelled(ids, error.words) from None
         # One line for each job that it could not end; one that has ended already needs none.
@@ -333,11 +316,8 @@ class Slurm(base.Scheduler):
             if state.job_id not in refused:
                 cancelled(folder, state.job_id)
                 ended(folder, state)
-        text = terminal.one_line(" ".join(lines), 2000)
-        if refused and _DENIED.search(text):
-            raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
         if refused:
-            raise _not_cancelled(sorted(refused), text)
+            raise _not_cancelled(sorted(refused), terminal.one_line(" ".join(lines), 2000))
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
         return f"scancel {job.job_id}"
@@ -439,7 +419,7 @@ def _not_cancelled(job_ids: Sequence[str], words: str) -> SchedulerError:
     return SchedulerError(
         f"Not cancelled: {', '.join(job_ids)}.",
         why=f"{words}.",
-        fix="The jobs go on. Give the same command again when the scheduler answers: `squeue` shows whether it does.",
+        fix="The jobs go on. Give the same command again where and when the scheduler answers, as `squeue` shows.",
     )
 
 

@@ -246,39 +246,29 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
 
 
 # Options -> what sbatch calls them beside their names.
-_SIZES = "processors|cpu count|node configuration"
 _OTHERWISE = {
-    **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), _SIZES),
-    "account": "account|assoc",
-    "nodes": f"node count|size|{_SIZES}",
-    **dict.fromkeys(("gres", "gpus-per-node"), "generic resource|gres|node configuration"),
-    **dict.fromkeys(("nodelist", "exclude"), "node name|node configuration"),
-    **dict.fromkeys(("mail-type", "mail-user"), "mail"),
+    "account": "assoc",
     "constraint": "feature|node configuration",
     "mem": "memory|node configuration",
-    "licenses": "license",
+    "nodes": "node count|job size",
+    **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), "processors|cpu count"),
+    **dict.fromkeys(("gres", "gpus-per-node"), "generic resource"),
+    **dict.fromkeys(("nodelist", "exclude"), "node name"),
 }
-_TOO_MANY = re.compile(r"submit ?job|job submit limit|jobs? limit|too many|max(jobs|submit)", re.IGNORECASE)
 
 
 def way_out(words: str, plan: Plan) -> str:
     """What to change of a job that sbatch has refused with these words: each option, and who has said it."""
 
     def is_named(option: str) -> bool:
-        pattern = rf"--{option}\b|{_OTHERWISE.get(option, option if option.isalpha() else '$^')}"
+        pattern = rf"\b({option.replace('-', '[- ]')}|{_OTHERWISE.get(option, option)})"
         return re.search(pattern, words, re.IGNORECASE) is not None
 
     named = [item for item in plan.directives if is_named(item.name)]
-    # What nobody has asked for is rarely it.
-    asked = [item for item in named if item.source.kind not in ("default", "derived", "trainkit")] or named
-    what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in asked)
+    what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in named)
     ways = [f"Change {what}."] if what else []
     if is_named("account") or is_named("qos"):
-        missing = {"account", "qos"} - {item.name for item in plan.directives}
-        ways += [f"No --{name} is given: SLURM takes your default." for name in sorted(missing) if is_named(name)]
         ways += ["`python -m jobs.cluster show` lists your accounts and QOS."]
-    if _TOO_MANY.search(words):
-        ways += ["If you have too many jobs there, wait for some to end."]
     return " ".join([*ways, "`--dry-run` shows all that is submitted, and who has said it."])
 
 
