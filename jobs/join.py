@@ -18,15 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from jobs import cli
-from trainkit import fileio, terminal
+from trainkit import terminal
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
-from trainkit.run.folder import SWARM, RunDir, next_path, runs_root
-from trainkit.run.metrics import read_metrics
+from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.swarm.address import announced, rate_of
-from trainkit.swarm.admission import Entry, entry_of, is_setting
+from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, is_setting
 from trainkit.swarm.spec import PeerSpec
 
 
@@ -36,10 +35,8 @@ def parser() -> cli.Parser:
     parser.add_argument("words", nargs="*", metavar="TOKEN", help=words)
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
-    parser.add_argument("--announce", metavar="HOST[:PORT]", help="with --public: the router that forwards the port")
-    parser.add_argument("--allow-code", action="store_true", help="run code of the creator's own, which you trust")
     add_peer_flags(parser, host=None)
-    return parser
+    return parser.taking("--allow-code")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -73,6 +70,8 @@ def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None
     default = host or "0.0.0.0 with --public"
     parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
+    router = "the router that forwards the port, which others are told instead of this machine"
+    parser.add_argument("--announce", metavar="HOST[:PORT]", help=router)
     kept = "keep this peer's key here, and so its id and address; what it contributes is credited to its name anyway"
     parser.add_argument("--identity", type=Path, metavar="FILE", help=kept)
     limit = "send no more than fits into this, as 20Mbit (default: what is measured)"
@@ -119,8 +118,8 @@ def take_part(
     def make(config: Config, name: str) -> RunDir:
         return make_run(config, args.run_dir, f"{name}-{'peer' if place.trains else 'anchor'}", env)
 
-    with terminal_peer() as peer:
-        ending, run = join_swarm(entry, place, peer.hooks(make), overrides, allow_code=args.allow_code)
+    with terminal_peer(make) as hooks:
+        ending, run = join_swarm(entry, place, hooks, overrides, allow_code=args.allow_code)
     say_end(ending, run)
     return 0
 
@@ -159,12 +158,8 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     print(endings[ending])
     if run_dir is None:
         return
-    told = [(record.get("peers", 0), record.get("bytes_up", 0)) for record in read_metrics(run_dir, "train")]
-    sent = [size for peers, size in told if fileio.is_number(peers) and fileio.is_number(size) and peers > 1]
-    if sent:
-        print(f"Averaged with others in {len(sent):,} rounds, {terminal.size(int(sum(sent)))} sent.")
     print(*summary_lines(run_dir), sep="\n")
-    if ending == "stopped" and SWARM.at(run_dir.path).exists():
+    if ending == "stopped" and (run_dir.path / KEY_FILE).exists():  # its creator
         print(f"Go on with it: {terminal.command('resume', run_dir.path)}")
 
 

@@ -64,8 +64,6 @@ def _parser(verb: str) -> cli.Parser:
         add("overrides", nargs="*", metavar="section.key=value")
         add_peer_flags(parser, host="0.0.0.0")
         parser.set_defaults(host=None)  # with --resume it matters whether it was given
-        router = "tell others this address: of the router that forwards the port"
-        add("--announce", metavar="HOST[:PORT]", help=router)
         add("--no-train", action="store_true", help="only reduce, judge, and keep the records")
         add("--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port")
         add("--open", action="store_true", help="whoever has an address may join; else only the invited")
@@ -76,7 +74,6 @@ def _parser(verb: str) -> cli.Parser:
         add("--reduce", action="store_true", help=_TRUST)
     elif verb == "anchor":
         add("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
-        add("--announce", metavar="HOST[:PORT]", help="the router that forwards the port, if there is one")
         parser.taking("--allow-code")
         add_peer_flags(parser, host="0.0.0.0")
     elif verb == "doctor":
@@ -105,8 +102,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     place = place_of(args, host=args.host or "0.0.0.0", port=loaded.config.collaborative.port)
-    with terminal_peer() as peer:
-        hooks = peer.hooks(lambda config, _: make_run(config, args.run_dir, loaded.name, env))
+    with terminal_peer(lambda config, _: make_run(config, args.run_dir, loaded.name, env)) as hooks:
         ending, run = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
     say_end(ending, run)
     return 0
@@ -211,8 +207,8 @@ def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
     require_own_code(run.path, loaded, allow_code=args.allow_code)
     from trainkit.swarm.peer import resume_swarm, terminal_peer
 
-    with terminal_peer() as peer:
-        ending, ended = resume_swarm(run, loaded.config, place, peer.hooks(lambda config, _: run))
+    with terminal_peer(lambda config, _: run) as hooks:
+        ending, ended = resume_swarm(run, loaded.config, place, hooks)
     say_end(ending, ended)
     return 0
 

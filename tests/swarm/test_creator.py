@@ -37,7 +37,7 @@ HERE, THERE = [at("10.0.0.1"), at("127.0.0.1")], at("10.0.0.2")
 
 def dialled(told: PeerProgress | None, known: Sequence[str], answering: Sequence[str] = ()) -> list[str]:
     """Whom a creator asks that comes back, where the swarm knows ``told`` of it, and these addresses answer."""
-    from trainkit.swarm.creator import require_alone
+    from trainkit.swarm.roles import require_alone
 
     asked: list[str] = []
 
@@ -73,7 +73,7 @@ def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...])
     ],
 )
 def test_a_duplicate_is_told_of_once_and_a_peers_own_word_is_none(told: PeerProgress | None, is_double: bool) -> None:
-    from trainkit.swarm.creator import Creator
+    from trainkit.swarm.roles import Creator
 
     said: list[str] = []
     creator = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
@@ -100,7 +100,7 @@ class Account:
     found: list[Findings] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from trainkit.swarm.creator import Creator
+        from trainkit.swarm.roles import Creator
 
         creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
         creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)

@@ -29,7 +29,7 @@ class World:
     asked: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def look(self) -> int:
+    def look(self, addresses: Sequence[str]) -> int:
         self.asked.append(self.now)
         return int(self.now >= self.back_at)
 
@@ -37,12 +37,16 @@ class World:
         self.now += seconds
 
     def wait(self, patience: float = PATIENCE_SECONDS) -> bool:
-        from trainkit.swarm import guest
+        from trainkit.swarm import roles
 
+        hooks = Hooks(lambda: self.now >= self.stop_at, self.said.append)
+        entry: Any = SimpleNamespace(addresses=())
+        guest: Any = roles.Guest(ExitStack(), entry, PeerSpec("me", patience=patience), hooks)
+        guest.dht, guest.watch = SimpleNamespace(reconnect=self.look), SimpleNamespace(stopped=False)
+        guest.finds_run = lambda: self.now >= self.ready_at
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(guest, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-            hooks = Hooks(lambda: self.now >= self.stop_at, self.said.append)
-            return guest.wait_until_back(self.look, lambda: self.now >= self.ready_at, hooks, patience)
+            patch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+            return bool(guest.wait_until_back())
 
 
 def test_it_asks_until_somebody_answers_ever_less_often() -> None:
@@ -81,11 +85,11 @@ def finds_run(manifests: Sequence[Manifest], *, gives: bool = True) -> tuple[tup
 
     ``gives``: it gives its state to those who have said who they are.
     """
-    from trainkit.swarm.guest import Guest
+    from trainkit.swarm.roles import Guest
 
     done: list[str] = []
 
-    def adopt(seconds: float) -> bool:
+    def adopt(seconds: float, *, newer_than: int) -> bool:
         done.append("adopted")
         return gives and "introduced" in done
 

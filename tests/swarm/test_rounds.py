@@ -341,34 +341,32 @@ def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str
     loop.settle = lambda seconds: found.append("settled" if seconds == math.inf else "asked")
     common = SimpleNamespace(forget=lambda: found.append("forgotten"))
     clock, pace = SimpleNamespace(seconds=SECONDS), SimpleNamespace(step_seconds=0.0)
-    progress = SimpleNamespace(position=1, rollbacks=0)
+    progress = SimpleNamespace(position=0, rollbacks=0)
     loop.peer = SimpleNamespace(clock=clock, pace=pace, progress=progress, common=common)
     with nullcontext() if on_nonfinite == "rollback" else pytest.raises(DivergedError):
-        loop.note_update(None, 1, 0.0, first=True)
+        loop.note_update(None, 1, 0.0)
     assert found == done
 
 
-def test_right_weights_are_asked_for_until_given_or_half_a_round_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_right_weights_are_asked_for_until_given_or_the_time_is_over() -> None:
     """In round 7; a state from before that round's step is not taken over."""
-    monkeypatch.setattr("trainkit.swarm.rounds._ASK_AGAIN_SECONDS", 0.05)
 
-    def asked(gives: list[int], seconds: float) -> list[bool]:
+    def asked(gives: list[int], seconds: float, *, until: int = 10_000) -> tuple[bool, list[bool]]:
         found: list[bool] = []
 
         def adopt(left: float, *, newer_than: int) -> bool:
             found.append(gives[len(found)] > newer_than)
             return found[-1]
 
-        loop: Any = TimedLoop.__new__(TimedLoop)
-        averaging, clock = SimpleNamespace(adopt=adopt), SimpleNamespace(seconds=seconds)
-        loop.peer = SimpleNamespace(clock=clock, averaging=averaging, common=SimpleNamespace(round=7))
-        loop.catch_up()
-        return found
+        peer: Any = Session(ExitStack(), PeerSpec("me"), Hooks(lambda: len(found) >= until, print))
+        peer.averaging, peer.clock = SimpleNamespace(adopt=adopt), SimpleNamespace(seconds=0.2)
+        return peer.adopt(seconds, newer_than=6), found
 
-    assert asked([6, 6, 7], 20.0) == [False, False, True]
-    assert 2 <= asked([6] * 1000, 0.6).count(False) <= 7
+    assert asked([6, 6, 7], 20.0) == (True, [False, False, True])
+    is_given, found = asked([6] * 1000, 0.6)
+    assert not is_given
+    assert 1 <= found.count(False) <= 13
+    assert asked([6] * 1000, 600.0, until=1) == (False, [False])  # told to leave
 
 
 # How far all are with an update.

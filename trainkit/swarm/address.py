@@ -315,8 +315,6 @@ class SavedPeer:
     """The address by which others know this machine, where that is not its own."""
     name: str = ""
     """What the others call it."""
-    is_anchor: bool = False
-    """It has joined, and does not answer for the run."""
     others: tuple[str, ...] = ()
     """Addresses of other peers that can be reached."""
 

@@ -21,16 +21,17 @@ from cryptography.fernet import Fernet, InvalidToken
 
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.errors import UserError
 from trainkit.process import end_with_parent
 from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.swarm import admission, processes
-from trainkit.swarm.address import addresses_in, announced, how_to_be_reached, identity_in, saved_peer, write_addresses
+from trainkit.swarm.address import announced, how_to_be_reached, identity_in, saved_peer
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
+from trainkit.swarm.messages import Manifest
 from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
 
 # How long the token is good that `create` prints.
@@ -44,18 +45,14 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     """
     require_collaborative(config)
     if config.collaborative.initial_peers:
-        raise UserError(
-            "collaborative.initial_peers is set, so there is a swarm already.",
-            why="`create` starts a new one.",
-            fix="Join that one: python -m jobs.join ADDRESS. Or remove collaborative.initial_peers.",
-        )
+        why, fix = "It names a swarm that is there already.", "Join that one, or leave the setting out."
+        raise UserError("collaborative.initial_peers is set.", why=why, fix=fix)
     processes.require_hivemind()
-    from trainkit.swarm import creator
+    from trainkit.swarm import roles
 
-    def opened(run_dir: RunDir, addresses: list[str]) -> None:
-        before, lines = addresses_in(run_dir), [f"Run: {run_dir.path}"]
-        write_addresses(run_dir, addresses)
-        if before and addresses[0] not in before:
+    def opened(run_dir: RunDir, addresses: list[str], *, moved: bool) -> None:
+        lines = [f"Run: {run_dir.path}"]
+        if moved:
             lines += [
                 "It has moved. Who trains finds it through an anchor; without one, and with a token of before:",
                 f"  {terminal.command('join', 'TOKEN', addresses[0])}",
@@ -73,7 +70,7 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
         lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
         hooks.say("\n".join(lines))
 
-    return creator.create(config, spec, replace(hooks, opened=opened))
+    return roles.create(config, spec, hooks, opened)
 
 
 def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, RunDir]:
@@ -84,27 +81,13 @@ def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> t
 
     Raises UserError when the run folder does not say where it was, or has no owner's key any more.
     """
-    place = saved_peer(run)
-    anew = terminal.command("swarm", "create", run.path)
-    if place is None:
+    place, anew = saved_peer(run), terminal.command("swarm", "create", run.path)
+    if place is None or not (run.path / KEY_FILE).is_file():
+        as_anchor = f"as an anchor by `swarm anchor` with its --port and --identity {identity_in(run)}"
         raise UserError(
-            f"{run.name} has not created a swarm that others could join.",
-            why="It has joined one, or was ended before it was ready.",
-            fix=f"Join again; or start a new one: {anew}",
-        )
-    if place.is_anchor:
-        there = ("--port", place.port, *(("--announce", place.announce) if place.announce else ()))
-        again = terminal.command("swarm", "anchor", "TOKEN", *there, "--identity", identity_in(run))
-        raise UserError(
-            f"{run.name} is an anchor's record, which is not gone on with.",
-            why="An anchor takes over the state of the swarm whenever it joins.",
-            fix=f"Under the same address: {again}",
-        )
-    if not (run.path / KEY_FILE).is_file():
-        raise UserError(
-            f"{run.name} has lost its {KEY_FILE}.",
-            why="Whoever was invited believes what this key has signed, and nothing else.",
-            fix=f"Copy it back into that folder, or start anew: {anew}",
+            f"{run.name} cannot go on as the creator of a swarm.",
+            why=f"It has joined one, was ended before others could join, or has lost its {KEY_FILE}.",
+            fix=f"Join again, {as_anchor}; or copy the key back; or start a new one: {anew}",
         )
     name, host, port = place.name or spec.name, spec.host or place.host, spec.port or place.port
     where = announced(spec.announce, port) or place.announce
@@ -127,20 +110,12 @@ def join_swarm(
             fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
         )
     processes.require_hivemind()
-    from trainkit.swarm import guest
+    from trainkit.swarm import roles
 
-    def opened(run_dir: RunDir, addresses: list[str]) -> None:
-        write_addresses(run_dir, addresses)
-        # Not the token itself: this goes into the log.
-        lines = [terminal.command("join", *(["TOKEN"] if entry.invited else []), item) for item in addresses]
-        hooks.say("\n  ".join(["Others join through this machine, too:", *lines]))
+    def own(manifest: Manifest) -> Config:
+        return adapted(manifest.config, overrides, allow_code=allow_code)
 
-    return guest.join(
-        entry,
-        replace(spec, team=True, must_prove=spec.host is not None),
-        replace(hooks, opened=opened),
-        adapt=lambda manifest: adapted(manifest.config, overrides, allow_code=allow_code),
-    )
+    return roles.join(entry, replace(spec, team=True), hooks, own)
 
 
 # The ranks of one peer, one for each of its GPUs.
@@ -169,9 +144,8 @@ def ranks_of_peer(
         yield known, Secret.from_mapping(env)
         return
     if known.world_size > 1 or not 0 < number <= _MOST_RANKS:
-        why, fix = f"A peer has one rank for each of its GPUs, 1 to {_MOST_RANKS}.", "Use --nproc 2 for two GPUs."
-        if known.world_size > 1:
-            why, fix = f"{known.launcher} has started {known.world_size} ranks already.", "Leave --nproc out."
+        why = f"A peer has one rank for each of its GPUs, 1 to {_MOST_RANKS}; torchrun and srun have their own."
+        fix = "Use --nproc 2 for two GPUs, or leave it out where a launcher has started the ranks."
         raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
     secret, size, port = Secret.generate(), str(number), str(free_port())
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -242,7 +216,7 @@ def run_swarm_rank(
     require_collaborative(config)
     processes.require_hivemind()
     from trainkit.distributed.device import gpu_is_here
-    from trainkit.swarm import guest
+    from trainkit.swarm import roles
 
     assert writer is not None or not rank_env.is_main
     open_run = None if writer is None else lambda config, name: writer
@@ -261,7 +235,7 @@ def run_swarm_rank(
         words = () if token else config.collaborative.initial_peers
         entry = entry_of(words, {admission.VARIABLE: token}, name=name)
         spec = replace(spec, name=name, folder=writer.run, identity=writer.run.path / "identity", team=True)
-        ending, _ = guest.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
+        ending, _ = roles.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
     if ending == "stopped":
         hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
         return "preempted"
@@ -275,7 +249,7 @@ def hidden(secret: Secret) -> Fernet:
 
 def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     from trainkit.distributed.meeting import meet
-    from trainkit.swarm import creator, guest
+    from trainkit.swarm import roles
 
     env, secret = spec.env, spec.secret
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
@@ -292,84 +266,63 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
             text = cipher.decrypt(store.get("swarm")).decode()  # waits for rank 0
         except InvalidToken as error:
             raise ForgedError("token of the ranks") from error
-        if text.startswith("failed: "):
-            why = text.removeprefix("failed: ")
-            raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
-        return guest.join(with_token(text), spec, hooks, lambda _: config)[0]
+        return roles.join(with_token(text), spec, hooks, lambda _: config)[0]
 
-    def tell(text: str) -> None:
+    def opened(run_dir: RunDir, addresses: list[str], *, moved: bool) -> None:
         if store is not None:
-            store.set("swarm", cipher.encrypt(text.encode()))
-
-    def opened(run_dir: RunDir, addresses: list[str]) -> None:
-        write_addresses(run_dir, addresses)
-        # A rank is as good as rank 0: it averages for others and gives away the state.
-        tell(write_token(own_pass(owner_of(run_dir.path).key, RANKS, "reducer"), addresses))
+            # A rank is as good as rank 0: it averages for others and gives away the state.
+            token = write_token(own_pass(owner_of(run_dir.path).key, RANKS, "reducer"), addresses)
+            store.set("swarm", cipher.encrypt(token.encode()))
         # Not a token: this goes into a log.
         hooks.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
 
     with suppress(OSError):
         spec = replace(spec, prefer_host=socket.gethostbyname(env.master_addr))
-    try:
-        return creator.create(config, spec, replace(hooks, opened=opened))[0]
-    except TrainkitError as error:
-        tell(f"failed: {error.what}")  # or the others would wait for an address
-        raise
-
-
-class TerminalPeer:
-    """A peer that a person has started in a terminal: `status`, `logs` and `cancel` know its run like a submitted one.
-
-    What is said goes to the terminal, and into the run's log once there is a run.
-    """
-
-    def __init__(self, held: ExitStack, stop: StopFlag) -> None:
-        self._held, self.stop = held, stop
-        self.attempt: Attempt | None = None
-
-    def hooks(self, make: Callable[[Config, str], RunDir]) -> Hooks:
-        """What the peer calls; ``make`` makes or opens its run folder."""
-        return Hooks(lambda: self.stop.requested, self.say, lambda config, name: self.begin(make(config, name)))
-
-    def say(self, line: str) -> None:
-        """Print at once, also into a pipe."""
-        print(line, flush=True)
-        if self.attempt is not None:
-            # A full disk is told of on the terminal, and must not end what goes on in spite of it.
-            with suppress(OSError), fileio.append(self.attempt.logs / "rank-0.out", self.attempt.run.path) as log:
-                log.write(f"{line}\n".encode())
-
-    def begin(self, run_dir: RunDir) -> Writer:
-        """This process is the job of ``run_dir`` from now on, and writes it."""
-        self._held.enter_context(as_open_as(run_dir.path))
-        me = ProcessId.of(os.getpid())
-        submitted(run_dir, "swarm", str(me.pid), me)
-        self.attempt = Attempt.begin(run_dir)
-        return self._held.enter_context(writing(self.attempt))
-
-    def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C asks the peer to leave after the round's exchange; a second one ends it at once."""
-        if self.stop.requested:
-            raise KeyboardInterrupt
-        self.stop.requested = True
-        self.stop.signals.append("SIGINT")
-        self.say("Leaving the swarm; Ctrl-C once more to leave at once.")
+    return roles.create(config, spec, hooks, opened)[0]
 
 
 @contextmanager
-def terminal_peer() -> Iterator[TerminalPeer]:
-    """A peer that leaves on Ctrl-C and on signals; notes how its run ended, in SLURM's words."""
+def terminal_peer(make: Callable[[Config, str], RunDir]) -> Iterator[Hooks]:
+    """A peer that a person has started in a terminal: `status`, `logs` and `cancel` know its run like a submitted one.
+
+    It leaves on Ctrl-C and on signals. What is said goes to the terminal, and into the run's log once there is a run;
+    how that ended is noted in SLURM's words.
+
+    Args:
+        make: makes or opens its run folder.
+    """
+    attempts: list[Attempt] = []  # one, once there is a run
+
+    def say(line: str) -> None:
+        print(line, flush=True)  # at once, also into a pipe
+        for attempt in attempts:
+            # A full disk is told of on the terminal, and must not end what goes on in spite of it.
+            with suppress(OSError), fileio.append(attempt.logs / "rank-0.out", attempt.run.path) as log:
+                log.write(f"{line}\n".encode())
+
+    def open_run(config: Config, name: str) -> Writer:
+        run_dir, me = make(config, name), ProcessId.of(os.getpid())
+        held.enter_context(as_open_as(run_dir.path))
+        submitted(run_dir, "swarm", str(me.pid), me)
+        attempts.append(Attempt.begin(run_dir))
+        return held.enter_context(writing(attempts[0]))
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        say("Leaving the swarm; Ctrl-C once more to leave at once.")
+
     with ExitStack() as held, stop_on_signal() as stop:
-        peer, state = TerminalPeer(held, stop), "FAILED"
-        before = signal.signal(signal.SIGINT, peer.interrupt)
+        state, before = "FAILED", signal.signal(signal.SIGINT, interrupt)
         try:
-            yield peer
-            came_to_its_end = peer.attempt is not None and history_of(peer.attempt.run).finished
+            yield Hooks(lambda: stop.requested, say, open_run)
+            came_to_its_end = any(history_of(attempt.run).finished for attempt in attempts)
             state = "COMPLETED" if came_to_its_end else "CANCELLED"
         except KeyboardInterrupt:
             state = "CANCELLED"
             raise
         finally:
             signal.signal(signal.SIGINT, before)
-            if peer.attempt is not None:
-                peer.attempt.ended(state, job_id=str(os.getpid()))
+            for attempt in attempts:
+                attempt.ended(state, job_id=str(os.getpid()))

@@ -38,7 +38,6 @@ NEWS_SECONDS = 1.0
 
 # By time: the share of a round that it may wait for its average; a later one arrives during the next round.
 _WAITING_SHARE = 0.02
-_ASK_AGAIN_SECONDS = 0.5
 
 # By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
 _PUBLISH_SECONDS = 0.5
@@ -50,7 +49,6 @@ _TRIES = 3
 # News older than this are true: a peer that is still said to be behind is.
 _NEWS_DELAY = 3.0
 _ADOPT_SECONDS = 10.0
-_LONGEST_PAUSE = 8.0
 FRESH_SECONDS = 10.0
 """A peer that has said nothing for so long has gone, or is busy with something else than the update."""
 
@@ -70,9 +68,6 @@ def take_part(peer: Session) -> Ending:
 
 class _Loop:
     """What both ways to train have in common."""
-
-    update_is, faster = "update", "Use a faster machine, or a run with a smaller batch or longer rounds."
-    """What one step is called, and what to do about one that takes too long."""
 
     def __init__(self, peer: Session, batches: Iterator[Batch], state: TrainState) -> None:
         self.peer, self.batches = peer, batches
@@ -125,19 +120,20 @@ class _Loop:
         )
         peer.dht.publish_progress(progress, LOST_AFTER * peer.clock.seconds + 5.0)
 
-    def note_update(self, made: Update, step: int, seconds: float, *, first: bool) -> None:
-        """Take note of an update: how long it took, and whether it was finite.
+    def note_update(self, made: Update, step: int, seconds: float) -> None:
+        """Take note of an update, or of a part of one: how long it took, and whether it was finite.
 
         Raises RunFailedError for a peer that is too slow for its rounds, or whose training has diverged.
         """
         peer, pace = self.peer, self.peer.pace
-        if not first:  # the very first one also warms up kernels and caches; later ones vary
+        peer.progress.position += 1
+        if peer.progress.position > 1:  # the very first one also warms up kernels and caches; later ones vary
             pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * seconds if pace.step_seconds else seconds
         if (took := pace.step_seconds) > (limit := peer.clock.seconds):
             raise RunFailedError(
-                f"One {self.update_is} takes {took:.0f} s here, longer than a round of {limit:.0f} s.",
+                f"One update takes {took:.0f} s here, longer than a round of {limit:.0f} s.",
                 why="This peer would never have anything to contribute.",
-                fix=self.faster,
+                fix="Use a faster machine or a smaller train.micro_batch_size, or a run with longer rounds.",
             )
         try:
             self.nonfinite.add(peer.progress.position - 1, step, made)
@@ -230,10 +226,9 @@ class TimedLoop(_Loop):
             made = self.update(self.batches, lr=lr, seed=seed)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
-        peer.progress.position += 1
         peer.progress.step += made.stepped.skip is None
         taken = time.time() - now
-        self.note_update(made, peer.progress.step, taken, first=peer.progress.step <= 1)
+        self.note_update(made, peer.progress.step, taken)
         return lr, taken
 
     def settle(self, seconds: float) -> None:
@@ -252,19 +247,10 @@ class TimedLoop(_Loop):
         peer.after_round(done)
         self.model.train()
         if result.drifted:
-            self.catch_up()
+            # If it fails, the next round says so again. The giver may not have made the step of this round yet: without
+            # it this peer would be behind once more.
+            peer.adopt(peer.clock.seconds / 2, newer_than=peer.common.round - 1)
         peer.pace.rounds_alone = peer.pace.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
-
-    def catch_up(self) -> None:
-        """Take over the right weights; if that fails, the next round says so again.
-
-        The giver may not have made the step of this round yet: without it this peer would be behind once more.
-        """
-        deadline = time.monotonic() + self.peer.clock.seconds / 2
-        while (left := deadline - time.monotonic()) > 0.0:
-            if self.peer.averaging.adopt(left, newer_than=self.peer.common.round - 1):
-                return
-            time.sleep(min(_ASK_AGAIN_SECONDS, left))
 
 
 @dataclass(frozen=True)
@@ -308,11 +294,6 @@ def tally(
     return Tally(_bounded(samples, free), _bounded(rates, free))
 
 
-def newest_round(others: Mapping[str, PeerProgress], trusted: Collection[str]) -> int:
-    """The furthest update that the owner's side is at, by its own word; -1 if nobody of it is heard."""
-    return max((told.round for peer, told in others.items() if peer in trusted), default=-1)
-
-
 def _bounded(claims: Sequence[float], free: Sequence[bool]) -> float:
     """The sum of what is claimed; but for those who are ``free``, nothing is more than a few times what is usual, the
     lower median of those who have something."""
@@ -324,27 +305,28 @@ def _bounded(claims: Sequence[float], free: Sequence[bool]) -> float:
 class SampleLoop(_Loop):
     """Rounds that are over when the peers have gathered the samples of an update."""
 
-    update_is, faster = "micro batch", "Join with a smaller train.micro_batch_size, or use a faster machine."
-
     def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
         super().__init__(peer, batches, peer.team.state)
         assert isinstance(peer.common, GradientState)
         self.common = peer.common
         self.last = PeerRound(self.common.round, position=peer.progress.position)
         self.volunteers = peer.dht.own.grant.role == "volunteer"
-        self.rate = 0.0
-        """Samples per second."""
         self.heard_at = time.time()
         """When anybody else was heard last."""
         self.news_at = self.manifest_at = 0.0
         self.begin_round()
+
+    @property
+    def rate(self) -> float:
+        """Samples per second; 0: not known, or none."""
+        micro_batch, took = self.peer.team.state.micro_batch_size, self.peer.pace.step_seconds
+        return micro_batch / took if took else 0.0
 
     def begin_round(self) -> None:
         """Another round."""
         self.began = time.time()
         self.seconds = 0.0  # spent on what is gathered
         self.tries = 0  # rounds in a row without an average
-        self.pause = 0.5  # before a state is asked for again
 
     def run(self) -> Ending:
         """Gather until all peers together have enough, agree, and update, again and again."""
@@ -359,9 +341,7 @@ class SampleLoop(_Loop):
                 gathered = self.tally(others)
                 if self.has_strayed(others):
                     peer.averaging.withdraw()
-                    if not self.adopt():  # nobody gives the state: ask later and later again
-                        time.sleep(self.pause)
-                        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+                    self.adopt()
                 elif (others or peer.may_be_alone) and (
                     gathered.samples >= target or (gathered.samples > 0 and time.time() > self.began + limit)
                 ):  # enough for the update, or the round has lasted too long
@@ -417,7 +397,7 @@ class SampleLoop(_Loop):
     def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
         """What all peers together have gathered."""
         return tally(
-            Tally(self.common.samples, self.rate if self.peer.spec.trains else 0.0),
+            Tally(self.common.samples, self.rate),
             others,
             round_index=self.common.round,
             trusted=self.trusted(others),
@@ -428,22 +408,22 @@ class SampleLoop(_Loop):
     def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
         """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
         from a checkpoint."""
-        own, trusted = self.common.round, self.trusted(others)
-        if newest_round(others, trusted) > own:
+        told = [others[key] for key in self.trusted(others)]
+        if any(one.round > self.common.round for one in told):
             return True
-        late = {key: told for key, told in others.items() if told.time > self.began + _NEWS_DELAY}
-        return self.volunteers and 0 <= newest_round(late, trusted) < own
+        late = [one.round for one in told if one.time > self.began + _NEWS_DELAY]
+        return self.volunteers and bool(late) and max(late) < self.common.round
 
-    def adopt(self) -> bool:
-        """Take over the state of the owner's side. Only a volunteer goes back to an earlier update: what the owner's
-        side has made is not lost."""
+    def adopt(self) -> None:
+        """Take over the state of the owner's side, if it gives it away.
+
+        Only a volunteer goes back to an earlier update: what the owner's side has made is not lost.
+        """
         newer_than = -1 if self.volunteers else self.common.round - 1
-        if not self.peer.averaging.adopt(_ADOPT_SECONDS, newer_than=newer_than):
-            return False
-        self.model.train()
-        self.update.meter.read()
-        self.begin_round()
-        return True
+        if self.peer.adopt(_ADOPT_SECONDS, newer_than=newer_than):
+            self.model.train()
+            self.update.meter.read()
+            self.begin_round()
 
     def gather(self, has_others: bool, left: float) -> None:
         """One micro batch, unless there is enough; and the search for a group, when it is time.
@@ -464,12 +444,8 @@ class SampleLoop(_Loop):
         began = time.time()
         made = self.update(self.batches, lr=0.0, seed=derive_seed(peer.data_seed, peer.progress.position))
         taken = time.time() - began
-        peer.progress.position += 1
         self.seconds += taken
-        first = peer.progress.position <= 1
-        self.note_update(made, self.common.round, taken, first=first)
-        if not first:
-            self.rate = peer.team.state.micro_batch_size / peer.pace.step_seconds
+        self.note_update(made, self.common.round, taken)
 
     def search(self, boundary: float) -> None:
         """Look for a group until then."""

@@ -13,6 +13,7 @@ import hashlib
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from trainkit.data import build_data
 from trainkit.data.base import Batch, Samples, Splits, derive_seed
 from trainkit.data.loader import Batches
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.errors import RefusedError, RunFailedError
 from trainkit.models import build_model
 from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_hardware
@@ -41,7 +42,7 @@ from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access
 from trainkit.swarm.access import banned_with
-from trainkit.swarm.address import Memory, SavedPeer, keep_identity
+from trainkit.swarm.address import Memory, SavedPeer, keep_identity, write_addresses
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.dht import Watch, open_dht
@@ -54,12 +55,14 @@ from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
+from trainkit.training.memory import check_batch_sizes
 from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.update import Updater
 
 PATIENCE = timedelta(hours=1)
 """How long ranks wait for rank 0, which validates, saves and meets others meanwhile. A death is noticed at once."""
 _FOREVER = 1 << 40
+_ASK_SECONDS = 10.0  # for a state
 # What rank 0 tells the others: one of these, an integer (the batch to load from, a seed) and a learning rate.
 _ORDER = struct.Struct("<BQd")
 _LEAVE, _BEGIN, _TAKE_WEIGHTS, _UPDATE, _READ_METER = range(5)
@@ -140,13 +143,7 @@ def spread(config: Config, dist: Distributed, splits: Splits, common: CommonStat
         state = build(alone(config), dist, splits, model=common.model)
         yield Team(state, state, common)
         return
-    size, of_one_pass = config.train.global_batch_size, dist.world_size * (config.train.given_micro_batch_size or 1)
-    if size % of_one_pass:
-        raise UserError(
-            f"An update of {size} samples cannot be divided among the {dist.world_size} ranks of this peer.",
-            why=f"In one pass all of them together take {of_one_pass} samples, and {size} is no multiple of that.",
-            fix="Use a number of ranks that divides it, or another train.micro_batch_size.",
-        )
+    check_batch_sizes(config, dist.world_size, splits)
     dist.broadcast_json({"config": to_yaml(config), "identity": identity})
     state = build(_as_ddp(config), dist, splits, model=common.model)
     solo = Distributed(replace(dist.env, rank=0, world_size=1), dist.device)
@@ -269,16 +266,11 @@ def require_same(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
     different = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if not different:
         return
-    mends = ["Give data.root the folder of the very same data set."] if _DATA in different else []
-    if any(key.startswith(_CODE) for key in different):
-        mends.append("Use the creator's version of trainkit, and of code of one's own.")
-    if wanted := {key: theirs[key] for key in different if key in theirs and key in (*_LIBRARIES, *_MODEL_LIBRARIES)}:
-        mends.append(f"Install {in_words(wanted)}.")
     said = (f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
     raise RefusedError(
         f"This peer differs from the run in: {', '.join(different)}.",
         why=f"{'; '.join(said)}.",
-        fix=" ".join(mends) or "Use what the creator of the run uses.",
+        fix="Use the very same: data set in data.root, version of trainkit and of the creator's own code, libraries.",
     )
 
 
@@ -364,8 +356,8 @@ class Session:
     def open_node(self, own: Pass, admission: Admission, identity: Path | None, peers: Sequence[str] = ()) -> None:
         """Come into the DHT of the swarm at ``peers``; of a new one without any."""
         me = self.identity = self.held.enter_context(access.identity(identity, own, admission))
-        spec, proven = self.spec, not self.spec.must_prove
-        node = open_dht(me, peers=peers, host=spec.host, port=spec.port, announce=spec.announce, proven=proven)
+        spec = self.spec
+        node = open_dht(me, peers=peers, host=spec.host, port=spec.port, announce=spec.announce, proven=not spec.team)
         self.dht = self.held.enter_context(node)
 
     def build_model(self, splits: Splits) -> None:
@@ -413,13 +405,13 @@ class Session:
         )
         self.data_seed = data_seed(config, dht.peer_id)
 
-    def open_records(self, *, judges: bool) -> None:
-        """Where checkpoints and metrics go.
+    def open_records(self, role: Role) -> RoundRecorder:
+        """Where checkpoints, metrics and bans go; what keeps records of the rounds from now on.
 
         Loggers say which peers open them: a volunteer's machine writes no accounts of a service.
         """
         config, writer, run, judge = self.config, self.writer, self.writer.run, self.team.judge
-        wanted = ("all", "judge") if judges else ("all",)
+        wanted = ("all", role)
         stated = {name: plugins.stated("trainkit.monitor", name) for name in config.monitor.loggers}
         names = tuple(name for name in stated if stated[name].get("PEERS", "all") in wanted)
         quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
@@ -434,26 +426,39 @@ class Session:
         self.held.enter_context(closing(self.checkpoints))
         self.held.push(self._settle)
         self.recorder = Recorder(judge, writer, self.checkpoints, metrics, self.progress, self.hooks.beat)
+        self.rounds = RoundRecorder(self, role)
+        self.sentry.bans.keep_in(run.path)
+        self.sentry.remark = self.rounds.remark
+        return self.rounds
 
     def _settle(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:  # what was saved last must be on the disk before this peer says that it is done
             self.checkpoints.settle()
 
-    def keep_place(self, run_id: str, addresses: list[str], *, is_anchor: bool = False) -> None:
-        """Keep in the run folder how this peer comes back as the same one; then others may join through it."""
+    def keep_place(self, run_id: str, addresses: list[str]) -> None:
+        """Keep in the run folder how this peer comes back as the same one, and where others join through it."""
         spec = self.spec
         assert spec.host is not None
         keep_identity(self.writer.run, self.identity.path)
-        place = SavedPeer(run_id, self.clock.first, spec.host, self.dht.port, spec.announce, spec.name, is_anchor)
+        place = SavedPeer(run_id, self.clock.first, spec.host, self.dht.port, spec.announce, spec.name)
         self.memory.keep_in(self.writer.run, place)
-        self.hooks.opened(self.writer.run, addresses)
+        write_addresses(self.writer.run, addresses)
 
-    def record(self, role: Role) -> RoundRecorder:
-        """From now on keep records of the rounds, and of bans."""
-        self.rounds = RoundRecorder(self, role)
-        self.sentry.bans.keep_in(self.writer.run.path)
-        self.sentry.remark = self.rounds.remark
-        return self.rounds
+    def adopt(self, seconds: float, *, newer_than: int = -1, fits: Callable[[], bool] = lambda: True) -> bool:
+        """Take over the state of the run; asks again for so long, until told to leave. False if nobody has given one.
+
+        Args:
+            newer_than: a state is of no use that is not of a later round.
+            fits: whether one that was taken over will do.
+        """
+        deadline, pause = time.monotonic() + seconds, 0.5
+        while (left := deadline - time.monotonic()) > 0.0 and not self.hooks.stop_requested():
+            if self.averaging.adopt(min(left, _ASK_SECONDS), newer_than=newer_than) and fits():
+                return True
+            # Asked by everybody at once, the few peers that give it away would do nothing else.
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 8.0, self.clock.seconds / 4)
+        return False
 
     def remark(self, kind: Remark, **facts: Any) -> None:
         """Write an event."""

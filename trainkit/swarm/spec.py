@@ -44,8 +44,6 @@ class PeerSpec:
     """The run folder, if there is one already: what it says of the swarm counts."""
     trains: bool = True
     """Else it only reduces, keeps the common weights and gives them away."""
-    must_prove: bool = False
-    """Whether others reach it has yet to be seen."""
     max_upload: float | None = None
     """Bytes per second that this peer may send at most; None: no limit."""
     patience: float = PATIENCE_SECONDS
@@ -53,7 +51,8 @@ class PeerSpec:
     goes_on_later: bool = False
     """A stopped run will be started again from its last checkpoint, so it has no results yet."""
     team: bool = False
-    """All ranks of ``env`` are this one peer, and this is rank 0; else every rank is a peer of its own."""
+    """All ranks of ``env`` are this one peer, and this is rank 0, whom others may not reach though it listens; else
+    every rank is a peer of its own, whom the job's network reaches."""
     secret: Secret = NO_SECRET
     """Known to the ranks and nobody else."""
 
@@ -67,8 +66,6 @@ class Hooks:
     open_run: Callable[[Config, str], Writer] | None = None
     """Makes or opens the run folder of a peer that joins the run of this name (empty for its creator), and takes its
     lease; None for a rank whose rank 0 keeps the records."""
-    opened: Callable[[RunDir, list[str]], None] = lambda run, addresses: None
-    """Called once others can join through this peer, with its addresses, best first."""
     beat: Callable[[], None] = lambda: None
     """Called whenever this peer has made progress."""
 

@@ -205,8 +205,6 @@ class View:
     metrics: TaskMetrics
     contributions: tuple[Contribution, ...] = ()
     """By the account of the run's creator, most samples first."""
-    history: tuple[Mapping[str, Any], ...] = ()
-    """Last validation records, of a run in a folder here."""
 
     @property
     def samples_per_sec(self) -> float:
@@ -245,14 +243,14 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
         def look() -> View:
             with gone:
                 if read is not None:
-                    return view_of(read(), entry.addresses, run_dir)
+                    return view_of(read(), entry.addresses)
             assert run_dir is not None
             return _from_records(run_dir)
 
         yield look
 
 
-def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None) -> View:
+def view_of(told: SwarmRecords, addresses: Sequence[str]) -> View:
     """What is shown of what a swarm has published.
 
     Raises UserError when it is not clear which run it is.
@@ -293,15 +291,13 @@ def view_of(told: SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None
         metrics=metrics,
         # Anybody may publish such an account: only the creator's own counts.
         contributions=tuple(told.contributions.get(creator, ())),
-        history=_history(run_dir) if run_dir else (),
     )
 
 
 def _from_records(run_dir: RunDir) -> View:
     """What the run folder says of a swarm that does not answer any more."""
-    last = (read_metrics(run_dir, "train") or [{}])[-1]
-    history, metrics = _history(run_dir), described(run_dir)
-    validated = history[-1] if history else {}
+    last, validated = ((read_metrics(run_dir, split) or [{}])[-1] for split in ("train", "val"))
+    metrics = described(run_dir)
     measured = {key: validated.get(key) for key in ("loss", metrics.headline)}
     return View(
         name=run_dir.name,
@@ -313,33 +309,22 @@ def _from_records(run_dir: RunDir) -> View:
         val={key: value if fileio.is_number(value) else None for key, value in measured.items()},
         metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
-        history=history,
     )
-
-
-def _history(run_dir: RunDir) -> tuple[Mapping[str, Any], ...]:
-    trained = {record["step"]: record for record in read_metrics(run_dir, "train")}
-    rows = ((record, trained.get(record["step"], {})) for record in read_metrics(run_dir, "val")[-10:])
-    return tuple({**record, "peers": train.get("peers"), "train_loss": train.get("loss")} for record, train in rows)
 
 
 # A view as text: tables that fit the terminal, and an object for programs.
 
 
-def _cell(value: object, spec: str) -> str:
-    return format(value, spec) if isinstance(value, int | float) else "-"
-
-
 def _cells(row: PeerRow) -> tuple[str, ...]:
     alone = f"of {row.group}" if row.group else "alone"
     return (
-        row.name,
+        terminal.one_line(row.name, _LONGEST_NAME),
         row.role,
         str(row.round),
         f"{row.parts}/{row.expected}" if row.expected else alone,
         f"{row.samples:,}",
-        _cell(row.samples_per_sec, ",.0f"),
-        _cell(row.loss, ".4f"),
+        f"{row.samples_per_sec:,.0f}",
+        f"{row.loss:.4f}",
         terminal.size(row.sent) if row.sent else "-",
         terminal.size(row.received) if row.received else "-",
         f"{terminal.age(row.seconds_ago)} ago",
@@ -353,30 +338,24 @@ _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", 
 _LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
 _DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
 _MOST_SHOWN = 100
-# Characters of a name on a terminal: a long one would leave no room for the other columns.
+# Characters of a name in a table: a long one would leave no room for the other columns. --json has all of it.
 _LONGEST_NAME = 24
 
 
 def status_lines(view: View) -> list[str]:
     """The text of ``status``."""
-    peers, head = len(view.peers), view.metrics.headline
+    peers = len(view.peers)
     words = [f"{view.name}: {'running' if view.running else 'not running'}", f"round {view.round}/{view.rounds}"]
     words += [f"{peers} peer{'s' * (peers != 1)}"]
     words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
-    measured = [key for key in (head, "loss") if view.val.get(key) is not None]
+    measured = [key for key in (view.metrics.headline, "loss") if view.val.get(key) is not None]
     words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
     lines = terminal.wrapped(", ".join(words))
     if peers:
         lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
     if peers > _MOST_SHOWN:
         lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
-    if view.history:
-        header = ("round", "peers", "train loss", "val loss", f"val {head}")
-        spec = view.metrics.metrics[head].spec
-        keys = (("round", "d"), ("peers", "d"), ("train_loss", ".4f"), ("loss", ".4f"), (head, spec))
-        rows = [tuple(_cell(record.get(key), spec) for key, spec in keys) for record in view.history]
-        lines += _table(header, rows, ("peers", "train loss"))
     return lines
 
 
@@ -388,7 +367,7 @@ def leaderboard_lines(view: View) -> list[str]:
     here = {row.credited for row in view.peers}
     rows = [
         (
-            item.name,
+            terminal.one_line(item.name, _LONGEST_NAME),
             f"{item.samples:,.0f}",
             f"{100 * item.samples / whole:.1f} %" if whole else "-",
             str(item.rounds),
@@ -410,13 +389,7 @@ def as_object(view: View) -> dict[str, Any]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
-    """Indented; a long name is cut on a terminal and stands below its row in full."""
-    notes, shown = [], []
-    for name, *cells in rows:
-        is_long = sys.stdout.isatty() and len(name) > _LONGEST_NAME
-        notes.append(name if is_long else "")
-        shown.append([f"{name[: _LONGEST_NAME - 3]}..." if is_long else name, *cells])
-    return [f"  {line}" for line in terminal.table(header, shown, notes, dispensable=dispensable, indent=2)]
+    return [f"  {line}" for line in terminal.table(header, rows, dispensable=dispensable, indent=2)]
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
 
     processes.require_hivemind()
     # Everything that a peer needs, before the first is forked.
-    from trainkit.swarm import guest
+    from trainkit.swarm import roles
     from trainkit.swarm.admission import with_token
     from trainkit.swarm.spec import Hooks, PeerSpec, adapted
 
@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
         def say(line: str) -> None:
             print(f"{name}: {line}", flush=True)
 
-        ending, _ = guest.join(
+        ending, _ = roles.join(
             with_token(token),
             PeerSpec(name),
             Hooks(lambda: False, say),

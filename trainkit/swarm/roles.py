@@ -1,0 +1,447 @@
+"""The creator of a swarm and the peers that join it, each from its first message to its last.
+
+A creator also comes back after it was killed; a peer that loses the swarm comes back into it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from functools import partial
+
+from trainkit import terminal
+from trainkit.config.loading import to_yaml
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.errors import RunFailedError, UserError
+from trainkit.run.events import Writer
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Contributions, Counted, read_metrics
+from trainkit.swarm import address, admission, dht, link, messages
+from trainkit.swarm.admission import Entry
+from trainkit.swarm.invitations import Key
+from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
+from trainkit.swarm.records import RoundRecorder, take_over
+from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
+from trainkit.swarm.session import LOST_AFTER, Session, require_same, without_data
+from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
+from trainkit.training.recorder import Progress
+
+_DIAL_SECONDS = 30.0
+# Seconds for which a creator that comes back asks what the others have reached without it.
+_CATCH_UP_SECONDS = 10.0
+
+
+def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
+    """The addresses with this peer's own id that are not its own: another process would answer there."""
+    here = {item.rpartition("/p2p/")[0] for item in own}
+    others = [item for item in addresses if address.peer_of(item) == peer_id]
+    return [item for item in others if item.rpartition("/p2p/")[0] not in here]
+
+
+def require_alone(node: dht.SwarmDHT, known: Sequence[str]) -> None:
+    """Refuse to go on with a run whose creator answers at another place.
+
+    Args:
+        known: where it has been before.
+
+    Raises UserError.
+    """
+    told = node.progress().get(node.peer_id)
+    before = dict.fromkeys([*known, *(told.addresses if told else ())])
+    places = elsewhere(before, node.addresses(), node.peer_id)
+    there: list[str] = node.in_dht(partial(dht.reached, at=tuple(places)), _DIAL_SECONDS, []) if places else []
+    if there:
+        why = f"Its creator, with the key of this run folder, answers at {there[0]}: one of the folders is a copy."
+        fix = "End that one with Ctrl-C, and copy its run folder here: it has the newer checkpoints."
+        raise UserError("This run goes on already, on another machine.", why=why, fix=fix)
+
+
+class Creator(Session):
+    """The peer that starts a run, or goes on with that of ``spec.folder``; it judges, and keeps the records."""
+
+    may_be_alone = True
+
+    def __init__(self, held: ExitStack, config: Config, spec: PeerSpec, hooks: Hooks) -> None:
+        super().__init__(held, spec, hooks)
+        self.config, folder = config, spec.folder
+        self.own_addresses: list[str] = []
+        self.since, self.has_warned = 0.0, False
+        self.saved = address.saved_peer(folder) if folder is not None else None
+        self.memory = address.Memory(self.saved.others if self.saved is not None else ())
+        self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
+
+    def open_swarm(self) -> None:
+        """Start the first node, or come back to the others, unless the run goes on elsewhere."""
+        spec, folder, key = self.spec, self.spec.folder, self.key
+        file = spec.identity or (address.identity_in(folder) if folder is not None else None)
+        own, is_open = admission.own_pass(key, spec.name), self.config.collaborative.open
+        self.open_node(own, admission.Admission(key.public, open_run=is_open), file)
+        if folder is not None:
+            self.dht.excluded.remember(folder.path)
+            if self.saved is not None:
+                self.dht.reconnect(self.saved.others)
+                require_alone(self.dht, address.addresses_in(folder))
+
+    def open_run(self) -> None:
+        """The run folder, with rounds as long as this peer's upload needs, and the owner's key."""
+        spec, values = self.spec, self.common.theta.numel()
+        if spec.max_upload is not None:
+            agreed = link.fitted(self.config.collaborative, values, spec.max_upload)
+            self.config = self.config.model_copy(update={"collaborative": agreed})
+            self.hooks.say(link.creators_share(agreed, values, spec.max_upload))
+        assert self.hooks.open_run is not None
+        self.writer = self.hooks.open_run(self.config, "")
+        run = self.writer.run
+        admission.keep_key(run.path, self.key)
+        self.credits = Contributions.of(run)
+        # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
+        new = f"{run.name}-{os.urandom(4).hex()}".replace(".", "-")
+        self.run_id = self.saved.run_id if self.saved is not None else new
+
+    def restore(self) -> bool:
+        """Go on from the newest checkpoint, if there is one. False when no round is left."""
+        common, accept = self.common, partial(take_over, common=self.common)
+        found = self.checkpoints.restore(self.team.judge.model, None, extra=["common"], accept=accept)
+        if found:
+            self.progress.take_over(Progress.of(found.state))
+        if common.round >= self.config.collaborative.rounds:
+            return False
+        if found:
+            # A peer's own AdamW, of diloco, is in no checkpoint: it would be twice the weights in each, and begun anew
+            # it made no difference that could be measured (tests/benchmarks/README.md).
+            anew = "" if common.same_weights else "; the optimizer within rounds begins anew"
+            what = "weights, momentum and learning rate as they were"
+            self.hooks.say(f"Goes on after round {common.round}: {what}{anew}.")
+        return True
+
+    def start_clock(self) -> None:
+        """The run's clock.
+
+        One that others have gone on by stays as it is; rounds that nobody trained in are made up.
+        """
+        agreed, common, saved, done = self.config.collaborative, self.common, self.saved, self.common.round
+        if saved is not None and self.dht.reconnect(address.known_of(saved.others)):
+            self.clock = self.clock_from(saved.first_round)
+            if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
+                self.hooks.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
+            if done < common.round >= self.clock.index(time.time()):
+                return
+        if agreed.sync == "gradients":  # nothing is agreed by the time
+            self.clock = self.clock_from(0)
+        else:
+            self.clock = RoundClock.starting(time.time(), agreed.round_seconds, agreed.rounds, done=common.round)
+
+    def admit_others(self, opened: Callable[..., None]) -> None:
+        """Publish the run, and say where others join it; ``opened``: see `create`."""
+        info, config = self.splits.info, self.config
+        self.manifest = Manifest(
+            run_id=self.run_id,
+            name=self.writer.run.name,
+            config=to_yaml(config),
+            first_round=self.clock.first,
+            owner=self.key.public.hex(),
+            num_classes=info.num_classes,
+            in_chans=info.in_chans,
+            image_size=info.image_size,
+            open_run=config.collaborative.open,
+            facts=self.facts,
+        )
+        self.averaging.share()
+        self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
+        self.own_addresses, self.since = self.dht.addresses(self.spec.prefer_host), time.time()
+        self.publish(wait=True)
+        before = address.addresses_in(self.writer.run)
+        self.keep_place(self.run_id, self.own_addresses)
+        opened(self.writer.run, self.own_addresses, moved=bool(before) and self.own_addresses[0] not in before)
+
+    def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
+        """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
+        if revoked := admission.revoked_in(self.writer.run.path):
+            self.dht.excluded.hear(REVOKED, revoked)
+            self.dht.publish_excluded()
+        # From now on: a record only replaces one that would expire earlier.
+        expires = self.clock.count * self.clock.seconds + 600.0
+        self.dht.store(MANIFEST, asdict(replace(self.manifest, stopped=stopped)), expires, wait=wait)
+
+    def before_round(self) -> None:
+        """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
+        super().before_round()
+        self.publish()
+        self.warn_of_duplicate(self.watch.peers.get(self.dht.peer_id))
+
+    def warn_of_duplicate(self, told: PeerProgress | None) -> None:
+        """Say it once if another creator, with a copy of the run folder and so its key, leads a swarm of its own.
+
+        Args:
+            told: what the swarm knows of this peer; before ``since`` this run said so itself, in another process.
+        """
+        if self.has_warned or told is None or told.time <= self.since:
+            return
+        own = self.own_addresses
+        if there := elsewhere(told.addresses, own, address.peer_of(own[0])):
+            self.has_warned = True
+            place = terminal.one_line(there[0])
+            self.hooks.say(
+                f"  another machine goes on with this run and its key, at {place}: two swarms come of it. "
+                "End one of the two with Ctrl-C"
+            )
+
+    def credit(self, counted: Iterable[Counted]) -> None:
+        """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
+        seconds = self.clock.seconds
+        self.credits.add(self.pace.round_seconds or seconds, counted)
+        self.writer.check()
+        with suppress(OSError):  # a full disk; the next round writes all of it again
+            self.credits.write(self.writer.run)
+        self.dht.store(CREDITS, self.credits.rows()[:MOST_CREDITED], LOST_AFTER * seconds + 60.0)
+
+    def train(self, rounds: RoundRecorder) -> Ending:
+        """Train until the last round, or until told to leave; keep the account and the results."""
+        self.sentry.credit = self.credit
+        with rounds.recorded(self.spec.env):
+            ending = take_part(self)
+            self.leave(ending)
+        if ending == "finished":
+            rounds.finish("finished")
+            self.writer.attempt.ended("COMPLETED", step=self.progress.step)
+        elif not self.spec.goes_on_later:
+            rounds.finish("stopped", test=False)  # a user who presses Ctrl-C does not want to wait
+        return ending
+
+    def leave(self, ending: Ending) -> None:
+        """Stay until the others can do without this peer."""
+        if ending != "stopped":
+            # The others may still be fetching their part of the last round's average from this peer.
+            time.sleep(max(0.0, self.clock.end + 2.0 - time.time()))
+            return
+        self.publish(stopped=True, wait=True)
+        if self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
+            time.sleep(4 * NEWS_SECONDS + self.watch.pause)  # with this peer the news would vanish
+
+
+def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., None]) -> tuple[Ending, RunDir]:
+    """Start a swarm, or go on with that of ``spec.folder``; train in it until the last round, and keep its records.
+
+    Args:
+        opened: called once others can join, with the run folder, the addresses, best first, and whether it has
+            ``moved``: others may know another place.
+    """
+    check_peer(config, spec)
+    splits = build_data(config.data)
+    with ExitStack() as held:
+        creator = Creator(held, config, spec, hooks)
+        creator.open_swarm()
+        creator.build_model(splits)
+        creator.open_run()
+        creator.open_training(creator.run_id)
+        rounds = creator.open_records("judge")
+        ending: Ending = "finished"
+        if creator.restore():
+            creator.start_clock()
+            creator.admit_others(opened)
+            ending = creator.train(rounds)
+    return ending, creator.writer.run
+
+
+# A peer that joins.
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 30.0
+_LOOK_SECONDS = 0.5
+# Seconds for which a newcomer asks for the state of the run, less and less often.
+_ADOPT_SECONDS = 60.0
+_ASK_THE_CREATOR = "Ask whoever runs `python -m jobs.swarm create`, and join again."
+
+
+class Guest(Session):
+    """A peer that has come into the swarm by ``entry``, and comes back into it."""
+
+    manifest: Manifest
+
+    def __init__(self, held: ExitStack, entry: Entry, spec: PeerSpec, hooks: Hooks) -> None:
+        super().__init__(held, spec, hooks)
+        self.entry, self.may_be_alone = entry, not spec.trains
+        self.memory = address.Memory(entry.addresses)
+
+    def prove_reachable(self) -> None:
+        """Have this peer dialled back; one that cannot be reached only calls out.
+
+        Raises UserError for a peer that would be of no use so.
+        """
+        spec, say, seen = self.spec, self.hooks.say, self.dht.prove(self.entry.addresses)
+        if seen.reached:
+            say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
+            return
+        what, fix = "Others cannot reach this machine", address.FORWARD.format(port=self.dht.port)
+        why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
+        if not spec.trains:
+            raise UserError(f"{what}, so it cannot be an anchor.", why=f"{why[0].upper()}{why[1:]}.", fix=fix)
+        say(f"{what}: {why}. It takes part as a peer that only calls out.\n  {fix}")
+        self.spec = replace(spec, host=None)
+
+    def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
+        """What the run is; ``adapt`` makes this machine's configuration of it."""
+        self.manifest = manifest = dht.read_manifest(self.dht, self.entry.addresses)
+        address.require_same_time(self.dht, self.entry.addresses)
+        self.config = adapt(manifest)
+        check_peer(self.config, self.spec)
+        messages.require_going_on(manifest, self.config.collaborative)
+        self.clock = self.clock_from(manifest.first_round)
+
+    def require_same_run(self) -> None:
+        """Refuse to train something else than the run does, once there is a model."""
+        theirs, values, limit = self.manifest.facts, self.common.theta.numel(), self.spec.max_upload
+        if limit is not None:
+            self.hooks.say(link.in_words(link.load_for(limit, values, self.config.collaborative), limit))
+        if not self.spec.trains:
+            self.facts = without_data(self.facts, theirs, self.config)
+        require_same(theirs, self.facts)
+
+    def slow_upload(self) -> float | None:
+        """Bytes per second that this peer can send; None if they are enough, or not known.
+
+        With ``sync: gradients`` there is nothing that could be sent later.
+        """
+        agreed, values = self.config.collaborative, self.common.theta.numel()
+        if not self.spec.trains or agreed.sync == "gradients":
+            return None
+        needed = link.enough(values, agreed)
+        measured = self.dht.upload(self.entry.addresses, enough=needed)
+        if not 0.0 < measured < needed:
+            return None
+        self.hooks.say(link.in_words(link.load_for(measured, values, agreed), measured))
+        return measured
+
+    def follow_creator(self) -> None:
+        """Hear the news of the run's creator."""
+        known = self.dht.manifests()
+        creator = next((peer for peer, own in known.items() if own.run_id == self.manifest.run_id), "")
+        self.watch = dht.Watch(self.dht, creator, self.clock.oldest_news)
+
+    def train(self, writer: Writer) -> Ending:
+        """Train until the run is over, and keep this peer's own records."""
+        self.writer, progress = writer, self.progress
+        if records := read_metrics(writer.run, "train"):  # a guest has no checkpoint: its records say where it was
+            progress.step = progress.position = records[-1]["step"]
+            progress.images = round(records[-1].get("epoch", 0.0) * len(self.splits.train))
+        self.hooks.say(f"Run: {writer.run.path}")
+        if not self.spec.trains and self.spec.host is not None:
+            here = self.dht.addresses()
+            self.keep_place(self.manifest.run_id, here)
+            # Not the token itself: this goes into the log.
+            lines = [terminal.command("join", *(["TOKEN"] if self.entry.invited else []), item) for item in here]
+            self.hooks.say("\n  ".join(["Others join through this machine, too:", *lines]))
+        rounds = self.open_records("guest" if self.spec.trains else "anchor")
+        with rounds.recorded(self.spec.env):
+            ending = self.take_part()
+        if ending != "stopped":
+            if progress.step:
+                rounds.finish("finished" if ending == "finished" else "stopped")
+            writer.attempt.ended("COMPLETED", step=progress.step)
+        return ending
+
+    def take_part(self) -> Ending:
+        """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
+        # Last of all: the state of a round is of use until that round ends.
+        if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
+            why, fix = "The peers that could are gone, unreachable from here, or overloaded.", _ASK_THE_CREATOR
+            raise RunFailedError("No peer gives away the state of the run.", why=why, fix=fix)
+        self._say_round("Joined {}")
+        self.averaging.share()
+        while (ending := take_part(self)) in ("lost", "moved"):
+            rounds = self.rounds if ending == "lost" else None
+            if rounds is not None:
+                rounds.lost()
+            is_back = self.wait_until_back()
+            if self.watch.stopped or not is_back:
+                return "ended" if self.watch.stopped else "stopped"
+            if rounds is not None:
+                rounds.remark("swarm_back", round=self.common.round)
+            self._say_round("Back in {},")
+        return ending
+
+    def wait_until_back(self) -> bool:
+        """Look for the swarm, less and less often, until it goes on with this peer or has ended. False when told to
+        leave.
+
+        Who answers may not be ready yet: a creator that has just come back.
+
+        Raises RunFailedError when nobody has answered for as long as this peer is patient.
+        """
+        stopped, patience, pause = self.hooks.stop_requested, self.spec.patience, _FIRST_PAUSE
+        deadline, words = time.monotonic() + patience, f"Waiting for it for up to {terminal.age(patience)}"
+        while not stopped():
+            if self.dht.reconnect(self.memory.others) and (self.finds_run() or self.watch.stopped):
+                return True
+            if (now := time.monotonic()) >= deadline:
+                what = f"The swarm has not answered for {terminal.age(patience)}."
+                why = "Its creator has gone without a word, or this machine has lost its network."
+                raise RunFailedError(what, why=why, fix=_ASK_THE_CREATOR)
+            if pause == _FIRST_PAUSE:
+                self.hooks.say(f"Nobody of the swarm answers. {words}; Ctrl-C leaves for good.")
+            until = min(now + pause, deadline)
+            while (left := until - time.monotonic()) > 0 and not stopped():
+                time.sleep(min(left, _LOOK_SECONDS))
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return False
+
+    def finds_run(self) -> bool:
+        """Take over the clock and the state of the peers that answer; False if they have none to give, yet.
+
+        Raises UserError when another run answers, and RefusedError when this peer is out of it, or the run is not what
+        it was when this peer has joined it.
+        """
+        self.dht.require_welcome()
+        # It has been silent meanwhile, and a creator that has come back gives nothing to strangers.
+        self.dht.introduce_myself(dht.INTRODUCED_SECONDS, wait=True)
+        self.watch.poll()
+        found = list(self.dht.manifests().values())
+        same = [one for one in found if one.run_id == self.manifest.run_id]
+        if found and not same:
+            why = f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}."
+            fix = "Join that one, if it is meant."
+            raise UserError(f"Another run is at {self.entry.addresses[0]} now.", why=why, fix=fix)
+        manifest = max(same, key=lambda one: one.first_round, default=None)
+        if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
+            return False
+        messages.require_same_version(manifest)
+        require_same(manifest.facts, self.manifest.facts)
+        clock = self.clock_from(manifest.first_round)
+        if not self._adopt(clock):
+            return False
+        self.clock = clock
+        return True
+
+    def _say_round(self, where: str) -> None:
+        number = self.clock.index(time.time()) + 1
+        self.hooks.say(f"{where.format(self.manifest.name)} in round {number}/{self.clock.count}.")
+
+    def _adopt(self, clock: RoundClock, seconds: float = 0.0) -> bool:
+        """Take over the state of the present round, for the next one ends it; waits two rounds for it at least."""
+        return self.adopt(max(seconds, 2 * clock.seconds), fits=lambda: self.common.round >= clock.index(time.time()))
+
+
+def join(
+    entry: Entry, spec: PeerSpec, hooks: Hooks, adapt: Callable[[Manifest], Config]
+) -> tuple[Ending, RunDir | None]:
+    """Join the swarm that ``entry`` leads to, and train in it until it ends.
+
+    Args:
+        adapt: the configuration for this machine, from the manifest's.
+    """
+    with ExitStack() as held:
+        guest = Guest(held, entry, spec, hooks)
+        guest.open_node(entry.own, entry.admission(), spec.identity, entry.addresses)
+        if spec.team and spec.host is not None:
+            guest.prove_reachable()
+        guest.read_manifest(adapt)
+        config, manifest = guest.config, guest.manifest
+        guest.build_model(build_data(config.data) if spec.trains else messages.no_data(config.data.name, manifest))
+        guest.require_same_run()
+        guest.open_training(manifest.run_id, guest.slow_upload())
+        guest.follow_creator()
+        if hooks.open_run is None:
+            return guest.take_part(), None
+        writer = hooks.open_run(config, manifest.name)
+        return guest.train(writer), writer.run
