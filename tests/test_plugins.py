@@ -196,19 +196,12 @@ def refusal(model: str, *overrides: str) -> UserError | None:
             "import os\nimport no_such_package.layers\n\ndef build(info): ...\n",
             ["/whole.py:2 imports 'no_such_package.layers', which is not there."],
         ),
-        (
-            "from part import Body, WIDTH, hed\n\ndef build(info): ...\n",
-            ["/whole.py:1 imports 'hed' from 'part', which does not have it.", "Did you mean 'head'?"],
-        ),
-        ("import bad_part\n\ndef build(info): ...\n", ["/bad_part.py:1 is not valid Python."]),
         ("def bild(info): ...\n", ["Module 'whole' has no 'build'.", "Did you mean 'bild'?"]),
     ],
-    ids=["a syntax error", "a missing module", "a missing name", "a broken part", "a missing function"],
+    ids=["a syntax error", "a missing module", "a missing function"],
 )
 def test_a_users_module_that_a_job_cannot_import_is_refused(write: Write, text: str, words: list[str]) -> None:
     """Before anything is queued, with file and line."""
-    write("part.py", "def head(): ...\nclass Body: ...\nWIDTH: int = 2\n")
-    write("bad_part.py", "x = = 1\n")
     write("whole.py", text)
     plugins._parsed.cache_clear()
     error = refusal("whole:build")
@@ -224,7 +217,6 @@ MAY_WORK = {
     "later": f"def late():\n    import no_such_package\n{BUILD}",
     "elsewhere": f"import sys\nsys.path.append('/somewhere/else')\nimport no_such_package\n{BUILD}",
     "stars": f"import os.path, xml.etree.ElementTree, torch.nn.functional as F\nfrom torch.nn import *\n{BUILD}",
-    "a package": f"from pack_five import inner, made\nfrom pack_five.inner import value\n{BUILD}",
     "assigned": "from functools import partial\nbuild = partial(dict)\n",
     "launch.environment=conda:vision": f"import no_such_package\n{BUILD}",
     "launch.container_image=x.sif": f"import no_such_package\n{BUILD}",
@@ -233,8 +225,6 @@ MAY_WORK = {
 
 @pytest.mark.parametrize("case", MAY_WORK)
 def test_what_may_well_work_is_let_pass(write: Write, case: str) -> None:
-    write("pack_five/__init__.py", "from . import inner\nfrom .inner import value as made\n")
-    write("pack_five/inner.py", "for value in (1, 2):\n    pass\n")
     write("passes_five.py", MAY_WORK[case])
     plugins._parsed.cache_clear()
     assert refusal("passes_five:build", case if "=" in case else "seed=0") is None

@@ -74,29 +74,23 @@ def fill(build: Callable[..., Any], options: Mapping[str, Any], *, where: str) -
 
 def convert(value: Any, annotation: str, *, key: str) -> Any:
     """``value`` as ``annotation`` wants it, or a UserError that names ``key``."""
+    from pydantic import TypeAdapter, ValidationError  # most commands do without
+
     kind = option_type(annotation)
     if kind is None:
         return value
-    if get_origin(kind) is Literal:
-        choices = [str(choice) for choice in get_args(kind)]
-        if str(value) in choices:
-            return value
-        why = f"{key} is one of: {', '.join(choices)}."
-        fix = did_you_mean(str(value), choices, otherwise=f"Use {key}={choices[0]}.")
-        raise UserError(f"{key}={value} is not possible.", why=why, fix=fix, key=key)
-    types = get_args(kind) or (kind,)
     # YAML has told 1, 1.0, true and text apart already. What is exact is accepted: 3 for a float, 3.0 for an int.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    for part in types:
-        if part in (NoneType, bool) and isinstance(value, part):
-            return value
-        if (part is float and is_number) or (part is int and is_number and value % 1 == 0):
-            return part(value)
-        if part is str and (is_number or isinstance(value, str)):
-            return str(value)
-    wanted = " or ".join(_WORDS[part] for part in types)
+    same = [value, *([int(value)] if is_number and value % 1 == 0 else []), *([str(value)] if is_number else [])]
+    for candidate in same:
+        with contextlib.suppress(ValidationError):
+            return TypeAdapter(kind).validate_python(candidate, strict=True)
+    choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
+    words = choices[0] if choices else " or ".join(_WORDS[part] for part in get_args(kind) or (kind,))
+    wanted = f"one of: {', '.join(choices)}" if choices else words
     shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
-    raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=f"Give {wanted}.", key=key)
+    fix = did_you_mean(str(value), choices, otherwise=f"Give {words}.")
+    raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=fix, key=key)
 
 
 class Signature(NamedTuple):
@@ -337,56 +331,35 @@ def find_module(name: str) -> Path | None:
 
 
 def check_importable(package: str, name: str, *, installed: bool) -> None:
-    """Refuse a plugin of the user's own that a job could not import (`check_module`)."""
+    """Refuse a plugin of the user's own whose module Python cannot read, or that imports what is not there, or that
+    has no such function.
+
+    Only that module is read. Imports inside functions, ``try`` and ``if TYPE_CHECKING`` may fail.
+
+    Args:
+        installed: the job runs in this environment, so a package that is missing here is missing there.
+    """
     module, colon, function = name.partition(":")
     if not colon:
         return
     file, key = _file_of(package, name), _kind(package)[1]
-    check_module(module, file, key=key, installed=installed)
-    names = _names_of(file, key)
-    if not {function, "*"} & names:
-        own = Path.cwd() / f"{module.replace('.', '/')}.py"
-        hidden = f" It comes before {own}: give yours another name." if own.is_file() and own != file else ""
-        fix = did_you_mean(function, sorted(names), otherwise="Correct the name.")
-        why = f"{file} defines no such function.{hidden}"
-        raise UserError(f"Module '{module}' has no '{function}'.", why=why, fix=fix, key=key)
-
-
-def check_module(module: str, file: Path, *, key: str | None, installed: bool = True) -> None:
-    """Refuse a module of the user's own that Python cannot read, or that asks for a module or a name that is not there.
-
-    Follows what it imports of the user's own, not of packages. Imports inside functions, ``try`` and
-    ``if TYPE_CHECKING`` may fail.
-
-    Args:
-        key: the setting that names the module, for the message.
-        installed: the job runs in this environment, so a package that is missing here is missing there.
-    """
-    seen = {file}
-    waiting = [(module, file)]
-    while waiting:
-        name, path = waiting.pop()
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for line, wanted, names in _imports(parse(path, key).body, package):
-            _refuse_namesake(wanted, f"{path}:{line} imports '{wanted}'", key)
-            found = _found(wanted)
-            if found is None:
-                changes_path = b"sys.path" in fileio.read_bytes(path, follow=True)
-                if (installed and not changes_path) or Path(wanted.partition(".")[0]).is_dir():
-                    why = "No such module is installed in this environment or lies in the current folder."
-                    fix = f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name."
-                    what = f"{path}:{line} imports '{wanted}', which is not there."
-                    raise UserError(what, why=why, fix=fix, key=key)
-            elif _is_own(found):
-                bound = _names_of(found, key)
-                for item in names:
-                    if not {item, "*"} & bound and _found(f"{wanted}.{item}") is None:
-                        what = f"{path}:{line} imports '{item}' from '{wanted}', which does not have it."
-                        fix = did_you_mean(item, sorted(bound), otherwise="Correct the name.")
-                        raise UserError(what, why=f"{found} defines no such name.", fix=fix, key=key)
-                if found not in seen:
-                    seen.add(found)
-                    waiting.append((wanted, found))
+    body, text = parse(file, key).body, fileio.read_bytes(file, follow=True)
+    for node in body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
+        for wanted in names:
+            _refuse_namesake(wanted, f"{file}:{node.lineno} imports '{wanted}'", key)
+            if installed and b"sys.path" not in text and importlib.util.find_spec(wanted.partition(".")[0]) is None:
+                why = "No such module is installed in this environment or lies in the current folder."
+                fix = f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name."
+                what = f"{file}:{node.lineno} imports '{wanted}', which is not there."
+                raise UserError(what, why=why, fix=fix, key=key)
+    # It may be assigned or imported; only running the module could tell.
+    if not re.search(rf"\b{re.escape(function)}\b|import \*|globals|exec|setattr|__getattr__".encode(), text):
+        names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        fix = did_you_mean(function, names, otherwise="Correct the name.")
+        what, why = f"Module '{module}' has no '{function}'.", f"{file} defines no such function."
+        raise UserError(what, why=why, fix=fix, key=key)
 
 
 def parse(file: Path, key: str | None) -> ast.Module:
@@ -427,57 +400,6 @@ def _refuse_namesake(module: str, what: str, key: str | None) -> None:
         what += f", which would be trainkit's own package '{name}'."
         why = f"{file} has the name of a package that every command and every rank imports first."
         raise UserError(what, why=why, fix=f"Rename it, for example my_{name}, and what imports it.", key=key)
-
-
-def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Line, module and names of what is imported without an alternative; only names of modules that are its own."""
-    for node in body:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, []) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            with contextlib.suppress(ImportError):  # a relative import outside of a package
-                wanted = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                yield node.lineno, wanted, [alias.name for alias in node.names if alias.name != "*"]
-
-
-def _names_of(file: Path, key: str | None) -> set[str]:
-    """Names that a module binds at its top level; ``*`` where only running it could tell."""
-    found: set[str] = set()
-    waiting: list[ast.AST] = list(parse(file, key).body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add("*" if node.name == "__getattr__" else node.name)
-            continue  # what is inside runs later
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("globals", "exec", "setattr"):
-            found.add("*")
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        if not isinstance(node, ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
-    return found
-
-
-def _found(module: str) -> Path | None:
-    """Where a module is; of a package that is not the user's own only the package is looked for."""
-    first, *rest = module.split(".")
-    if first in sys.builtin_module_names or first in sys.stdlib_module_names:
-        return _LIBRARY / first
-    try:
-        spec = importlib.util.find_spec(first)
-        own = find_module(module)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    if spec is None:
-        return None
-    places = [Path(folder) for folder in spec.submodule_search_locations or []]
-    files = [Path(spec.origin)] if spec.origin else []
-    if any(map(_is_installed, [*places, *files])):
-        return Path([*files, *places, Path(first)][0], "installed")
-    inside = [folder.joinpath(*rest) for folder in places]
-    return own or next((item for item in inside if item.is_dir() or any(item.parent.glob(f"{item.name}.*"))), None)
 
 
 def _is_own(file: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import plugins
+from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config, OptimConfig, ScheduleConfig
 from trainkit.errors import UserError, did_you_mean, unknown
@@ -143,18 +144,6 @@ def check_task(config: Config) -> None:
 
 # Optimizers and schedules
 
-# Class -> why it is not for us, whatever its options.
-_REFUSED = {
-    "Adahessian": "It needs gradients of gradients, for which every backward pass would keep its graph.",
-    "Kron": "Its state is lists of matrices, and random: a checkpoint does not hold it, so a run could not go on.",
-    "LBFGS": "It computes the loss several times an update; here an update has one pass over its batches.",
-    "SparseAdam": "It is for sparse gradients, which image models do not have.",
-    "torch.Muon": "It takes matrices only, no filters, biases or norms. optim.name=muon takes them all.",
-}
-# Classes that cannot update weights of which a rank holds a part, and why.
-_WHOLE_ONLY = ("Adafactor", "AdafactorBigVision", "AdamP", "Mars", "NvNovoGrad", "Rprop", "SGDP")
-_WHOLE = "It goes by norms or means of a whole weight, in ways that torch does not compute over the ranks' parts."
-
 
 @dataclass(frozen=True)
 class Listed:
@@ -166,7 +155,6 @@ class Listed:
     class_name: str
     file: Path | None
     """Where its class is; None: in a package that timm would import."""
-    num_betas: int = 2
     defaults: Mapping[str, Any] | None = None
     """What timm's registry gives to the class."""
 
@@ -185,11 +173,7 @@ def find_optimizer(name: str) -> Listed:
     for key in (name, f"timm/{name}", f"torch/{name}"):
         if key in known:
             return known[key]
-    names = [*OptimConfig.OURS, *usable_names()]
-    error = unknown("optimizer", name, names, own=True, key="optim.name")
-    # timm/NAME and torch/NAME as well, and what is refused with a reason.
-    fix = did_you_mean(name, [*names, *known], otherwise=error.fix)
-    raise UserError(error.what, why=error.why, fix=fix, key=error.key)
+    raise unknown("optimizer", name, [*OptimConfig.OURS, *usable_names()], own=True, key="optim.name")
 
 
 def usable_names() -> list[str]:
@@ -219,26 +203,28 @@ def check_optimizer(config: Config) -> None:
     if "weight_decay" not in signature.options and optim.weight_decay:
         what = f"optim.weight_decay={optim.weight_decay:g} does not go with optim.name={optim.name}."
         raise UserError(what, why="It has no weight decay.", fix="Use optim.weight_decay=0.", key="optim.weight_decay")
-    if optim.betas is not None and "betas" in signature.options and len(optim.betas) != listed.num_betas:
+    usual = signature.defaults.get("betas")
+    if optim.betas is not None and usual is not None and len(optim.betas) != len(usual):
         what = f"optim.name={optim.name} does not take {len(optim.betas)} numbers as optim.betas."
-        fix = f"Give {listed.num_betas}, or leave optim.betas out."
-        raise UserError(what, why=f"It has {listed.num_betas}.", fix=fix, key="optim.betas")
+        fix = f"Give {len(usual)}, or leave optim.betas out."
+        raise UserError(what, why=f"It has {len(usual)}.", fix=fix, key="optim.betas")
     plugins.check_against(signature, optim.name, given, where="optim")
 
 
 def objection(listed: Listed, given: Mapping[str, Any], *, sharded: bool) -> tuple[str, str]:
     """Why an optimizer cannot be used, and what to do instead; empty if it can."""
-    other = "Use another one: adamw, sgd, lamb, muon."
+    told, other = yaml.packaged("optimizers"), "Use another one: adamw, sgd, lamb, muon."
     if listed.file is None:
         return f"It is {listed.class_name}: its state is in formats of its own, which checkpoints do not hold.", other
-    refused = _REFUSED.get(f"{listed.library}.{listed.class_name}") or _REFUSED.get(listed.class_name)
-    if refused:
-        return refused, other
+    for name in (listed.class_name, f"{listed.library}.{listed.class_name}"):
+        if name in told["refused"]:
+            return told["refused"][name], other
     if given.get("max_grad_norm"):
         return "optim.max_grad_norm would be the norm of a rank's part.", "Use train.grad_clip_norm."
-    by_norms = listed.class_name in _WHOLE_ONLY or given.get("caution") or given.get("algo") == "adamuon"
+    by_norms = listed.class_name in told["whole_only"] or given.get("caution") or given.get("algo") == "adamuon"
     if sharded and by_norms:
-        return _WHOLE, "Use it with a strategy that holds whole weights, such as strategy.name=zero."
+        why = "It goes by norms or means of a whole weight, in ways that torch does not compute over the ranks' parts."
+        return why, "Use it with a strategy that holds whole weights, such as strategy.name=zero."
     return "", ""
 
 
@@ -276,15 +262,12 @@ def _timms() -> Iterator[tuple[str, Listed]]:
             files.update({alias.name: folder / f"{node.module}.py" for alias in node.names})
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found: dict[str, Listed] = {}
-    for function, call in calls:
-        if function == "OptimInfo":
-            given = dict(zip(("name", "opt_class"), call.args, strict=False))
-            given |= {str(word.arg): word.value for word in call.keywords}
-            class_name = ast.unparse(given.pop("opt_class")).strip("'\"")
-            literals = {key: ast.literal_eval(given[key]) for key in ("name", "num_betas", "defaults") if key in given}
-            name, betas, defaults = literals["name"], literals.get("num_betas", 2), literals.get("defaults")
-            short = class_name.removeprefix("torch.optim.")
-            found[name] = Listed("timm", name, short, files.get(class_name), betas, defaults)
+    for call in (call for function, call in calls if function == "OptimInfo"):
+        given = dict(zip(("name", "opt_class"), call.args, strict=False))
+        given |= {str(word.arg): word.value for word in call.keywords}
+        name, defaults = (ast.literal_eval(given[key]) if key in given else None for key in ("name", "defaults"))
+        class_name = ast.unparse(given["opt_class"]).strip("'\"")
+        found[name] = Listed("timm", name, class_name.removeprefix("torch.optim."), files.get(class_name), defaults)
     for function, call in calls:
         if function.endswith(".register_alias"):
             alias, target = map(ast.literal_eval, call.args)

@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,7 +102,10 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
         max_array_size=leading_number(config.get("MaxArraySize", "")),
         kill_wait_seconds=leading_number(config.get("KillWait", "")),
         preemption=read_preemption(config),
-        containers=(*(("pyxis",) if scheduler.has_pyxis(env) else ()), *filter(ask.is_here, _CONTAINERS)),
+        containers=(
+            *(("pyxis",) if scheduler.has_pyxis(env) else ()),
+            *(name for name in _CONTAINERS if shutil.which(name, path=env.get("PATH"))),
+        ),
         modules=_modules(ask),
         shared_folders=read_shared_folders(mounts),
         gaps=tuple(ask.gaps),
@@ -117,32 +120,27 @@ class _Ask:
     questions: Mapping[str, tuple[str, ...]]
     env: Mapping[str, str]
     gaps: list[str] = field(default_factory=list)
-    silent: set[str] = field(default_factory=set)
-    """Programs that have not answered in time, and are not asked again: each would keep the user waiting."""
+    unanswered: dict[str, str] = field(default_factory=dict)
+    """Programs that have given no answer, and why. They are not asked again: each would keep the user waiting."""
 
     def __call__(self, question: str) -> str:
         command = self.questions[question]
-        answer = self.run(command)
-        if not isinstance(answer, str) and not answer.code:
-            return answer.out
-        words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
-        self.gaps.append(f"{words}: {answer if isinstance(answer, str) else answer.words}")
-        return ""
+        words = " ".join(command[: command.index("show") + 2])
+        answer = self.run(words, *command)
+        if answer is not None and answer.code:
+            self.gaps.append(f"{words}: {answer.words}")
+        return "" if answer is None or answer.code else answer.out
 
-    def is_here(self, program: str) -> bool:
-        return shutil.which(program, path=self.env.get("PATH")) is not None
-
-    def run(self, command: Sequence[str]) -> process.Answer | str:
-        """Its answer, or in words why there is none."""
-        if not self.is_here(command[0]):
-            return f"there is no {command[0]} on this machine"
-        if command[0] in self.silent:
-            return "not asked, since it was silent before"
-        try:
-            return self.scheduler.ask(command, self.env)
-        except process.NoAnswer as error:
-            self.silent.add(command[0])
-            return error.words.removeprefix(f"{command[0]} gave ")
+    def run(self, words: str, *command: str) -> process.Answer | None:
+        """What a program answers, which may be that it refuses. ``words``: the question, for a gap."""
+        program = command[0]
+        if program not in self.unanswered:
+            try:
+                return self.scheduler.ask(command, self.env)
+            except process.NoAnswer as error:
+                self.unanswered[program] = error.words.removeprefix(f"{program} gave ")
+        self.gaps.append(f"{words}: {self.unanswered[program]}")
+        return None
 
 
 def _partitions(ask: _Ask) -> tuple[Partition, ...]:
@@ -162,9 +160,6 @@ def _modules(ask: _Ask) -> tuple[str, ...]:
     program = next((item for item in places if item and os.access(item, os.X_OK)), None)
     if program is None:
         return ()
-    done = ask.run((program, "bash", "-t", "avail"))
-    if isinstance(done, str):
-        ask.gaps.append(f"module avail: {done}")
-        return ()
-    names = [line.strip().removesuffix("(default)") for line in done.err.splitlines()]
+    done = ask.run("module avail", program, "bash", "-t", "avail")
+    names = [line.strip().removesuffix("(default)") for line in done.err.splitlines()] if done is not None else []
     return tuple(name for name in names if _MODULES.match(name.rpartition("/")[0].rpartition("/")[2] or name))

@@ -309,9 +309,6 @@ def gpu_facts() -> list[dict[str, Any]]:
 
 def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
     """Processes of others, or of another job of this user, that use half a core or more, busiest first."""
-    mine = env.get("SLURM_JOB_ID")
-    me = psutil.Process()
-    own = {me.pid, *(process.pid for process in me.parents())}
     processes = list(psutil.process_iter())
     for process in processes:
         with suppress(psutil.Error):
@@ -320,17 +317,15 @@ def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for process in processes:
         with suppress(psutil.Error):
-            pid, percent = process.pid, process.cpu_percent()  # since the first call
-            if percent < _BUSY_PERCENT or pid in own or (mine and _job_of(process) == mine):
-                continue
-            if not mine and process.username() == getpass.getuser():
-                continue  # on a machine of one's own, what runs there is one's own business
-            said = {"pid": pid, "name": process.name(), "user": process.username(), "cpu_percent": round(percent)}
-            found.append(said)
+            percent = round(process.cpu_percent())  # since the first call
+            if percent >= _BUSY_PERCENT and _job_of(process) != env.get("SLURM_JOB_ID", ""):
+                said = {"pid": process.pid, "name": process.name(), "user": process.username(), "cpu_percent": percent}
+                found.append(said)
     return sorted(found, key=lambda item: -int(item["cpu_percent"]))[:5]
 
 
 def _job_of(process: psutil.Process) -> str | None:
-    with suppress(psutil.Error):  # another user's is not ours to read
-        return process.environ().get("SLURM_JOB_ID")
+    """The job that a process belongs to; empty for this user's outside of jobs, None for other users'."""
+    with suppress(psutil.Error):  # another user's environment is not ours to read
+        return process.environ().get("SLURM_JOB_ID", "") if process.username() == getpass.getuser() else None
     return None
