@@ -19,7 +19,7 @@ from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import TrainkitError, UserError
 from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_host
-from trainkit.monitor.profiler import profiling, snapshot_on_oom
+from trainkit.monitor.profiler import Profiler, snapshot_on_oom
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, StaleAttemptError, Writer
@@ -95,9 +95,9 @@ def run(
                     loggers as metrics,
                     sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), env),
                     watched(parts, node, hosts, beat) as beat,
-                    profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
                     snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
                 ):
+                    profiler = Profiler(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main)
                     clock, saved = clock_of(dist.device), uploads.look if uploads is not None else lambda: None
                     keeper = Recorder(
                         parts, writer, checkpoints, metrics, progress, beat, clock, hosts, saved, profiler

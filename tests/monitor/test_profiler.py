@@ -13,7 +13,7 @@ from tests.training.parts import Linear, keeper_of, parts_of
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.monitor import profiler as module
-from trainkit.monitor.profiler import ON_REQUEST, Profiler, profiling, snapshot_on_oom
+from trainkit.monitor.profiler import ON_REQUEST, Profiler, snapshot_on_oom
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.recorder import Progress
@@ -21,7 +21,7 @@ from trainkit.training.recorder import Progress
 FEW = ("train.epochs=5", "checkpoint.every_epochs=1000", "train.eval_every_epochs=1000", "monitor.log_every=2")
 
 
-def trained(folder: Path, steps: tuple[int, int] | None, asks: Any = None) -> Profiler:
+def trained(folder: Path, steps: tuple[int, int] | None, asks: Any = None) -> None:
     """15 updates of a run, with a profiler; its model calls ``asks(profiler, number)`` in each."""
 
     class Asking(Linear):
@@ -32,11 +32,10 @@ def trained(folder: Path, steps: tuple[int, int] | None, asks: Any = None) -> Pr
 
     parts = parts_of(*FEW, model=Asking())
     plain = keeper_of(parts, folder, Progress())
-    profiler = Profiler(plain.writer.run, steps, gpu=False)
+    profiler = Profiler(plain.writer.run, steps, gpu=False, is_main=True)
     keeper = replace(plain, profiler=profiler)
     train(parts, keeper, lambda: False)
     profiler.close(keeper.progress.step)
-    return profiler
 
 
 def traced(folder: Path) -> dict[str, int]:
@@ -64,24 +63,17 @@ def test_the_updates_that_were_named_are_profiled_and_no_others(
     assert traced(tmp_path / "run") == profiles
 
 
-def test_on_request_the_updates_after_the_next_record_are_profiled_once(tmp_path: Path) -> None:
+def test_on_request_the_updates_after_the_next_record_are_profiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def asks(profiler: Profiler, update: int) -> None:
         if update == 3:
             (tmp_path / "run" / "PROFILE").touch()
-            profiler.requested.set()  # as the thread does that looks for the file
 
-    profiler = trained(tmp_path / "run", None, asks)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    trained(tmp_path / "run", None, asks)
     assert traced(tmp_path / "run") == {f"steps-00000004-{4 + ON_REQUEST:08}-rank-0": ON_REQUEST}
     assert not (tmp_path / "run" / "PROFILE").exists()
-    assert not profiler.requested.is_set()
-
-
-def test_the_file_is_seen_by_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    with profiling(RunDir(tmp_path), None, gpu=False) as profiler:
-        assert not profiler.requested.wait(0.1)
-        (tmp_path / "PROFILE").touch()
-        assert profiler.requested.wait(20)
 
 
 def test_training_outlives_a_profile_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

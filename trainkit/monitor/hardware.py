@@ -17,10 +17,10 @@ Keys of a sample::
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
     gpu_kwh, cpu_kwh      energy of the run on this host so far; absent if nothing measures it
 
-``nvidia-smi-<host>.txt`` beside that file shows the GPUs at the time when they held most memory.
+``nvidia-smi-<host>.txt`` beside that file shows what `nvidia-smi` said when the GPUs of the run held most memory.
 
-GPUs since Volta measure their energy themselves (NVML); for older ones it is the power times the time between two
-samples. Processors measure it for each package (RAPL), other programs included; by default only root may read it.
+GPUs since Volta measure their energy themselves (NVML). Processors measure it for each package (RAPL), other programs
+included; by default only root may read it.
 """
 
 import os
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainkit import fileio
-from trainkit.process import gpu_mask
+from trainkit.process import NoAnswer, ask, gpu_mask
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 
@@ -47,6 +47,8 @@ _ENERGY_KEYS = ("gpu_kwh", "cpu_kwh")
 RAPL = Path("/sys/class/powercap")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
+_SMI_SECONDS, _END_SECONDS = 4.0, 5.0
+"""Patience with `nvidia-smi`, and with the thread at the end: a hanging driver must not keep the job."""
 
 
 @contextmanager
@@ -99,8 +101,9 @@ def sample_hardware(
                 memory = sum(item.get("memory_used_mb", 0.0) for item in used)
                 if memory > most * _NOTEWORTHY or not most:
                     most = memory
-                    fileio.write(shown, gpus.described(), shown.parent)
-            fileio.append_jsonl(file, sample | energy.used(used))
+                    with suppress(NoAnswer):
+                        fileio.write(shown, ask(["nvidia-smi"], seconds=_SMI_SECONDS).require(), shown.parent)
+            fileio.append_jsonl(file, sample | energy.used())
 
     def guarded() -> None:
         try:
@@ -114,7 +117,7 @@ def sample_hardware(
         yield
     finally:
         over.set()
-        thread.join(timeout=5.0)  # a hanging driver must not keep the job
+        thread.join(timeout=_END_SECONDS)
 
 
 class _Seconds(NamedTuple):
@@ -247,25 +250,6 @@ class Gpus:
                 counted[index] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
         return counted
 
-    def described(self) -> str:
-        """What `nvidia-smi` shows: driver, names, use, and the processes on each GPU."""
-        nvml = self._nvml
-        about: dict[str, Callable[[Any], Any]] = {
-            "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
-            "name": nvml.nvmlDeviceGetName,
-            "limit_w": lambda handle: nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
-            "processes": nvml.nvmlDeviceGetComputeRunningProcesses,
-        }
-        lines = [time.strftime("%Y-%m-%d %H:%M:%S")]
-        for sample, handle in zip(self.samples(), self._handles.values(), strict=True):
-            known = {**self._reported(handle, about), **sample}
-            running = known.pop("processes", ())
-            lines.append(f"GPU {known.pop('index')}  " + "  ".join(f"{key} {value}" for key, value in known.items()))
-            for process in running:
-                used = getattr(process, "usedGpuMemory", None)  # unknown inside of containers
-                lines.append(f"    process {process.pid}  {'?' if used is None else round(used / MB)} MB")
-        return "\n".join(lines) + "\n"
-
     def _reported(self, handle: Any, readings: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
         reported = {}
         for key, read in readings.items():
@@ -303,21 +287,11 @@ class Energy:
         self._gpus, self._rapl = gpus, rapl
         self._total = {key: float(before[key]) for key in _ENERGY_KEYS if fileio.is_number(before.get(key))}
         self._gpu_joules, self._cpu_joules = gpus.joules(), self._packages()
-        self._powers: dict[int, float] = {}
-        self._since = time.monotonic()
 
-    def used(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures.
-
-        Args:
-            samples: of the GPUs, just taken.
-        """
-        counted, packages, now = self._gpus.joules(), self._packages(), time.monotonic()
+    def used(self) -> dict[str, float]:
+        """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures."""
+        counted, packages = self._gpus.joules(), self._packages()
         gpu = [max(0.0, counted[index] - before) for index, before in self._gpu_joules.items() if index in counted]
-        for index, power in ((sample["index"], sample.get("power_w")) for sample in samples):
-            if index not in counted and power is not None:
-                gpu.append((self._powers.get(index, power) + power) / 2 * (now - self._since))
-                self._powers[index] = power
         cpu = [
             (joules - self._cpu_joules[name][0]) % whole  # the counter wraps
             for name, (joules, whole) in packages.items()
@@ -326,7 +300,7 @@ class Energy:
         for key, joules in zip(_ENERGY_KEYS, (gpu, cpu), strict=True):
             if joules:
                 self._total[key] = self._total.get(key, 0.0) + sum(joules) / _JOULES_PER_KWH
-        self._gpu_joules, self._cpu_joules, self._since = counted, packages, now
+        self._gpu_joules, self._cpu_joules = counted, packages
         return {key: round(value, 7) for key, value in self._total.items()}
 
     def _packages(self) -> dict[str, tuple[float, float]]:

@@ -2,8 +2,8 @@
 
 A profile is of the updates that ``monitor.profile_steps`` names or, while a run goes on, of the next few after
 ``touch RUN/PROFILE``; that file is removed when the profile is written. A profile is two files: a trace for
-https://ui.perfetto.dev or chrome://tracing, and a table of the operations that cost most. Another thread looks for the
-request and writes the files, so that training waits for no disk.
+https://ui.perfetto.dev or chrome://tracing, and a table of the operations that cost most. Training waits while they are
+written.
 
 A snapshot of the GPU's memory is for https://pytorch.org/memory_viz. It is a pickle, because torch's viewer wants one;
 trainkit never reads it.
@@ -11,10 +11,12 @@ trainkit never reads it.
 
 from __future__ import annotations
 
+import math
+import os
 import sys
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainkit import fileio
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 ON_REQUEST = 5
 """Updates of a requested profile."""
 LOOK_SECONDS = 2.0
+"""Between two looks for a request, at least."""
 _ROWS = 40
 _MOST_MEMORY_EVENTS = 100_000
 _NEVER = -1
@@ -36,20 +39,25 @@ class Profiler:
 
     Args:
         steps: begin after the first of these updates, end after the second.
+        is_main: whether this is the rank that is profiled.
     """
 
-    def __init__(self, run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool) -> None:
-        self._run_dir, self._steps, self._gpu = run_dir, steps, gpu
-        self.next = steps[0] if steps else _NEVER
+    def __init__(self, run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_main: bool = False) -> None:
+        self._run_dir, self._gpu = run_dir, gpu
+        self._steps = steps if is_main else None
+        self.next = self._steps[0] if self._steps else _NEVER
         """The step at which to call `turn`."""
-        self.requested = threading.Event()
         self._running: tuple[int, profile] | None = None
-        self._writing: threading.Thread | None = None
+        self._looks_at = 0.0 if is_main else math.inf
+        """When to look for a request again, by the monotonic clock."""
 
     def look(self, step: int) -> None:
         """Begin with the next update, if a profile is requested."""
-        if self.requested.is_set() and self._running is None and self._writing is None:
-            self.next = step
+        now = time.monotonic()
+        if self._running is None and now >= self._looks_at:
+            self._looks_at = now + LOOK_SECONDS
+            if os.path.exists(self._run_dir.profile_request):  # False where the disk gives an error
+                self.next = step
 
     def turn(self, step: int) -> None:
         """Begin a profile, or end the one that runs. A failure is reported once and does not fail the training."""
@@ -60,14 +68,12 @@ class Profiler:
                 self._end(step)
         except Exception as error:
             self._running, self.next = None, _NEVER
-            _no_profile(error)
+            print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def close(self, step: int) -> None:
-        """End the profile that runs, and wait until it is written."""
+        """End the profile that runs."""
         if self._running is not None:
             self.turn(step)
-        if self._writing is not None:
-            self._writing.join()
 
     def _begin(self, step: int) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -83,12 +89,7 @@ class Profiler:
         (began, running), self._running = self._running, None
         self.next = self._steps[0] if self._steps is not None and self._steps[0] > step else _NEVER
         running.stop()
-        name = f"steps-{began:08}-{step:08}-rank-0"
-        self._writing = threading.Thread(target=self._write, args=(running, name), name="profile")
-        self._writing.start()
-
-    def _write(self, running: profile, name: str) -> None:
-        folder, run = self._run_dir.profile, self._run_dir.path
+        folder, run, name = self._run_dir.profile, self._run_dir.path, f"steps-{began:08}-{step:08}-rank-0"
         try:
             fileio.make_folder(folder, run)
             with fileio.replacing(folder / f"{name}.json.gz", run) as out:
@@ -96,35 +97,11 @@ class Profiler:
             sort_by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
             fileio.write(folder / f"{name}.txt", running.key_averages().table(sort_by=sort_by, row_limit=_ROWS), run)
             print(f"Profile: {folder / name}.json.gz", flush=True)
-        except Exception as error:
-            _no_profile(error)
-        with suppress(OSError):  # else it is still there: asking again and again would fill the disk
-            self._run_dir.profile_request.unlink(missing_ok=True)
-            self.requested.clear()
-            self._writing = None
-
-
-def _no_profile(error: Exception) -> None:
-    print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def profiling(run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_main: bool = True) -> Iterator[Profiler]:
-    """A profiler for a loop, with a thread that looks for requests; it does nothing on other ranks than the first."""
-    profiler, over = Profiler(run_dir, steps if is_main else None, gpu=gpu), threading.Event()
-
-    def watch() -> None:
-        while not over.wait(LOOK_SECONDS):
-            with suppress(OSError):
-                if run_dir.profile_request.exists():
-                    profiler.requested.set()
-
-    if is_main:
-        threading.Thread(target=watch, name="profile-request", daemon=True).start()
-    try:
-        yield profiler
-    finally:
-        over.set()
+        finally:
+            try:
+                self._run_dir.profile_request.unlink(missing_ok=True)
+            except OSError:  # it is still there: profile after profile would fill the disk
+                self._looks_at = math.inf
 
 
 @contextmanager
