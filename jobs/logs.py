@@ -10,10 +10,10 @@ from pathlib import Path
 from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
-from trainkit.diagnosis.evidence import last_words
+from trainkit.diagnosis.evidence import last_words, ranks_of
 from trainkit.errors import UserError
 from trainkit.finish import LOOK_SECONDS, Watch, full_name
-from trainkit.monitor.follow import LogTail, logs_of, ranks_of
+from trainkit.monitor.follow import LogTail, logs_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
 
@@ -40,15 +40,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     asked, pattern, ending = _ranks(args.rank), _pattern(args.grep), "err" if args.err else "out"
 
     def wanted(attempt: int) -> list[LogTail]:
-        folder = run.attempt_logs(attempt)
-        ranks = ranks_of(folder) if asked is None else asked
-        return logs_of(folder, ranks, ending=ending, pattern=pattern)
+        ranks = ranks_of(run, attempt, "out") if asked is None else asked
+        return logs_of(run.attempt_logs(attempt), ranks, ending=ending, pattern=pattern)
 
     if args.follow:
         _follow(run, wanted, args.attempt)
         return 0
     attempt = args.attempt if args.attempt is not None else attempts[-1] if attempts else 0
-    state, logs, ranks = job_state(run), wanted(attempt), ranks_of(run.attempt_logs(attempt))
+    state, logs, ranks = job_state(run), wanted(attempt), ranks_of(run, attempt, "out")
     if attempts and args.rank is None and args.grep is None and not args.err:
         _show_failure(run, attempt, state)
     missing = [str(rank) for rank in asked or () if rank not in ranks]

@@ -101,6 +101,7 @@ READERS = {
     "trainkit.fileio": "is the reader and the writer",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
     "trainkit.diagnosis.causes": "reads causes.yaml, which is part of the package",
+    "trainkit.diagnosis.evidence": "reads words.yaml, which is part of the package",
     "trainkit.run.snapshot": "walks a folder of code and unpacks its archive, files and bytes counted",
     "trainkit.ranks.signals": "maps the page that this rank's own launcher has made",
     "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",

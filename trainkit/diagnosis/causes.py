@@ -17,7 +17,7 @@ from trainkit import fileio, terminal
 from trainkit.config.checks import smaller
 from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis import evidence
-from trainkit.diagnosis.evidence import Failure, Quote, Source, rank_log
+from trainkit.diagnosis.evidence import CACHES, WORDS, Failure, Quote, Source, rank_log
 from trainkit.errors import UserError
 from trainkit.ranks import expand
 from trainkit.run.events import history_of
@@ -31,10 +31,6 @@ _COMMANDS = {"RESUME": RESUME, "AGAIN": AGAIN, "LOG": LOG, "WITHOUT": RESUME + "
 """Commands that the rows abbreviate."""
 _RECORDED = re.compile(r"^  recorded:\n(?:(?:   .*)?\n)*", re.MULTILINE)
 """The texts that prove a row: half of the file, and only the tests read them."""
-_TOLD = re.compile(rf"^(srun: error|{evidence.STEPD}|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
-"""Lines of a batch script's log that are worth showing."""
-_ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
-"""Lines of a rank that left no traceback which may say why."""
 _ASKS_SLURM = re.compile(r"(squeue|sacct|sinfo|scontrol|sshare|sstat) ")
 EVERY_NODE = (
     "Every node of the job says so, so it is none of them: look at the environment, the mask and the driver. Then:"
@@ -44,18 +40,6 @@ _IN_OWN_WORDS = {"exception", "failed", "said-by-the-kit", "no-words"}
 """Answers that repeat what was said, where no row is known."""
 _SHOWN = 6
 """Lines of evidence."""
-_PATH = re.compile(r"""['"](?P<path>/[^'"\n]+)['"]""")
-_CACHES = (
-    ("huggingface", ".cache/huggingface", "HF_HOME"),
-    ("torch/hub", ".cache/torch", "TORCH_HOME"),
-    ("matplotlib", ".cache/matplotlib", "MPLCONFIGDIR"),
-    ("triton", ".triton", "TRITON_CACHE_DIR"),
-    ("wandb", ".cache/wandb", "WANDB_CACHE_DIR"),
-    ("/.cache/", ".cache", "XDG_CACHE_HOME"),
-    ("_inductor", "/tmp", "TMPDIR"),
-    ("/tempfile.py", "/tmp", "TMPDIR"),
-)
-"""A part of a path or traceback, the folder that is written to then, and the variable that moves it."""
 _QUOTED = frozenset({"run", "logs", "there", "more_memory"})
 """Fields that are quoted for a shell already."""
 _KEY = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
@@ -234,11 +218,6 @@ def _cause(
     asks = _ASKS_SLURM.match(command)
     if asks and asks[1] not in built_in(state.executor).tools:  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
-    asked_for = _hosts_of(_directive(fileio.read_object(run.plan), "nodelist") or "")
-    excluded = _hosts_of(found["failed_hosts"] or found["host"])
-    if asked_for and {*asked_for.split(",")} & {*excluded.split(",")} and " --exclude " in command:
-        command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
-        fix = "It asks for that very node (--nodelist): name another, or, when it is well again:"
     what = row.what.format_map(found)
     return _where_it_started(run, Cause(row.name, what, _once(quotes), fix, command, failure, row=row))
 
@@ -276,7 +255,7 @@ def _otherwise(
         if state.alive == "yes" or not state.job_id or state.state == "UNKNOWN":
             return None
         batch = next((source.text for source in sources if source.place == "batch"), "")
-        told = _TOLD.search(evidence.until_ended(batch))
+        told = WORDS["told"].search(evidence.until_ended(batch))
         said = f": {told[0].strip()}" if told is not None else "."
         what = f"The job ended ({evidence.words_of_state(state)}) before a rank of it said anything{said}"
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
@@ -301,7 +280,7 @@ def _otherwise(
             after = f" It began with {traceback.first.rstrip('.')}."
         return answer("exception", f"{found['who']} raised {error}{found['crashed_at']}.{after}", found["mend"], AGAIN)
     tail = [text for _, text in log.tail if text.strip()]
-    words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
+    words = [text for text in tail if WORDS["error"].search(text)][-1:] or tail[-1:]
     if words and failure.error.lower().startswith(("exited", "exit code")):
         error += f"; its last words: {words[0].strip()}".rstrip(".")
     elsewhere = f"Its log is not here, but where it ran ({found['on_node']}); there:"
@@ -324,7 +303,7 @@ def _around(run: RunDir, failure: Failure | None, sources: list[Source]) -> list
     found = []
     for source in sources:
         if source.place == "batch":
-            lines = list(_TOLD.finditer(evidence.until_ended(source.text)))
+            lines = list(WORDS["told"].finditer(evidence.until_ended(source.text)))
             found += [source.quote(match.start()) for match in lines[:2]]
         elif source.place == "rank" and source.where and failure is not None and failure.error in source.text:
             found += [] if source.aside else [source.quote(source.text.rindex(failure.error))]
@@ -412,16 +391,12 @@ def _behind(run: RunDir, attempt: int) -> dict[str, str]:
     }
 
 
-def _directive(plan: Mapping[str, Any], name: str) -> str | None:
-    """What sbatch was given for an option; None if nothing."""
-    given = plan.get("directives")
-    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
-    return next((str(item.get("value")) for item in items if item.get("name") == name), None)
-
-
 def _more_memory(plan: Mapping[str, Any]) -> str:
     """Twice what each node was asked for; all that it has where that is not known; nothing if that was not enough."""
-    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", _directive(plan, "mem") or "")
+    given = plan.get("directives")
+    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    asked = next((str(item.get("value")) for item in items if item.get("name") == "mem"), "")
+    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", asked)
     if size is None:
         return " --mem 0"
     return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
@@ -465,11 +440,11 @@ def _place_of(failure: Failure | None) -> tuple[str, str]:
     """
     if failure is None:
         return "", ""
-    named = _PATH.findall(failure.error)
+    named = WORDS["path"].findall(failure.error)
     seen = named[-1] if named else "\n".join(failure.traceback)
-    for part, folder, variable in _CACHES:
+    for part, folder, variable in CACHES:
         if part in seen:
-            return (named[-1] if named else os.path.expanduser(os.path.join("~", folder))), variable
+            return (named[-1] if named else os.path.expanduser(folder)), variable
     if named and named[-1].startswith("/tmp/"):
         return named[-1], "TMPDIR"
     return (named[-1], "") if named else ("", "")

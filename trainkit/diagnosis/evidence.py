@@ -12,10 +12,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from trainkit import fileio, terminal
 from trainkit.ranks.signals import STARTING_SECONDS
@@ -32,72 +34,8 @@ _LONG = 4000
 """Characters of a line, at its end."""
 _TAIL = 40
 """Lines at the end that may say why a rank was ended."""
-_RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distributed, and of torchrun's --tee
-# A progress bar does not end its line, so what comes next is glued to it.
-_GLUED = re.compile(r"^(?! *\|).*(?:[|%\])…]|\.\.\.) *(?=Traceback \(most recent call last\))")
-# The frame that Python draws around the errors of an ExceptionGroup, with the first words of its own heading.
-_GROUP = re.compile(r"^[ |+]*[|+](?: |$)(?:Exception Group (?=Traceback))?")
-_START = re.compile(r"^(?: |Original )?Traceback \(most recent call last\)")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _HANDLED = "During handling of the above exception, another exception occurred:"
-# What others say while the process ends: torch's C++ log, warnings, srun, wandb, threads.
-_OTHERS = re.compile(
-    r"\[[WEI][\d ]|\S+: \w*Warning: |(srun|slurmstepd\S*|wandb|WARNING|INFO|ERROR)\b.*:|Exception ignored"
-    r"|\[[^]]*\] error: "  # of slurmstepd in SLURM 25.11
-)
-_CRASH = re.compile(r"^(?:Fatal Python error: | *what\(\): +|FATAL: +)(.+)")  # of faulthandler, of C++, of apptainer
-_AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<", "/lib/python", "/usr/lib/", ".pyx")
-"""Parts of the names of files that no user can mend."""
-# srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
-_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)[^:\n]*: (?!Terminated)(.+)", re.MULTILINE)
-STEPD = r"(?:slurmstepd\S*|\[[^]\n]*\]) error: "
-"""How slurmstepd's lines begin in a job's output: ``slurmstepd-n1: error:``; in 25.11 it says when, and no name."""
-# From here on SLURM ends the ranks that were left, and srun reports that in the same words.
-_STEP_ENDED = re.compile(
-    rf"^(?:{STEPD}\*\*\* (?:STEP|JOB) .* CANCELLED AT|srun: .*Terminating (?:StepId|job step))", re.M
-)
-# What ended a task from outside. The others have words of their own in their logs.
-_HARD = re.compile(r"Killed|Out Of Memory")
-# What compiled code did to a task: a traceback that its log holds is of something that it survived.
-_CRASHED = re.compile(r"Segmentation fault|Bus error|Illegal instruction|Floating point exception")
-# What a rank says when another has gone: of gloo, NCCL, TCPStore and the kernel.
-_LOST_CONNECTION = re.compile(
-    r"connection (closed|reset|refused|lost|was likely closed)|ConnectionResetError"
-    r"|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
-    r"|socket (timeout|closed)|failed to (recv|send)|recvValue failed|sendBytes failed|DistNetworkError"
-    r"|DistBackendError|RendezvousClosedError|went away while rank|timed out waiting \d+ms for (recv|send)",
-    re.IGNORECASE,
-)
-# Errors of the same classes that no other rank's end explains.
-_OWN_FAULT = re.compile(r"EADDRINUSE|already in use|Duplicate GPU|version mismatch|socket interface", re.IGNORECASE)
-# Of ranks whose collective has timed out.
-_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+)")
-_WAITED = re.compile(
-    r"collective operation timeout|Timed out waiting \d+ms|wait timeout after|NCCL operations have failed"
-)
-_LOUD = re.compile(
-    r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
-    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom|\bnan\b",
-    re.IGNORECASE,
-)
-"""Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
-# Errors that only say that something else has gone wrong.
-_POINTS_ELSEWHERE = re.compile(
-    r"^KeyboardInterrupt|^SystemExit|CalledProcessError|BackendCompilerFailed|InductorError|returned non-zero exit"
-    r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
-)
-# Errors by which Python, or who wrote the code, tells of the code.
-_OF_CODE = re.compile(r"(Key|Name|UnboundLocal|Assertion|Type|Attribute|Index|Value|NotImplemented)Error\b")
-# What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
-_OF_TOOLS = re.compile(
-    r"\.(c|h|cc|cpp|cu)\w*:\d+:\d+: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l"
-)
-# Of a job whose code was removed as it began.
-_GONE = re.compile(
-    r"^(ModuleNotFoundError: No module named '(trainkit|jobs)\b.*|FileNotFoundError: \[Errno 2\] No such file or \w+$)",
-    re.MULTILINE,
-)
 QUIET_SECONDS = 60.0
 """A shorter silence of the records is not reported."""
 SILENT_SECONDS = 180.0
@@ -106,6 +44,11 @@ IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
 """Of a GPU that does nothing: less use than that, in as many samples one after the other."""
 _TAIL_BYTES = 32768
 """Of a file of samples."""
+
+_TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text("utf-8"))
+WORDS = {name: re.compile(one if isinstance(one, str) else "|".join(one)) for name, one in _TOLD["patterns"].items()}
+"""The patterns of ``words.yaml``, which says what each is for."""
+CACHES: list[tuple[str, str, str]] = [tuple(row) for row in _TOLD["caches"]]
 
 
 @dataclass(frozen=True)
@@ -141,8 +84,8 @@ class RankLog:
             lines = [_plain(line) for line in text[begin : last + _CHAIN].split("\n")]
             at = text.count("\n", begin, last)
             if "| Traceback" in lines[at] or "Exception Group Traceback" in lines[at]:  # its errors may have none
-                lines = [_GROUP.sub("", line) for line in lines]
-            if _START.match(lines[at]):
+                lines = [WORDS["group"].sub("", line) for line in lines]
+            if WORDS["traceback"].match(lines[at]):
                 return _read(lines, at)  # None where it was cut off: an older one is not what ended the rank
             until = last  # it is a word in another line
         return None
@@ -159,7 +102,7 @@ class RankLog:
         """What faulthandler or C++ said of a crash in compiled code, the reason first."""
         lines = [_plain(line) for line in self.text.rsplit("\n", 200)[-200:]]
         for index, line in enumerate(lines):
-            if match := _CRASH.match(line):
+            if match := WORDS["crash"].match(line):
                 return (match[1].strip(), *lines[index:])[:60]
         return ()
 
@@ -188,7 +131,7 @@ def _plain(line: str) -> str:
     line = line.rstrip("\r").rpartition("\r")[2][-_LONG:].replace("\0", "")  # torch's workers end a message so
     if not (line.isascii() and line.isprintable()):
         line = terminal.lines(line)
-    return _GLUED.sub("", _RANK_PREFIX.sub("", line))
+    return WORDS["glued"].sub("", WORDS["rank-prefix"].sub("", line))
 
 
 def _read(lines: list[str], at: int) -> Traceback | None:
@@ -227,7 +170,7 @@ def _before(lines: list[str], at: int) -> int | None:
         return None
     if not lines[at].startswith("Original") and lines[index].strip() not in (_CAUSE, _HANDLED):
         return None  # torch's DataLoader quotes a worker's traceback in its own error
-    return next((above for above in range(index - 1, -1, -1) if _START.match(lines[above])), None)
+    return next((above for above in range(index - 1, -1, -1) if WORDS["traceback"].match(lines[above])), None)
 
 
 def _said(lines: list[str], end: int) -> tuple[str, str]:
@@ -235,7 +178,7 @@ def _said(lines: list[str], end: int) -> tuple[str, str]:
     below = lines[end + 1 : end + 20]
     own = [lines[end]]
     for line in below:
-        if (not line.strip() and own[-1].strip()[-1:] != ":") or _OTHERS.match(line):
+        if (not line.strip() and own[-1].strip()[-1:] != ":") or WORDS["others"].match(line):
             break
         own.append(line)
     rest = next((line.strip() for line in below if line.strip()), "")
@@ -247,10 +190,10 @@ def _said(lines: list[str], end: int) -> tuple[str, str]:
 
 def places_of(lines: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """File and line of each frame of a traceback, outermost first; and those of them in code of the user's own."""
-    places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
+    places = [(match["file"], match["line"]) for text in lines if (match := WORDS["frame"].match(text))]
     if any("most recent call first" in text for text in lines):  # as faulthandler has it
         places.reverse()
-    return places, [place for place in places if not any(part in place[0] for part in _OURS)]
+    return places, [place for place in places if not WORDS["not-mendable"].search(place[0])]
 
 
 def raised_in_own_code(lines: Sequence[str]) -> bool:
@@ -261,7 +204,7 @@ def raised_in_own_code(lines: Sequence[str]) -> bool:
 
 def is_lost_connection(error: str) -> bool:
     """Whether a rank failed because another went away: a consequence, not a cause."""
-    return _LOST_CONNECTION.search(error) is not None and _OWN_FAULT.search(error) is None
+    return WORDS["lost-connection"].search(error) is not None and WORDS["own-fault"].search(error) is None
 
 
 def rank_log(run: RunDir, attempt: int, rank: int) -> RankLog:
@@ -323,13 +266,13 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
     text = batch_text(run, attempt)
     whole = len(until_ended(text))
     found: tuple[list[Failure], list[Failure], list[Failure]] = ([], [], [])
-    for match in _SRUN.finditer(text):
+    for match in WORDS["srun"].finditer(text):
         host, rank, words = match[1], int(match[2]), match[3].strip()
         error, with_the_step = f"{words} (on {host})", match.start() > whole
-        if _HARD.match(words):
+        if WORDS["hard"].match(words):
             found[2 if with_the_step else 0].append(Failure(attempt, rank, error, (), host))
         elif not with_the_step:
-            own, crashed = rank_log(run, attempt, rank), _CRASHED.match(words)
+            own, crashed = rank_log(run, attempt, rank), WORDS["crashed"].match(words)
             said = (error, own.crash) if crashed else (own.error or error, own.words)
             found[1].append(Failure(attempt, rank, *said, host))
     return found
@@ -337,7 +280,7 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
 
 def until_ended(batch: str) -> str:
     """What a batch script said before SLURM ended the step: what follows are consequences."""
-    ended = _STEP_ENDED.search(batch)
+    ended = WORDS["step-ended"].search(batch)
     return batch if ended is None else batch[: ended.start()]
 
 
@@ -375,9 +318,9 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
     waited, enqueued = set[int](), dict[int, int]()
     for rank in ranks:
         text = rank_log(run, attempt, rank).text
-        if _WAITED.search(text):
+        if WORDS["waited"].search(text):
             waited.add(rank)
-        if match := _ENQUEUED.search(text):
+        if match := WORDS["enqueued"].search(text):
             enqueued[rank] = int(match[1])
     if not waited:
         return ()
@@ -476,7 +419,7 @@ def _of_the_folder(run: RunDir) -> list[Source]:
 def _of_the_code(run: RunDir, attempt: int, failure: Failure | None) -> list[Source]:
     """The code of the run was removed as it began: ``code`` leads nowhere, and a module of the kit was not found."""
     leads_nowhere = run.code.is_symlink() and not run.code.exists()
-    said = _GONE.search(failure.error if failure else batch_text(run, attempt)) if leads_nowhere else None
+    said = WORDS["code-gone"].search(failure.error if failure else batch_text(run, attempt)) if leads_nowhere else None
     return [Source("job", "code", f"leads nowhere; {said[0]}")] if said else []
 
 
@@ -507,7 +450,7 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
     tail, traceback = log.tail, log.traceback if failure.traceback else None
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
     told = failure.error in (item.error for item in history_of(run).failures if item.attempt == failure.attempt)
-    of_code = bool(_OF_CODE.match(failure.error)) and raised_in_own_code(failure.traceback)
+    of_code = bool(WORDS["of-code"].match(failure.error)) and raised_in_own_code(failure.traceback)
     found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
 
     def of_tail(is_told: Callable[[str], object], *, aside: bool = False) -> Source:
@@ -522,18 +465,18 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
         found.append(Source("rank", where, traceback.message, first, of_code=of_code, aside=not same))
         alone = traceback.first == traceback.error
         found.append(Source("rank", where, traceback.causes, of_code=of_code and alone, aside=True))
-        if _POINTS_ELSEWHERE.search(failure.error):
-            found.append(of_tail(_OF_TOOLS.search, aside=True))
+        if WORDS["points-elsewhere"].search(failure.error):
+            found.append(of_tail(WORDS["of-tools"].search, aside=True))
     elif failure.traceback:
         found.append(Source("rank", where, "\n".join(failure.traceback), of_code=of_code))
     killed = failure.error.startswith(("Killed", "killed by SIGKILL"))
     if tail and (killed or (traceback is not None and not is_lost_connection(failure.error))):
-        found.append(of_tail(partial(re.match, STEPD)))  # it had no last word: only its node's can be of it
+        found.append(of_tail(WORDS["stepd"].match))  # it had no last word: only its node's can be of it
     elif tail and traceback is not None:
         found.append(of_tail(bool))
     elif tail:
         after = {text for (_, before), (_, text) in pairwise(tail) if before.rstrip().endswith("error:")}
-        found.append(of_tail(lambda text: text in after or _LOUD.search(text)))
+        found.append(of_tail(lambda text: text in after or WORDS["loud"].search(text)))
     return found if found[-1].text.strip() else found[:-1]
 
 

@@ -218,12 +218,6 @@ class LogTail:
         return "".join(f"{self.label}{line}\n" for line in lines if self.pattern is None or self.pattern.search(line))
 
 
-def ranks_of(logs: Path) -> list[int]:
-    """The ranks that have a log in this folder of an attempt."""
-    names = [file.stem.removeprefix("rank-") for file in logs.glob("rank-*.out")]
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
-
-
 def logs_of(logs: Path, ranks: Sequence[int], *, ending: str, pattern: re.Pattern[str] | None) -> list[LogTail]:
     """The logs of these ranks; each line says whose it is if there are several.
 
