@@ -17,8 +17,8 @@ from trainkit.run.folder import find_run, next_path, runs_root
 from trainkit.schedulers.base import named
 
 if TYPE_CHECKING:
-    from trainkit.config.loading import Loaded
     from trainkit.launch.plan import Plan
+    from trainkit.start import Prepared
 
 DESCRIPTION = "Train a little in each of several ways, in turns, and say which is better here.\n\n" + "\n".join(
     f"  {bench.name:14}{bench.question}" for bench in BENCHES.values()
@@ -62,19 +62,22 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.name is None:
         raise UserError("NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}.")
     bench = bench_of(args.name)
+    from trainkit import start
     from trainkit.config import loading
-    from trainkit.start import preset_or_run
 
     if args.host is None:
-        args.preset = preset_or_run(args.preset, env)
-    request = _request(bench, args)
+        args.preset = start.preset_or_run(args.preset, env)
+    request, flags = _request(bench, args), cli.launch_flags(args)
     if args.host is not None:  # the rest is checked on the login node
-        flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
+        flags.pop("launch.cluster", None)
         loaded = loading.load(args.preset, args.overrides, flags=flags)
         return login_node.submit(argv, parser(), [loaded], env, verb="bench")
-    loaded = _loaded(bench, request, args, env)
-    folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")
-    return _submit(bench, request, loaded, folder, args, ["python", "-m", "jobs.bench", *argv], env)
+    _fit(bench, args, flags, env)
+    asked = start.Request(
+        args.preset, args.overrides, flags, run_dir=args.run_dir or next_path(runs_root(env), f"bench-{bench.name}"),
+        allow_code=args.allow_code, command=["python", "-m", "jobs.bench", *argv],
+    )  # fmt: skip
+    return _submit(bench, request, start.prepare(asked, env), args)
 
 
 class _Parser(cli.Parser):
@@ -101,61 +104,47 @@ def _request(bench: Bench, args: argparse.Namespace) -> Request:
     return Request(bench.name, args.preset, asked, args.rounds, args.seconds, args.updates)
 
 
-def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
-    """The configuration, checked. A bench starts again from nothing, so its job is not queued again."""
+def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str]], env: Mapping[str, str]) -> None:
+    """Add what the bench itself sets. It starts again from nothing, so its job is not queued again."""
     from trainkit.config import loading
     from trainkit.config.checks import strategy_traits
-    from trainkit.run.ownership import require_own_code
-    from trainkit.start import check
 
-    flags = cli.launch_flags(args)
     flags["launch.requeue"] = (False, f"bench {bench.name}")
-    first = loading.load(request.preset, args.overrides, flags=flags, env=env)
-    traits = strategy_traits(first.config.strategy.name)
+    name = loading.load(args.preset, args.overrides, flags=flags, env=env).config.strategy.name
+    traits = strategy_traits(name)
     if traits.loop == "collaborative":
         raise UserError(
-            f"Bench {bench.name} cannot measure strategy.name={first.config.strategy.name}.",
+            f"Bench {bench.name} cannot measure strategy.name={name}.",
             why="Its peers train by the clock, each for itself.",
             fix="Use the preset single, ddp or fsdp.",
         )
     if bench.strategy and (bench.fewest_ranks == 1 or traits.ranks == "one"):
         flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
-        first = loading.load(request.preset, args.overrides, flags=flags, env=env)
-    require_own_code(Path(request.preset).expanduser(), first, allow_code=args.allow_code)
-    check(first)
-    return first
 
 
-def _submit(
-    bench: Bench, request: Request, loaded: Loaded, folder: Path, args: argparse.Namespace, command: Sequence[str],
-    env: Mapping[str, str],
-) -> int:  # fmt: skip
+def _submit(bench: Bench, request: Request, prepared: Prepared, args: argparse.Namespace) -> int:
     from jobs.dry_run import print_plan
     from trainkit.launch import submission
-    from trainkit.launch.plan import make_plan, validate
-    from trainkit.site.profile import discover
-    from trainkit.start import by_names, start
+    from trainkit.start import plan_runs, start
 
-    cwd, site = Path.cwd(), discover(env)
-    plan = by_names(make_plan(loaded, site, folder), env)
+    cwd, folder, (loaded,) = Path.cwd(), prepared.folder, prepared.loadeds
+    plan, script, notes, site, _ = plan_runs(prepared)
     if plan.world_size < bench.fewest_ranks:
         raise UserError(
             f"Bench {bench.name} needs {bench.fewest_ranks} ranks or more, and here is {plan.world_size}.",
             why="It compares fewer ranks with more.",
             fix=f"Add --ntasks-per-node {bench.fewest_ranks}, --gpus-per-node {bench.fewest_ranks} or --nodes 2.",
         )
-    notes = validate(loaded, plan, site, folder, cwd)
-    script = named(plan.executor).script(plan, folder, cwd)
     if args.dry_run:
         print_plan(plan, loaded, folder, script)
     else:
         submission.require_executor(plan, site)
-        written = submission.write_run(folder, submission.stored_config(loaded, cwd), plan, script, command)
+        stored = submission.stored_config(loaded, cwd)
+        run = BenchDir(submission.write_run(folder, stored, plan, script, prepared.request.command).path)
         with submission.undone_on_error(folder, unless=plan.executor == "debug"):
-            run = BenchDir(written.path)
             fileio.write(run.request, request.to_json(), run.path)
             try:
-                start(folder, [written], plan, cwd, env)
+                start(folder, [run], plan, cwd, prepared.env)
             except SystemExit:  # of a rank in this very process, which has said why
                 if run.samples.exists():
                     _show(run, args)

@@ -123,8 +123,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         super().__init__(
             prog=f"{terminal.PROGRAM}{prog}",
-            # A file's docstring begins with its command.
-            description=_wrapped(terminal.as_started(re.sub(r"^`+[^`]*`+: ", "", description))),
+            description="\n".join(_help_lines(description)),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
@@ -150,11 +149,6 @@ class Parser(argparse.ArgumentParser):
             # argparse also names the overrides, which are optional.
             names = [item for item in rest.split(", ") if item not in ("section.key=value", "...")]
             what, why = f"{', '.join(names)} missing", f"`{self.prog}` needs it."
-            if "|" in names[0] and names[0].islower():
-                what = f"One of {names[0].replace('|', ', ')} is missing"
-                fix = f"`{self.prog} --help` says what each of them does."
-            elif names[0].startswith("PRESET") and "--join" in self._option_string_actions:
-                fix = f"Name it first: `{self.prog} ddp`, or to join a swarm `{self.prog} hivemind --join TOKEN`."
         elif match := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
             choices = match[2].replace("'", "").split(", ")
             what = f"'{match[1]}' is not possible"
@@ -163,25 +157,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
 
 
-_MARGIN = 79
-"""Columns of a help page, as argparse has them on a terminal of 80."""
-_ROW = re.compile(r" *\S.*?  +(?=\S)")
-"""The first column of a line in a list."""
-
-
-def _wrapped(text: str) -> str:
-    """Rewrap a description: join and break prose; keep indented lines and rows of lists apart."""
-    lines: list[str] = []
-    for line in text.strip().split("\n"):
-        if lines and all(part[:1].strip() and not _ROW.match(part) for part in (line, lines[-1])):
-            lines[-1] += f" {line}"
-        else:
-            lines.append(line)
-    broken: list[str] = []
-    for line in lines:
-        set_in = " " * len(row[0]) if (row := _ROW.match(line)) else ""
-        broken += textwrap.wrap(line, _MARGIN, subsequent_indent=set_in, break_on_hyphens=False) or [""]
-    return "\n".join(broken)
+def _help_lines(description: str) -> Iterator[str]:
+    """Its lines, none longer than argparse's own on a terminal of 80 columns."""
+    said = re.sub(r"^`+[^`]*`+: ", "", description)  # a file's docstring begins with its command
+    for line in terminal.as_started(said).strip().split("\n"):
+        first_column = re.match(r" *(\S+  +)?", line)
+        yield textwrap.fill(line, 79, subsequent_indent=" " * (first_column.end() if first_column else 0))
 
 
 class Verb(NamedTuple):

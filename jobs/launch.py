@@ -37,9 +37,11 @@ Give the same command on every node, each with its own --node-rank:
   python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 \\
       --master-addr HOST --secret-file FILE
 
-HOST is node 0, by a name or address that all nodes can reach. FILE holds a word of 16 characters or more, your own
-choice and the same everywhere: only ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead; a
-command line may not, for everybody sees those in `ps`. Without either node 0 makes one up and prints it."""
+HOST is node 0, by a name or address that all nodes can reach. FILE holds a
+word of 16 characters or more, your own choice and the same everywhere: only
+ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead;
+a command line may not, for everybody sees those in `ps`. Without either node 0
+makes one up and prints it."""
 DEFAULT_PORT = 29500
 
 

@@ -31,31 +31,31 @@ def parser() -> cli.Parser:
     add("folder", metavar="FOLDER", help="images at any depth of it; or one image")
     parser.taking("overrides", "--checkpoint")
     add("--out", metavar="FILE.csv", help="default: standard output")
-    add("--top", metavar="K", type=int, default=1, help="the K most probable classes (default: 1)")
-    add("--batch-size", metavar="N", type=int, default=64, help="images at a time (default: 64)")
-    add("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
+    add("--top", metavar="K", type=_count, default=1, help="the K most probable classes (default: 1)")
+    add("--batch-size", metavar="N", type=_count, default=64, help="images at a time (default: 64)")
+    speed = "also say how many images/s the model takes by batch size"
+    add("--speed", metavar="N,N,...", type=_counts, default=(), help=speed)
     return parser.taking("--weights", "--allow-code")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, predict, write."""
     args = parser().parse_intermixed_args(argv)
-    _require(args.top >= 1, f"--top {args.top}", "It is the number of classes that are told of each image.")
-    _require(args.batch_size >= 1, f"--batch-size {args.batch_size}", "It is a number of images.")
-    sizes = args.speed.split(",") if args.speed is not None else []
-    for size in sizes:
-        is_size = size.strip().isdecimal() and int(size) >= 1
-        _require(is_size, f"--speed {size!r}", "It takes batch sizes: --speed 1,8,64.")
     with cli.run_to_read(args.run, env) as run:
-        return _predict(args, run, [int(size) for size in sizes])
+        return _predict(args, run)
 
 
-def _require(condition: bool, what: str, why: str) -> None:
-    if not condition:
-        raise UserError(f"{what} is not possible.", why=why, fix="Give 1 or more.")
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or not (count := int(text)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not 1 or more")
+    return count
 
 
-def _predict(args: argparse.Namespace, run: RunDir, sizes: Sequence[int]) -> int:
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _predict(args: argparse.Namespace, run: RunDir) -> int:
     config = cli.settings_to_read(run, args)
     from trainkit.inference import images_in, predicting
 
@@ -80,7 +80,7 @@ def _predict(args: argparse.Namespace, run: RunDir, sizes: Sequence[int]) -> int
         whole = next((image for image in images if image not in broken), None)
         if whole is None:
             return 1
-        for size in sizes:
+        for size in args.speed:
             print(f"batch size {size:>5}: {_speed(predictor, whole, size)}", file=sys.stderr)
     return 0
 

@@ -136,8 +136,8 @@ def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
     names = {str(file.relative_to(PROJECT)) for file in code}
     data = [*(PROJECT / "configs").rglob("*.*"), *(PROJECT / "slurm").glob("*.sbatch")]
     names |= {f"trainkit/{file.relative_to(PROJECT)}" for file in data}
-    names |= {f"trainkit/report/{name}" for name in ("chart.css", "page.css", "page.html", "page.js")}
-    tables = [file for suffix in ("jinja", "yaml") for file in (PROJECT / "trainkit").rglob(f"*.{suffix}")]
+    kinds = ("css", "html", "jinja", "js", "md", "svg", "yaml")
+    tables = [file for kind in kinds for file in (PROJECT / "trainkit").rglob(f"*.{kind}")]
     names |= {str(file.relative_to(PROJECT)) for file in tables}
     with zipfile.ZipFile(wheel) as content:
         held = {name for name in content.namelist() if ".dist-info/" not in name}

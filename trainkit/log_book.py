@@ -7,12 +7,10 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.bench.base import BenchDir
 from trainkit.bench.results import page
-from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.report.facts import Facts, collect
 from trainkit.report.writers import RESULTS, write_comparison, write_logbook, write_page, write_results
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import job_state
 
 
 def report_on(
@@ -35,20 +33,16 @@ def report_on(
     if out is None:
         out = runs[0].path if len(runs) == 1 else runs[0].path.parent if is_sweep else Path("report")
     out = out.absolute()
-    try:
-        if compare:
-            table, written = write_comparison(facts, out)
-            print(f"{table}\n")
-        else:
-            if is_sweep:
-                print(write_results(facts, out))
-                print(terminal.path(out / RESULTS))
-            written = write_logbook(facts, out)
-    except UserError as error:
-        raise _explained(error, runs) from None
-    for path in written:
+    if compare:
+        table, written = write_comparison(facts, out)
+        print(f"{table}\n")
+    else:
+        if is_sweep:
+            print(write_results(facts, out))
+            print(terminal.path(out / RESULTS))
+        written = write_logbook(facts, out)
+    for path in [*written, write_page(facts, out)]:
         print(terminal.path(path))
-    print(terminal.path(write_page(facts, out)))
 
 
 def _readable(facts: list[Facts], compare: bool) -> list[Facts]:
@@ -63,13 +57,3 @@ def _readable(facts: list[Facts], compare: bool) -> list[Facts]:
                 raise
             print(f"Left out: {item.label}. {terminal.one_line(f'{error.what} {error.why}')}", file=sys.stderr)
     return found
-
-
-def _explained(error: UserError, runs: Sequence[RunDir]) -> UserError:
-    """Where there is nothing to report on since the run has failed at once: why it has."""
-    nothing = error.what.startswith("Nothing to report on")
-    state = job_state(runs[0]) if len(runs) == 1 and nothing else None
-    cause = cause_of(runs[0], state) if state is not None and state.alive == "no" else None
-    if cause is None:
-        return error
-    return UserError(error.what, why=f"{cause.what} {cause.why}".rstrip(), fix=cause.advice)

@@ -51,13 +51,12 @@ class Browser:
                 return dict(answer["result"])
             self._events.append(answer)
 
-    def open(self, page: Path, *, width: int = 1200, dark: bool = False, scripts: bool = True) -> None:
+    def open(self, page: Path, *, width: int = 1200, dark: bool = False) -> None:
         """Load a file, as a person would see it who sets such a width and such colours."""
         self._events.clear()
         screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **screen)
         self.media(dark=dark)
-        self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call("Page.navigate", url=page.absolute().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._next("loading"))

@@ -214,15 +214,3 @@ def test_the_images_that_were_told_wrong_are_there(browser: Browser, page: Path,
     images = "[...document.querySelectorAll('.gallery img')]"
     whole = browser.tell(f"{images}.map(item => item.complete && item.naturalWidth)")
     assert whole == [8] * sum(map(len, found))
-
-
-def test_all_curves_are_drawn_and_complete_without_scripts(browser: Browser, page: Path) -> None:
-    browser.open(page, scripts=False)
-    assert browser.complaints() == []
-    browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    titles = browser.tell("[...document.querySelectorAll('#curves figcaption')].map(item => item.innerText)")
-    assert [title.split(" ")[0] for title in titles] == ["Loss", "Top-1", "Top-5", "Learning", "Throughput"]
-    curves = "[...document.querySelectorAll('#curves .line')].map(item => item.getBBox())"
-    boxes = browser.tell(f"{curves}.map(box => box.width * box.height)")
-    assert (len(boxes), min(boxes) > 0) == (8, True)
-    assert browser.tell(f"{LOSS}.getAttribute('role')") == "img"

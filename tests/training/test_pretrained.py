@@ -82,4 +82,4 @@ def test_what_the_weights_expected_is_in_the_events_and_in_the_log_book(
     (table,) = sections.settings(Facts(RunDir(folder), "run"))
     assert isinstance(table, Table)
     (row,) = [row for row in table.rows if row[0] == "images as expected by"]
-    assert row[1] == f"{NAME}: mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], interpolation bicubic, crop 0.95"
+    assert row[1] == f"{NAME} (mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5], interpolation: bicubic, crop: 0.95)"

@@ -244,7 +244,7 @@ def picture(results: Results) -> str:
     if curves:
         fewest, most = curves[0].points[0][0], max(curve.points[-1][0] for curve in curves)
         linear = Series("linear", [(fewest, 1.0), (most, most / fewest)], GREY, label="linear", dashed=True)
-        charts.append(line_chart(Axes("Speed-up", "x", "ranks", low=0.0), [linear, *curves]))
+        charts.append(line_chart(Axes("Speed-up", "x", "ranks", from_zero=True), [linear, *curves]))
     legend = [(curve.name, curve.colour) for curve in curves]
     return drawing(charts, title=f"{results.bench.question} {results.where}", legend=legend, foot=results.meaning)
 

@@ -214,8 +214,8 @@ def _scaling(runs: Sequence[Facts]) -> list[Picture | None]:
     shares = [(many, 100 * speed_up * first / many) for many, speed_up in points]
     efficiency = Series("efficiency", shares, label=f"{shares[-1][1]:.0f} %")
     return [
-        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", 0.0), [linear, measured]),
-        line_chart(Axes("Efficiency", "%", "processors", "scaling", 0.0, 100.0), [efficiency]),
+        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", from_zero=True), [linear, measured]),
+        line_chart(Axes("Efficiency", "%", "processors", "scaling", from_zero=True), [efficiency]),
     ]
 
 

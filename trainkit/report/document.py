@@ -19,7 +19,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from markupsafe import Markup, escape
+import jinja2
+from markupsafe import Markup
 
 from trainkit import fileio, terminal
 from trainkit.config.components import Metric
@@ -33,12 +34,11 @@ MEASURE = ("measure", "value")
 WIDTH, HEIGHT = 400, 230
 """Of a line chart."""
 COLOURS, GREY = 8, 7
-STYLE = fileio.read_text(Path(__file__).parent / "chart.css", follow=True)
 _LEFT, _TOP, _FOOT = 44, 12, HEIGHT - 30
 _LETTER, _LINE = 6.6, 14.0
 """Width of a letter and height of a line of text."""
-_NAME = 48
-"""Letters that fit above a bar on a phone."""
+_EDGE, _GAP = 16, 28
+"""Around and between the charts of a file."""
 _DOTS_APART = 5
 """Pixels between points from which on each has a dot."""
 _LONG_CURVE, _TREND = 120, 60
@@ -49,18 +49,28 @@ _TINY = 1e-100
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def tag(name: str, *content: object, **attributes: object) -> Markup:
-    """An element of SVG. Text is escaped, None is left out; ``class_`` is class, ``data_x`` data-x."""
-    words = name
-    for key, value in attributes.items():
-        if value is not None:
-            written = escape(f"{value:.6g}" if isinstance(value, float) else value)
-            words += f' {key.rstrip("_").replace("_", "-")}="{written}"'
-    return Markup(f"<{words}>{joined(content)}</{name}>")
+def source(name: str) -> str:
+    """The text of a file beside this one."""
+    return fileio.read_text(Path(__file__).parent / name, follow=True)
 
 
-def joined(parts: Iterable[object]) -> Markup:
-    return Markup("").join(part for part in parts if part is not None)  # type: ignore[misc]  # escapes any object
+STYLE = source("chart.css")
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FunctionLoader(source),
+    autoescape=lambda name: name != "book.md",
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda value: f"{value:.6g}" if isinstance(value, float) else value,
+)
+TEMPLATES.tests["code"] = lambda word: isinstance(word, Code)
+TEMPLATES.filters |= {
+    "literal": terminal.literal, "code": terminal.code, "block": terminal.block, "table": lambda table: markdown(table),
+}  # fmt: skip
+
+
+def drawn(kind: str, **values: object) -> Markup:
+    """SVG of that kind, see ``charts.svg``."""
+    svg: Markup = getattr(TEMPLATES.get_template("charts.svg").module, kind)(**values)
+    return svg
 
 
 class Picture(NamedTuple):
@@ -72,13 +82,8 @@ class Picture(NamedTuple):
     words: str
     height: float
     width: float = 0
-    data: Mapping[str, object] = {}
-
-    def svg(self, **place: object) -> Markup:
-        """The element; ``place``: x, y, width and height inside of a drawing."""
-        fluid = {"width": "100%", "class_": "fluid", "height": self.height}
-        box = {"viewBox": f"0 0 {self.width} {self.height:g}"} if self.width else fluid
-        return tag("svg", self.body, **{**box, "role": "img", "aria_label": self.words, **self.data, **place})
+    data: Mapping[str, str | None] = {}
+    """Attributes for the page's script."""
 
 
 class Series(NamedTuple):
@@ -95,8 +100,6 @@ class Series(NamedTuple):
     """At its right end."""
     lost: Sequence[float] = ()
     """Places without a value: no line is drawn across them."""
-    ring: Point | None = None
-    """A point to stand out."""
 
 
 class Axes(NamedTuple):
@@ -108,15 +111,12 @@ class Axes(NamedTuple):
     """Name of the horizontal axis."""
     group: str = ""
     """Charts of one group have the same horizontal axis, and their read-outs move together."""
-    low: float | None = None
-    high: float | None = None
-    """Ends of the vertical axis; None: as the values have it."""
+    from_zero: bool = False
+    """Whether the vertical axis begins at 0; of percents it ends at 100 then."""
     x_to: float | None = None
     """Right end; None: as the points have it."""
     may_be_log: bool = False
     x_may_be_log: bool = False
-    lost: str = ""
-    """What it means that a value is missing."""
     restarts: Sequence[Point] = ()
     """(x, colour) of vertical lines: where a later attempt went on."""
 
@@ -181,11 +181,11 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def line_chart(axes: Axes, curves: Iterable[Series]) -> Picture | None:
     """Curves over one axis."""
-    curves = [item for item in curves if item.points and _is_drawable(*item.points)]
+    curves = [item for item in curves if item.points and _is_drawable(item.points)]
     places = [x for item in curves for x, _ in item.points]
     x_from = min(places, default=0.0) if axes.x_may_be_log else 0.0
     x_to = max(places, default=0.0) if axes.x_to is None else axes.x_to
-    if not curves or not _is_drawable((x_from, x_to)):
+    if not curves or not _is_drawable([(x_from, x_to)]):
         return None
     labels = [item for item in curves if item.label and not item.faint]
     margin = 10 + _LETTER * max((len(item.label) for item in labels), default=0) + 8 * bool(labels)
@@ -194,28 +194,28 @@ def line_chart(axes: Axes, curves: Iterable[Series]) -> Picture | None:
         x = Scale(x_from / 1.2, x_to * 1.2, _LEFT, right, log=True)
     else:
         x = Scale(x_from, x_to if x_to - x_from > _TINY else x_from + 1, _LEFT, right)
-    restarts = [
-        tag("path", d=f"M{x(at):.1f} {_TOP}V{_FOOT}", class_=f"restart c{colour:g}") for at, colour in axes.restarts
-    ]
-    parts = [*_grid(axes, x, y), *restarts, *(_curve(item, x, y) for item in curves), *_end_labels(labels, x, y)]
+    lost = [(place, item.colour) for item in curves for place in item.lost]
+    body = drawn(
+        "lines", x=x, y=y, name=axes.x, shown=shown, restarts=axes.restarts, height=HEIGHT,
+        curves=[_curve(item, x, y) for item in curves], labels=_end_labels(labels, y),
+        lost=sorted({(round(x(place)), colour) for place, colour in lost}),
+        first_lost=shown(min(lost)[0]) if lost else "",
+    )  # fmt: skip
     data = {
-        "data_group": axes.group, "data_x": axes.x, "data_plot": f"{x.start:g} {x.end:g} {y.end:g} {y.start:g}",
-        "data_range": f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}",
-        "data_log": "".join(name for name, scale in (("x", x), ("y", y)) if scale.log) or None,
+        "data-group": axes.group, "data-x": axes.x, "data-plot": f"{x.start:g} {x.end:g} {y.end:g} {y.start:g}",
+        "data-range": f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}",
+        "data-log": "x" * x.log + "y" * y.log or None,
     }  # fmt: skip
     words = "; ".join(
         f"{item.name} from {shown(y0)} at {axes.x} {shown(x0)} to {shown(y1)} at {shown(x1)}"
         for item in curves[:12]
         for (x0, y0), (x1, y1) in [(item.points[0], item.points[-1])]
     )
-    unit = axes.unit
-    if y.log:
-        unit = f"{unit}, log scale" if unit else "log scale"
-    body = joined([*parts, *_losses(axes, curves, x)])
+    unit = ", ".join(filter(None, (axes.unit, "log scale" * y.log)))
     return Picture(axes.title, unit, body, f"{axes.title}: {words}", HEIGHT, WIDTH, data)
 
 
-def _is_drawable(*pairs: Point) -> bool:
+def _is_drawable(pairs: Iterable[Point]) -> bool:
     """A stranger may have recorded numbers that no picture has room for."""
     return all(fileio.is_number(value) for pair in pairs for value in pair)
 
@@ -227,64 +227,28 @@ def _is_wide(values: Sequence[float], above: float = 20) -> bool:
 
 def _vertical(axes: Axes, curves: Iterable[Series]) -> Scale:
     values = [y for item in curves for _, y in item.points]
-    low, high = min(values), max(values)
+    least, most = min(values), max(values)
     if axes.may_be_log and _is_wide(values):
-        return Scale(low / 1.1, high * 1.1, _FOOT, _TOP, log=True)
-    low = low if axes.low is None else min(axes.low, low)
-    high = high if axes.high is None else max(axes.high, high)
-    room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-    low, high = low - room * (axes.low is None), high + room * (axes.high is None)
+        return Scale(least / 1.1, most * 1.1, _FOOT, _TOP, log=True)
+    low = min(least, 0.0) if axes.from_zero else least
+    room = 0.06 * (most - low) or abs(most) * 0.1 or 1.0
+    low, high = low - room * (not axes.from_zero), most + room
     if axes.unit == "%":  # nothing is more than all
-        low, high = max(low, min(0.0, *values)), min(high, max(100.0, *values))
+        whole = max(most, 100.0)
+        low, high = max(low, min(least, 0.0)), whole if axes.from_zero else min(high, whole)
     return Scale(low, high, _FOOT, _TOP)
 
 
-def _grid(axes: Axes, x: Scale, y: Scale) -> list[Markup]:
-    lines = []
-    for value in y.ticks():
-        lines.append(tag("path", d=f"M{_LEFT} {y(value):.1f}H{x.end:.1f}", class_="grid"))
-        lines.append(tag("text", shown(value, 6), x=_LEFT - 6, y=y(value), dy="0.35em", class_="tick end"))
-    lines.append(tag("path", d=f"M{_LEFT} {_FOOT}H{x.end:.1f}", class_="axis c7"))
-    last_end = -1e9
-    for value in x.ticks(6):
-        half = len(shown(value)) * _LETTER / 2
-        if x(value) - half > last_end + 4:
-            lines.append(tag("text", shown(value), x=x(value), y=_FOOT + 14, class_="tick middle"))
-            last_end = x(value) + half
-    return [*lines, tag("text", axes.x, x=x.end, y=HEIGHT - 3, class_="tick end")]
-
-
-def _losses(axes: Axes, curves: Sequence[Series], x: Scale) -> list[Markup]:
-    """Marks at the foot where values are missing, and in words from where on."""
-    lost = [(item.colour, place) for item in curves for place in item.lost]
-    if not axes.lost or not lost:
-        return []
-    at_foot = sorted({(colour, round(x(place))) for colour, place in lost})
-    first = shown(min(place for _, place in lost))
-    words = f"{axes.lost} from {first} on"
-    if any(item.points[-1][0] > item.lost[0] for item in curves if item.lost):
-        words = f"{axes.lost} at {first}" + (f" and {len(lost) - 1} more places" if len(lost) > 1 else "")
-    marks = [tag("path", d=f"M{at} {_FOOT}v-7", class_=f"lost c{colour}") for colour, at in at_foot]
-    return [*marks, tag("text", words, x=_LEFT + 4, y=_FOOT - 11, class_="said c1")]
-
-
-def _curve(item: Series, x: Scale, y: Scale) -> Markup:
-    drawn, trend = _thinned(item.points), _trend(item)
-    style = "line faint" if item.faint or trend else "line"
-    if item.dashed:
-        style += " dashed"
-    parts = [tag("path", d=_path(drawn, item.lost, x, y), class_=style)]
-    apart = x(drawn[-1][0]) - x(drawn[0][0]) > _DOTS_APART * len(drawn) and not item.faint
-    if trend:
-        parts.append(tag("path", d=_path(trend, item.lost, x, y), class_="line thin" if item.faint else "line"))
-    elif not item.dashed and (len(drawn) == 1 or apart):
-        parts += [tag("circle", cx=x(a), cy=y(b), r=2.2) for a, b in drawn]
-    if item.ring is not None and _is_drawable(item.ring):
-        parts.append(tag("circle", cx=x(item.ring[0]), cy=y(item.ring[1]), r=4.5, class_="ring"))
-    return tag(
-        "g", *parts, class_=f"series c{item.colour % COLOURS}", data_name=item.name,
-        data_x=" ".join(f"{a:.8g}" for a, _ in drawn), data_y=" ".join(f"{b:.5g}" for _, b in drawn),
-    )  # fmt: skip
+def _curve(item: Series, x: Scale, y: Scale) -> dict[str, object]:
+    """What the template draws of it."""
+    points, trend = _thinned(item.points), _trend(item)
+    are_apart = x(points[-1][0]) - x(points[0][0]) > _DOTS_APART * len(points) and not item.faint
+    has_dots = not trend and not item.dashed and (len(points) == 1 or are_apart)
+    return {
+        "item": item, "path": _path(points, item.lost, x, y), "trend": _path(trend, item.lost, x, y) if trend else "",
+        "dots": [(x(a), y(b)) for a, b in points] if has_dots else [],
+        "x": " ".join(f"{a:.8g}" for a, _ in points), "y": " ".join(f"{b:.5g}" for _, b in points),
+    }  # fmt: skip
 
 
 def _path(points: Sequence[Point], lost: Sequence[float], x: Scale, y: Scale) -> str:
@@ -309,7 +273,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 def _trend(item: Series) -> list[Point]:
     """Of a long curve the medians; empty for a short one."""
-    groups = _in_columns(item.points, _TREND) if len(_thinned(item.points)) > _LONG_CURVE else []
+    groups = _in_columns(item.points, _TREND) if len(item.points) > _LONG_CURVE else []
     return [(group[len(group) // 2][0], statistics.median(map(_y, group))) for group in groups]
 
 
@@ -319,89 +283,59 @@ def _in_columns(points: Sequence[Point], columns: int) -> list[list[Point]]:
     return [list(group) for _, group in groupby(points, lambda point: min(int((point[0] - low) / width), columns - 1))]
 
 
-def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Markup]:
-    """The labels at the right, apart from one another, each with a dot in its curve's colour."""
+def _end_labels(labels: Sequence[Series], y: Scale) -> list[tuple[float, Series]]:
+    """Where the labels at the right are, apart from one another."""
     ends = sorted(((y((_trend(item) or item.points)[-1][1]), item) for item in labels), key=lambda end: end[0])
     places: list[float] = []
     for wanted, _ in ends:
         places.append(max([wanted, *(place + _LINE for place in places[-1:])]))
-    limit, parts = float(_FOOT), []
-    for place, (_, item) in zip(reversed(places), reversed(ends), strict=True):
-        at = min(place, limit)
-        limit = at - _LINE
-        parts.append(tag("circle", cx=x.end + 6, cy=at, r=3, class_=f"dot c{item.colour % COLOURS}"))
-        parts.append(tag("text", item.label, x=x.end + 13, y=at, dy="0.35em", class_="label"))
-    return parts[::-1]
+    limit = float(_FOOT)
+    for at in reversed(range(len(ends))):
+        places[at] = min(places[at], limit)
+        limit = places[at] - _LINE
+    return [(place, item) for place, (_, item) in zip(places, ends, strict=True)]
 
 
 def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None = None) -> Picture | None:
     """Bars from the left, one below the other, each below its name; from 0 to ``high`` or to the longest."""
-    bars = [bar for bar in bars if _is_drawable((bar.value, 0.0))]
+    bars = [bar._replace(text=bar.text or shown(bar.value)) for bar in bars if fileio.is_number(bar.value)]
     most = high or max((end for bar in bars for end in (bar.value, *(bar.spread or ()))), default=0.0)
-    if not bars or not most > 0:
+    if not most > 0:
         return None
-    room, step, body = 72, 38, list[Markup]()  # percent of the width; pixels
-
-    def wide(value: float) -> str:
-        return f"{room * min(max(value / most, 0.0), 1.0):.2f}%"
-
-    for at, bar in enumerate(bars):
-        y, style = step * at + 16, f"part c{bar.colour % COLOURS}"
-        name = bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…"
-        body.append(tag("text", name, x=0, y=y - 3))
-        body.append(tag("rect", x=0, y=y + 4, width=f"{room}%", height=13, class_="track"))
-        body.append(tag("rect", x=0, y=y + 4, width=wide(bar.value), height=13, class_=style))
-        body.append(tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"))
-        if bar.spread:
-            low, high_end = map(wide, bar.spread)
-            body.append(tag("line", x1=low, x2=high_end, y1=y + 10.5, y2=y + 10.5, class_="whisker"))
-    words = "; ".join(f"{bar.name} {bar.text or shown(bar.value)}" for bar in bars)
-    return Picture(title, unit, joined(body), f"{title}: {words}", step * len(bars) + 2)
+    words = "; ".join(f"{bar.name} {bar.text}" for bar in bars)
+    return Picture(title, unit, drawn("bars", bars=bars, most=most), f"{title}: {words}", 38 * len(bars) + 2)
 
 
 def drawing(
     pictures: Iterable[Picture | None], *, title: str = "", legend: Sequence[tuple[str, int]] = (), foot: str = "",
-    columns: int = 2,
+    wide: bool = False,
 ) -> str:  # fmt: skip
-    """The text of an ``.svg`` file with these charts side by side; it needs nothing beside it. Empty without charts.
+    """The text of an ``.svg`` file with these charts, two in a row; it needs nothing beside it. Empty without charts.
 
     Args:
         legend: (name, colour) of curves that all charts share.
         foot: what the charts come to, in words.
+        wide: one chart in a row, twice as wide.
     """
     charts = [picture for picture in pictures if picture is not None]
     if not charts:
         return ""
-    narrow = all(chart.width for chart in charts)
-    columns = min(columns, len(charts)) if narrow else columns
-    edge, gap, width = 16, 28, WIDTH if narrow or columns > 1 else 2 * WIDTH
-    whole = columns * (width + gap) - gap + 2 * edge
-    body, x, y, letters = [], float(edge), float(edge), int((whole - 2 * edge) / _LETTER)
-    for line in textwrap.wrap(title, letters):
-        body.append(tag("text", line, x=edge, y=y + 12, class_="tick"))
-        y += 20
-    for name, colour in legend:
-        needed = 24 + _LETTER * len(name) + 18
-        if x > edge and x + needed > whole - edge:
-            x, y = float(edge), y + 18
-        body.append(tag("rect", x=x, y=y + 6, width=18, height=4, class_=f"part c{colour % COLOURS}"))
-        body.append(tag("text", name, x=x + 24, y=y + 12))
-        x += needed
-    y += 26 * bool(legend)
+    columns, width = 1 if wide else min(2, len(charts)), 2 * WIDTH if wide else WIDTH
+    room = columns * (width + _GAP) - _GAP
+    heads, feet = (textwrap.wrap(words, int(room / _LETTER)) for words in (title, foot))
+    needed = 42 + _LETTER * max((len(name) for name, _ in legend), default=0)
+    across = max(1, int(room / needed))
+    y = _EDGE + 20 * len(heads)
+    names = [(_EDGE + at % across * needed, y + 18 * (at // across), *each) for at, each in enumerate(legend)]
+    y += 18 * math.ceil(len(legend) / across) + 8 * bool(legend)
+    placed = []
     for first in range(0, len(charts), columns):
         row = charts[first : first + columns]
-        for left, chart in zip(range(edge, whole, width + gap), row, strict=False):
-            unit = tag("tspan", chart.unit, class_="tick", dx=6)
-            body.append(tag("text", chart.title, unit, x=left, y=y + 12, class_="title"))
-            body.append(chart.svg(x=left, y=y + 22, width=chart.width or width, height=chart.height))
-        y += 22 + max(chart.height for chart in row) + 18
-    for line in textwrap.wrap(foot, letters):
-        body.append(tag("text", line, x=edge, y=y + 8))
-        y += 18
-    svg = tag(
-        "svg", tag("style", Markup(STYLE)), tag("rect", width="100%", height="100%", class_="paper"), *body,
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {whole} {y + edge - 8:g}", width=whole, height=y + edge - 8,
-        role="img", aria_label="; ".join(chart.words for chart in charts),
+        placed += [(_EDGE + at * (width + _GAP), y, chart) for at, chart in enumerate(row)]
+        y += math.ceil(max(chart.height for chart in row)) + 40
+    svg = drawn(
+        "file", style=STYLE, width=room + 2 * _EDGE, height=y + 18 * len(feet) + 8, edge=_EDGE, heads=heads,
+        names=names, charts=placed, chart_width=width, feet=feet, feet_from=y,
     )  # fmt: skip
     return _NOT_OF_XML.sub("\N{REPLACEMENT CHARACTER}", svg) + "\n"
 
@@ -473,21 +407,11 @@ class Fold(NamedTuple):
     parts: Sequence[Part]
 
 
-class Photo(NamedTuple):
-    """A small image with what it is and what the model took it for."""
-
-    png: str
-    """In base64."""
-    label: str
-    told: str
-    sure: str
-    is_large: bool
-
-
 class Gallery(NamedTuple):
-    """Images side by side."""
+    """Small images, each a PNG in base64, side by side; the table says what each is, and what it was taken for."""
 
-    photos: Sequence[Photo]
+    pngs: Sequence[str]
+    table: Table
 
 
 Part = Table | Charts | Text | Items | Block | Heading | Fold | Gallery
@@ -515,6 +439,11 @@ def of_each(name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]) 
         return Section(name, title, whole)
 
     return section
+
+
+def markdown(table: Table) -> str:
+    """As GitHub and GitLab show it."""
+    return terminal.markdown_table(table.header, table.rows, numbers_from=table.numbers_from)
 
 
 def text(value: Any) -> str:

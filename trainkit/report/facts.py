@@ -14,7 +14,7 @@ from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
 from trainkit.run import metrics as recorded
-from trainkit.run.events import read_events
+from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Metric
 
@@ -105,15 +105,15 @@ class Span:
     def went_well(self) -> bool:
         return self.how.startswith(("finished", "told to stop", "requeued", "PREEMPTED"))
 
-    def reach(self, time: Any, step: Any) -> None:
+    def reach(self, record: Mapping[str, Any]) -> None:
         """It went on until then, at least."""
-        self.ended = max(self.ended, time or 0.0)
-        self.to_step = max(self.to_step, step if isinstance(step, int) else 0)
+        self.ended = max(self.ended, record.get("time") or 0.0)
+        self.to_step = max(self.to_step, record.get("step") or 0)
 
     def take_in(self, event: Mapping[str, Any]) -> None:
         """Take in an event of the attempt."""
-        self.reach(event.get("time"), event.get("step"))
-        kind, state = event.get("event"), event.get("state")
+        self.reach(event)
+        kind, state = event["event"], event.get("state")
         if kind == "handed_back":
             signals = ", ".join(dict.fromkeys(event.get("signals") or ()))
             self.how = self.how or f"told to stop{f' ({signals})' if signals else ''}, saved"
@@ -155,8 +155,9 @@ class Facts:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """``summary.json``; empty for a run that did not get to its end."""
-        return dict(fileio.plain(fileio.read_object(self.run_dir.summary)))
+        """``summary.json``; empty for a run that did not get to its end. What events have too is as in these."""
+        found = fileio.read_object(self.run_dir.summary)
+        return (typed_event({**found, "event": "ended"}) or {}) if found else {}
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -235,7 +236,7 @@ class Facts:
         return found
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event.get("event") in kinds]
+        return [event for event in self.events if event["event"] in kinds]
 
     def last_event(self, *kinds: str) -> Mapping[str, Any]:
         """The newest event of these kinds; empty if there is none."""
@@ -261,7 +262,7 @@ class Facts:
     @property
     def is_simulated(self) -> bool:
         """Whether several nodes were one machine."""
-        return len(list_of(self.started("hosts"))) == 1 and self.count("launch.nodes") > 1
+        return len(self.started("hosts") or ()) == 1 and self.count("launch.nodes") > 1
 
     @property
     def finished(self) -> bool:
@@ -346,7 +347,7 @@ class Facts:
     @property
     def wall_seconds(self) -> float | None:
         """From the first start to the last record or event, with the waits between attempts."""
-        starts = [event["time"] for event in self.events_of("started") if "time" in event]
+        starts = numbers(event.get("time") for event in self.events_of("started"))
         times = numbers(item.get("time") for item in (*self.train, *self.val, *self.events))
         return max(times) - min(starts) if starts else None
 
@@ -372,10 +373,10 @@ class Facts:
 
     def restarts(self, by: str) -> list[float]:
         """The places, in "step" or "epoch", at which later attempts went on."""
-        resumed = [
-            (event["step"], event.get("steps_per_epoch")) for event in self.events_of("started") if event.get("step")
-        ]
-        return [step / (1 if by == "step" else per_epoch) for step, per_epoch in resumed if by == "step" or per_epoch]
+        resumed = [event for event in self.events_of("started") if event.get("step")]
+        if by == "step":
+            return [event["step"] for event in resumed]
+        return [event["step"] / event["steps_per_epoch"] for event in resumed if event.get("steps_per_epoch")]
 
     @property
     def processors(self) -> int | None:
@@ -385,8 +386,8 @@ class Facts:
         known = strategy in plugins.available("trainkit.strategies")
         if known and strategy_traits(strategy).gpus_per_rank == "all":
             return sum(len(host.gpus()) for host in self.hosts) or 1
-        world_size = self.started("world_size")
-        return world_size if isinstance(world_size, int) else None
+        count: int | None = self.started("world_size")
+        return count
 
     @property
     def hindered_by(self) -> str:
@@ -394,7 +395,7 @@ class Facts:
         if self.started("device") != "cpu":
             return ""
         ranks, threads, cpus, hosts = (self.started(key) for key in ("world_size", "threads", "cpus", "hosts"))
-        if all(map(fileio.is_whole, (ranks, threads, cpus))) and list_of(hosts):
+        if ranks and hosts and fileio.is_whole(threads) and fileio.is_whole(cpus):
             each = -(-ranks // len(hosts))
             if each * threads > cpus:
                 return f"the ranks of a node wanted {each * threads} CPUs and had {cpus}"
@@ -406,13 +407,12 @@ class Facts:
         """The attempts that began to train, in order."""
         spans: list[Span] = []
         for event in self.events:
-            kind, time, step = (event.get(key) for key in ("event", "time", "step"))
+            kind, time = event["event"], event.get("time")
             newest = spans[-1].number if spans and kind in ("handed_back", "requeued", "failed", "ended") else None
             attempt = event.get("attempt", newest)
             if kind == "started" and time is not None:
-                hosts = [host for host in event.get("hosts") or () if isinstance(host, str)]
-                number, step = attempt if isinstance(attempt, int) else len(spans), step if isinstance(step, int) else 0
-                spans.append(Span(number, time, time, step, step, event.get("world_size"), hosts))
+                number, step = len(spans) if attempt is None else attempt, event.get("step") or 0
+                spans.append(Span(number, time, time, step, step, event.get("world_size"), event.get("hosts") or []))
             elif span := next((span for span in reversed(spans) if span.number == attempt), None):
                 span.take_in(event)
         for span, until in zip(spans, [*(span.began for span in spans[1:]), float("inf")], strict=False):
@@ -420,7 +420,7 @@ class Facts:
             last = span.ended
             for record in self.metrics.records if not span.how else ():
                 if last < record.get("time", 0.0) < until:
-                    span.reach(record["time"], record["step"])
+                    span.reach(record)
         return spans
 
     @property
@@ -447,6 +447,11 @@ def collect(runs: Sequence[RunDir]) -> list[Facts]:
     ):
         labels = [other if labels.count(label) > 1 else label for label, other in zip(labels, longer, strict=True)]
     return [Facts(*each) for each in zip(runs, labels, points, strict=True)]
+
+
+def best_of(runs: Sequence[Facts], most: int) -> Sequence[Facts]:
+    """The runs themselves, or of many the best by validation."""
+    return runs if len(runs) <= most else sorted(runs, key=lambda facts: facts.rank)[:most]
 
 
 def points_of(sweep: Path) -> dict[str, dict[str, str]]:

@@ -9,55 +9,50 @@ from itertools import chain, groupby, pairwise, product
 from statistics import fmean, median
 from typing import Any
 
-from markupsafe import Markup
-
 from trainkit import fileio, terminal
 from trainkit.ranks import fold
 from trainkit.report import document as doc
-from trainkit.report.document import COLOURS, GREY, NONE, Axes, Bar, Picture, Point, Series, line_chart, number, tag
-from trainkit.report.facts import Facts, HostSamples, list_of
+from trainkit.report.document import COLOURS, GREY, NONE, Axes, Bar, Picture, Point, Series, line_chart, number
+from trainkit.report.facts import Facts, HostSamples, best_of, list_of
+from trainkit.run.metrics import Metric
 
-_TITLES = {"lr": ("Learning rate", ""), "images_per_sec": ("Throughput", "images/s")}
-"""Curves that are of no metric: title and unit."""
+_PACE = {"lr": Metric("", label="Learning rate"), "images_per_sec": Metric("images/s", label="Throughput")}
+"""Curves of train records that are of no metric."""
 _FEW_EPOCHS = 2.0
 """An axis of so few epochs would have two numbers: steps are drawn."""
 _MOST_LANES, _MOST_ROWS, _MOST_MARKS, _MOST_HOSTS, _MOST_LABELS = 40, 100, 300, 8, 4
-_MOST_RUNS, _MOST_DRAWN, _MOST_NAMED, _MOST_BARS, _MOST_PAIRS = 4, 100, 30, 20, 10
+_MOST_RUNS, _MOST_NAMED, _MOST_BARS, _MOST_PAIRS = 4, 30, 20, 10
 _MOST_IMAGES, _MOST_OF_ONE, _LARGEST_IMAGE = 48, 8, 1 << 18
 
 
 def curves(runs: Sequence[Facts]) -> doc.Section:
     """Of one run train and val in two colours; of several, at most as many as there are colours, each in its own."""
     known = [facts for facts in runs if facts.train or facts.val]
-    drawn = known if len(known) <= COLOURS else sorted(known, key=lambda facts: facts.rank)[:COLOURS]
+    drawn = best_of(known, COLOURS)
     records, one = [record for facts in drawn for record in (*facts.train, *facts.val)], len(drawn) == 1
     by = "epoch" if max((r["epoch"] for r in records if "epoch" in r), default=0.0) > _FEW_EPOCHS else "step"
     x_to = max((r[by] for r in records if by in r), default=1.0)
     restarts = [(x, GREY if one else colour) for colour, facts in enumerate(drawn) for x in facts.restarts(by)]
     metrics = {name: metric for facts in drawn for name, metric in facts.described.metrics.items()}
     pictures = []
-    for key, metric in metrics.items():
-        lost = "not finite" if key == "loss" else ""
-        axes = Axes(metric.label, metric.unit, by, "curves", None, None, x_to, bool(lost), lost=lost, restarts=restarts)
-        val = [_metric_curve(facts, key, by, "val", colour, one=one) for colour, facts in enumerate(drawn)]
-        faint = not one and any(item.points for item in val)
-        train = [_metric_curve(facts, key, by, "train", colour, one=one) for colour, facts in enumerate(drawn)]
-        pictures.append(line_chart(axes, [*(item._replace(faint=faint) for item in train), *val]))
-    for key, (title, unit) in _TITLES.items():
-        axes = Axes(title, unit, by, "curves", 0.0, x_to=x_to, restarts=restarts)
-        own = [_course(facts, key, by, colour, one=one) for colour, facts in enumerate(drawn)]
-        pictures.append(line_chart(axes, own))
-    whole = doc.Charts(
-        "curves",
-        pictures,
-        "loss, metrics, learning rate and throughput",
-        [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)],
-    )
+    for key, metric in (metrics | _PACE).items():
+        series = []
+        for split, (colour, facts) in product(("train",) if key in _PACE else ("train", "val"), enumerate(drawn)):
+            points, lost = _points(facts, key, by, split)
+            last = f"{points[-1][1]:{'.1f' if metric.unit == '%' else '.3g'}}" if points and key in metrics else ""
+            if one:
+                name, label, colour, is_faint = split, f"{split} {last}" if last else "", int(split == "val"), False
+            else:
+                name, label = f"{facts.label} {split}", last
+                is_faint = split == "train" and any(key in record for facts in drawn for record in facts.val)
+            series.append(Series(name, points, colour, is_faint, label=label, lost=lost))
+        axes = Axes(metric.label, metric.unit, by, "curves", key in _PACE, x_to, key == "loss", restarts=restarts)
+        pictures.append(line_chart(axes, series))
+    legend = [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)]
+    whole = doc.Charts("curves", pictures, "loss, metrics, learning rate and throughput", legend)
     notes = []
     if not one and any(facts.val for facts in drawn):
         notes.append("Thick: validation. Thin: training.")
-    if one and drawn[0].best is not None:
-        notes.append("Ring: the best checkpoint.")
     if restarts:
         notes.append("Dotted lines: a later attempt went on.")
     if (every := max((facts.metrics.every for facts in drawn), default=1)) > 1:
@@ -79,42 +74,11 @@ def _points(facts: Facts, key: str, by: str, split: str) -> tuple[list[Point], l
     return points, lost if len(lost) < len(placed) else []
 
 
-def _metric_curve(facts: Facts, key: str, by: str, split: str, colour: int, *, one: bool) -> Series:
-    """A metric of the task; of one run the best checkpoint has a ring."""
-    points, lost = _points(facts, key, by, split)
-    metric, label, ring = facts.described.find(key), "", None
-    if points:
-        label = f"{points[-1][1]:{'.1f' if metric and metric.unit == '%' else '.3g'}}"
-    if not one:
-        return Series(f"{facts.label} {split}", points, colour, label=label, lost=lost)
-    if split == "val" and key == facts.described.headline and facts.best_val is not None and facts.best is not None:
-        ring = next((point for point in points if point[0] == facts.best_val.get(by)), None)
-    colour = 1 if split == "val" else 0
-    return Series(split, points, colour, label=f"{split} {label}" if label else "", lost=lost, ring=ring)
-
-
-def _course(facts: Facts, key: str, by: str, colour: int, *, one: bool) -> Series:
-    """The learning rate or the throughput."""
-    points, lost = _points(facts, key, by, "train")
-    values, name, label = [y for _, y in points], "lr" if key == "lr" else "images/s", ""
-    if values:
-        label = f"peak {max(values):.3g}" if key == "lr" else f"median {doc.rate(median(values))}"
-    return Series(name if one else facts.label, points, 0 if one else colour, label=label, lost=lost)
-
-
-_WORDS = {
-    "refused": "refused",
-    "failed": "failed",
-    "cancelled": "cancelled",
-    "excluded": "a node is left out",
-    "nonfinite": "not finite",
-    "rolled_back": "went back to a checkpoint",
-    "swarm_lost": "has lost the swarm",
-    "swarm_back": "is back in the swarm",
-    "save_failed": "a save failed",
-    "upload_failed": "the copy elsewhere failed",
-}
-"""Events that are told in words: those of which the table of attempts has not all."""
+_TOLD = (
+    "refused", "failed", "cancelled", "excluded", "nonfinite", "rolled_back", "swarm_lost", "swarm_back",
+    "save_failed", "upload_failed",
+)  # fmt: skip
+"""Events that the table of attempts has not all."""
 
 
 class _Lane:
@@ -144,40 +108,36 @@ class _Lane:
     def picture(self, longest: float, name: str) -> Picture:
         """The lane of ``longest`` seconds, and its title, which begins with ``name``."""
 
-        def at(time: float) -> str:
-            return f"{100 * min(1.0, max(0.0, (time - self.began) / (longest or 1.0))):.2f}%"
+        def at(time: float) -> float:
+            return 100 * min(1.0, max(0.0, (time - self.began) / (longest or 1.0)))
 
-        def line(begins: float, ends: float, y1: int, y2: int, style: str) -> Markup:
-            return tag("line", x1=at(begins), x2=at(ends), y1=y1, y2=y2, class_=style)
-
-        spans, words, top, foot = self.facts.spans, self.in_words(), 2, 24
+        spans, words = self.facts.spans[:_MOST_MARKS], self.in_words()
         until = [*(span.began for span in spans), self.began + self.seconds]
-        waits = list(zip([self.began, *(span.ended for span in spans)], until, strict=True))[:_MOST_MARKS]
-        parts = [line(before, after, top + 11, top + 11, "waiting c7") for before, after in waits if after > before]
-        for span in spans[:_MOST_MARKS]:
-            width = f"{max(0.15, 100 * span.seconds / (longest or 1.0)):.2f}%"
-            is_well = span.went_well or (span is spans[-1] and not span.how)  # it goes on
-            style = "attempt c0" if is_well else "attempt c1"
-            parts.append(tag("rect", x=at(span.began), y=top, width=width, height=22, rx=2, class_=style))
-        saved = [event["time"] for event in self.events if event["event"] == "saved"]
-        parts += [line(time, time, foot - 6, foot, "saved c0") for time in saved[:: max(1, len(saved) // _MOST_MARKS)]]
+        waits = zip([self.began, *(span.ended for span in spans)], until, strict=True)
+        runs = []
+        for span in spans:
+            is_well = span.went_well or (span is self.facts.spans[-1] and not span.how)  # it goes on
+            runs.append((at(span.began), max(0.15, at(span.ended) - at(span.began)), 0 if is_well else 1))
+        saved = [at(event["time"]) for event in self.events if event["event"] == "saved"]
         unit, seconds = doc.time_unit(longest)
-        for tick in doc.Scale(0.0, longest / seconds, 0, 1).ticks(6) if longest > 0 else ():
-            share = 100 * tick * seconds / longest
-            side = "" if share < 3 else " end" if share > 96 else " middle"
-            parts.append(tag("text", f"{doc.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=f"tick{side}"))
-        return Picture(name + words, "", doc.joined(parts), f"Time line of {self.label}: {words}", foot + 18)
+        ticks = doc.Scale(0.0, longest / seconds, 0, 100)
+        body = doc.drawn(
+            "lane", waits=[(at(start), at(end)) for start, end in waits if end > start], spans=runs,
+            saved=saved[:: max(1, len(saved) // _MOST_MARKS)],
+            ticks=[(ticks(tick), f"{doc.shown(tick)} {unit}") for tick in ticks.ticks(6) if longest > 0],
+        )  # fmt: skip
+        return Picture(name + words, "", body, f"Time line of {self.label}: {words}", 42)
 
     def happened(self) -> list[doc.Row]:
         """Its events in words, of many the first and the last."""
         rows: list[doc.Row] = []
         for event in self.events:
-            if event["event"] in _WORDS:
+            if event["event"] in _TOLD:
                 keys = ("attempt", "step", "rank", "host", "node", "why", "error")
                 details = [f"{key} {event[key]}" for key in keys[:3] if event.get(key) is not None]
                 details += [str(event[key]) for key in keys[3:] if event.get(key)]
                 after = doc.duration(max(0.0, event["time"] - self.began))
-                rows.append((after, _WORDS[event["event"]], ", ".join(details)))
+                rows.append((after, event["event"].replace("_", " "), ", ".join(details)))
         half, more = _MOST_ROWS // 2, len(rows) - _MOST_ROWS
         return [*rows[:half], ("", f"{more} more", ""), *rows[-half:]] if more > 0 else rows
 
@@ -246,19 +206,13 @@ def spent(runs: Sequence[Facts]) -> doc.Section:
 
 
 def _stacked(title: str, parts: Mapping[str, float], run: str, total: float) -> Picture:
-    before, body, words = 0.0, list[Markup](), []
+    before, drawn, words = 0.0, [], []
     for name, seconds in parts.items():
-        share, colour = 100 * seconds / total, f"c{_PARTS.get(name, GREY)}"
-        quiet = "" if name in _PARTS else " quiet"
-        hint = tag("title", f"{name} {seconds:,.1f} s, {share:.1f} %")
-        place = {"x": f"{before:.3f}%", "y": 0, "width": f"{share:.3f}%", "height": 26}
-        body.append(tag("rect", hint, **place, class_=f"part {colour}{quiet}"))
-        if share > 8.5:
-            style = "inside middle" + (" on-quiet" if quiet else "") + (" if-wide" if share < 24 else "")
-            body.append(tag("text", f"{name} {share:.0f} %", x=f"{before + share / 2:.3f}%", y=17, class_=style))
-        before += share
+        share = 100 * seconds / total
         words.append(f"{name} {share:.0f} %")
-    return Picture(title, "", doc.joined(body), f"{run}: {', '.join(words)}", 26)
+        drawn.append((before, share, _PARTS.get(name, GREY), words[-1]))
+        before += share
+    return Picture(title, "", doc.drawn("stack", parts=drawn), f"{run}: {', '.join(words)}", 26)
 
 
 def hardware(facts: Facts) -> list[doc.Part]:
@@ -281,8 +235,6 @@ def hardware(facts: Facts) -> list[doc.Part]:
         parts.append(doc.Text([f"Curves of {_MOST_HOSTS} of {len(facts.hosts)} nodes."]))
     for name, output in facts.gpus_shown[:_MOST_HOSTS]:
         parts.append(doc.Fold(f"GPUs of {name}, as nvidia-smi has them", [doc.Block(output)]))
-    if facts.started("device") == "cpu":
-        parts.append(doc.Text(["No GPU took part: there is nothing for nvidia-smi to show."]))
     return parts
 
 
@@ -313,11 +265,9 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
     memory.append(line("node", of("memory_used_mb", None, 1024.0), 7, ".1f"))
     memory.append(line("job", of("process_memory_mb", None, 1024.0), 5, ".1f"))
     use = [*of_gpus("util_percent"), line("CPUs", of("cpu_percent"), 7, ".0f")]
-    group = f"{run} {host.host}"
     return [
-        line_chart(Axes(f"{host.host} · use", "%", unit, group, 0.0, 100.0, seconds / scale), use),
-        line_chart(Axes(f"{host.host} · memory", "GB", unit, group, 0.0, None, seconds / scale), memory),
-        line_chart(Axes(f"{host.host} · power", "W", unit, group, 0.0, None, seconds / scale), of_gpus("power_w")),
+        line_chart(Axes(f"{host.host} · {title}", measure, unit, f"{run} {host.host}", True, seconds / scale), lines)
+        for title, measure, lines in (("use", "%", use), ("memory", "GB", memory), ("power", "W", of_gpus("power_w")))
     ]
 
 
@@ -348,20 +298,14 @@ class _Counts:
             self.totals[label] += count
 
 
-def _best(runs: Sequence[Facts]) -> Sequence[Facts]:
-    """Those whose classes and mistakes are shown: of many the best by validation."""
-    return runs if len(runs) <= _MOST_RUNS else sorted(runs, key=lambda facts: facts.rank)[:_MOST_RUNS]
-
-
 def classes(runs: Sequence[Facts]) -> doc.Section:
     """Which class is taken for which, and how often each is told right."""
-    known = [(facts, counts) for facts in _best(runs) if (counts := _Counts(facts)).pairs]
     parts: list[doc.Part] = []
-    for facts, counts in known:
-        if len(runs) > 1:
-            parts.append(doc.Heading(f"{facts.label}, {counts.where}"))
-        parts += _classes_of(counts)
-    note = f"Of the best weights, on {known[0][1].where}." if len(runs) == 1 and known else "Of the best weights."
+    for facts in best_of(runs, _MOST_RUNS):
+        if (counts := _Counts(facts)).pairs:
+            parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + counts.where))
+            parts += _classes_of(counts)
+    note = "Of the best weights."
     if len(runs) > _MOST_RUNS:
         note += f" The best {_MOST_RUNS} of {len(runs)} runs, by validation."
     return doc.Section("classes", "Classes", parts, note)
@@ -395,57 +339,45 @@ def _at_step(read: Mapping[str, Any]) -> str:
 
 
 def _matrix(counts: _Counts) -> Picture | None:
-    many = len(counts.names)
-    if many > _MOST_DRAWN:
+    names, width, total = counts.names, 400, sum(counts.totals)
+    if len(names) > _MOST_NAMED:
         return None
-    named, longest, body = many <= _MOST_NAMED, max(map(len, counts.names)), list[Markup]()
-    margin = min(6.5 * min(longest, 14) + 10, 100) if named else 6
-    size, edge = (400 - margin) / many, margin - 5
-    for at, name in enumerate(counts.names if named else ()):
-        short, middle = name if len(name) <= 14 else name[:13] + "…", margin + (at + 0.5) * size
-        body.append(tag("text", short, x=edge, y=middle, dy="0.35em", class_="tick end"))
-        turned = {"class_": "tick", "dy": "0.3em", "transform": f"rotate(-90 {middle:.1f} {edge:.1f})"}
-        body.append(tag("text", short, x=middle, y=edge, **turned if longest > 2 else {"class_": "tick middle"}))
+    margin = min(6.5 * max(map(len, names)) + 10, 100)
+    cells = []
     for (label, told), count in sorted(counts.pairs.items()):
-        share, right = count / counts.totals[label], label == told
-        opacity = 0.12 + 0.88 * share if right else 0.3 + 0.7 * share
-        taken = "told right" if right else f"taken for {counts.names[told]}"
-        hint = tag("title", f"{counts.names[label]} {taken}: {count:,} of {counts.totals[label]:,}") if named else None
-        place = {"x": margin + told * size, "y": margin + label * size, "width": size, "height": size}
-        body.append(tag("rect", hint, **place, fill_opacity=opacity, class_="cell c0" if right else "cell c1"))
-        if size >= 22 and count < 10 ** int(size / 7):
-            middles = {"x": margin + (told + 0.5) * size, "y": margin + (label + 0.5) * size, "dy": "0.35em"}
-            body.append(tag("text", count, **middles, class_="count over" if opacity > 0.6 else "count"))
-    body.append(tag("rect", x=margin, y=margin, width=400 - margin, height=400 - margin, class_="frame"))
-    total = sum(counts.totals)
-    words = f"Confusion matrix of {many} classes: {total - sum(counts.right)} of {total} told wrong"
-    return Picture("Confusion matrix", "rows: the class; columns: taken for", doc.joined(body), words, 400, 400)
+        taken = "told right" if label == told else f"taken for {names[told]}"
+        words = f"{names[label]} {taken}: {count:,} of {counts.totals[label]:,}"
+        cells.append((label, told, count, count / counts.totals[label], words))
+    body = doc.drawn("matrix", names=names, margin=margin, size=(width - margin) / len(names), cells=cells, width=width)
+    words = f"Confusion matrix of {len(names)} classes: {total - sum(counts.right)} of {total} told wrong"
+    return Picture("Confusion matrix", "rows: the class; columns: taken for", body, words, width, width)
 
 
 def mistakes(runs: Sequence[Facts]) -> doc.Section:
     """The images that were told wrong most confidently."""
     parts: list[doc.Part] = []
     most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
-    for facts, split in product(_best(runs), ("val", "test")):
+    for facts, split in product(best_of(runs, _MOST_RUNS), ("val", "test")):
         read = fileio.read_object(facts.run_dir.mistakes(split))
         photos = [photo for item in list_of(read.get("images"))[:most] if (photo := _photo(item))]
         if photos or read.get("images") == []:
             parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + split + _at_step(read)))
-            parts.append(doc.Gallery(photos) if photos else doc.Text(["None was told wrong."]))
+            pngs, rows = [png for png, _ in photos], [row for _, row in photos]
+            table = doc.Table(("class", "taken for", "sure"), rows, 2)
+            parts.append(doc.Gallery(pngs, table) if photos else doc.Text(["None was told wrong."]))
     note = "The class that the model was surest of, and was wrong; each with the probability that it gave to it."
     return doc.Section("mistakes", "Most confidently wrong", parts, note)
 
 
-def _photo(item: Any) -> doc.Photo | None:
-    """One image with what it is and what it was taken for; None for what is no small PNG."""
+def _photo(item: Any) -> tuple[str, doc.Row] | None:
+    """One image, and its row; None for what is no small PNG."""
     if not isinstance(item, dict) or not isinstance(png := item.get("png"), str) or len(png) > _LARGEST_IMAGE:
         return None
     try:
         content = base64.b64decode(png, validate=True)
     except ValueError:
         return None
-    known = content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) >= 33
-    if not known or not fileio.is_number(item.get("confidence")):
+    if not content.startswith(b"\x89PNG\r\n\x1a\n") or not fileio.is_number(item.get("confidence")):
         return None
     label, told = (terminal.one_line(item.get(key, "?"), 60) for key in ("label", "told"))
-    return doc.Photo(png, label, told, f"{100 * item['confidence']:.1f} %", int.from_bytes(content[16:20], "big") > 40)
+    return png, (label, told, f"{100 * item['confidence']:.1f} %")

@@ -60,7 +60,7 @@ def headline(facts: Facts) -> tuple[str, str]:
         alarm = f"It has failed on rank {last.get('rank', '?')}: {words}. {alarm}"
     elif last.get("event") == "handed_back":
         alarm = f"It was told to stop and saved. {alarm}"
-    of = f" of {total:,}" if isinstance(total, int) else ""
+    of = f" of {total:,}" if total else ""
     return f"Not finished: {facts.steps:,}{of} steps.", alarm.rstrip()
 
 
@@ -97,8 +97,7 @@ def _preset(name: str) -> dict[str, Any] | None:
 
 def where(facts: Facts) -> list[doc.Part]:
     """Nodes, GPUs, jobs, software."""
-    hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
-    device, host = facts.started("device"), facts.manifest.get("host")
+    hosts, device, host = facts.started("hosts"), facts.started("device"), facts.manifest.get("host")
     simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if facts.is_simulated else ""
     jobs = [f"{job.get('executor', '?')} {job.get('job_id', '?')}" for job in facts.events_of("submitted")]
     versions = {"Python": facts.manifest.get("python")}
@@ -107,7 +106,7 @@ def where(facts: Facts) -> list[doc.Part]:
     gpus = "none: trained on the CPU" if device == "cpu" else f"{facts.processors or '?'} of {device}"
     rows = [
         ("nodes", f"{simulated}{fold(hosts)}" if hosts else NONE),
-        ("GPUs", gpus if isinstance(device, str) else NONE),
+        ("GPUs", gpus if device else NONE),
         ("job", ", ".join(dict.fromkeys(jobs)) or NONE),
         ("submitted from", host if isinstance(host, str) else NONE),
         ("system", _line(facts.manifest.get("platform"))),
@@ -118,18 +117,18 @@ def where(facts: Facts) -> list[doc.Part]:
 
 def settings(facts: Facts) -> list[doc.Part]:
     """What the run was told to do, in a few lines."""
-    get, params = facts.setting, facts.started("params")
+    get, params, expected = facts.setting, facts.started("params"), facts.started("input")
     rows = [
-        ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
+        ("model", _named(get("model")) + (f", {params:,} parameters" if params else "")),
         ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken", "stage"))),
-        ("images as expected by", _input(facts.started("input"))),
+        ("images as expected by", _named(expected, key="source")),
         ("strategy", _named(get("strategy"))),
-        ("ranks", _ranks(facts)),
-        ("device", text(facts.started("device"))),
+        ("ranks", text(facts.started("world_size"))),
         ("precision", text(facts.started("precision") or get("train.precision"))),
         ("batch size", _batch(facts)),
-        ("optimizer", _optimizer(get("optim"))),
-        ("schedule", _schedule(get("schedule"))),
+        ("optimizer", _named(_given(get("optim")))),
+        ("schedule", text(get("schedule.name"))),
+        ("warm-up, epochs", number(get("schedule.warmup_epochs"), "g")),
         ("length", _length(facts)),
         ("seed", text(get("seed"))),
         ("code", _commit(facts)),
@@ -164,10 +163,8 @@ def cost(facts: Facts) -> list[doc.Part]:
     get, seconds, speed = facts.summary.get, facts.train_seconds, facts.images_per_sec
     estimated = "" if fileio.is_number(get("train_seconds")) else " (estimated from the records)"
     ranks, kept = facts.memory_of_ranks, numbers(list_of(get("max_memory_reserved_mb_of_ranks")))
-    on_cpu, gpu_hours = facts.started("device") == "cpu", number(facts.processor_hours, ".3g")
+    on_cpu = facts.started("device") == "cpu"
     of_process = " (of its process, on the CPU)" if facts.max_memory_mb and on_cpu else ""
-    if on_cpu and gpu_hours != NONE:
-        gpu_hours = f"none; {gpu_hours} rank-hours on the CPU"
     rows = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
         ("wall-clock time, ranks first met to end", duration(facts.wall_seconds)),
@@ -176,9 +173,9 @@ def cost(facts: Facts) -> list[doc.Part]:
         ("peak memory of rank 0", memory(facts.max_memory_mb) + of_process),
         ("peak memory of every rank", _each(ranks) if len(ranks) > 1 else NONE),
         ("and reserved by its allocator", _each(kept) if kept else NONE),
-        ("GPU utilisation, mean", _utilisation(facts, on_cpu)),
+        ("GPU utilisation, mean", _utilisation(facts)),
         ("model FLOPs utilisation", number(get("mfu"), ".1f", " %")),
-        ("GPU-hours", gpu_hours),
+        ("rank-hours on the CPU" if on_cpu else "GPU-hours", number(facts.processor_hours, ".3g")),
         ("energy", _energy(get("energy"))),
         ("updates that came to nothing", facts.setbacks.in_words() or NONE),
         ("would be faster", text(get("advice"))),
@@ -202,21 +199,18 @@ def rounds(facts: Facts) -> list[doc.Part]:
             ("sent", terminal.size(int(up))),
             ("received", terminal.size(int(down))),
         ]
-    everybody, more = facts.contributions, facts.contributions[_MOST_NAMES:]
-    samples, others = sum(item.samples for item in everybody), sum(item.samples for item in more)
-
-    def share(own: float) -> doc.Row:
-        return number(own, ",.0f"), number(100 * own / samples, ".1f", " %")
-
-    names: list[doc.Row] = []
-    for item in everybody[:_MOST_NAMES]:
-        received = terminal.size(item.bytes) if item.bytes else NONE
-        hours = number(item.seconds / 3600, ",.2f")
-        names.append((item.name, *share(item.samples), f"{item.rounds:,}", hours, received))
-    if more:
-        names.append((f"{len(more)} more", *share(others), NONE, NONE, NONE))
+    everybody = facts.contributions
+    samples = sum(item.samples for item in everybody) or 1
+    names = [
+        (
+            item.name, number(item.samples, ",.0f"), number(100 * item.samples / samples, ".1f", " %"),
+            f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"), terminal.size(item.bytes) if item.bytes else NONE,
+        )
+        for item in everybody[:_MOST_NAMES]
+    ]  # fmt: skip
+    caption = f"Contributions{f', the {_MOST_NAMES} largest' if len(everybody) > _MOST_NAMES else ''}"
     header = ("name", "samples", "of all", "rounds", "hours", "received from it")
-    return [doc.Table(doc.MEASURE, rows), doc.Table(header, names, 1, "Contributions")]
+    return [doc.Table(doc.MEASURE, rows), doc.Table(header, names, 1, caption)]
 
 
 def missing(facts: Facts) -> list[doc.Part]:
@@ -283,31 +277,21 @@ def _line(value: Any) -> str:
     return NONE if value is None else terminal.one_line(value)
 
 
-def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
+def _named(section: Any, key: str = "name", hide: tuple[str, ...] = ()) -> str:
     """``ddp (bucket_cap_mb: 50)``: a plugin and those of its options that are set."""
     if not isinstance(section, dict):
         return NONE
-    options = [f"{key}: {it}" for key, it in section.items() if key not in ("name", *hide) and it not in (None, [])]
-    return text(section.get("name")) + (f" ({', '.join(options)})" if options else "")
+    options = [f"{name}: {it}" for name, it in section.items() if name not in (key, *hide) and it not in (None, [])]
+    return text(section.get(key)) + (f" ({', '.join(options)})" if options else "")
 
 
-def _ranks(facts: Facts) -> str:
-    world_size, hosts, nodes = facts.started("world_size"), facts.started("hosts") or [], facts.count("launch.nodes")
-    if not isinstance(world_size, int):
-        return NONE
-    on_nodes, on_hosts = "", f" on {fold(hosts)}" if hosts else ""
-    if nodes > 1 and world_size % nodes == 0:
-        simulated = " simulated on one machine" if len(hosts) == 1 else ""
-        on_nodes = f" ({nodes} nodes {TIMES} {world_size // nodes}{simulated})"
-    return f"{world_size}{on_nodes}{on_hosts}"
-
-
-def _input(expected: Any) -> str:
-    """How pretrained weights had the images prepared."""
-    if not isinstance(expected, dict):
-        return NONE
-    keys = ("mean", "std", "interpolation", "crop")
-    return f"{expected.get('source')}: " + ", ".join(f"{key} {expected.get(key)}" for key in keys)
+def _given(optim: Any) -> Any:
+    """Those settings of an optimizer that it is given, where they are what they should be."""
+    try:
+        given = OptimConfig.model_validate(optim).given()
+    except ValidationError:
+        return optim
+    return {key: value for key, value in optim.items() if key in ("name", "lr", "weight_decay", "layer_decay", *given)}
 
 
 def _batch(facts: Facts) -> str:
@@ -319,35 +303,12 @@ def _batch(facts: Facts) -> str:
     return f"{size} = {plural(facts.started('world_size'), 'rank')} {TIMES} {micro}{accumulated}"
 
 
-def _optimizer(optim: Any) -> str:
-    """Its name, learning rate and decay, and the options that it is given."""
-    if not isinstance(optim, dict):
-        return NONE
-    try:
-        given = list(OptimConfig.model_validate(optim).given())
-    except ValidationError:
-        given = [key for key in optim if key not in ("name", "lr", "weight_decay", "layer_decay")]
-    keys = ["lr", "weight_decay", *given]
-    if optim.get("layer_decay", 1) != 1:
-        keys.append("layer_decay")
-    return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
-
-
-def _schedule(schedule: Any) -> str:
-    if not isinstance(schedule, dict):
-        return NONE
-    epochs = schedule.get("warmup_epochs", 0)
-    return f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'' if epochs == 1 else 's'}"
-
-
 def _length(facts: Facts) -> str:
     total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
-    if not isinstance(total, int):
+    if total is None:
         return NONE
     done = f"{total} steps" if facts.steps == total else f"{facts.steps} of {total} steps"
-    if not isinstance(per_epoch, int) or not per_epoch:
-        return done
-    return f"{done} = {facts.steps / per_epoch:g} epochs of {per_epoch}"
+    return f"{done} = {facts.steps / per_epoch:g} epochs of {per_epoch}" if per_epoch else done
 
 
 def _commit(facts: Facts) -> str:
@@ -362,7 +323,7 @@ def _largest_batch(facts: Facts) -> str:
     """What ``train.micro_batch_size=auto`` has found: whether a given size is the largest is not known."""
     found = facts.last_event("probed")
     micro, ranks = found.get("micro_batch_size"), found.get("world_size")
-    if not fileio.is_whole(micro) or not fileio.is_whole(ranks) or not ranks:
+    if not fileio.is_whole(micro) or not ranks:
         return NONE
     used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
     found_size = f"{micro * ranks} = {plural(ranks, 'rank')} {TIMES} {micro} in one pass; {used}"
@@ -378,11 +339,9 @@ def _each(ranks: Sequence[float]) -> str:
     return ", ".join(map(memory, ranks))
 
 
-def _utilisation(facts: Facts, on_cpu: bool) -> str:
+def _utilisation(facts: Facts) -> str:
     used = [usage.mean for host in facts.hosts for i in host.gpus() if (usage := host.usage("util_percent", i))]
-    if used:
-        return f"{sum(used) / len(used):.0f} % of {plural(len(used), 'GPU')}"
-    return "no GPU: trained on the CPU" if on_cpu else NONE
+    return f"{sum(used) / len(used):.0f} % of {plural(len(used), 'GPU')}" if used else NONE
 
 
 def _energy(energy: Any) -> str:
