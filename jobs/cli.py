@@ -123,7 +123,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         super().__init__(
             prog=f"{terminal.PROGRAM}{prog}",
-            description="\n".join(_help_lines(description)),
+            description="\n".join(_help_lines(description)).strip(),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
@@ -157,12 +157,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
 
 
+_COLUMN = re.compile(r" *(?:\S.*?  +(?=\S))?")
+"""What stands before the words of a line: blanks, or the first column of a list."""
+
+
 def _help_lines(description: str) -> Iterator[str]:
-    """Its lines, none longer than argparse's own on a terminal of 80 columns."""
+    """Fill a terminal of 80 columns, as argparse does: paragraphs of prose, and each line of an example or a list."""
     said = re.sub(r"^`+[^`]*`+: ", "", description)  # a file's docstring begins with its command
-    for line in terminal.as_started(said).strip().split("\n"):
-        first_column = re.match(r" *(\S+  +)?", line)
-        yield textwrap.fill(line, 79, subsequent_indent=" " * (first_column.end() if first_column else 0))
+    for block in terminal.as_started(said).strip().split("\n\n"):
+        lines = block.split("\n")
+        widths = [len(line) - len(_COLUMN.sub("", line, count=1)) for line in lines]
+        if not any(widths):
+            lines, widths = [" ".join(lines)], [0]
+        for line, width in zip(lines, widths, strict=True):
+            yield textwrap.fill(line, 79, subsequent_indent=" " * width, break_on_hyphens=False)
+        yield ""
 
 
 class Verb(NamedTuple):
