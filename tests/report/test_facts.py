@@ -30,14 +30,6 @@ def test_time_steps_and_attempts_of_an_interrupted_run_are_in_its_records(make_r
     assert (facts.restarts("epoch"), facts.restarts("step")) == ([2.5, 7.5], [50.0, 150.0])
 
 
-def test_without_a_summary_the_best_evaluation_has_the_highest_accuracy(make_run: MakeRun) -> None:
-    run_dir = make_run(finished=False)
-    fileio.append_jsonl(run_dir.metrics, {"step": 150, "epoch": 7.5, "split": "val", "acc1": 99.99})
-    best = facts_of(run_dir).best_val
-    assert best is not None
-    assert best["step"] == 150
-
-
 def test_dataparallel_counts_the_gpus_that_it_drives(make_run: MakeRun) -> None:
     facts = facts_of(make_run(preset="dp", ranks=1, gpus=4))
     assert facts.processors == 4
