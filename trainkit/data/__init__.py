@@ -6,16 +6,17 @@ import importlib
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trainkit import plugins
 from trainkit.data.base import require_options
 from trainkit.data.folders import Files, Layout
 from trainkit.data.pack import opened_pack, pack_folder, require_pack
 from trainkit.errors import UserError
+from trainkit.ranks import RankEnv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from trainkit.config.schema import DataConfig
     from trainkit.data.base import Splits
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed
 
 _DATASETS = "trainkit.data.datasets"
-T = TypeVar("T")
 
 
 class Dataset(Protocol):
@@ -89,11 +89,16 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
 
     Args:
         dist: the ranks that build it together: one lists a million files for all of them, and what is wrong on one
-            is raised on all.
+            is raised on all. None: this process alone, which copies no pack to its node.
     """
+    import torch
+
     from trainkit.data.base import Splits
     from trainkit.data.loader import mapped
+    from trainkit.distributed.process_group import Distributed
 
+    staging = config.stage if dist is not None else False
+    dist = dist or Distributed(RankEnv.single(), torch.device("cpu"))
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
     build, root = plugins.load(_DATASETS, config.name), Path(config.root)
     options = plugins.fill(build, config.options, where="data")
@@ -102,21 +107,15 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     if dataset is not None:
         require_options(options)
 
-    def together(work: Callable[[], T]) -> T:
-        return work() if dist is None else dist.together(work)
-
     source: Path | Files = root
     if config.pack is not None:
         _require_layout(config.name, dataset)
-        source = opened_pack(root, config.name, config.pack, config.stage, dist)
+        source = opened_pack(root, config.name, config.pack, staging, dist)
     elif hasattr(dataset, "locate"):
-        together(lambda: dataset.locate(root, **options))
+        dist.together(lambda: dataset.locate(root, **options))
     if source is root and hasattr(dataset, "layout"):
         folder, splits = dataset.layout(root)
-        if dist is None:
-            source = Files.walk(folder, splits)
-        else:
-            source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
+        source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
 
     def built() -> Splits:
         made = build(source, **options)
@@ -130,7 +129,7 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
             )
         return mapped(made)
 
-    return together(built)
+    return dist.together(built)
 
 
 def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio
 from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing
@@ -335,13 +335,6 @@ class BrokenImages:
         return met
 
 
-class RepairedBatch(NamedTuple):
-    """A batch in which other images stand in for broken ones, as it comes from a worker."""
-
-    batch: Any
-    broken: dict[str, str]
-
-
 def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:
     """Read image and label of sample ``index``, or of the next whole one; and whether it is that sample itself.
 
@@ -357,15 +350,6 @@ def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> 
             met[error.file] = error.why
             last = error
     raise last
-
-
-def noted(batches: Iterable[Any], broken: BrokenImages) -> Iterator[Any]:
-    """The batches themselves; broken images in them are noted."""
-    for batch in batches:
-        if isinstance(batch, RepairedBatch):
-            broken.met.update(batch.broken)
-            batch = batch.batch
-        yield batch
 
 
 PHOTO_MEAN, PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

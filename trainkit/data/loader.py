@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform, derive_seed, steps_per_epoch
-from trainkit.data.folders import BrokenImages, ImageFiles, RepairedBatch, noted, read_whole
+from trainkit.data.folders import BrokenImages, ImageFiles, read_whole
 from trainkit.data.pack import Pack
 from trainkit.errors import TrainkitError
 from trainkit.process import granted_cpus
@@ -86,7 +86,7 @@ class Batches(Generic[BatchT]):
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             iterator: Any = iter(loader)
-        self._batches: Iterator[Any] = iterator if broken is None else noted(iterator, broken)
+        self._batches: Iterator[Any] = iterator if broken is None else _noted(iterator, broken)
         if device is not None and device.type == "cuda":
             self._batches = on_gpu(self._batches, device)
         self._end = weakref.finalize(self, _end_workers, iterator)
@@ -436,7 +436,8 @@ def _random_state(key: int) -> Iterator[None]:
 
 
 class _Fetch:
-    """Makes batches in the workers: keys -> a batch, or the error for the user.
+    """Makes batches in the workers: keys -> a batch, or the error for the user; and the broken images that others stand
+    in for, file -> why.
 
     The error is a value, because torch raises a worker's exception anew, with its traceback as the message.
     """
@@ -445,13 +446,13 @@ class _Fetch:
         """``seed``: of training; None evaluates."""
         self.samples, self.transform, self.most_broken, self.seed = samples, transform, most_broken, seed
 
-    def __getitems__(self, keys: Keys) -> Batch | EvalBatch | RepairedBatch | TrainkitError:
+    def __getitems__(self, keys: Keys) -> tuple[Batch | EvalBatch | TrainkitError, dict[str, str]]:
         met: dict[str, str] = {}
         try:
             batch = self._eval_batch(*keys, met) if self.seed is None else self._train_batch(self.seed, *keys, met)
         except TrainkitError as error:
-            return error
-        return RepairedBatch(batch, met) if met else batch
+            return error, {}
+        return batch, met
 
     def _train_batch(self, seed: int, epoch: int, indices: list[int], met: dict[str, str]) -> Batch:
         places, transform = torch.tensor(indices), self.transform
@@ -485,6 +486,13 @@ def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
 
     images, labels = default_collate(items)
     return images, labels.float() if labels.is_floating_point() else labels
+
+
+def _noted(batches: Iterator[Any], broken: BrokenImages) -> Iterator[Any]:
+    """The batches that `_Fetch` made; broken images in them are noted."""
+    for batch, met in batches:
+        broken.met.update(met)
+        yield batch
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -409,16 +409,13 @@ def stage(pack: Path, disk: Path) -> str:
     return ""
 
 
-def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distributed | None) -> Pack:
+def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distributed) -> Pack:
     """The pack of a data set; its copy on this node's disk if ``staging`` says so. One rank of a node copies.
 
     Raises:
         UserError: on all ranks, where it is missing or damaged on one, and where it must be copied and cannot be.
     """
     folder = pack_folder(root, name, side)
-    if dist is None:
-        require_pack(folder, name, side)
-        return Pack(folder)
     dist.together(lambda: require_pack(folder, name, side))
     if staging is False:
         return dist.together(lambda: Pack(folder))

@@ -7,7 +7,7 @@ import gc
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,32 +208,18 @@ def _status(name: str) -> int:
 
 
 def cgroup_free(root: Path = Path("/")) -> int:
-    """Bytes that are left of what SLURM's --mem, or a container, allows this process and those beside it.
+    """Bytes that are left of what SLURM's --mem, or a container, allows this process and those beside it, by the groups
+    (cgroup v2) that it is in.
 
     Files that the kernel keeps in memory do not count: it gives them up when it must.
     """
-    return min((limit - used for limit, used in _limits(root)), default=_UNLIMITED)
-
-
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of every group that this process is in."""
-    try:
-        lines = fileio.read_text(root / "proc/self/cgroup").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        if controllers:  # version 1
-            if "memory" not in controllers.split(","):
-                continue
-            top, names = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, used, cached = names
-        group = top / path.lstrip("/")
+    free, top = _UNLIMITED, root / "sys/fs/cgroup"
+    with suppress(OSError):
+        _, _, path = fileio.read_text(root / "proc/self/cgroup").rpartition("0::/")
+        group = top / path.strip()
         for folder in (group, *group.parents):  # a container may not see its own path: then what it sees is at the top
-            if folder.is_relative_to(top):
-                with suppress(OSError, ValueError):  # no such group, or no limit: max
-                    allowed = int(fileio.read_text(folder / limit))
-                    lines_of_stat = fileio.read_text(folder / "memory.stat").splitlines()
-                    stat = dict(line.split(maxsplit=1) for line in lines_of_stat)
-                    yield allowed, int(fileio.read_text(folder / used)) - int(stat.get(cached, 0))
+            with suppress(OSError, ValueError):  # no such group, or no limit: max
+                limit, used = (int(fileio.read_text(folder / f"memory.{name}")) for name in ("max", "current"))
+                stat = dict(line.split() for line in fileio.read_text(folder / "memory.stat").splitlines())
+                free = min(free, limit - used + int(stat["inactive_file"]))
+    return free

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from trainkit import plugins
-from trainkit.errors import TrainkitError, UserError
+from trainkit.errors import TrainkitError, UserError, did_you_mean
 from trainkit.plugins import timm_models, torchvision_models
 
 if TYPE_CHECKING:
@@ -119,15 +119,9 @@ def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> User
     known = tagged or [f"{prefix}{item}" for library in libraries for item in names[library]]
     if not prefix and not tagged:
         known = [*plugins.available(__name__), *known]
-    near = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.6)
-    return UserError(
-        what,
-        why=f"There are: {', '.join(tagged)}." if tagged else f"There is none in {' or '.join(libraries)}.",
-        fix=f"Did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else "Use a name of timm or torchvision, or package.module:function for a model of your own.",
-        key="model.name",
-    )
+    why = f"There are: {', '.join(tagged)}." if tagged else f"There is none in {' or '.join(libraries)}."
+    otherwise = "Use a name of timm or torchvision, or package.module:function for a model of your own."
+    return UserError(what, why=why, fix=did_you_mean(name, known, otherwise=otherwise), key="model.name")
 
 
 def _check_library_options(given: Mapping[str, Any]) -> None:
@@ -219,26 +213,22 @@ def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
     """``timm.create_model`` with the data's classes and channels.
 
     Where the input has a fixed size (vision transformers): smaller images are enlarged to it on the device, see
-    `_Enlarge`; for larger ones the model is built for theirs. ``img_size`` among the options sets it by hand.
+    `_enlarge`; for larger ones the model is built for theirs. ``img_size`` among the options sets it by hand.
     """
     import timm
-    from timm.models import get_pretrained_cfg, is_model
 
     settings: dict[str, Any] = {"num_classes": info.num_classes, "in_chans": info.in_chans, **options}
-    known = get_pretrained_cfg(name) if is_model(name) else None
-    size = options.get("img_size") or (_fixed_size(vars(known)) if known is not None else None)
-    if size is not None and size < info.image_size:
-        settings.setdefault("img_size", info.image_size)
     try:
         model: nn.Module = timm.create_model(name, **settings)
-        if known is None and size is None:  # models from the Hub bring their input size along
-            size = _fixed_size(getattr(model, "pretrained_cfg", {}))
-            if size is not None and size < info.image_size:
-                model = timm.create_model(name, **settings, img_size=info.image_size)
+        known = getattr(model, "pretrained_cfg", {})
+        size = options.get("img_size") or (known["input_size"][-1] if known.get("fixed_input_size") else None)
+        if size is not None and size < info.image_size and "img_size" not in options:
+            model = timm.create_model(name, **settings, img_size=info.image_size)
     except Exception as error:
         raise _explain(error, name, options, "timm") from error
     if size is not None and size > info.image_size:
-        model.register_forward_pre_hook(_Enlarge(size, timm_input(model, info) if options.get("pretrained") else None))
+        is_bicubic = options.get("pretrained") and timm_input(model, info).interpolation == "bicubic"
+        _enlarge(model, size, "bicubic" if is_bicubic else "bilinear")
     return model
 
 
@@ -295,31 +285,22 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.
         _replace_head(model, info.num_classes)
     size = getattr(model, "image_size", None)  # vision transformers have one
     if isinstance(size, int) and size > info.image_size:
-        model.register_forward_pre_hook(_Enlarge(size))
+        _enlarge(model, size)
     return model
 
 
-def _fixed_size(pretrained_cfg: dict[str, Any]) -> int | None:
-    return int(pretrained_cfg["input_size"][-1]) if pretrained_cfg.get("fixed_input_size") else None
-
-
-class _Enlarge:
-    """Enlarges images before a model sees them: 32x32 bytes travel, and 224x224 exist on the device only.
+def _enlarge(model: nn.Module, size: int, mode: str = "bilinear") -> None:
+    """Have ``model`` enlarge images before it sees them: 32x32 bytes travel, and 224x224 exist on the device only.
 
     A ViT with patches of 32 would see a photo of CIFAR as one single patch, and weights trained at 224 know objects at
     that scale. A hook and not a module around the model, so that the names in checkpoints are the library's own.
     """
+    import torch.nn.functional as F
 
-    def __init__(self, size: int, expected: ModelInput | None = None) -> None:
-        self.size = size
-        self.mode = "bicubic" if expected is not None and expected.interpolation == "bicubic" else "bilinear"
+    def enlarged(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return F.interpolate(args[0], size=(size, size), mode=mode, align_corners=False), *args[1:]
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        import torch.nn.functional as F
-
-        images, *others = args
-        size = (self.size, self.size)
-        return F.interpolate(images, size=size, mode=self.mode, align_corners=False), *others
+    model.register_forward_pre_hook(enlarged)
 
 
 def _replace_head(model: nn.Module, num_classes: int) -> None:
