@@ -72,9 +72,9 @@ def test_what_a_rank_holds_is_its_share_and_is_saved_and_restored(
         assert found.meshes in ([], [[[0, 2], [1, 3]], uneven.format("1 and 3"), uneven.format("1")])
 
 
-def _gathered(env: RankEnv, precision: str, options: dict[str, Any]) -> dict[str, str]:
+def _gathered(precision: str, **options: Any) -> dict[str, str]:
     seen: dict[str, str] = {}
-    with distributed(env, use_gpu=False) as dist:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
         model = plugins.load("trainkit.strategies", "fsdp")(dist, precision, **options).parallelize(
             nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
         )
@@ -90,20 +90,11 @@ def _gathered(env: RankEnv, precision: str, options: dict[str, Any]) -> dict[str
     return seen
 
 
-def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    single = RankEnv.single()
-    seen = _gathered(single, "bf16", {})
-    told = capsys.readouterr().out
-    if not fsdp.CASTS_SOME:
-        assert set(seen.values()) == {"float32", "int64"}
-        assert told.startswith("Note: weights are gathered in fp32, twice the bytes of bf16: torch ")
-        assert _gathered(single, "bf16", {"param_dtype": "fp32"}) == _gathered(single, "fp32", {}) == seen
-        assert capsys.readouterr().out == ""
-        return
-    assert told == ""
-    assert {name for name, dtype in seen.items() if dtype == "bfloat16"} == {
-        "Conv2d.weight", "Conv2d.bias", "Linear.weight", "Linear.bias"
-    }  # fmt: skip
+def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are() -> None:
+    seen, plain = _gathered("bf16"), _gathered("fp32")
+    assert set(plain.values()) == {"float32", "int64"}
+    assert _gathered("bf16", param_dtype="fp32") == plain
+    assert {name for name, dtype in seen.items() if dtype == "bfloat16"} == (
+        {"Conv2d.weight", "Conv2d.bias", "Linear.weight", "Linear.bias"} if fsdp.CASTS_SOME else set()
+    )
     assert seen["BatchNorm2d.weight"] == seen["BatchNorm2d.running_var"] == "float32"
-    assert "bfloat16" not in _gathered(single, "bf16", {"param_dtype": "fp32"}).values()
-    assert "bfloat16" not in _gathered(single, "fp32", {}).values()

@@ -206,13 +206,13 @@ def test_each_start_on_another_number_of_ranks_says_what_stays_as_it_was(resized
     told = [event.get("resized") for event in read_events(resized.run, "started")]
     assert told[0] is None
     same = "with the same data in the same order and micro batch; sums may differ in their last bits"
-    assert told[3] == f"3 ranks go on where 4 have saved, {same}"
+    assert told[3] == f"ranks: 3 where 4 saved, {same}"
 
 
 def test_where_the_micro_batches_become_others_it_says_what_does_not_stay() -> None:
     alone: Any = SimpleNamespace(config=load("ddp").config, dist=SimpleNamespace(world_size=1), micro_batch_size=BATCH)
     assert TrainState.differs_from(alone, {"world_size": 1, "micro_batch_size": BATCH}) == ""
     assert TrainState.differs_from(alone, {"world_size": 2, "micro_batch_size": 24}) == (
-        "1 rank goes on where 2 have saved, with the same data in the same order; micro batches are of 48 instead of "
+        "ranks: 1 where 2 saved, with the same data in the same order; micro batches are of 48 instead of "
         "24, by which dropout and BatchNorm go: these differ"
     )

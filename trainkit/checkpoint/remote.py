@@ -49,7 +49,7 @@ _PART = 16 << 20
 _SLOWEST = 1 << 17
 """Bytes a second: a file that goes through more slowly does not go through at all."""
 _LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
-_FETCH_TRIES, _LONGEST_PAUSE = 6, 60.0
+_LONGEST_PAUSE = 60.0
 
 
 class StoreError(Exception):
@@ -68,14 +68,13 @@ class Store:
     Args:
         seconds: to connect, and between a request and its answer, as far as the library of the place keeps to that.
         patience: seconds after which a request is given up; of a file there are more, by its size.
-        tries: of each request, with pauses of 0.5, 1, 2, ... seconds; for a file that is absent there is one.
 
     Raises:
         UserError: the package for this kind of place is not installed.
     """
 
-    def __init__(self, url: str, *, seconds: float = 20.0, patience: float = 300.0, tries: int = 1) -> None:
-        self.url, self._tries, self._patience = url.rstrip("/"), tries, patience
+    def __init__(self, url: str, *, seconds: float = 20.0, patience: float = 300.0) -> None:
+        self.url, self._patience = url.rstrip("/"), patience
         scheme, _, self._root = self.url.partition("://")
         package = _PACKAGES.get(scheme, "fsspec")
         if importlib.util.find_spec(package) is None:
@@ -89,15 +88,13 @@ class Store:
 
         options: dict[str, Any] = {"auto_mkdir": True}
         if scheme == "s3":
-            # Few parts at a time: each is in memory. Tries are counted here and by the uploads, and not by botocore.
+            # Few parts at a time: each is in memory. s3fs tries again by itself, and botocore need not do so as well.
             limits = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 0}}
             options = {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
         elif scheme == "gs":
             options = {"use_listings_cache": False, "timeout": seconds}
         self._put_options = {"chunksize": _PART} if scheme == "s3" else {}
         self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
-        if scheme == "s3":
-            self._fs.retries = 2
 
     def put(self, file: Path, name: str) -> None:
         """Send a file, which replaces one of that name."""
@@ -169,18 +166,13 @@ class Store:
         """One request, or several of a file of ``size`` bytes in parts."""
         if self._fs.async_impl:  # the libraries' own limits do not hold everywhere: a sender waits for ever to go on
             options["timeout"] = self._patience + size / _SLOWEST
-        tried = 0
-        while True:
-            tried += 1
-            try:
-                return getattr(self._fs, method)(*values, **options)
-            except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
-                words = " ".join(str(error).split())[:400].rstrip(".")
-                if isinstance(error, FileNotFoundError) and method not in ("put_file", "pipe_file"):
-                    raise AbsentError(f"{values[0]}: {words or 'there is no such file'}") from None
-                if tried == self._tries:
-                    raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
-            time.sleep(2**tried / 4)
+        try:
+            return getattr(self._fs, method)(*values, **options)
+        except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
+            words = " ".join(str(error).split())[:400].rstrip(".")
+            if isinstance(error, FileNotFoundError) and method not in ("put_file", "pipe_file"):
+                raise AbsentError(f"{values[0]}: {words or 'there is no such file'}") from None
+            raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
 
 
 def pointers(store: Store) -> dict[str, int]:
@@ -267,7 +259,7 @@ def fetch_run(url: str, root: Path, *, weights_only: bool = False) -> RunDir:
     Raises:
         UserError: there is no run, none of its checkpoints is whole, or another run has its name here.
     """
-    store = Store(url, tries=_FETCH_TRIES)
+    store = Store(url)
     path = (root / PurePosixPath(store.url).name).absolute()
     try:
         place = store.read_object(PLACE)
@@ -618,7 +610,7 @@ def open_remote(url: str | None, writer: Writer, dist: Distributed) -> Uploads |
             return None
         store = claim(url, writer.run)
         try:
-            if steps := fetch_checkpoints(Store(store.url, tries=_FETCH_TRIES), writer.run):
+            if steps := fetch_checkpoints(store, writer.run):
                 print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
         except StoreError as problem:
             raise _unusable(url, problem) from None

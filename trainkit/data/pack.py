@@ -241,14 +241,12 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     found = Pack(final)
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
-    what = why = ""
-    if was["kind"] != about["kind"]:
-        what, why = f"there already, with --pack-format {was['kind']}", f"--pack-format {about['kind']} was asked for."
-    elif was["sha256"][FILES] != about["sha256"][FILES]:
-        what = "a pack of other files than are there now"
-        why = "Images were added, removed or renamed after it was made."
-    if what:
-        raise UserError(f"{final} is {what}.", why=why, fix="Delete the folder, and give this command again.")
+    if (was["kind"], was["sha256"][FILES]) != (about["kind"], about["sha256"][FILES]):
+        raise UserError(
+            f"{final} is there already, and another pack.",
+            why=f"It was made with --pack-format {was['kind']}, of the images that were there then.",
+            fix="Delete the folder, and give this command again.",
+        )
     say(f"{final} is already there.")
     return found
 

@@ -73,8 +73,6 @@ def _towards_head(env: RankEnv, store: Store) -> str | None:
 
 
 _ERRORS = (c10d.DistNetworkError, c10d.DistStoreError)
-_PATIENCE = timedelta(seconds=20)
-"""After so long a rank that is there with another secret is named, while the others still wait."""
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>; Python's socket module does not have it
 
 
@@ -243,19 +241,11 @@ def _listen(host: str, port: int, *, only_here: bool) -> socket.socket:
 def _wait_for_all(store: SealedStore, open_to_all: Store, env: RankEnv, host: str, timeout: timedelta) -> None:
     head, ranks = f"{host}:{env.master_port}", range(env.world_size)
     keys = [f"joined/{rank}" for rank in ranks]
-    first = min(_PATIENCE, timeout / 2)
-    try:
-        try:
-            store.wait(keys, first)
-        except _ERRORS:
-            if strangers := _with_another_secret(store, open_to_all, ranks):
-                print(f"Still waiting: {strangers}", file=sys.stderr, flush=True)
-            store.wait(keys, timeout - first)
+    with suppress(*_ERRORS):
+        store.wait(keys, timeout)
         for key in keys:
             store.get(key)  # raises where a stranger has written over it
         return
-    except _ERRORS:
-        pass
     try:
         missing = [rank for rank in ranks if not store.check([f"joined/{rank}"])]
         strangers = _with_another_secret(store, open_to_all, missing)

@@ -132,7 +132,7 @@ def build(
 
     ``shard_within=node`` shards over the ranks of a node and holds a replica on each (HSDP): only gradients cross the
     network. ``param_dtype``: what weights are gathered as; ``auto``: as train.precision computes with them, half the
-    bytes, and the same numbers; norms and buffers stay in fp32. Before torch 2.15 that is fp32 too, which a note says.
+    bytes, and the same numbers; norms and buffers stay in fp32. Before torch 2.15 that is fp32 too.
     ``reduce_dtype``: what gradients are summed as. ``cpu_offload`` keeps the shards in host memory, where the optimizer
     then works. ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more
     memory); ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's
@@ -145,18 +145,10 @@ def build(
             fix="Remove it.",
             key="strategy.cpu_offload",
         )
-    gathered = _DTYPES[precision] if param_dtype == "auto" and precision in ("bf16", "fp16") else None
-    if gathered and not CASTS_SOME:
-        gathered = None
-        if dist.is_main:
-            print(
-                f"Note: weights are gathered in fp32, twice the bytes of {precision}: torch {torch.__version__} casts "
-                "all of a block or nothing, and norms must stay as they are. From torch 2.15 on these alone do.",
-                flush=True,
-            )
+    casts = CASTS_SOME and param_dtype == "auto" and precision in ("bf16", "fp16")
     return FSDP(
         dist,
-        gathered,
+        gathered=_DTYPES[precision] if casts else None,
         reduced=_DTYPES[reduce_dtype],
         within_node=shard_within == "node",
         reshard_after_forward=reshard_after_forward,

@@ -125,13 +125,12 @@ class TrainState:
         before, ranks = saved.get("world_size"), self.dist.world_size
         if before == ranks or not isinstance(before, int):
             return ""
-        goes, has = ("rank goes" if ranks == 1 else "ranks go"), ("has" if before == 1 else "have")
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
         words = " and micro batch; sums may differ in their last bits"
         if size != now:
-            was = size if isinstance(size, int) else "another size"
-            words = f"; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
-        same = f"{ranks} {goes} on where {before} {has} saved, with the same data in the same order{words}"
+            size = size if isinstance(size, int) else "another size"
+            words = f"; micro batches are of {now} instead of {size}, by which dropout and BatchNorm go: these differ"
+        same = f"ranks: {ranks} where {before} saved, with the same data in the same order{words}"
         return "; ".join([same, *lost_when_resized(self.config)])
 
     def batches(self, start: int, stop: int, *, seed: int | None = None, workers: int | None = None) -> Batches[Batch]:
