@@ -160,9 +160,10 @@ class Resources:
             return Decision("gpus_per_node", count, self._discovered(), why)
         most = self._least(node.gpus for node in nodes)
         if most is not None and asked > most:
-            cpu = " to train on the CPU" if not most else ""
-            has = f"{most} GPUs each at most" if most else "no GPUs"
-            raise self._too_much(f"{asked} GPUs per node are", has, f"--gpus-per-node {most}{cpu}", "gpus_per_node")
+            what = f"{asked} GPUs per node are asked for on {self.nodes.value} node{'s' * (self.nodes.value > 1)}"
+            why = f"So many nodes of its partition have {f'{most} GPUs each at most' if most else 'no GPUs'}."
+            fix = f"Use --gpus-per-node {most}{'' if most else ' to train on the CPU'}, or another --partition."
+            raise self._refusal("gpus_per_node", what, why=why, fix=fix)
         return decided
 
     def _nodes_of_type(self) -> list[Node]:
@@ -251,8 +252,11 @@ class Resources:
         if not self.batch:
             return None
         if launch.mem is not None:
-            if partition is not None:
-                self._require_memory(launch.mem, partition)
+            asked = int(launch.mem.rstrip("KMGTB")) * _MEGABYTES[launch.mem.strip("0123456789B")]
+            if partition is not None and partition.max_mem_mb is not None and asked > partition.max_mem_mb:
+                what = f"{launch.mem} of memory per node are more than partition '{partition.name}' gives"
+                why, fix = f"A job may have {partition.max_mem_mb} MB there.", f"Use --mem {partition.max_mem_mb}M"
+                raise self._refusal("mem", what, why=why, fix=f"{fix}, or another --partition.")
             return self._asked("mem")
         given_otherwise = {"mem-per-cpu", "mem-per-gpu", "mem"} & launch.sbatch.keys()
         if partition is None or partition.has_memory_default or given_otherwise:
@@ -263,27 +267,10 @@ class Resources:
         share = min(*shares, partition.max_mem_mb or shares[0])
         return Decision("mem", f"{share}M", self._discovered(), "by its GPUs")
 
-    def _require_memory(self, asked: str, partition: Partition) -> None:
-        """Raise RefusedError where so many nodes do not have that memory, or one job may not have it."""
-        megabytes = int(asked.rstrip("KMGTB")) * _MEGABYTES[asked.strip("0123456789B")]
-        known = [node.mem_mb for node in partition.nodes if node.mem_mb is not None]
-        most = self._least(known) if len(known) == len(partition.nodes) else None
-        limits = [limit for limit in (most, partition.max_mem_mb) if limit is not None]
-        if limits and megabytes > min(limits):
-            why = "" if min(limits) == most else f"A job may have {partition.max_mem_mb} MB of it there."
-            has, fix = f"{most} MB each at most", f"--mem {min(limits)}M"
-            raise self._too_much(f"{asked} of memory per node is", has, fix, "mem", why=why)
-
     def _least(self, counts: Iterable[int]) -> int | None:
         """The number that as many nodes as are asked for all have at least; None where nothing is known."""
         best = sorted(counts, reverse=True)
         return best[min(self.nodes.value, len(best)) - 1] if best else None
-
-    def _too_much(self, asked: str, has: str, use: str, name: str, *, why: str = "") -> RefusedError:
-        nodes, partition = self.nodes.value, self.partition.name if self.partition else ""
-        what = f"{asked} asked for on {nodes} node{'s' * (nodes > 1)}"
-        why = why or f"So many nodes of partition '{partition}' have {has}."
-        return self._refusal(name, what, why=why, fix=f"Use {use}, or another --partition.")
 
     def _with_gpus(self) -> list[Node]:
         """The partition's nodes that have so many GPUs, of the type that was asked for."""

@@ -451,20 +451,19 @@ def job_states(
         spent(_CALLS_FOR_ONE)
         known |= {run.path: history_of(run) for run, _ in group}
     jobs = {run.path: _jobs_of(run, known[run.path]) for run in runs}
-    asked: dict[Scheduler | str, list[Job]] = defaultdict(list)
-    for job in (job for of_run in jobs.values() for job in of_run):
-        asked[_scheduler_of(job)].append(job)
+    asked: dict[Scheduler, list[Job]] = defaultdict(list)
     states: dict[Job, JobState] = {}
+    for job in (job for of_run in jobs.values() for job in of_run):
+        try:
+            asked[_scheduler_of(job)].append(job)
+        except UserError as error:
+            why = f"its scheduler cannot be asked: {error.what} {error.why}".rstrip(".")
+            states[job] = JobState("UNKNOWN", job.submission.job_id, job.submission.executor, why)
     for scheduler, of_it in asked.items():
-        if isinstance(scheduler, str):
-            states |= {
-                job: JobState("UNKNOWN", job.submission.job_id, job.submission.executor, scheduler) for job in of_it
-            }
-        else:
-            answer = _ask(scheduler, of_it, aged)
-            spent(answer.commands)
-            told = zip(of_it, answer.states, strict=True)
-            states |= {job: state or _by_record(job.submission, scheduler, answer) for job, state in told}
+        answer = _ask(scheduler, of_it, aged)
+        spent(answer.commands)
+        told = zip(of_it, answer.states, strict=True)
+        states |= {job: state or _by_record(job.submission, scheduler, answer) for job, state in told}
     return [_state(known[run.path], [states[job] for job in jobs[run.path]], lost.get(run.path)) for run in runs]
 
 
@@ -473,15 +472,14 @@ def job_state(run: RunDir) -> JobState:
     return job_states([run])[0]
 
 
-def _scheduler_of(job: Job) -> Scheduler | str:
-    """The scheduler to ask about a job, or why none: code that a run names is loaded only for this user's own jobs."""
+def _scheduler_of(job: Job) -> Scheduler:
+    """The scheduler to ask about a job. Raises UserError if none may be asked: code that a run names is loaded only for
+    this user's own jobs."""
     name = job.submission.executor
     if ":" in name and not _has_started(job.run, name, job.submission.job_id):
-        return f"its scheduler is {name}, code that a command of yours has not used for it"
-    try:
-        return named(name)
-    except UserError as error:
-        return f"its scheduler cannot be asked: {error.what} {error.why}".rstrip(".")
+        what = f"It is {name}, code that a command of yours has not used for it."
+        raise UserError(what, why="Whoever wrote the run's record could name any.", fix="Ask who started the run.")
+    return named(name)
 
 
 def _jobs_of(run: RunDir, life: RunHistory) -> list[Job]:
