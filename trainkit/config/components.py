@@ -265,7 +265,8 @@ def _timms() -> Iterator[tuple[str, Listed]]:
     for call in (call for function, call in calls if function == "OptimInfo"):
         given = dict(zip(("name", "opt_class"), call.args, strict=False))
         given |= {str(word.arg): word.value for word in call.keywords}
-        name, defaults = (ast.literal_eval(given[key]) if key in given else None for key in ("name", "defaults"))
+        name = str(ast.literal_eval(given["name"]))
+        defaults = ast.literal_eval(given["defaults"]) if "defaults" in given else None
         class_name = ast.unparse(given["opt_class"]).strip("'\"")
         found[name] = Listed("timm", name, class_name.removeprefix("torch.optim."), files.get(class_name), defaults)
     for function, call in calls:
