@@ -269,29 +269,6 @@ def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
         raise UserError("Unknown key 'strategy.bucket'.", why="It has none.", key="strategy.bucket")
 
 
-@pytest.mark.parametrize(
-    ("override", "must_be"),
-    [
-        (f"seed={2**70}", "int >= 0 and <= 4294967295"),
-        ("collaborative.port=65536", "int >= 0 and <= 65535"),
-        ("monitor.loggers=[jsonl,jsonl]", "a list without repetitions: every record would be written twice"),
-        ("launch.job_name=\x1b[2J", "text on one line, without control characters"),
-        ("launch.nodelist=n1\n#SBATCH --begin=now+1year", "text on one line, without control characters"),
-        ('launch.setup=["module load x\\nrm x"]', "text on one line, without control characters"),
-        ("launch.sbatch.comment=a\nb", "text on one line, without control characters"),
-        ("launch.sbatch.comment\nb=a", "text on one line, without control characters"),
-        ("launch.sbatch.comment b=a", "options by their long names, without dashes, as in {comment: thesis}"),
-        ("launch.sbatch.L=a", "options by their long names, without dashes, as in {comment: thesis}"),
-        ("launch.srun.--mpi=a", "options by their long names, without dashes, as in {comment: thesis}"),
-    ],
-)
-def test_what_would_fail_later_is_refused_at_once_in_one_printable_line(override: str, must_be: str) -> None:
-    error = refused("ddp", [override])
-    assert error.key == ".".join(override.partition("=")[0].split(".")[:2])
-    assert error.why == f"{error.key} must be {must_be}."
-    assert error.what.isprintable()
-
-
 # Overrides
 
 
@@ -375,21 +352,34 @@ BETA = "float >= 0 and < 1"
 BETAS = f"[{BETA}, {BETA}] | [{BETA}, {BETA}, {BETA}] | null."
 
 
+ONE_LINE = "text on one line, without control characters."
+BY_LONG_NAME = "options by their long names, without dashes, as in {comment: thesis}."
+
+
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
         ("optim.lr=0", "float > 0."), ("seed=-1", "int >= 0 and <= 4294967295."),
+        (f"seed={2**70}", "int >= 0 and <= 4294967295."), ("collaborative.port=65536", "int >= 0 and <= 65535."),
         ("launch.gpus_per_node=few", "int >= 0 | auto."), ("optim.betas=[0.9]", BETAS), ("optim.betas=[0.9, 2]", BETAS),
-        ("optim.nesterov=maybe", "bool | null."),
-        ("monitor.loggers=3", "[text, ...]."), ("train.class_weights=[0, 1]", "balanced | [float > 0, ...] | null."),
+        ("optim.nesterov=maybe", "bool | null."), ("monitor.loggers=3", "[text, ...]."),
+        ("monitor.loggers=[jsonl,jsonl]", "a list without repetitions: every record would be written twice."),
+        ("train.class_weights=[0, 1]", "balanced | [float > 0, ...] | null."),
         ("monitor.profile_steps=5", "[int >= 0, int > 0] | null."), ("launch.sbatch=3", "{name: text}."),
         ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
         ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),
         *((f"launch.environment={value}", "venv:FOLDER, conda:NAME or uv:PROJECT.") for value in ("vision", "conda:")),
+        ("launch.job_name=\x1b[2J", ONE_LINE), ("launch.nodelist=n1\n#SBATCH --begin=now+1year", ONE_LINE),
+        ('launch.setup=["module load x\\nrm x"]', ONE_LINE), ("launch.sbatch.comment=a\nb", ONE_LINE),
+        ("launch.sbatch.comment\nb=a", ONE_LINE), ("launch.sbatch.comment b=a", BY_LONG_NAME),
+        ("launch.sbatch.L=a", BY_LONG_NAME), ("launch.srun.--mpi=a", BY_LONG_NAME),
     ],
 )  # fmt: skip
-def test_a_mistake_is_answered_with_what_must_stand_there(override: str, wanted: str) -> None:
-    assert refused("ddp", [override]).why == f"{override.split('=')[0]} must be {wanted}"
+def test_a_mistake_is_answered_in_one_printable_line_with_what_must_stand_there(override: str, wanted: str) -> None:
+    error = refused("ddp", [override])
+    assert error.key == ".".join(override.partition("=")[0].split(".")[:2])
+    assert error.why == f"{error.key} must be {wanted}"
+    assert error.what.isprintable()
 
 
 def test_settings_that_cannot_hold_together_are_named_with_their_places(write: Write) -> None:

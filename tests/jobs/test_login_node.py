@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -188,38 +191,40 @@ def test_an_older_version_there_is_told(command: Command, there: Path) -> None:
         assert "The trainkit there is older than the one here." in said.err
 
 
-def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:
-    run_there(there)
-    line = [sys.executable, "-m", "jobs.logs", "ddp-0001", "-f", *HOST]
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    with subprocess.Popen(
-        line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, preexec_fn=_as_at_a_terminal
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"words of rank 0\n"
-        below = psutil.Process(process.pid).children(recursive=True)
-        (far,) = (child.pid for child in below if "jobs.logs ddp-0001" in " ".join(child.cmdline()))
-        process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{far}").exists())
-
-
 def _as_at_a_terminal() -> None:
     """What runs the tests in the background, or under nohup, ignores these, and so would all that it starts."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
+@contextmanager
+def at_a_terminal(folder: Path, verb: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A verb that goes on, and what it prints."""
+    line, env = [sys.executable, "-m", f"jobs.{verb}", *words, *HOST], {**os.environ, "PYTHONPATH": str(PROJECT)}
+    with subprocess.Popen(
+        line, cwd=folder, env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        preexec_fn=_as_at_a_terminal,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        yield process, process.stdout
+
+
+def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:
+    run_there(there)
+    with at_a_terminal(tmp_path, "logs", "ddp-0001", "-f") as (process, out):
+        assert out.readline() == "words of rank 0\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        (far,) = (child.pid for child in below if "jobs.logs ddp-0001" in " ".join(child.cmdline()))
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{far}").exists())
+
+
 def test_ctrl_c_leaves_what_was_submitted_and_says_so(there: Path, tmp_path: Path) -> None:
     (tmp_path / "ssh").write_text(
         "#!/bin/sh\ncase $* in *-G*) exit 1;; esac; echo '--- trainkit speaks ---'; echo Submitted; exec sleep 60\n"
     )
-    line = [sys.executable, "-m", "jobs.submit", "single", "--wait", *HOST]
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    with subprocess.Popen(
-        line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=_as_at_a_terminal
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "Submitted\n"
+    with at_a_terminal(tmp_path, "submit", "single", "--wait") as (process, out):
+        assert out.readline() == "Submitted\n"
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=30)[0]
     assert process.returncode == 130
