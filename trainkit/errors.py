@@ -99,3 +99,10 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str
     bare = {item.lstrip("-").removeprefix(begin): item for item in reversed(found)}
     near = difflib.get_close_matches(name.lstrip("-").removeprefix(begin), list(bare), n=1, cutoff=0.6)
     return f"Did you mean '{bare[near[0]]}'?" if near else otherwise
+
+
+def require(condition: bool, key: str, value: object, must_be: str) -> None:
+    """Refuse the value of a setting."""
+    if not condition:
+        why, fix = f"{key} must be {must_be}.", f"Give {key} such a value, or leave it out."
+        raise UserError(f"{key}={value} is not possible.", why=why, fix=fix, key=key)

@@ -27,7 +27,6 @@ from trainkit.fileio import write
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.tasks.base import classes_in, difference, require_same_classes
-from trainkit.tasks.meter import mistakes_json
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.recorder import STEMS, Measured, measure_saved, too_many
 
@@ -102,8 +101,9 @@ def evaluate_checkpoint(
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
             images = found.mistakes["raw"].read()
+            shown = json.dumps({"split": split, "step": step, "images": images})
             with suppress(OSError):  # it may be another user's run
-                write(run_dir.mistakes(split), json.dumps(mistakes_json(images, split, step)) + "\n", run_dir.path)
+                write(run_dir.mistakes(split), shown + "\n", run_dir.path)
     left_out = sorted(parts.broken.met)
     if len(left_out) > parts.broken.most:
         raise too_many(left_out, parts.broken.most)

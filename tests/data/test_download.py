@@ -4,14 +4,12 @@ import importlib
 import io
 import subprocess
 import tarfile
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.data.samples import serving
 from trainkit.data import download as downloads
 from trainkit.data.download import complete_folder, download, extract, opened_tar, regular
 from trainkit.errors import UserError
@@ -20,23 +18,14 @@ CONTENT = bytes(range(256)) * 100
 MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[str]:
     """URL of a server on this machine that has `file.bin`."""
     served = tmp_path / "served"
     served.mkdir()
     (served / "file.bin").write_bytes(CONTENT)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served))) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with serving(served) as url:
+        yield url
 
 
 def silent(line: str) -> None:

@@ -1,15 +1,13 @@
 import hashlib
 import tarfile
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs import prepare
+from tests.data.samples import serving
 from tests.recipes import tiny
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data
@@ -31,11 +29,6 @@ def without(archive: Path, part: str) -> None:
     archive.with_name("less").rename(archive)
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A server on this machine, in place of those that have CIFAR-10 and Fashion-MNIST."""
@@ -43,18 +36,13 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     served.mkdir()
     cifar = tiny.write_cifar10(served)
     fashion = tiny.write_fashion_mnist(served)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served))) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/"
-        monkeypatch.setattr(cifar10, "URL", url + cifar10.ARCHIVE)
+    with serving(served) as url:
+        monkeypatch.setattr(cifar10, "URL", f"{url}/{cifar10.ARCHIVE}")
         monkeypatch.setattr(cifar10, "MD5", hashlib.md5(cifar.read_bytes()).hexdigest())
-        monkeypatch.setattr(fashion_mnist, "MIRROR", url)
+        monkeypatch.setattr(fashion_mnist, "MIRROR", f"{url}/")
         md5s = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in fashion}
         monkeypatch.setattr(fashion_mnist, "MD5S", md5s)
         yield
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.usefixtures("mirror")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainkit import terminal
-from trainkit.errors import UserError
+from trainkit.errors import UserError, require
 
 if TYPE_CHECKING:
     import torch
@@ -133,25 +133,15 @@ def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.de
 
 
 def require_options(options: Mapping[str, Any]) -> None:
-    """Refuse impossible values of options that several data sets have. Each data set checks its own with `require`."""
+    """Refuse impossible values of options that several data sets have. Each data set checks its own."""
     if "image_size" in options:
-        require(options["image_size"] >= 4, "image_size", options["image_size"], "4 or more")
+        require(options["image_size"] >= 4, "data.image_size", options["image_size"], "4 or more")
     fractions = {name: options[name] for name in ("val_fraction", "test_fraction") if name in options}
     for name, fraction in fractions.items():
-        require(0.0 < fraction < 1.0, name, fraction, "between 0 and 1")
+        require(0.0 < fraction < 1.0, f"data.{name}", fraction, "between 0 and 1")
     if len(fractions) == 2:
-        require(sum(fractions.values()) < 1.0, *next(iter(fractions.items())), "less than 1 with data.test_fraction")
-
-
-def require(condition: bool, option: str, value: object, must_be: str) -> None:
-    """Refuse the value of a data option."""
-    if not condition:
-        raise UserError(
-            f"data.{option}={value} is not possible.",
-            why=f"data.{option} must be {must_be}.",
-            fix=f"Give data.{option} such a value, or leave it out.",
-            key=f"data.{option}",
-        )
+        both = "less than 1 with data.test_fraction"
+        require(sum(fractions.values()) < 1.0, "data.val_fraction", fractions["val_fraction"], both)
 
 
 def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:

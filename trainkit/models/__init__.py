@@ -9,7 +9,6 @@ A name is looked up in this order: a file here with a ``build``; ``package.modul
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -155,10 +154,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         fitting = [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
-            near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
             raise UserError(
                 f"model.freeze: no parameter fits '{pattern}'.",
-                why=f"The model's are named like {', '.join(near)}.",
+                why=f"The model's are named like {', '.join(list(named)[:3])}.",
                 fix='Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"].',
                 key="model.freeze",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from trainkit.errors import UserError
+from trainkit.errors import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,10 +50,5 @@ def build(
 
 def check(*, width: int, dropout: float, norm: str) -> None:
     """Refuse values that make no network."""
-    if width < 8 or width % 8:
-        fix = f"Use model.width={max(8, round(width / 8) * 8)}."
-        why = "The channels are normalised in 8 groups."
-        raise UserError(f"model.width={width} is not possible.", why=why, fix=fix, key="model.width")
-    if not 0.0 <= dropout < 1.0:
-        why, fix = "It is the share of features that is dropped.", "Use a value from 0 up to, not including, 1."
-        raise UserError(f"model.dropout={dropout} is not possible.", why=why, fix=fix, key="model.dropout")
+    require(width >= 8 and width % 8 == 0, "model.width", width, "8 or a multiple: channels are normalised in 8 groups")
+    require(0.0 <= dropout < 1.0, "model.dropout", dropout, "from 0 up to, not including, 1")

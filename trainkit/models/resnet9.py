@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainkit.errors import UserError
+from trainkit.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,9 +64,5 @@ def build(info: DataInfo, *, width: int = 64, logit_scale: float = 0.125) -> nn.
 
 def check(*, width: int, logit_scale: float) -> None:
     """Refuse values that make no network."""
-    if width < 1:
-        why, fix = "It is the number of channels after the first layer.", "Use 64, or 8 to try things out."
-        raise UserError(f"model.width={width} is not possible.", why=why, fix=fix, key="model.width")
-    if logit_scale <= 0:
-        why, fix = "What the last layer says is multiplied by it.", "Use 0.125."
-        raise UserError(f"model.logit_scale={logit_scale} is not possible.", why=why, fix=fix, key="model.logit_scale")
+    require(width >= 1, "model.width", width, "1 or more")
+    require(logit_scale > 0, "model.logit_scale", logit_scale, "above 0: what the last layer says is multiplied by it")

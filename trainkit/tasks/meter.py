@@ -158,11 +158,6 @@ class Mistakes:
         return sorted(found, key=lambda item: -item["confidence"])[:MOST]
 
 
-def mistakes_json(images: Sequence[Mapping[str, Any]], split: str, step: int) -> dict[str, Any]:
-    """``mistakes-<split>.json``, of `Mistakes.read`."""
-    return {"split": split, "step": step, "images": list(images)}
-
-
 def _png(image: Tensor) -> str:
     """uint8 [C, H, W] as a small PNG, in base64."""
     from PIL import Image

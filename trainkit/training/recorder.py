@@ -25,7 +25,7 @@ from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Remark, Writer, read_events
 from trainkit.run.folder import RunDir
 from trainkit.tasks.base import require_same_classes, told_classes
-from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool, confusion_json, mistakes_json
+from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool, confusion_json
 from trainkit.training.build import TrainState
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
@@ -391,7 +391,7 @@ class Recorder:
             images = found.read()
             with suppress(OSError):  # a full disk: pictures are nothing to end a run for
                 if self.state.dist.is_main:
-                    self._write(self.writer.run.mistakes(split), mistakes_json(images, split, step))
+                    self._write(self.writer.run.mistakes(split), {"split": split, "step": step, "images": images})
 
     def save(
         self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any

@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.data.base import DataInfo, Splits, require, stratified_split
-from trainkit.errors import UserError
+from trainkit.data.base import DataInfo, Splits, stratified_split
+from trainkit.errors import UserError, require
 
 
 def build(
@@ -37,7 +37,7 @@ def train_size(root: Path, **options: Any) -> int:
 
 def locate(root: Path, *, shift: int, **options: Any) -> None:
     """Check the options. The data comes with scikit-learn, wherever ``root`` is."""
-    require(0 <= shift < 8, "shift", shift, "between 0 and 7 pixels")
+    require(0 <= shift < 8, "data.shift", shift, "between 0 and 7 pixels")
     if importlib.util.find_spec("sklearn") is None:
         raise UserError(
             "The data set 'digits' needs scikit-learn.",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.base import DataInfo, Splits, derive_seed, require
+from trainkit.data.base import DataInfo, Splits, derive_seed
+from trainkit.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +54,11 @@ def train_size(root: Path, *, train_size: int, **others: Any) -> int:
 
 def locate(root: Path, *, num_classes: int, in_chans: int, noise: float, **others: Any) -> None:
     """Check the options. There is nothing to find: the images are computed."""
-    require(num_classes >= 2, "num_classes", num_classes, "2 or more")
-    require(in_chans >= 1, "in_chans", in_chans, "1 or more")
-    require(0.0 <= noise <= 1.0, "noise", noise, "between 0 and 1")
+    require(num_classes >= 2, "data.num_classes", num_classes, "2 or more")
+    require(in_chans >= 1, "data.in_chans", in_chans, "1 or more")
+    require(0.0 <= noise <= 1.0, "data.noise", noise, "between 0 and 1")
     for option in ("train_size", "val_size", "test_size"):
-        require(others[option] >= 1, option, others[option], "1 or more")
+        require(others[option] >= 1, f"data.{option}", others[option], "1 or more")
 
 
 class _Made:
