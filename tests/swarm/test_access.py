@@ -128,7 +128,7 @@ WRONG_PROGRESS: tuple[dict[str, Any], ...] = ({"round": -1}, {"name": "x" * 200}
         (PROGRESS, {**PROGRESS_VALUE, "more": 1}, True),  # of a later version
         *((PROGRESS, {**PROGRESS_VALUE, **change}, False) for change in WRONG_PROGRESS),
         (CREDITS, [{"name": "anna"}], True),
-        *((CREDITS, rows, False) for rows in (5, [5], {}, [{"name": "anna"}] * 201)),
+        *((CREDITS, rows, False) for rows in (5, [5], [{"name": "anna"}] * 201)),
         *((REVOKED, 5, False), (BANNED, "x", False), ("own", b"x" * 9000, False)),
     ],
 )  # fmt: skip

@@ -11,23 +11,6 @@ import pytest
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
 from trainkit.swarm import address
-from trainkit.swarm.address import (
-    MEGABIT,
-    MOST_APART,
-    MOST_OTHERS,
-    Memory,
-    SavedPeer,
-    ahead_by,
-    announced,
-    how_to_be_reached,
-    identity_in,
-    keep_identity,
-    known_of,
-    rate_of,
-    require_same_time,
-    saved_peer,
-    worth_dialling,
-)  # fmt: skip
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -86,12 +69,12 @@ def test_an_address_is_told_from_a_run() -> None:
     ],
 )
 def test_a_creator_that_is_not_reached_from_far_is_told_how_it_can_be(places: list[str], is_told: bool) -> None:
-    lines = " ".join(how_to_be_reached([f"/{place}/tcp/4711/p2p/{PEER}" for place in places]))
+    lines = " ".join(address.how_to_be_reached([f"/{place}/tcp/4711/p2p/{PEER}" for place in places]))
     assert ("--port 4711 --announce PUBLIC_IP:4711" in lines) == bool(lines) == is_told
 
 
 @pytest.mark.parametrize(
-    ("text", "port", "address"),
+    ("text", "port", "told"),
     [
         ("45.10.10.11:4711", 0, "/ip4/45.10.10.11/tcp/4711"),
         ("45.10.10.11", 4712, "/ip4/45.10.10.11/tcp/4712"),
@@ -101,19 +84,19 @@ def test_a_creator_that_is_not_reached_from_far_is_told_how_it_can_be(places: li
         *((text, 0, None) for text in ("45.10.10.11", "a b:1", "45.10.10.11:70000", "/ip4/1.2.3.4/tcp/70000", "")),
     ],
 )
-def test_what_is_announced_is_a_host_and_a_port_or_refused(text: str, port: int, address: str | None) -> None:
-    with nullcontext() if address else pytest.raises(UserError, match="is no address"):
-        assert announced(text, port) == address
+def test_what_is_announced_is_a_host_and_a_port_or_refused(text: str, port: int, told: str | None) -> None:
+    with nullcontext() if told else pytest.raises(UserError, match="is no address"):
+        assert address.announced(text, port) == told
 
 
 def test_a_peer_is_dialled_where_it_can_be_and_nowhere_else() -> None:
     """Behind a router where its call comes from; nobody has another peer look into its network, or dial for ever."""
     public = ["/ip4/45.10.10.11/tcp/4711", "/dns/swarm.example.org/tcp/4711"]
     inside = ["/ip4/10.0.0.1/tcp/22", "/ip4/127.0.0.1/tcp/6379", "/ip4/169.254.169.254/tcp/80", "nonsense"]
-    assert worth_dialling(public, "45.10.10.99") == public
-    assert worth_dialling(inside, "45.10.10.66") == [f"/ip4/45.10.10.66/tcp/{port}" for port in (22, 6379, 80)]
-    assert worth_dialling(inside, "") == []
-    assert len(worth_dialling([f"/ip4/45.10.10.66/tcp/{port}" for port in range(1, 1000)], "45.10.10.66")) == 3
+    assert address.worth_dialling(public, "45.10.10.99") == public
+    assert address.worth_dialling(inside, "45.10.10.66") == [f"/ip4/45.10.10.66/tcp/{port}" for port in (22, 6379, 80)]
+    assert address.worth_dialling(inside, "") == []
+    assert len(address.worth_dialling([f"/ip4/45.10.10.66/tcp/{port}" for port in range(1, 1000)], "45.10.10.66")) == 3
 
 
 SPEEDS: dict[str, float | None] = {"20Mbit": 20.0, "500kbit": 0.5, "1Gbit/s": 1000.0, "2.5 mbit": 2.5}
@@ -124,7 +107,7 @@ SPEEDS |= dict.fromkeys(["20", "20MB", "fast", "0Mbit", "-1Mbit", "9" * 400 + "M
 def test_a_speed_is_written_as_on_the_contract_or_refused_with_an_example(text: str, megabits: float | None) -> None:
     refused = pytest.raises(UserError, match=r"is no speed of a link[\s\S]*fix: Write it as 20Mbit")
     with nullcontext() if megabits else refused:
-        assert rate_of(text) == pytest.approx((megabits or 0.0) * MEGABIT)
+        assert address.rate_of(text) == pytest.approx((megabits or 0.0) * address.MEGABIT)
 
 
 @pytest.mark.parametrize(
@@ -137,21 +120,22 @@ def test_a_speed_is_written_as_on_the_contract_or_refused_with_an_example(text: 
 def test_a_clock_is_compared_as_far_as_the_way_to_the_other_allows(
     ahead: float, there: float, back: float, known: float
 ) -> None:
-    found = ahead_by(100.0 + ahead, 100.0 + there, 100.0 + there + back + ahead)
+    found = address.ahead_by(100.0 + ahead, 100.0 + there, 100.0 + there + back + ahead)
     assert found == pytest.approx(known, abs=0.02 if known else 0.0)
 
 
 @pytest.mark.parametrize(
-    ("ahead", "how"), [(MOST_APART, ""), (-MOST_APART, ""), (2.5, "2.5 s ahead of"), (-1.2, "1.2 s behind")]
+    ("ahead", "how"),
+    [(address.MOST_APART, ""), (-address.MOST_APART, ""), (2.5, "2.5 s ahead of"), (-1.2, "1.2 s behind")],
 )
 def test_a_clock_that_differs_is_named_with_the_remedy(ahead: float, how: str) -> None:
     swarm = SimpleNamespace(in_dht=lambda work, seconds, otherwise: ahead)
     refused = pytest.raises(UserError, match=f"The clock of this machine is {how} the swarm's.[^$]*timedatectl")
     with refused if how else nullcontext():
-        require_same_time(swarm, ["/ip4/127.0.0.1/tcp/1/p2p/x"])
+        address.require_same_time(swarm, ["/ip4/127.0.0.1/tcp/1/p2p/x"])
 
 
-HOME = SavedPeer("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
+HOME = address.SavedPeer("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
 
 
 def at_home(port: int) -> str:
@@ -164,33 +148,33 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_peer_comes_back_to_the_place_that_it_has_left(run: RunDir) -> None:
-    assert saved_peer(run) is None
+    assert address.saved_peer(run) is None
     home = replace(HOME, announce="/dns/swarm.example.org/tcp/4711", others=(at_home(1), at_home(2)))
     home.write(run)
-    assert saved_peer(run) == home
+    assert address.saved_peer(run) == home
     for nonsense in ("", "[]", '{"run_id": "a"}', '{"run_id": "a", "first_round": "x"}'):
         (run.path / "swarm.json").write_text(nonsense, encoding="utf-8")
         with pytest.raises(UserError, match=r"swarm\.json does not say where the swarm was"):
-            saved_peer(run)
+            address.saved_peer(run)
 
 
 def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir, tmp_path: Path) -> None:
     for key in (b"first", b"second"):
         file = tmp_path / "key"
         file.write_bytes(key)
-        keep_identity(run, file)
-    assert identity_in(run).read_bytes() == b"first"
-    assert identity_in(run).stat().st_mode & 0o777 == 0o600
+        address.keep_identity(run, file)
+    assert address.identity_in(run).read_bytes() == b"first"
+    assert address.identity_in(run).stat().st_mode & 0o777 == 0o600
 
 
 def test_others_are_remembered_on_the_disk_not_nonsense_nor_without_end(run: RunDir) -> None:
     told = [at_home(1), "\x1b[2J", at_home(2), at_home(1), 7, f"/ip4/nowhere/tcp/1/p2p/{PEER}"]
-    assert known_of(told) == (at_home(1), at_home(2))
-    memory = Memory([at_home(1)])
+    assert address.known_of(told) == (at_home(1), at_home(2))
+    memory = address.Memory([at_home(1)])
     memory.keep_in(run, HOME)
     memory.note([at_home(2)])
-    memory.note([at_home(port) for port in range(10, 10 + MOST_OTHERS - 2)])
+    memory.note([at_home(port) for port in range(10, 10 + address.MOST_OTHERS - 2)])
     others = json.loads((run.path / "swarm.json").read_text(encoding="utf-8"))["others"]
-    assert (len(others), others[0], others[-2:]) == (MOST_OTHERS, at_home(10), [at_home(2), at_home(1)])
+    assert (len(others), others[0], others[-2:]) == (address.MOST_OTHERS, at_home(10), [at_home(2), at_home(1)])
     memory.note([at_home(99)])
     assert memory.others == (at_home(99), *others[:-1])

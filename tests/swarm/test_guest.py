@@ -124,7 +124,6 @@ def test_it_waits_on_while_there_is_nothing_to_go_on_with(manifests: list[Manife
     ("now", "error", "says"),
     [
         (replace(MANIFEST, run_id="another", name="new"), UserError, "Another run is at"),
-        (replace(MANIFEST, protocol=99), RefusedError, "The swarm speaks version 99"),
         (replace(MANIFEST, facts={"seed": "1"}), RefusedError, "This peer differs from the run in: seed"),
     ],
 )

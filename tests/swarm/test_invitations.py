@@ -11,20 +11,7 @@ import pytest
 from trainkit.errors import UserError
 from trainkit.swarm import invitations
 from trainkit.swarm.address import EXAMPLE
-from trainkit.swarm.invitations import (
-    NOBODY,
-    Grant,
-    Key,
-    Pass,
-    UntrustedError,
-    is_signed,
-    looks_like,
-    open_pass,
-    pack,
-    read_statement,
-    read_token,
-    write_token,
-)  # fmt: skip
+from trainkit.swarm.invitations import Grant, Key, Pass, UntrustedError, looks_like, open_pass, read_token, write_token
 
 OWNER = Key(b"o" * 32)
 STRANGER = Key(b"s" * 32)
@@ -36,7 +23,7 @@ def anna(role: invitations.Role = "volunteer", owner: Key = OWNER, expires: floa
 
 
 def read(data: bytes, purpose: str = "peer", *, open_run: bool = False, now: float = NOW) -> invitations.Statement:
-    return read_statement(data, purpose, owner=OWNER.public, open_run=open_run, now=now)
+    return invitations.read_statement(data, purpose, owner=OWNER.public, open_run=open_run, now=now)
 
 
 def refusal(data: bytes, purpose: str = "peer", **options: Any) -> str:
@@ -50,8 +37,8 @@ def refusal(data: bytes, purpose: str = "peer", **options: Any) -> str:
 
 def test_a_signature_is_for_one_purpose_and_one_content() -> None:
     signature = OWNER.sign("grant", b"content")
-    assert is_signed(OWNER.public, signature, "grant", b"content")
-    assert not is_signed(OWNER.public, signature, "gran", b"tcontent")
+    assert invitations.is_signed(OWNER.public, signature, "grant", b"content")
+    assert not invitations.is_signed(OWNER.public, signature, "gran", b"tcontent")
 
 
 # Statements
@@ -127,7 +114,7 @@ def test_a_grant_has_its_types_and_sizes_or_is_none(fields: bytes) -> None:
 def test_an_open_run_takes_strangers_as_volunteers_and_invitations_as_well() -> None:
     assert read(open_pass("eve", UNTIL).state("peer", b"x"), open_run=True).grant.role == "volunteer"
     assert read(anna("reducer").state("peer", b"x"), open_run=True).grant.role == "reducer"
-    more = by(STRANGER, Grant("open", NOBODY, STRANGER.public, "eve", "reducer", UNTIL)).state("peer", b"x")
+    more = by(STRANGER, Grant("open", invitations.NOBODY, STRANGER.public, "eve", "reducer", UNTIL)).state("peer", b"x")
     assert refusal(more, open_run=True) == "only an owner makes a peer more than a volunteer"
     assert refusal(anna(owner=STRANGER).state("peer", b"x"), open_run=True) == "it is an invitation to another run"
 
@@ -174,8 +161,8 @@ def test_a_token_with_any_letter_changed_is_refused_and_not_repeated() -> None:
 def test_a_token_that_leads_nowhere_is_refused() -> None:
     own = later()
     for where in ([], ["/ip4/203.0.113.7/tcp/4711"], ["x" * 5000], "text", [5]):
-        body = pack([own.grant.to_bytes(), own.signature, own.key.seed, json.dumps(where).encode()])
-        text = base64.urlsafe_b64encode(pack([body, own.key.sign("token", body)])).decode().rstrip("=")
+        body = invitations.pack([own.grant.to_bytes(), own.signature, own.key.seed, json.dumps(where).encode()])
+        text = base64.urlsafe_b64encode(invitations.pack([body, own.key.sign("token", body)])).decode().rstrip("=")
         with pytest.raises(UserError):
             read_token("trainkit1." + text)
 

@@ -4,23 +4,12 @@ import pytest
 import torch
 
 from trainkit.config.schema import CollaborativeConfig
+from trainkit.swarm import link
 from trainkit.swarm.address import MEGABIT
-from trainkit.swarm.link import (
-    Codec,
-    Link,
-    Outcome,
-    creators_share,
-    decode,
-    encode,
-    encoded_bytes,
-    enough,
-    fitted,
-    load_for,
-    num_parts,
-)  # fmt: skip
+from trainkit.swarm.link import Codec, Link, Outcome
 
 VALUES = 3_000_000
-PARTS = num_parts(VALUES)
+PARTS = link.num_parts(VALUES)
 EVERYTHING = (1.0,) * PARTS
 LARGE = 25_000_000
 SLOW = "upload 2.0 Mbit/s: this peer sends 8 bit, and each weight only in one of 6 rounds; nothing it learns is lost"
@@ -43,29 +32,29 @@ def settings(**given: object) -> CollaborativeConfig:
 RUN = settings(round_seconds=12.0, compression="fp16")
 
 
-def link(**known: float) -> Link:
+def opened(**known: float) -> Link:
     return Link(VALUES, RUN, **known)
 
 
 @pytest.mark.parametrize("outcome", [found(1000.0, 0.01), found(0.0, 0.0, arrived=0, received=0)])
 def test_who_was_not_waited_for_or_got_no_average_learns_nothing_of_its_link(outcome: Outcome) -> None:
-    one = link()
+    one = opened()
     assert one.sent(EVERYTHING) == EVERYTHING
     assert (one.learn(EVERYTHING, outcome), one.upload, one.load.codec) == ("", None, "fp16")
 
 
 def test_a_slow_peer_sends_less_and_is_told_so_once_in_plain_words() -> None:
-    one = link()
+    one = opened()
     assert one.learn(EVERYTHING, found(2.0, 2.9, arrived=6)) == SLOW
     assert sum(one.sent(EVERYTHING)) == 9
     assert one.learn(one.sent(EVERYTHING), found(2.0, 2.2)) == ""
-    late = link()  # with its first part
+    late = opened()  # with its first part
     assert "8 bit" in late.learn(EVERYTHING, found(0.0, 0.0, arrived=0))
     assert late.upload is not None
 
 
 def test_the_parts_take_turns() -> None:
-    one = link(limit=2 * MEGABIT)
+    one = opened(limit=2 * MEGABIT)
     rows = []
     for _ in range(one.load.rounds):
         rows.append(one.sent(EVERYTHING))
@@ -76,14 +65,14 @@ def test_the_parts_take_turns() -> None:
 
 @pytest.mark.parametrize("seconds", [0.1, 0.0], ids=["in time", "before anybody waited"])
 def test_a_link_that_gets_better_or_was_measured_wrongly_sends_more_again(seconds: float) -> None:
-    one = link(measured=2 * MEGABIT)
+    one = opened(measured=2 * MEGABIT)
     for _ in range(20):
         told = one.learn(one.sent(EVERYTHING), found(100.0, seconds))
     assert (one.load.codec, one.load.rounds, told) == ("fp16", 1, "")
 
 
 def test_what_was_known_at_the_start_is_not_told_again_and_a_limit_holds() -> None:
-    slow, limited = link(measured=2 * MEGABIT), link(limit=2 * MEGABIT)
+    slow, limited = opened(measured=2 * MEGABIT), opened(limit=2 * MEGABIT)
     assert (slow.load.codec, slow.load.rounds) == (limited.load.codec, limited.load.rounds) == ("8bit", 6)
     assert slow.learn(slow.sent(EVERYTHING), found(2.0, 2.2)) == ""
     limited.learn(EVERYTHING, found(100.0, 0.1))
@@ -105,22 +94,22 @@ def test_a_slow_link_first_sends_8_bit_and_then_takes_turns(
     megabits: float | None, run: Codec, codec: str, rounds: int
 ) -> None:
     upload = None if megabits is None else megabits * MEGABIT
-    load = load_for(upload, VALUES, RUN.model_copy(update={"compression": run}))
+    load = link.load_for(upload, VALUES, RUN.model_copy(update={"compression": run}))
     assert (load.codec, load.rounds) == (codec, rounds)
-    assert enough(VALUES, RUN) == pytest.approx(20.0 * MEGABIT)
+    assert link.enough(VALUES, RUN) == pytest.approx(20.0 * MEGABIT)
 
 
 @pytest.mark.parametrize(
     ("megabits", "codec", "seconds"), [(100.0, "fp16", 60.0), (20.0, "8bit", 60.0), (5.0, "8bit", 202.0)]
 )
 def test_a_creator_takes_8_bit_first_and_then_longer_rounds(megabits: float, codec: str, seconds: float) -> None:
-    agreed = fitted(settings(), LARGE, megabits * MEGABIT)
+    agreed = link.fitted(settings(), LARGE, megabits * MEGABIT)
     assert (agreed.compression, agreed.round_seconds) == (codec, seconds)
 
 
 def test_a_creator_is_told_what_a_round_costs() -> None:
-    agreed = fitted(settings(), LARGE, 20 * MEGABIT)
-    assert creators_share(agreed, LARGE, 20 * MEGABIT) == (
+    agreed = link.fitted(settings(), LARGE, 20 * MEGABIT)
+    assert link.creators_share(agreed, LARGE, 20 * MEGABIT) == (
         "At 20 Mbit/s: 8 bit, rounds of 60 s. Sending to a volunteer takes 10.1 s of each; 5 at most, or others must "
         "reduce as well."
     )
@@ -134,12 +123,12 @@ def layers() -> torch.Tensor:
 
 @pytest.mark.parametrize(("codec", "error"), [("none", 0.0), ("fp16", 3e-4), ("8bit", 0.01)])
 def test_a_codec_keeps_every_layer_in_the_bytes_it_promises(codec: Codec, error: float) -> None:
-    data = encode(layers(), codec)
-    assert len(data) == encoded_bytes(8711, codec)
-    read = decode(data, codec, 8711)
+    data = link.encode(layers(), codec)
+    assert len(data) == link.encoded_bytes(8711, codec)
+    read = link.decode(data, codec, 8711)
     for part in (slice(0, 4096), slice(4096, 8192), slice(8192, 8704), slice(8704, None)):
         assert float((read[part] - layers()[part]).norm()) <= error * float(layers()[part].norm())
     with pytest.raises(ValueError, match="bytes instead of"):
-        decode(data, codec, 8710)
+        link.decode(data, codec, 8710)
     with pytest.raises(ValueError, match="unknown codec"):
-        decode(data, "pickle", 8711)
+        link.decode(data, "pickle", 8711)

@@ -13,7 +13,18 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RefusedError
 from trainkit.models import build_model
-from trainkit.swarm.messages import NODE, PROGRESS, SHAPES, Manifest, PeerProgress, RoundClock, no_data, read_gathered
+from trainkit.swarm import address
+from trainkit.swarm.messages import (
+    NODE,
+    PROGRESS,
+    SHAPES,
+    Manifest,
+    PeerProgress,
+    RoundClock,
+    manifest_of,
+    no_data,
+    read_gathered,
+)
 from trainkit.swarm.session import facts_of, require_same, without_data
 
 HONEST: dict[str, Any] = {
@@ -59,6 +70,12 @@ def test_a_record_with_one_lie_in_it_is_none(value: object) -> None:
 def test_a_name_is_one_short_line_that_a_terminal_may_show(name: str, shown: str) -> None:
     assert READ({**HONEST, "name": name}).name == shown
     assert len(shown) <= terminal.LONGEST_NAME + 3
+
+
+def test_a_run_of_another_version_is_refused_with_both() -> None:
+    found = {address.peer_of(address.EXAMPLE): replace(MANIFEST, protocol=99)}
+    with pytest.raises(RefusedError, match="The swarm speaks version 99"):
+        manifest_of(found, [address.EXAMPLE])
 
 
 # What peers tell their group, from honest ones and from others.

@@ -106,14 +106,11 @@ def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list
     ``prefer_host``, an IP address, goes before all of them: the one by which the nodes of a job know each other.
     """
 
-    def rank(address: str) -> tuple[int, int]:
+    def rank(address: str) -> tuple[int, ...]:
         host = address.split("/")[2]
         ip = _ip(host)
-        if host == prefer_host:
-            return (0, 0)
-        if ip is None:
-            return (1, 0)
-        return (4 if ip.is_loopback else 3 if ip.is_link_local else 2 if ip.is_private else 1, ip.version)
+        near = () if ip is None else (ip.is_loopback, ip.is_link_local, ip.is_private, ip.version)
+        return (host != prefer_host, *near)
 
     return sorted(filter(_ADDRESS.fullmatch, addresses), key=rank)
 

@@ -269,7 +269,7 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         is_whole = own.key.public == own.grant.key and is_signed(own.grant.key, signature, "token", body)
         _require(is_whole, "it has been changed")
         _require(is_signed(own.grant.owner, owners, "grant", granted), "the owner of the run has not signed it")
-        found = tuple(map(address.check, parsed(_ADDRESSES, where, "way to the run")))
+        found = tuple(address.check(item) for item in parsed(_ADDRESSES, where, "way to the run"))
     except UntrustedError as error:
         why, fix = f"It is mistyped or not copied to its end: {error}.", "Copy the whole line again; it is one word."
         raise UserError("This is no token.", why=why, fix=fix) from None

@@ -135,18 +135,14 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
             why="Somebody has published a manifest of their own in this swarm.",
             fix="Join by the address of the run's creator.",
         )
-    require_same_version(candidates[0][1])
-    return candidates[0]
-
-
-def require_same_version(manifest: Manifest) -> None:
-    """Raises RefusedError when the creator's trainkit speaks another version of the protocol."""
+    creator, manifest = candidates[0]
     if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
             why="Its creator has another trainkit.",
             fix="Install the creator's version.",
         )
+    return creator, manifest
 
 
 def require_going_on(manifest: Manifest, rounds: CollaborativeConfig | None = None) -> None:

@@ -105,9 +105,9 @@ def family(pid: int | None) -> list[psutil.Process]:
 
 
 def all_alive(processes: list[psutil.Process]) -> bool:
-    """Whether none of them has ended."""
+    """Whether there are some, and none has ended."""
     with suppress(psutil.NoSuchProcess):
-        return all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+        return bool(processes) and all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
     return False
 
 
@@ -129,8 +129,7 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
                 continue
             # What the helper has started itself, libp2p's daemon, is out of its reach.
             raise helper_has_died(helper)
-        known = family(pid)
-        if not known or not all_alive(known[:1]):
+        if not all_alive(family(pid)[:1]):
             raise helper_has_died(helper)
         if (silent := time.monotonic() - began) > _ANSWER_SECONDS:
             raise RunFailedError(

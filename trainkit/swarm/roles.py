@@ -405,7 +405,6 @@ class Guest(Session):
         manifest = max(same, key=lambda one: one.first_round, default=None)
         if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
             return False
-        messages.require_same_version(manifest)
         require_same(manifest.facts, self.manifest.facts)
         clock = self.clock_from(manifest.first_round)
         if not self._adopt(clock):
