@@ -58,50 +58,43 @@ def _major_minor(version: str) -> list[int]:
 # whether it takes over DDP's exchange of gradients.
 
 
-class _Compiler(ModuleType):
-    """Stands for `torch._dynamo` until somebody asks for more than those three; then the compiler takes its place."""
+class _PutOff(ModuleType):
+    """Stands for a module of the compiler until somebody asks for more than is known; then the compiler comes."""
 
-    def __init__(self) -> None:
-        super().__init__("torch._dynamo")
-        self.utils = _CompilerPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # torch's default
-        self.trace_rules = _CompilerPart("trace_rules", clear_lru_cache=lambda: None)
-
-    def graph_break(self, msg: str = "") -> None:
-        """Nothing is traced, so there is nothing to break."""
-
-    def disable(self, fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """torch's own functions are not compiled here; others may be."""
-        if getattr(fn, "__module__", "").startswith(("torch.optim.", "torch.nn.parallel.")):
-            return fn
-        return _compiler().disable(fn, *args, **kwargs)
+    def __init__(self, name: str, **known: Any) -> None:
+        super().__init__(name)
+        vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # asked by code that looks through all modules
             raise AttributeError(name)
-        return getattr(_compiler(), name)
+        if isinstance(sys.modules.get("torch._dynamo"), _PutOff):
+            del sys.modules["torch._dynamo"]
+            vars(sys.modules["torch"]).pop("_dynamo", None)
+        return getattr(importlib.import_module(self.__name__), name)
 
 
-class _CompilerPart:
-    def __init__(self, name: str, **known: Any) -> None:
-        self._name = name
-        self.__dict__.update(known)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(_compiler(), self._name), name)
+def _disable(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """torch's own functions are not compiled here; others may be."""
+    if getattr(fn, "__module__", "").startswith(("torch.optim.", "torch.nn.parallel.")):
+        return fn
+    return _COMPILER.__getattr__("disable")(fn, *args, **kwargs)
 
 
-def _compiler() -> Any:
-    if isinstance(sys.modules.get("torch._dynamo"), _Compiler):
-        del sys.modules["torch._dynamo"]
-        vars(sys.modules["torch"]).pop("_dynamo", None)
-    return importlib.import_module("torch._dynamo")
+_COMPILER = _PutOff(
+    "torch._dynamo",
+    graph_break=lambda msg="": None,  # nothing is traced, so there is nothing to break
+    disable=_disable,
+    utils=_PutOff("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),  # torch's default
+    trace_rules=_PutOff("torch._dynamo.trace_rules", clear_lru_cache=lambda: None),
+)
 
 
 def _put_off_compiler() -> None:
     import torch
 
     if "torch._dynamo" not in sys.modules:
-        sys.modules["torch._dynamo"] = torch._dynamo = _Compiler()
+        sys.modules["torch._dynamo"] = torch._dynamo = _COMPILER
 
 
 put_off_torch_compiler = Workaround(
