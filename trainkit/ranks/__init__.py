@@ -215,12 +215,6 @@ def is_free(port: int) -> bool:
     return True
 
 
-def start_for(env: Mapping[str, str]) -> int | None:
-    """The port where this job's search begins, another one after each restart; None outside of SLURM."""
-    job = env.get("SLURM_JOB_ID")
-    return derived_port(job, restarts(env)) if job else None
-
-
 def restarts(env: Mapping[str, str]) -> int:
     """How often SLURM has restarted the job."""
     count = env.get("SLURM_RESTART_COUNT", "")
@@ -384,8 +378,6 @@ def device_index(local_rank: int, visible_device_count: int) -> int:
 
 def _from_variables(read: Reader) -> RankEnv:
     """torch's variables, set by torchrun or by hand."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # the first that is missing is named
-        read.text(name)
     rank, world_size = read.number("RANK"), read.number("WORLD_SIZE")
     addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
     ranks_here = world_size if world_size == 1 or is_loopback(addr) else None
@@ -437,16 +429,10 @@ def _from_mpi(read: Reader, rank: str, size: str, local_rank: str, local_size: s
 
 
 def _mpi_head(read: Reader, num_nodes: int) -> str:
-    if "MASTER_ADDR" in read.env:
-        return read.text("MASTER_ADDR")
-    if "AZ_BATCH_MASTER_NODE" in read.env:  # address:port, on several nodes; the port is Azure's own
-        return read.text("AZ_BATCH_MASTER_NODE").rsplit(":", 1)[0]
-    if "AZ_BATCHAI_MPI_MASTER_NODE" in read.env:
-        return read.text("AZ_BATCHAI_MPI_MASTER_NODE")
-    if num_nodes == 1:
-        return "127.0.0.1"
-    hosts = slurm_hosts(read.env)
-    return hosts[0] if hosts else read.missing("MASTER_ADDR")
+    azure = read.text("AZ_BATCH_MASTER_NODE", "") or read.text("AZ_BATCHAI_MPI_MASTER_NODE", "")
+    if told := read.text("MASTER_ADDR", "") or azure.rsplit(":", 1)[0]:  # address:port, but the port is Azure's own
+        return told
+    return "127.0.0.1" if num_nodes == 1 else next(iter(slurm_hosts(read.env)), "") or read.missing("MASTER_ADDR")
 
 
 def _from_slurm(read: Reader) -> RankEnv:
@@ -460,10 +446,9 @@ def _from_slurm(read: Reader) -> RankEnv:
         what = f"SLURM_NODEID is {node_rank}, but the tasks per node are given for {len(tasks)} nodes."
         fix = "Submit from a shell without SLURM_* of another job."
         raise UserError(what, why="Variables of two jobs are mixed in this environment.", fix=fix)
-    addr = read.text("MASTER_ADDR") if "MASTER_ADDR" in read.env else hosts[0] if hosts else None
+    addr = read.text("MASTER_ADDR", "") or next(iter(hosts), "") or read.missing("SLURM_STEP_NODELIST")
     return read.rank(
-        rank, world_size, tasks[node_rank], addr or read.missing("SLURM_STEP_NODELIST"),
-        read.number("MASTER_PORT", job_port(read.env)), hosts=hosts,
+        rank, world_size, tasks[node_rank], addr, read.number("MASTER_PORT", job_port(read.env)), hosts=hosts,
         local_rank=local_rank, node_rank=node_rank, num_nodes=len(hosts) or read.number("SLURM_NNODES"),
     )  # fmt: skip
 

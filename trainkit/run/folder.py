@@ -170,10 +170,9 @@ def named(reference: str) -> list[Path]:
 def has(path: Path) -> bool:
     """Whether a command of this user made the run in ``path``, by whatever name the folder is reached."""
     real = os.path.realpath(path)
-    return any(
-        str(item) in (str(path), real) or (item.name == path.name and os.path.realpath(item) == real)
-        for item in _remembered(everywhere=True, private=True)
-    )
+    names = (path.name, os.path.basename(real))  # few are asked of the file system
+    remembered = _remembered(everywhere=True, private=True)
+    return any(item.name in names and os.path.realpath(item) == real for item in remembered)
 
 
 def _remembered(*, everywhere: bool, private: bool = False) -> list[Path]:
@@ -291,7 +290,7 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str, *, after_logs: bool = False) -> RunDir:
-        """Make the folder of a new run; it holds its configuration from the first moment that it has its name.
+        """Make the folder of a new run, which is one as soon as it holds its configuration.
 
         Args:
             after_logs: the folder may be there with nothing but ``logs/`` in it, as a plain sbatch script leaves it:
@@ -300,31 +299,24 @@ class RunDir:
         Raises:
             UserError: something of that name exists, or the folder cannot be written.
         """
-        path = path.absolute()
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        late = made = False
+        path, made = path.absolute(), False
         try:
-            late = after_logs and path.is_dir() and os.listdir(path) == ["logs"]
-            if late:
+            if after_logs and path.is_dir() and os.listdir(path) == ["logs"]:
                 path.chmod(_mode())
-                fileio.write(path / "config.yaml", config_yaml, path)
             else:
-                make_private(partial)
+                make_private(path)
                 made = True
-                fileio.write(partial / "config.yaml", config_yaml, partial)
-                fileio.make_folder(partial / "logs", partial)
-                if os.path.lexists(path):
-                    raise FileExistsError(path)
-                partial.rename(path)
+            fileio.make_folder(path / "logs", path)
+            fileio.write(path / "config.yaml", config_yaml, path)
+        except FileExistsError:
+            fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
+            raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix) from None
         except OSError as error:
             if made:
-                shutil.rmtree(partial, ignore_errors=True)
-            what, why = f"Cannot make the run folder {path}.", f"{error.strerror}: {error.filename}"
+                shutil.rmtree(path, ignore_errors=True)
+            why = f"{error.strerror}: {error.filename}"
             fix = "Choose a folder that you may write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space."
-            if path.exists() and not late:
-                what, why = f"{path} exists already.", "A run is never written over."
-                fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
-            raise UserError(what, why=why, fix=fix) from None
+            raise UserError(f"Cannot make the run folder {path}.", why=why, fix=fix) from None
         remember(path)
         return cls(path)
 
