@@ -147,27 +147,20 @@ keep_freed_memory = Workaround(
 # hivemind's packages import all of hivemind, and with it torch. Its modules that talk to a DHT need none of it: here
 # the packages stand without their ``__init__``, and give the names that those modules ask for from where they are.
 
-_HIVEMIND = {
-    "hivemind": {},
-    "hivemind.dht": {},
-    "hivemind.utils": {
-        "MSGPackSerializer": "serializer",
-        "SerializerBase": "serializer",
-        "get_logger": "logging",
-        "get_dht_time": "timed_storage",
-        "DHTExpiration": "timed_storage",
-        "TimedStorage": "timed_storage",
-        "ValueWithExpiration": "timed_storage",
-    },
+_HIVEMIND = ("hivemind", "hivemind.dht", "hivemind.utils")
+_UTILS = {
+    "serializer": ("MSGPackSerializer", "SerializerBase"),
+    "logging": ("get_logger",),
+    "timed_storage": ("get_dht_time", "DHTExpiration", "TimedStorage", "ValueWithExpiration"),
 }
 
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        module = _HIVEMIND[self.__name__].get(name)
-        if module is None:
-            raise AttributeError(f"{self.__name__}.{name} is left out here")
-        return getattr(importlib.import_module(f"{self.__name__}.{module}"), name)
+        for module, names in _UTILS.items():
+            if self.__name__ == "hivemind.utils" and name in names:
+                return getattr(importlib.import_module(f"hivemind.utils.{module}"), name)
+        raise AttributeError(f"{self.__name__}.{name} is left out here")
 
 
 def _without_torch() -> None:

@@ -305,11 +305,6 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: 
     assert folder.known() == []
 
 
-def other_installation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on it is another clone that looks."""
-    monkeypatch.setattr(folder, "__file__", str(path / "trainkit" / "run" / "folder.py"))
-
-
 def test_what_another_clone_has_started_is_known_to_who_asks_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +314,7 @@ def test_what_another_clone_has_started_is_known_to_who_asks_for_all(
     folder.remember(both)
     folder.mark(theirs, "abc")
     folder.state_file().write_text(f"{old}\n")
-    other_installation(tmp_path / "clone", monkeypatch)
+    monkeypatch.setattr(folder, "__file__", str(tmp_path / "clone" / "trainkit" / "run" / "folder.py"))
     ours = made(tmp_path / "ours" / "run-0001")
     folder.remember(ours)
     assert folder.known() == [ours]

@@ -243,13 +243,16 @@ def tree(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_runs_of_equal_code_share_one_copy_of_it_and_others_do_not(run: RunDir) -> None:
+def test_runs_of_equal_code_share_one_copy_of_it_and_others_do_not(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = shared(run), shared(another(run))
     assert first == second
     assert first.parent == run.path.parent / ".code"
     count = [sum(len(files) for _, _, files in os.walk(path)) for path in (run.path, first)]
     assert count[0] < 30 < count[1]
     assert run.code_archive.stat().st_nlink == 3, "of both runs, and of the shared copy"
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("no such file"))  # as on a disk without hard links
     Path("model.py").write_text("x = 1\n")
     other = shared(another(run, "ddp-0003"))
     assert other != first
@@ -290,12 +293,14 @@ def test_a_run_has_its_code_from_its_own_archive_when_none_is_shared(run: RunDir
 def test_what_a_killed_command_has_left_of_code_goes_with_time(run: RunDir) -> None:
     first = shared(run)
     compiled(first)
-    fresh, old = (run.path / f".partial-{number * 8}-code" for number in "01")
-    for place in (fresh, old):
+    left = [place / f".partial-{number * 8}-code" for place in (run.path, first.parent) for number in "01"]
+    for place in left:
         (place / "jobs").mkdir(parents=True)
-    os.utime(old, (0, 0))
+    for old in left[1::2]:
+        os.utime(old, (0, 0))
     snapshot.restore_code(run)
-    assert (fresh.exists(), old.exists()) == (True, False)
+    shared(another(run))
+    assert [place.exists() for place in left] == [True, False] * 2
     assert run.code.resolve() == first, "the code of a run that is whole stays where it is"
 
 
@@ -392,30 +397,6 @@ def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_pat
     first = shared(run)
     (first / "jobs" / "__pycache__").symlink_to(tmp_path)
     assert shared(another(run)) != first
-
-
-@pytest.mark.parametrize("has_hard_links", [True, False])
-def test_shared_code_goes_once_no_run_has_it(
-    run: RunDir, tmp_path: Path, has_hard_links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_hard_links:
-        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nothing"))
-    of_sweep = RunDir.create(run.path.parent / "ddp-0002" / "0", "seed: 0\n")
-    first = shared(run)
-    assert snapshot.write_code(of_sweep, store=first.parent) == []
-    for number in (3, 4):
-        Path("model.py").write_text(f"x = {number}\n")
-        last = shared(another(run, f"ddp-{number:04}"))
-    (last.parent / ".partial-0a1b2c3d-of-a-killed-command").mkdir()
-    shutil.rmtree(run.path.parent / "ddp-0003")
-    shutil.rmtree(run.path)
-    before = set(last.parent.iterdir())
-    assert last == shared(another(run, "ddp-0005"))
-    assert set(last.parent.iterdir()) == before, "another command may just be about to use it"
-    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
-    assert last == shared(another(run, "ddp-0006"))
-    assert {path.stem for path in last.parent.iterdir()} == {first.name, last.name}
-    assert of_sweep.code.resolve() == first
 
 
 @pytest.mark.parametrize(

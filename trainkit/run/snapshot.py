@@ -47,8 +47,8 @@ _PYTHONS = {
     f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
 }
 _BROKEN: tuple[type[Exception], ...] = (zipfile.BadZipFile, RuntimeError, *fileio.BROKEN_TAR)
-_UNUSED_SECONDS = 3600.0
-"""The age at which a shared copy of code is removed that no run uses."""
+_STALE_SECONDS = 3600.0
+"""The age at which half a copy of code is removed: a killed command has left it."""
 _LOOKED_AT = 1000
 """Most entries of a data folder that a fingerprint lists; of a larger folder it takes the time of change."""
 
@@ -227,7 +227,6 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     mode = stat.S_IMODE(run_dir.path.stat().st_mode)
     if mode != 0o700:
         store = store.with_name(f"{store.name}-{mode:o}")
-    packed = io.BytesIO()
     try:
         with suppress(FileExistsError):
             store.mkdir(mode=0o700)
@@ -237,6 +236,7 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
         name = code_digest(content)[:16]
         archive = store / f"{name}.zip"
         if unpacked(archive) != content:
+            packed = io.BytesIO()
             with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
                 for path, data in sorted(content.items()):
                     out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
@@ -254,8 +254,7 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     except OSError:
         _remove(run_dir.code, run_dir.code_archive)
         return False
-    with suppress(OSError):  # another command may remove the same
-        _remove_unused(store)
+    _remove_partial(store)
     return True
 
 
@@ -298,25 +297,8 @@ def _remove_partial(folder: Path) -> None:
     """Remove what killed commands have left half-written."""
     for left in folder.glob(".partial-*"):
         with suppress(OSError):  # another command was quicker
-            if left.lstat().st_mtime < time.time() - _UNUSED_SECONDS:
+            if left.lstat().st_mtime < time.time() - _STALE_SECONDS:
                 _remove(left)
-
-
-def _remove_unused(store: Path) -> None:
-    """Remove the copies that no run uses, and what killed commands have left.
-
-    The archive of a run is a second name of the shared one, also where the run was moved to. On a disk without hard
-    links it is not: there the runs beside the store tell which copies they use.
-    """
-    _remove_partial(store)
-    before = time.time() - _UNUSED_SECONDS  # a younger one may be about to be used
-    facts = [(archive, archive.stat()) for archive in store.glob("*.zip")]
-    unused = [archive for archive, fact in facts if fact.st_nlink == 1 and fact.st_ctime < before]
-    links = [link for pattern in ("*/code", "*/*/code") * bool(unused) for link in store.parent.glob(pattern)]
-    used = {os.path.basename(os.readlink(link)) for link in links if link.is_symlink()}
-    for archive in unused:
-        if archive.stem not in used:
-            _remove(archive, archive.with_suffix(""))
 
 
 def write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
