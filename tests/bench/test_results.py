@@ -85,12 +85,14 @@ ANSWERS = {
     "a faster format is recommended, with its memory": (
         "amp",
         {"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY[::-1]},
-        "bf16 trains 2.01 x as fast as fp32 here and takes 0.60 of the memory; use train.precision=bf16.",
+        "bf16 trains 2.01 x as fast as fp32 here and takes 0.60 of the memory; use train.precision=bf16. "
+        "All come to the same loss after 10 updates.",
     ),
     "a slower one is not": (
         "amp",
         {"fp32": STEADY, "bf16": [2.0] * 5, CONTROL: STEADY[::-1]},
-        "Nothing is clearly faster than fp32 here, bf16 trains 0.50 x as fast; use train.precision=fp32.",
+        "Nothing is clearly faster than fp32 here, bf16 trains 0.50 x as fast; use train.precision=fp32. "
+        "All come to the same loss after 10 updates.",
     ),
     "an arm whose rounds contradict each other is passed over": (
         "strategy",
@@ -173,9 +175,9 @@ def test_a_loss_that_is_worse_is_said() -> None:
         if one.get("arm") == "fp16":
             one["loss"] = 1.5
     said = results(told)
-    assert said.meaning.endswith("; but its loss after 10 updates is 1.5, against 1.")
+    assert said.meaning.endswith(". But after 10 updates the loss differs: fp32 1, fp16 1.5.")
     next(one for one in told if one.get("arm") == "fp16")["loss"] = None  # in one round of five
-    assert results(told).meaning.endswith("; but its loss is not finite after 10 updates.")
+    assert results(told).meaning.endswith(". But after 10 updates the loss differs: fp32 1, fp16 not finite.")
 
 
 @pytest.mark.parametrize("text", ["", "{}\n[1]\nnull\n", '{"kind": "sample"}\n', '{"kind": "began"'])

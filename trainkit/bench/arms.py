@@ -61,24 +61,27 @@ def _fastest(results: Results) -> tuple[Row, str]:
     return best, f"Nothing is clearly faster than {first} here, {trains}"
 
 
+def _losses(results: Results) -> str:
+    """Whether all arms have learned the same."""
+    ran = results.ran
+    if len(ran) < 2 or ran[0].loss is None:
+        return ""
+    first, updates = ran[0].loss, f"after {results.updates} updates"
+    other = [row for row in ran if row.loss is None or abs(row.loss - first) > base.LOSS_TOLERANCE * abs(first)]
+    if not other:
+        return f"All come to the same loss {updates}."
+    losses = [f"{row.name} not finite" if row.loss is None else f"{row.name} {row.loss:.3g}" for row in other]
+    return f"But {updates} the loss differs: {ran[0].name} {first:.3g}, {', '.join(losses)}."
+
+
 def amp_meaning(results: Results) -> str:
-    first = results.rows[0]
     if not results.compared:
         return results.no_difference()
-    best, gain = _fastest(results)
-    if best.speed <= 1:
-        return f"{gain}; use train.precision={first.name}."
-    if best.memory_ratio is not None:
-        gain += f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
-    said = f"{gain}; use train.precision={best.name}"
-    if first.loss is None:
-        return f"{said}."
-    updates = f"after {results.updates} updates"
-    if best.loss is None:
-        return f"{said}; but its loss is not finite {updates}."
-    if best.loss > first.loss * (1 + base.LOSS_TOLERANCE):
-        return f"{said}; but its loss {updates} is {best.loss:.3g}, against {first.loss:.3g}."
-    return f"{said}."
+    best, said = _fastest(results)
+    if best.speed > 1 and best.memory_ratio is not None:
+        said += f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
+    use = best.name if best.speed > 1 else results.rows[0].name
+    return f"{said}; use train.precision={use}. {_losses(results)}".rstrip()
 
 
 def amp_notes(config: Config, where: Where) -> list[str]:
@@ -296,19 +299,6 @@ def strategy_meaning(results: Results) -> str:
     return f"{said}; use strategy.name={named}. {losses}".rstrip()
 
 
-def _losses(results: Results) -> str:
-    """Whether all arms have learned the same."""
-    ran = results.ran
-    if len(ran) < 2 or ran[0].loss is None:
-        return ""
-    first, updates = ran[0].loss, f"after {results.updates} updates"
-    other = [row for row in ran if row.loss is None or abs(row.loss - first) > base.LOSS_TOLERANCE * abs(first)]
-    if not other:
-        return f"All come to the same loss {updates}."
-    losses = [f"{row.name} none" if row.loss is None else f"{row.name} {row.loss:.3g}" for row in other]
-    return f"But {updates} the loss differs: {ran[0].name} {first:.3g}, {', '.join(losses)}."
-
-
 def strategy_notes(config: Config, where: Where) -> list[str]:
     size = config.train.given_micro_batch_size or config.train.global_batch_size // where.world_size
     return [f"Every arm makes updates of {config.train.global_batch_size} images, {size} at a time on a device."]
@@ -424,17 +414,13 @@ def bench_of(name: str) -> Bench:
 def check_asked(bench: Bench, asked: Sequence[str]) -> None:
     """Refuse names that are none of this bench's arms."""
     for name in asked:
-        if bench.names and name not in bench.names:
+        is_number = name.isdecimal() and bench.lowest <= int(name) < 1 << 24
+        if not (name in bench.names if bench.names else is_number):
+            some = ",".join(bench.names[:2]) or "16,32,64"
             raise UserError(
                 f"'{name}' is no arm of bench {bench.name}.",
-                why=f"It has: {', '.join(bench.names)}.",
-                fix=did_you_mean(name, bench.names, otherwise=f"For example --arms {','.join(bench.names[:2])}."),
-            )
-        if not bench.names and not (name.isdecimal() and bench.lowest <= int(name) < 1 << 24):
-            raise UserError(
-                f"'{name}' is no arm of bench {bench.name}.",
-                why=f"Its arms are whole numbers from {bench.lowest} on.",
-                fix="For example --arms 16,32,64.",
+                why=f"It has: {', '.join(bench.names) or f'whole numbers from {bench.lowest} on'}.",
+                fix=did_you_mean(name, bench.names, otherwise=f"For example --arms {some}."),
             )
     if len(set(asked)) < len(asked):
         raise UserError("--arms names an arm twice.", why="The first one is its own control.", fix="Give each once.")

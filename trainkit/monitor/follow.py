@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,22 +109,15 @@ class _RecordTail:
     """What was appended to a JSON-lines file since the last look. A line without its end is left for the next."""
 
     def __init__(self, path: Path, typed: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        self._path, self._typed, self._offset = path, typed, 0
+        self._file, self._typed = LogTail(path, pattern=re.compile("^{"), most=fileio.MOST_JSONL_BYTES), typed
 
     def read(self) -> list[dict[str, Any]]:
-        try:
-            with fileio.open_regular(self._path) as file:
-                size = os.fstat(file.fileno()).st_size
-                self._offset = max(self._offset, size - fileio.MOST_JSONL_BYTES)  # what is older nobody waits for
-                file.seek(self._offset)
-                content = file.read(size - self._offset) if size > self._offset else b""
-        except OSError:  # not there yet
-            return []
-        whole, _, rest = content.rpartition(b"\n")
-        self._offset += len(content) - (len(rest) if len(rest) < fileio.LONGEST_LINE else 0)
-        lines_of = (line for line in whole.split(b"\n") if len(line) < fileio.LONGEST_LINE)
-        parsed = (fileio.parse_object(line) for line in lines_of)
-        return [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
+        found = []
+        with suppress(OSError):  # not there yet
+            for part in self._file.new():
+                parsed = (fileio.parse_object(line) for line in part.split("\n") if len(line) < fileio.LONGEST_LINE)
+                found += [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
+        return found
 
 
 class _Story:
@@ -182,11 +175,13 @@ class LogTail:
     Args:
         label: stands before every line.
         pattern: only lines in which it is found.
+        most: bytes that are read at once; what is older nobody waits for.
     """
 
     path: Path
     label: str = ""
     pattern: re.Pattern[str] | None = None
+    most: int = field(default_factory=lambda: _LONGEST_LOG)
     _offset: int = field(default=0, init=False)
     _rest: bytes = field(default=b"", init=False)
 
@@ -198,9 +193,9 @@ class LogTail:
         """
         with fileio.open_regular(self.path) as file:
             end = os.fstat(file.fileno()).st_size  # what comes while it is read is for the next look
-            if end - self._offset > _LONGEST_LOG:
-                yield f"{self.label}--- left out: {end - self._offset - _LONGEST_LOG:,} bytes of {self.path.name}\n"
-                self._offset, self._rest = end - _LONGEST_LOG, b""
+            if end - self._offset > self.most:
+                yield f"{self.label}--- left out: {end - self._offset - self.most:,} bytes of {self.path.name}\n"
+                self._offset, self._rest = end - self.most, b""
             file.seek(self._offset)
             while self._offset < end and (part := file.read(min(_PART_BYTES, end - self._offset))):
                 self._offset += len(part)

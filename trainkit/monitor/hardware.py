@@ -8,19 +8,14 @@ Keys of a sample::
     process_memory_mb     resident memory of the same
     memory_used_mb, memory_total_mb    of the machine
     load                  processes that run or are ready to, mean of the last minute (Unix's load average)
-    cpu_pressure          percent of the time since the last sample in which some process was ready and had no CPU;
-                          absent where the kernel does not say (Linux: /proc/pressure)
     cpu_taken             percent of the CPU time that the run wanted here since the last sample and other programs got,
                           its own ranks and workers not counted; absent where the kernel does not say
                           (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
-    gpu_kwh, cpu_kwh      energy of the run on this host so far; absent if nothing measures it
+    gpu_kwh               energy of the run on this host so far; absent if nothing measures it (NVML: GPUs since Volta)
 
 ``nvidia-smi-<host>.txt`` beside that file shows what `nvidia-smi` said when the GPUs of the run held most memory.
-
-GPUs since Volta measure their energy themselves (NVML). Processors measure it for each package (RAPL), other programs
-included; by default only root may read it.
 """
 
 import os
@@ -44,7 +39,6 @@ MB = 1024 * 1024
 _JOULES_PER_KWH = 3.6e6
 _TAIL_BYTES = 32768
 _ENERGY_KEYS = ("gpu_kwh", "cpu_kwh")
-RAPL = Path("/sys/class/powercap")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
 _SMI_SECONDS, _END_SECONDS = 4.0, 5.0
@@ -140,26 +134,20 @@ class CpuWaits:
         self._root = psutil.Process(os.getppid() if ranks > 1 else os.getpid())
         self._threads: dict[str, float] = {}
         self._used: set[int] = set()
-        self._pressure = time.monotonic(), _waited()
         self._cpus = self._counted()
 
     def since(self) -> dict[str, float]:
-        """``cpu_pressure`` and ``cpu_taken``; without what the kernel does not report."""
-        shares: dict[str, float] = {}
-        (then, before), self._pressure = self._pressure, (time.monotonic(), _waited())
-        now, waited = self._pressure
-        if before is not None and waited is not None and now > then:
-            shares["cpu_pressure"] = round(min(100 * (waited - before) / (now - then), 100.0), 1)
+        """``cpu_taken``; nothing where the kernel does not report it."""
         earlier, self._cpus = self._cpus, self._counted()
-        if earlier is not None and self._cpus is not None:
-            known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
-            busy = sum(self._cpus.busy[cpu] - earlier.busy[cpu] for cpu in known)
-            own, waits = max(self._cpus.ran - earlier.ran, 0.0), max(self._cpus.waited - earlier.waited, 0.0)
-            # Of the others' CPU time the run would have used the share waits / (own + waits). Its waits alone do not
-            # say how long it was held up: a rank that sleeps until another one is done does not wait for a CPU.
-            lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
-            shares["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
-        return shares
+        if earlier is None or self._cpus is None:
+            return {}
+        known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
+        busy = sum(self._cpus.busy[cpu] - earlier.busy[cpu] for cpu in known)
+        own, waits = max(self._cpus.ran - earlier.ran, 0.0), max(self._cpus.waited - earlier.waited, 0.0)
+        # Of the others' CPU time the run would have used the share waits / (own + waits). Its waits alone do not
+        # say how long it was held up: a rank that sleeps until another one is done does not wait for a CPU.
+        lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
+        return {"cpu_taken": round(100 * lost / max(own + lost, 1e-9), 1)}
 
     def _counted(self) -> _Seconds | None:
         """Totals so far; None where the kernel does not report them."""
@@ -182,15 +170,6 @@ class CpuWaits:
                 with suppress(OSError, ValueError, IndexError):  # the last number of a thread that has ended stays
                     self._threads[path.parent.name] = int(fileio.read_start(path, 200).split()[1]) / 1e9
         return _Seconds(busy, ran, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
-
-
-def _waited() -> float | None:
-    """Seconds since boot during which at least one process waited for a CPU."""
-    try:
-        some = fileio.read_start(Path("/proc/pressure/cpu"), 200).splitlines()[0]
-        return int(some.rpartition("total=")[2]) / 1e6
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
@@ -283,35 +262,17 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
 class Energy:
     """Energy of the run on this host, added to that in ``before``, the last sample of earlier attempts."""
 
-    def __init__(self, gpus: Gpus, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
-        self._gpus, self._rapl = gpus, rapl
+    def __init__(self, gpus: Gpus, before: Mapping[str, Any]) -> None:
+        self._gpus, self._joules = gpus, gpus.joules()
         self._total = {key: float(before[key]) for key in _ENERGY_KEYS if fileio.is_number(before.get(key))}
-        self._gpu_joules, self._cpu_joules = gpus.joules(), self._packages()
 
     def used(self) -> dict[str, float]:
-        """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures."""
-        counted, packages = self._gpus.joules(), self._packages()
-        gpu = [max(0.0, counted[index] - before) for index, before in self._gpu_joules.items() if index in counted]
-        cpu = [
-            (joules - self._cpu_joules[name][0]) % whole  # the counter wraps
-            for name, (joules, whole) in packages.items()
-            if name in self._cpu_joules
-        ]
-        for key, joules in zip(_ENERGY_KEYS, (gpu, cpu), strict=True):
-            if joules:
-                self._total[key] = self._total.get(key, 0.0) + sum(joules) / _JOULES_PER_KWH
-        self._gpu_joules, self._cpu_joules = counted, packages
+        """``gpu_kwh`` so far; without what nothing measures."""
+        before, self._joules = self._joules, self._gpus.joules()
+        spent = [max(0.0, now - before[index]) for index, now in self._joules.items() if index in before]
+        if spent:
+            self._total["gpu_kwh"] = self._total.get("gpu_kwh", 0.0) + sum(spent) / _JOULES_PER_KWH
         return {key: round(value, 7) for key, value in self._total.items()}
-
-    def _packages(self) -> dict[str, tuple[float, float]]:
-        """By name of each package: joules, and the value at which the counter wraps."""
-        packages = {}
-        for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # the name for AMD's processors, too
-            with suppress(OSError, ValueError):
-                if fileio.read_text(folder / "name").startswith("package"):
-                    now, whole = (int(fileio.read_text(folder / name)) for name in ("energy_uj", "max_energy_range_uj"))
-                    packages[folder.name] = now / 1e6, whole / 1e6
-        return packages
 
 
 def last_sample(file: Path) -> dict[str, Any]:
@@ -325,7 +286,7 @@ def last_sample(file: Path) -> dict[str, Any]:
 
 
 def energy_of(run: RunDir) -> dict[str, float] | None:
-    """``gpu_kwh`` and ``cpu_kwh`` of a run over all hosts whose samples are in its folder; None: not measured."""
+    """``gpu_kwh``, and of runs of version 0.1 ``cpu_kwh``, of all hosts with samples here; None: not measured."""
     samples = [last_sample(file) for file in sorted(run.path.glob("system-*.jsonl"))]
     found = {key: [sample[key] for sample in samples if fileio.is_number(sample.get(key))] for key in _ENERGY_KEYS}
     return {key: round(sum(values), 6) for key, values in found.items() if values} or None
