@@ -33,9 +33,10 @@ def parser() -> cli.Parser:
     parser = cli.Parser("join", __doc__ or "")
     words = "a file with the token, -, or addresses of an open run; and settings of this machine: data.root=..."
     parser.add_argument("words", nargs="*", metavar="TOKEN", help=words)
-    parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
+    public = "listen, so that other peers can reach this one; so do --host, --port and --announce"
+    parser.add_argument("--public", action="store_true", help=public)
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
-    add_peer_flags(parser, host=None)
+    add_peer_flags(parser)
     return parser.taking("--allow-code")
 
 
@@ -45,10 +46,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     # Other ranks of this peer follow rank 0, who alone may read standard input.
     is_main = RankEnv.from_mapping(env).is_main
     entry, overrides = entry_in(args, env) if is_main else (None, list(filter(is_setting, args.words)))
-    place = place_of(args, entry, host=(args.host or "0.0.0.0") if args.public else None)
-    if given := [flag for flag in ("host", "port", "announce") if getattr(args, flag) and not args.public]:
-        why = "Without it this peer only calls out and listens to nobody."
-        raise UserError(f"--{given[0]} needs --public.", why=why, fix="Add --public, or leave it out.")
+    listens = args.public or args.host or args.port or args.announce  # where to, says that it does
+    place = place_of(args, entry, listens=bool(listens))
 
     from trainkit.swarm.peer import follow_rank_0, ranks_of_peer
 
@@ -63,12 +62,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return take_part(args, entry, replace(place, env=ranks, secret=secret), overrides, env)
 
 
-def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
+def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every peer has."""
-    invited = "the name of the invitation, else " if host is None else ""
-    parser.add_argument("--name", help=f"how others see this peer (default: {invited}{peer_name()})")
-    default = host or "0.0.0.0 with --public"
-    parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
+    name = f"how others see this peer (default: the name of its invitation, else {peer_name()})"
+    parser.add_argument("--name", help=name)
+    parser.add_argument("--host", help="address to listen on (default: 0.0.0.0)")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
     router = "the router that forwards the port, which others are told instead of this machine"
     parser.add_argument("--announce", metavar="HOST[:PORT]", help=router)
@@ -85,25 +83,22 @@ def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Entry, l
     return entry_of(words, env, name=args.name or peer_name()), list(filter(is_setting, args.words))
 
 
-def place_of(args: argparse.Namespace, entry: Entry | None = None, *, host: str | None, port: int = 0) -> PeerSpec:
+def place_of(args: argparse.Namespace, entry: Entry | None = None, *, listens: bool = True, port: int = 0) -> PeerSpec:
     """A peer's place, by the flags that every peer has.
 
     Args:
         port: to listen on, where the flags say none.
 
-    Raises UserError for a port that does not exist, and a name that would not fit into a record.
+    Raises UserError for a port that does not exist.
     """
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
-    if args.name is not None and not 0 < len(args.name) <= terminal.LONGEST_NAME:
-        why = f"It has 1 to {terminal.LONGEST_NAME} characters."
-        raise UserError("--name is too long or empty.", why=why, fix="Use a short one.")
-    port = args.port or port
+    port, name = args.port or port, args.name or (entry.name if entry is not None else "") or peer_name()
     return PeerSpec(
-        args.name or (entry.name if entry is not None else "") or peer_name(),
-        host=host,
+        name[: terminal.LONGEST_NAME],
+        host=(args.host or "0.0.0.0") if listens else None,
         port=port,
-        announce=announced(args.announce, port) if host is not None else None,
+        announce=announced(args.announce, port) if listens else None,
         identity=args.identity,
         max_upload=rate_of(args.max_upload) if args.max_upload else None,
     )

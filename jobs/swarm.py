@@ -21,7 +21,6 @@ from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, s
 from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
@@ -62,8 +61,7 @@ def _parser(verb: str) -> cli.Parser:
     if verb == "create":
         add("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
         add("overrides", nargs="*", metavar="section.key=value")
-        add_peer_flags(parser, host="0.0.0.0")
-        parser.set_defaults(host=None)  # with --resume it matters whether it was given
+        add_peer_flags(parser)
         add("--no-train", action="store_true", help="only reduce, judge, and keep the records")
         add("--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port")
         add("--open", action="store_true", help="whoever has an address may join; else only the invited")
@@ -75,14 +73,15 @@ def _parser(verb: str) -> cli.Parser:
     elif verb == "anchor":
         add("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
         parser.taking("--allow-code")
-        add_peer_flags(parser, host="0.0.0.0")
+        add_peer_flags(parser)
     elif verb == "doctor":
         add("words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run")
     elif verb == "status":
         which = "or a file with the token; default: the newest swarm"
         add("swarm", nargs="?", metavar="TOKEN|RUN", help=which)
-        add("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
-        add("--json", action="store_true", help="an object, for programs")
+        either = parser.add_mutually_exclusive_group()  # an object has an end
+        either.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
+        either.add_argument("--json", action="store_true", help="an object, for programs")
         add("--leaderboard", action="store_true", help="who has contributed how much")
     return parser
 
@@ -91,8 +90,6 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Start a swarm on this machine, train in it, and keep its records."""
     if args.resume is not None:
         return _resume(args, env)
-    if args.force:
-        _parser("create").error("--force needs --resume: a new swarm runs nowhere else")
     if args.preset is None:
         _parser("create").error("the following arguments are required: PRESET")
     from trainkit.swarm.peer import create_swarm, terminal_peer
@@ -101,7 +98,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     loaded = load(args.preset, overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
-    place = place_of(args, host=args.host or "0.0.0.0", port=loaded.config.collaborative.port)
+    place = place_of(args, port=loaded.config.collaborative.port)
     with terminal_peer(lambda config, _: make_run(config, args.run_dir, loaded.name, env)) as hooks:
         ending, run = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
     say_end(ending, run)
@@ -135,8 +132,6 @@ def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Peers, rounds and loss of a swarm."""
-    if args.watch and args.json:
-        raise UserError("--watch and --json do not go together.", why="An object has an end.", fix="Use one.")
     from trainkit.swarm import view as swarm_view
 
     lines = swarm_view.leaderboard_lines if args.leaderboard else swarm_view.status_lines
@@ -151,7 +146,7 @@ def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Keep a swarm together on a machine that others reach, without training."""
     entry, overrides = entry_in(args, env)
-    place = replace(place_of(args, entry, host=args.host), trains=False)
+    place = replace(place_of(args, entry), trains=False)
     return take_part(args, entry, place, [*overrides, "launch.gpus_per_node=0"], env)
 
 
@@ -193,9 +188,9 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         why = "the run has its settings, its key and its folder"
         _parser("create").error(f"{given[0]} does not go with --resume: {why}")
     run = find_run(args.resume, env)
-    if history_of(run).finished:
-        fix = f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}"
-        raise UserError(f"{run.name} has finished.", why="All of its rounds are done.", fix=fix)
+    from trainkit.resumption import refuse_finished  # slow
+
+    refuse_finished(run)
     # Where the swarm was counts as far as the flags do not say otherwise.
     name, trains = args.name or peer_name(), not args.no_train
     return _go_on(run, PeerSpec(name, host=args.host, port=args.port, announce=args.announce, trains=trains), args)

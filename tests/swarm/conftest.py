@@ -27,6 +27,11 @@ with warnings.catch_warnings():  # of hivemind's own use of torch
     import hivemind  # noqa: F401
 
 T = TypeVar("T")
+FAST = ("monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "model.name=tests.swarm.patient:model")
+GRADIENTS = (
+    *("collaborative.sync=gradients", "collaborative.round_seconds=12"),
+    *("train.micro_batch_size=64", "data.workers=0"),
+)
 PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
 
@@ -162,10 +167,8 @@ class Commands:
 
     def create(self, *overrides: str) -> tuple[Command, str]:
         """A creator, by the guide's first line, and the token that it prints."""
-        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
-        model = "model.name=tests.swarm.patient:model"
         line = readme.blocks("swarm", readme.DOCS / "swarm.md")[0][0]
-        creator = self.type_in(line, "--name", "creator", *fast, model, *overrides)
+        creator = self.type_in(line, "--name", "creator", "--host", "127.0.0.1", *FAST, *overrides)
         return creator, creator.says(TOKEN)[1]
 
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:

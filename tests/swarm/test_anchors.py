@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.conftest import TOKEN, started_in
+from tests.swarm.conftest import FAST, TOKEN, started_in
 from tests.swarm.internet import internet
 
 ROUND_SECONDS = 6
-FAST = (
-    "monitor.loggers=[jsonl]",
-    "collaborative.matchmaking_seconds=1.5",
-    f"collaborative.round_seconds={ROUND_SECONDS}",
-    "collaborative.rounds=60",
-    "model.name=tests.swarm.patient:model",
-    "data.name=tests.swarm.rooted:data",
-)
+ROUNDS = (f"collaborative.round_seconds={ROUND_SECONDS}", "collaborative.rounds=60")
+SETTINGS = (*FAST, *ROUNDS, "data.name=tests.swarm.rooted:data")
 
 
 @pytest.mark.long
@@ -28,7 +22,7 @@ def test_an_anchor_carries_a_swarm_without_its_creator_and_may_die_itself(tmp_pa
     """The creator is killed when all average; a newcomer joins through the anchor; the creator comes back elsewhere;
     the anchor is killed while all send their parts."""
     with internet(public=3, homes=2) as net, started_in(tmp_path) as commands:
-        create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *FAST)
+        create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *SETTINGS)
         here = f"data.root={commands.folder}"  # the anchor's data.root is where there is nothing
         creator = commands.start(*create, here, on=net.on("pub1"))
         token = creator.says(TOKEN)[1]

@@ -5,16 +5,7 @@ import signal
 
 import pytest
 
-from tests.swarm.conftest import Commands
-
-GRADIENTS = (
-    "collaborative.sync=gradients",
-    "collaborative.rounds=200",
-    "collaborative.round_seconds=12",
-    "train.global_batch_size=512",
-    "train.micro_batch_size=64",
-    "data.workers=0",
-)
+from tests.swarm.conftest import GRADIENTS, Commands
 
 
 def updates(output: str) -> list[int]:
@@ -24,7 +15,7 @@ def updates(output: str) -> list[int]:
 @pytest.mark.long
 @pytest.mark.swarm
 def test_volunteers_go_on_through_the_anchor_and_the_creator_takes_it_over(commands: Commands) -> None:
-    creator, token = commands.create(*GRADIENTS)
+    creator, token = commands.create(*GRADIENTS, "collaborative.rounds=200", "train.global_batch_size=512")
     trusted = commands.invite("anchors", "--reduce")
     anchor = commands.start("swarm", "anchor", trusted, "--allow-code", "--host", "127.0.0.1", "--name", "anchor")
     anchor.says("Joined")

@@ -10,18 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.swarm.conftest import TOKEN, Command, started_in
+from tests.swarm.conftest import FAST, TOKEN, Command, started_in
 from tests.swarm.internet import internet
 from trainkit import fileio
 
 ROUND_SECONDS = 4
-SETTINGS = (
-    "monitor.loggers=[jsonl]",
-    "collaborative.matchmaking_seconds=1.5",
-    f"collaborative.round_seconds={ROUND_SECONDS}",
-    "collaborative.rounds=120",
-    "model.name=tests.swarm.patient:model",
-)
+SETTINGS = (*FAST, f"collaborative.round_seconds={ROUND_SECONDS}", "collaborative.rounds=120")
 
 
 def sleep_for(command: Command, seconds: float) -> None:

@@ -18,6 +18,15 @@ from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 
+def a_guest(hooks: Hooks, patience: float = PATIENCE_SECONDS) -> Any:
+    from trainkit.swarm.roles import Guest
+
+    entry: Any = SimpleNamespace(addresses=("/ip4/203.0.113.7/tcp/4711/p2p/Qm",))
+    guest: Any = Guest(ExitStack(), entry, PeerSpec("me", patience=patience), hooks)
+    guest.watch = SimpleNamespace(poll=lambda: None, stopped=False)
+    return guest
+
+
 @dataclass
 class World:
     """A clock that nobody waits for, and a swarm that is back at some moment."""
@@ -39,10 +48,8 @@ class World:
     def wait(self, patience: float = PATIENCE_SECONDS) -> bool:
         from trainkit.swarm import roles
 
-        hooks = Hooks(lambda: self.now >= self.stop_at, self.said.append)
-        entry: Any = SimpleNamespace(addresses=())
-        guest: Any = roles.Guest(ExitStack(), entry, PeerSpec("me", patience=patience), hooks)
-        guest.dht, guest.watch = SimpleNamespace(reconnect=self.look), SimpleNamespace(stopped=False)
+        guest = a_guest(Hooks(lambda: self.now >= self.stop_at, self.said.append), patience)
+        guest.dht = SimpleNamespace(reconnect=self.look)
         guest.finds_run = lambda: self.now >= self.ready_at
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
@@ -85,16 +92,13 @@ def finds_run(manifests: Sequence[Manifest], *, gives: bool = True) -> tuple[tup
 
     ``gives``: it gives its state to those who have said who they are.
     """
-    from trainkit.swarm.roles import Guest
-
     done: list[str] = []
 
     def adopt(seconds: float, *, newer_than: int) -> bool:
         done.append("adopted")
         return gives and "introduced" in done
 
-    entry: Any = SimpleNamespace(addresses=("/ip4/203.0.113.7/tcp/4711/p2p/Qm",))
-    guest: Any = Guest(ExitStack(), entry, PeerSpec("me"), Hooks(lambda: len(done) > 5, print))
+    guest = a_guest(Hooks(lambda: len(done) > 5, print))
     guest.manifest, guest.config, guest.clock = MANIFEST, CONFIG, OLD
     guest.averaging, guest.common = SimpleNamespace(adopt=adopt), SimpleNamespace(round=1000)
     guest.dht = SimpleNamespace(
@@ -102,7 +106,6 @@ def finds_run(manifests: Sequence[Manifest], *, gives: bool = True) -> tuple[tup
         introduce_myself=lambda seconds, wait: done.append("introduced" if wait else "told"),
         manifests=lambda: dict(enumerate(manifests)),
     )
-    guest.watch = SimpleNamespace(poll=lambda: None, stopped=False)
     return (guest.finds_run(), guest.clock.first), done
 
 

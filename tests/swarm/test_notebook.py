@@ -1,5 +1,6 @@
 """The volunteers' notebook, executed as in Colab: by a kernel of its own, in a swarm on this machine."""
 
+import ast
 import json
 import os
 import re
@@ -66,6 +67,19 @@ def kernel_of(command: Command) -> psutil.Process:
 
 def ids_of_notebook(commands: Commands, address: str) -> set[str]:
     return {row["peer"] for row in commands.status(address)["peers"] if row["name"] == "notebook"}
+
+
+def test_the_notebook_is_valid_and_joins_in_a_process_of_its_own() -> None:
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert [cell["id"] for cell in notebook["cells"]] == ["about", "settings", "install", "join"]  # three to run
+    cells = notebook["cells"][1:]
+    assert [(cell["cell_type"], cell["outputs"], cell["execution_count"]) for cell in cells] == [("code", [], None)] * 3
+    sources = ["".join(cell["source"]) for cell in cells]
+    assert all(map(ast.parse, sources))
+    # A token is no argument, which others see.
+    for text in ('"-m", "jobs.join", "--name"', '"TRAINKIT_TOKEN": token', "start_new_session=True"):
+        assert text in sources[-1]
 
 
 @pytest.mark.long

@@ -340,9 +340,8 @@ def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str
     loop.nonfinite = SimpleNamespace(add=diverge)
     loop.settle = lambda seconds: found.append("settled" if seconds == math.inf else "asked")
     common = SimpleNamespace(forget=lambda: found.append("forgotten"))
-    clock, pace = SimpleNamespace(seconds=SECONDS), SimpleNamespace(step_seconds=0.0)
-    progress = SimpleNamespace(position=0, rollbacks=0)
-    loop.peer = SimpleNamespace(clock=clock, pace=pace, progress=progress, common=common)
+    clock, progress = SimpleNamespace(seconds=SECONDS), SimpleNamespace(position=0, rollbacks=0)
+    loop.peer = SimpleNamespace(clock=clock, step_seconds=0.0, progress=progress, common=common)
     with nullcontext() if on_nonfinite == "rollback" else pytest.raises(DivergedError):
         loop.note_update(None, 1, 0.0)
     assert found == done

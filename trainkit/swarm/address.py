@@ -98,19 +98,15 @@ def nobody_answers(address: str, *, invited: bool = False) -> UserError:
     return UserError(f"Nobody of the swarm answers at {address}.", why=why, fix=fix)
 
 
-def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list[str]:
+def best_first(addresses: Iterable[str]) -> list[str]:
     """Addresses in the order in which others should try them: public ones, private ones, this machine only.
 
     Other transports than TCP (QUIC, relays) are left out: nobody needs them here.
-
-    ``prefer_host``, an IP address, goes before all of them: the one by which the nodes of a job know each other.
     """
 
     def rank(address: str) -> tuple[int, ...]:
-        host = address.split("/")[2]
-        ip = _ip(host)
-        near = () if ip is None else (ip.is_loopback, ip.is_link_local, ip.is_private, ip.version)
-        return (host != prefer_host, *near)
+        ip = _ip(address.split("/")[2])
+        return () if ip is None else (ip.is_loopback, ip.is_link_local, ip.is_private, ip.version)
 
     return sorted(filter(_ADDRESS.fullmatch, addresses), key=rank)
 

@@ -270,9 +270,9 @@ class SwarmDHT:
         """Whether the DHT's process and libp2p's daemon still run; they do not come back."""
         return processes.all_alive(self._helpers)
 
-    def addresses(self, prefer_host: str | None = None) -> list[str]:
+    def addresses(self) -> list[str]:
         """Where others reach this peer, the most useful first."""
-        return address.best_first(map(str, self.node.get_visible_maddrs(latest=True)), prefer_host)
+        return address.best_first(map(str, self.node.get_visible_maddrs(latest=True)))
 
     @property
     def port(self) -> int:

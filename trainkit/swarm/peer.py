@@ -62,13 +62,12 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
                 "Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:",
                 *(f"  {terminal.command('join', item)}" for item in addresses),
             ]
+        lines += [f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}"]
+        lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
         hooks.say("\n".join(lines))
         if not config.collaborative.open and spec.folder is None:  # a token must not be kept in the run's log
             told = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
             print("\n".join(told), flush=True)
-        lines = [f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}"]
-        lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
-        hooks.say("\n".join(lines))
 
     return roles.create(config, spec, hooks, opened)
 
@@ -120,7 +119,6 @@ def join_swarm(
 
 # The ranks of one peer, one for each of its GPUs.
 
-_LEAVE_SECONDS = 20.0
 _MOST_RANKS = 64
 
 
@@ -163,11 +161,9 @@ def ranks_of_peer(
             )
             started.append(process)
         yield RankEnv.from_mapping(first), secret
-        for process in started:
-            process.wait(_LEAVE_SECONDS)
     finally:
         for process in started:
-            process.kill()  # nothing, where it has ended
+            process.kill()
             process.wait()
 
 
@@ -276,8 +272,6 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
         # Not a token: this goes into a log.
         hooks.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
 
-    with suppress(OSError):
-        spec = replace(spec, prefer_host=socket.gethostbyname(env.master_addr))
     return roles.create(config, spec, hooks, opened)[0]
 
 

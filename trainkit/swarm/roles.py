@@ -150,7 +150,7 @@ class Creator(Session):
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
-        self.own_addresses, self.since = self.dht.addresses(self.spec.prefer_host), time.time()
+        self.own_addresses, self.since = self.dht.addresses(), time.time()
         self.publish(wait=True)
         before = address.addresses_in(self.writer.run)
         self.keep_place(self.run_id, self.own_addresses)
@@ -191,7 +191,7 @@ class Creator(Session):
     def credit(self, counted: Iterable[Counted]) -> None:
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
         seconds = self.clock.seconds
-        self.credits.add(self.pace.round_seconds or seconds, counted)
+        self.credits.add(self.round_seconds or seconds, counted)
         self.writer.check()
         with suppress(OSError):  # a full disk; the next round writes all of it again
             self.credits.write(self.writer.run)
@@ -369,21 +369,21 @@ class Guest(Session):
 
         Raises RunFailedError when nobody has answered for as long as this peer is patient.
         """
-        stopped, patience, pause = self.hooks.stop_requested, self.spec.patience, _FIRST_PAUSE
-        deadline, words = time.monotonic() + patience, f"Waiting for it for up to {terminal.age(patience)}"
-        while not stopped():
-            if self.dht.reconnect(self.memory.others) and (self.finds_run() or self.watch.stopped):
-                return True
-            if (now := time.monotonic()) >= deadline:
-                what = f"The swarm has not answered for {terminal.age(patience)}."
-                why = "Its creator has gone without a word, or this machine has lost its network."
-                raise RunFailedError(what, why=why, fix=_ASK_THE_CREATOR)
-            if pause == _FIRST_PAUSE:
-                self.hooks.say(f"Nobody of the swarm answers. {words}; Ctrl-C leaves for good.")
-            until = min(now + pause, deadline)
-            while (left := until - time.monotonic()) > 0 and not stopped():
-                time.sleep(min(left, _LOOK_SECONDS))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        patience, pause, ask_at = self.spec.patience, _FIRST_PAUSE, 0.0
+        deadline = time.monotonic() + patience
+        while not self.hooks.stop_requested():
+            if (now := time.monotonic()) >= ask_at:
+                if self.dht.reconnect(self.memory.others) and (self.finds_run() or self.watch.stopped):
+                    return True
+                if now >= deadline:
+                    what = f"The swarm has not answered for {terminal.age(patience)}."
+                    why = "Its creator has gone without a word, or this machine has lost its network."
+                    raise RunFailedError(what, why=why, fix=_ASK_THE_CREATOR)
+                if not ask_at:
+                    until = f"Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
+                    self.hooks.say(f"Nobody of the swarm answers. {until}")
+                ask_at, pause = min(now + pause, deadline), min(1.5 * pause, _LONGEST_PAUSE)
+            time.sleep(_LOOK_SECONDS)
         return False
 
     def finds_run(self) -> bool:

@@ -91,8 +91,8 @@ class _Loop:
             return "ended"
         if peer.watch.first_round > peer.clock.first:  # clocks move on only, so that an old manifest moves nobody back
             return "moved"
-        if peer.pace.rounds_alone >= LOST_AFTER:
-            peer.pace.rounds_alone = 0  # counted anew after the swarm has come back
+        if peer.rounds_alone >= LOST_AFTER:
+            peer.rounds_alone = 0  # counted anew after the swarm has come back
             if not peer.may_be_alone:
                 return "lost"
             peer.dht.look_for(peer.memory.others)  # this does not wait
@@ -125,11 +125,11 @@ class _Loop:
 
         Raises RunFailedError for a peer that is too slow for its rounds, or whose training has diverged.
         """
-        peer, pace = self.peer, self.peer.pace
+        peer = self.peer
         peer.progress.position += 1
         if peer.progress.position > 1:  # the very first one also warms up kernels and caches; later ones vary
-            pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * seconds if pace.step_seconds else seconds
-        if (took := pace.step_seconds) > (limit := peer.clock.seconds):
+            peer.step_seconds = 0.8 * peer.step_seconds + 0.2 * seconds if peer.step_seconds else seconds
+        if (took := peer.step_seconds) > (limit := peer.clock.seconds):
             raise RunFailedError(
                 f"One update takes {took:.0f} s here, longer than a round of {limit:.0f} s.",
                 why="This peer would never have anything to contribute.",
@@ -193,11 +193,11 @@ class TimedLoop(_Loop):
                 self.hear()
                 news_at = now + NEWS_SECONDS
             self.settle(0.0)
-            if not averaging.begun and now + peer.pace.step_seconds >= search_at:
+            if not averaging.begun and now + peer.step_seconds >= search_at:
                 self.settle(math.inf)
                 peer.sentry.before_round(peer.watch.peers, clock.seconds)
                 averaging.begin(boundary, samples / seconds if seconds else 0.0)
-            if now + peer.pace.step_seconds >= boundary:
+            if now + peer.step_seconds >= boundary:
                 break
             if peer.spec.trains:
                 lr, taken = self.step(now)
@@ -211,7 +211,7 @@ class TimedLoop(_Loop):
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, alone=not others, loss=loss)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
-        if peer.pace.exchange_seconds <= _WAITING_SHARE * clock.seconds:
+        if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:
             self.settle(_WAITING_SHARE * clock.seconds)
         return None
 
@@ -240,7 +240,7 @@ class TimedLoop(_Loop):
         result = peer.averaging.settle(seconds, trained_on=trained_on, leads=peer.may_be_alone)
         if result is None:
             return
-        self.done, peer.pace.exchange_seconds = None, result.seconds
+        self.done, peer.exchange_seconds = None, result.seconds
         peer.sentry.after_round(done.index, peer.watch.peers, result)
         done = replace(done, result=result)
         self.publish(done)
@@ -250,7 +250,7 @@ class TimedLoop(_Loop):
             # If it fails, the next round says so again. The giver may not have made the step of this round yet: without
             # it this peer would be behind once more.
             peer.adopt(peer.clock.seconds / 2, newer_than=peer.common.round - 1)
-        peer.pace.rounds_alone = peer.pace.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
+        peer.rounds_alone = peer.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class SampleLoop(_Loop):
     @property
     def rate(self) -> float:
         """Samples per second; 0: not known, or none."""
-        micro_batch, took = self.peer.team.state.micro_batch_size, self.peer.pace.step_seconds
+        micro_batch, took = self.peer.team.state.micro_batch_size, self.peer.step_seconds
         return micro_batch / took if took else 0.0
 
     def begin_round(self) -> None:
@@ -380,7 +380,7 @@ class SampleLoop(_Loop):
         if self.others():
             self.heard_at = now
         elif now - self.heard_at > LOST_AFTER * self.peer.clock.seconds:
-            self.heard_at, self.peer.pace.rounds_alone = now, LOST_AFTER
+            self.heard_at, self.peer.rounds_alone = now, LOST_AFTER
         return super().ending()
 
     def others(self) -> dict[str, PeerProgress]:
@@ -433,7 +433,7 @@ class SampleLoop(_Loop):
         """
         peer, now, round_ends = self.peer, time.time(), self.began + self.peer.clock.seconds
         if has_others and not peer.averaging.begun:
-            soon = self.config.collaborative.matchmaking_seconds + peer.pace.step_seconds
+            soon = self.config.collaborative.matchmaking_seconds + peer.step_seconds
             if peer.dht.client_mode:
                 self.search(max(now + 1.0, round_ends))
             elif min(left, round_ends - now) <= soon:
@@ -462,7 +462,7 @@ class SampleLoop(_Loop):
         peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
         while (result := peer.averaging.settle(_PUBLISH_SECONDS, trained_on=False, leads=leads)) is None:
             self.news()
-        peer.pace.round_seconds = time.time() - self.began
+        peer.round_seconds = time.time() - self.began
         peer.sentry.after_round(index, peer.watch.peers, result)
         if common.round == index:
             self.tries += 1

@@ -320,19 +320,6 @@ def _hash(parts: Iterable[bytes]) -> str:
 LOST_AFTER = 3
 
 
-@dataclass
-class Pace:
-    """How a peer gets on; it outlives a loss of the swarm."""
-
-    step_seconds: float = 0.0
-    """How long an update takes, on average over the last few; 0: not known yet."""
-    exchange_seconds: float = 0.0
-    """How long the last exchange took."""
-    rounds_alone: int = 0
-    round_seconds: float = 0.0
-    """How long the last round was, where it is not the clock that says so."""
-
-
 class Session:
     """One peer's part in one run: all that the training loop works on.
 
@@ -350,8 +337,16 @@ class Session:
 
     def __init__(self, held: ExitStack, spec: PeerSpec, hooks: Hooks) -> None:
         self.held, self.spec, self.hooks = held, spec, hooks
-        self.progress, self.pace = Progress(), Pace()
+        self.progress = Progress()
         self.rounds: RoundRecorder | None = None
+        # How it gets on, also when it has lost the swarm meanwhile.
+        self.step_seconds = 0.0
+        """How long an update takes, on average over the last few; 0: not known yet."""
+        self.exchange_seconds = 0.0
+        """How long the last exchange took."""
+        self.round_seconds = 0.0
+        """How long the last round was, where it is not the clock that says so."""
+        self.rounds_alone = 0
 
     def open_node(self, own: Pass, admission: Admission, identity: Path | None, peers: Sequence[str] = ()) -> None:
         """Come into the DHT of the swarm at ``peers``; of a new one without any."""

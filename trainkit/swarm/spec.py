@@ -37,8 +37,6 @@ class PeerSpec:
     port: int = 0
     announce: str | None = None
     """The address that others are told, where it is not this machine's own."""
-    prefer_host: str | None = None
-    """IP address by which others know this machine."""
     identity: Path | None = None
     folder: RunDir | None = None
     """The run folder, if there is one already: what it says of the swarm counts."""

@@ -18,7 +18,7 @@ from trainkit import fileio, terminal
 from trainkit.config import yaml
 from trainkit.config.components import LOSS, metrics_of
 from trainkit.config.loading import Loaded, load
-from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from_json
+from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.process import NoAnswer, ask
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, described, read_metrics
@@ -227,9 +227,6 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
         entry = admission.entry_of([text] if text else [], env, name="status")
     else:
         run_dir = admission.run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
-        if not (run_dir.path / ADDRESS_FILE).is_file():
-            why = f"It has no {ADDRESS_FILE}."
-            raise UserError(f"{run_dir.name} is not a swarm.", why=why, fix="`python -m jobs.status` shows it.")
         entry = admission.by_address(admission.addresses_of(run_dir), name="status")
         if (run_dir.path / admission.KEY_FILE).exists():  # its owner needs no token
             entry = replace(entry, own=admission.own_pass(admission.owner_of(run_dir.path).key, "status", "volunteer"))
