@@ -149,8 +149,11 @@ def require_executor(plan: Plan, site: Site) -> None:
         why = f"The run would be {plan.executor}, and launch.container_image is {plan.container.image}."
         fix = "Add --container-image none, or start it with `python -m jobs.launch`."
         raise RefusedError(what, why=why, fix=fix, key="launch.container_image")
-    if refusal := scheduler.refusal(site):
-        raise refusal
+    if scheduler.batch and ":" not in plan.executor and site.scheduler != plan.executor:
+        what = f"There is no {scheduler.title} on this machine."
+        why = f"launch.executor is {plan.executor}, but {site.unknown or 'its programs are not found'}."
+        fix = "Use --executor local to run it here, or submit from a login node."
+        raise RefusedError(what, why=why, fix=fix, key="launch.executor")
 
 
 def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainkit import fileio, plugins, process, terminal
-from trainkit.errors import RefusedError, UserError
+from trainkit.errors import UserError
 from trainkit.process import NoAnswer
 from trainkit.run import folder
 from trainkit.run.events import ProcessId, RunHistory, Submission, history_of
@@ -32,7 +32,7 @@ from trainkit.run.folder import RunDir, as_open_as
 
 if TYPE_CHECKING:
     from trainkit.launch.plan import Plan
-    from trainkit.site.profile import Partition, Site
+    from trainkit.site.profile import Partition
 
 PACKAGE = "trainkit.schedulers"
 Function = Callable[[str], str]
@@ -210,10 +210,6 @@ class Scheduler(ABC):
     def is_here(self, env: Mapping[str, str]) -> bool:
         """Whether jobs can be submitted from this machine."""
         return True
-
-    def refusal(self, site: Site) -> RefusedError | None:
-        """Why jobs cannot be submitted from this machine, if so."""
-        return None
 
     def partitions(self, env: Mapping[str, str]) -> tuple[Partition, ...]:
         """Its partitions and their nodes; none where it has no partitions. Raises NoAnswer."""

@@ -28,7 +28,7 @@ from trainkit.run.folder import PREFLIGHT, REQUEUE, RunDir
 from trainkit.schedulers import base, slurm_submission
 from trainkit.schedulers.base import BEGIN, TASK, Answer, Job, JobState, NoCluster, NodeState, OwnJob, Place, Start
 from trainkit.schedulers.slurm_submission import NAME, is_job_of, job_id_in, names, persist, queued_scripts, run, told
-from trainkit.site.profile import Partition, Site, read_nodes, read_partitions
+from trainkit.site.profile import Partition, read_nodes, read_partitions
 
 RESOURCES = (
     "nodes", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task", "mem", "partition", "account", "qos",
@@ -192,15 +192,6 @@ class Slurm(base.Scheduler):
 
     def is_here(self, env: Mapping[str, str]) -> bool:
         return shutil.which("sbatch", path=env.get("PATH")) is not None
-
-    def refusal(self, site: Site) -> RefusedError | None:
-        if site.scheduler == self.name:
-            return None
-        return RefusedError(
-            "There is no SLURM on this machine.",
-            why="launch.executor is slurm, but sbatch is not found.",
-            fix="Use --executor local to run it here, or submit from a login node.",
-        )
 
     def partitions(self, env: Mapping[str, str]) -> tuple[Partition, ...]:
         try:
