@@ -1,18 +1,17 @@
 """``python -m jobs.bench``: really run, in small; its figures worked out again from what each turn took."""
 
 import json
-import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs.conftest import PROJECT, Done
+from tests.jobs.conftest import Done
 from tests.runs import script
+from tests.shell import python
 from trainkit.bench.base import CONTROL, Request
 from trainkit.schedulers import slurm_submission
 
@@ -31,11 +30,8 @@ QUICK = ("--rounds", "3", "--updates", "2", "monitor.loggers=[jsonl]")
 
 def bench(tmp_path: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run it as a user on a laptop does."""
-    here = {"PYTHONPATH": str(PROJECT), "TRAINKIT_RUNS": str(tmp_path / "runs"), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "jobs.bench", *words]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **here}, capture_output=True, text=True, check=False
-    )
+    here = {"TRAINKIT_RUNS": str(tmp_path / "runs"), "CUDA_VISIBLE_DEVICES": ""}
+    done = python("-m", "jobs.bench", *words, cwd=tmp_path, **here)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -1,6 +1,6 @@
 """What a report is made of: sections of text, tables and charts, which are drawn as SVG.
 
-All text in them is plain, and a run may be a stranger's: `tag` and the writers escape it. A chart is None where there
+All text in them is plain, and a run may be a stranger's: the templates escape it. A chart is None where there
 is nothing to draw. Colours are the numbers 0 to 7 of ``chart.css``, which follow the reader's light or dark scheme.
 
     rate = bar_chart("Images a second", "images/s", [Bar("fp32", 812, spread=(800, 820)), Bar("bf16", 1510)])
@@ -424,6 +424,9 @@ class Section(NamedTuple):
     title: str
     parts: Sequence[Part]
     note: str = ""
+
+    def __bool__(self) -> bool:
+        return any(self.parts)
 
 
 def of_each(name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]) -> Callable[[Sequence[Facts]], Section]:

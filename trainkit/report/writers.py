@@ -55,7 +55,7 @@ def _report(runs: Sequence[Facts]) -> _Report:
         sections = [*of_several(runs), *of_runs(runs)]
         lead = [_lead(facts, name=len(runs) > 1) for facts in runs[:_MOST_LINES]]
         title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    return _Report(title, lead, [section for section in sections if any(section.parts)])
+    return _Report(title, lead, sections)
 
 
 def _lead(facts: Facts, *, name: bool) -> tuple[str, str]:
