@@ -69,7 +69,7 @@ def write_run(
         train = {"loss": 2.3 * fit + 0.03, "acc1": 99.9 - 89 * fit, "acc5": 100.0, "lr": 2e-3 * (1 - step / 401)}
         fileio.append_jsonl(run_dir.metrics, {**where, "split": "train", **train, "images_per_sec": speed + step % 30})
         if step % 20 == 0:
-            val = {"loss": 2.2 * fit + 0.05, "acc1": 99.3 - 88 * fit, "acc5": 100.0}
+            val = {"loss": 2.2 * fit + 0.05, "acc1": 99.3 - 88 * fit, "acc5": 100.0, "images_per_sec": speed}
             fileio.append_jsonl(run_dir.metrics, {**where, "split": "val", **val})
         sample: dict[str, Any] = {"time": clock, "cpu_percent": 80.0 + step % 20, "memory_used_mb": 4096.0}
         sample |= {"memory_total_mb": 16384.0, "load": taken / 10, "cpu_taken": taken}

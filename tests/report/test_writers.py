@@ -100,6 +100,8 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
     assert "\nddp-0002: fashion_cnn, digits, ddp. Finished after 400 steps.\n" in text
     assert "| ddp-0002 | ddp | 2 | 400 | 98.71 % | 98.90 % | 13.8 s | 1,860 | 1.86× | 93 % | 1.87× |" in text  # noqa: RUF001
     assert "| strategy.name | single | ddp |" in text
+    curves = (tmp_path / "out" / "curves.svg").read_text()
+    assert curves.count("line faint") == 2 * 3, "train beside val; rate and throughput are of the training alone"
     drawn = ["scaling", "curves", "timeline", "hardware", "hardware-2"]
     assert pictures(text) == [f"{name}.svg" for name in drawn]
     assert re.findall("(?m)^## (.*)", text)[:3] == ["Comparison", "Curves", "Results by split"]

@@ -36,18 +36,8 @@ def curves(runs: Sequence[Facts]) -> doc.Section:
     metrics = {name: metric for facts in drawn for name, metric in facts.described.metrics.items()}
     pictures = []
     for key, metric in (metrics | _PACE).items():
-        series = []
-        for split, (colour, facts) in product(("train",) if key in _PACE else ("train", "val"), enumerate(drawn)):
-            points, lost = _points(facts, key, by, split)
-            last = f"{points[-1][1]:{'.1f' if metric.unit == '%' else '.3g'}}" if points and key in metrics else ""
-            if one:
-                name, label, colour, is_faint = split, f"{split} {last}" if last else "", int(split == "val"), False
-            else:
-                name, label = f"{facts.label} {split}", last
-                is_faint = split == "train" and any(key in record for facts in drawn for record in facts.val)
-            series.append(Series(name, points, colour, is_faint, label=label, lost=lost))
         axes = Axes(metric.label, metric.unit, by, "curves", key in _PACE, x_to, key == "loss", restarts=restarts)
-        pictures.append(line_chart(axes, series))
+        pictures.append(line_chart(axes, _series(drawn, key, metric, by)))
     legend = [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)]
     whole = doc.Charts("curves", pictures, "loss, metrics, learning rate and throughput", legend)
     notes = []
@@ -63,6 +53,22 @@ def curves(runs: Sequence[Facts]) -> doc.Section:
     if len(known) > COLOURS:
         notes.append(f"The best {COLOURS} of {len(known)} runs, by validation.")
     return doc.Section("curves", "Curves", [whole] if whole else [], " ".join(notes))
+
+
+def _series(drawn: Sequence[Facts], key: str, metric: Metric, by: str) -> list[Series]:
+    """Of one run train and val in two colours; of several each in its own, and train faintly beside val."""
+    has_val = key not in _PACE and any(key in record for facts in drawn for record in facts.val)
+    found = []
+    for split, (colour, facts) in product(("train", "val") if has_val else ("train",), enumerate(drawn)):
+        points, lost = _points(facts, key, by, split)
+        last = f"{points[-1][1]:{'.1f' if metric.unit == '%' else '.3g'}}" if points and key not in _PACE else ""
+        if len(drawn) == 1:
+            label = f"{split} {last}" if last else ""
+            found.append(Series(split, points, int(split == "val"), label=label, lost=lost))
+        else:
+            is_faint = has_val and split == "train"
+            found.append(Series(f"{facts.label} {split}", points, colour, is_faint, label=last, lost=lost))
+    return found
 
 
 def _points(facts: Facts, key: str, by: str, split: str) -> tuple[list[Point], list[float]]:
