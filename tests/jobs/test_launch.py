@@ -21,6 +21,11 @@ SECRET = "known-to-this-test-only"
 FAST = ("train.epochs=1", "schedule.name=constant", "monitor.loggers=[console,jsonl]")
 
 
+def begin(words: list[str], folder: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    """What it says goes into one pipe."""
+    return subprocess.Popen(words, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 @pytest.fixture
 def node(no_slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts ``jobs.launch`` as one of two nodes, in a folder of its own, for there is no shared one."""
@@ -36,11 +41,8 @@ def node(no_slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., sub
         command += ["--gpus-per-node", "0", "--master-addr", "127.0.0.1", "--master-port", port]
         command += arguments
         env = {**no_slurm, "TRAINKIT_RUNS": str(folder / "runs"), "TRAINKIT_SECRET": SECRET}
-        process = subprocess.Popen(
-            command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        started.append(process)
-        return process
+        started.append(begin(command, folder, env))
+        return started[-1]
 
     yield start
     for process in started:
@@ -175,13 +177,7 @@ def test_two_nodes_in_containers_save_when_told_and_leave_nothing(
             words = [sys.executable, "-m", "jobs.launch", *(of_run or [str(run.path)])]
             words += ["--node-rank", str(rank), *nodes]
             words += ["--run-dir", str(run.path)] if of_run else []
-            started.append(
-                subprocess.Popen(
-                    words, env={**no_slurm, **docker, "TRAINKIT_SECRET": "known to this test only"},
-                    cwd=run.path.parent, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
+            started.append(begin(words, run.path.parent, {**no_slurm, **docker, "TRAINKIT_SECRET": SECRET}))
         return started
 
     def begun(times: int) -> bool:
