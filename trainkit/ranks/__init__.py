@@ -37,14 +37,6 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_
 _OTHER_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 # Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-SETS = {
-    "torchrun": ("TORCHELASTIC_RUN_ID", *HAND_SET, "LOCAL_WORLD_SIZE"),
-    "manual": (*HAND_SET, "LOCAL_WORLD_SIZE"),
-    "submitit-local": ("SUBMITIT_EXECUTOR", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
-    "mpi": (*_OPEN_MPI, *_OTHER_MPI),
-    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"),
-}
-"""Variables that each launcher sets."""
 _MOST = 100_000
 """Hosts in one list; SLURM itself knows at most 65,533."""
 _LONGEST = 1 << 20
@@ -272,10 +264,10 @@ class Reader:
 
     def missing(self, name: str) -> NoReturn:
         """Raise the UserError for a set of variables without ``name``."""
-        there = [other for other in SETS[self.launcher] if other in self.env]
+        there = [other for other in HAND_SET if other in self.env]
         raise UserError(
             f"{name} is not set, so this process cannot tell its place among the ranks.",
-            why=f"Only part of a set is there ({self.launcher}): {', '.join(there)}.",
+            why=f"Only part of a set is there ({self.launcher}){': ' * bool(there)}{', '.join(there)}.",
             fix=f"Set {name} too, or unset the others to run as a single process.",
         )
 
