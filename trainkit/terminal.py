@@ -170,18 +170,14 @@ def listing(rows: Sequence[tuple[str, str, str]], room: int) -> list[str]:
     """Lines of names with a value and a remark, for a terminal of ``room`` columns. No name and no value is cut: what
     does not fit on the line is put below it, indented."""
     first = max((len(name) for name, _, _ in rows), default=0)
-    second = min(max((len(value) for _, value, _ in rows), default=0), _VALUE)
     text: list[str] = []
     for name, value, remark in rows:
-        line = f"{name:{first}}  {value:{second}}"
+        line = f"{name:{first}}  {value:{_VALUE}}"
         if len(line) + 2 + len(remark) <= room:
             text.append(f"{line}  {remark}".rstrip())
-            continue
-        set_in = " " * (first + 2)
-        words = [value] if first + 2 + len(value) <= room else textwrap.wrap(value, max(room - first - 2, 10))
-        text.append(f"{name:{first}}  {words[0] if words else ''}".rstrip())
-        text += [set_in + word for word in words[1:]]
-        text += textwrap.wrap(remark, room, initial_indent="    ", subsequent_indent="    ")
+        else:
+            text += textwrap.wrap(line, room, subsequent_indent=" " * min(first + 2, room // 2))
+            text += textwrap.wrap(remark, room, initial_indent="    ", subsequent_indent="    ")
     return text
 
 
