@@ -204,7 +204,7 @@ def test_what_a_library_cannot_build_is_refused_with_what_helps() -> None:
             create("resnet18", info(), {"depht": 3})
     with pytest.raises(UserError, match=r"timm cannot build resnet18 with model\.global_pool=nonsense"):
         timm_model("resnet18", info(), {"global_pool": "nonsense"})
-    with pytest.raises(UserError, match=r"data\.in_chans=3"):
+    with pytest.raises(UserError, match=r"data\.in_chans must be 3"):
         torchvision_model("resnet18", info(in_chans=1), {})
     assert scores(timm_model("resnet10t", info(in_chans=1), {}), info(in_chans=1)) == (2, 7)
     model = torchvision_model("googlenet", info(64), {})  # with auxiliary heads it would give a tuple

@@ -68,7 +68,7 @@ def test_what_a_rank_holds_is_its_share_and_is_saved_and_restored(
         assert found.held == pytest.approx(alone / 2, rel=0.02)
         assert any(abs(number) > 0 for row in found.whole["position"][0] for number in row)
         assert {name: value.tolist() for name, value in tensors(tmp_path).items()} == found.whole
-        uneven = "Ranks of the nodes: {}; each needs equally many, two or more."
+        uneven = "strategy.shard_within must be all where nodes have {} ranks: each needs equally many, two or more."
         assert found.meshes in ([], [[[0, 2], [1, 3]], uneven.format("1 and 3"), uneven.format("1")])
 
 

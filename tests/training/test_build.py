@@ -181,8 +181,7 @@ def test_the_more_blocks_it_is_the_less_is_kept() -> None:
 
 
 def test_a_model_without_so_many_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match="activation_checkpointing=5 would do nothing") as refused:
+    with pytest.raises(UserError, match=r"activation_checkpointing=5 is not possible[\s\S]*must be 4 or less"):
         network(5)
-    assert refused.value.fix == "Leave it out, or use 4 or less."
-    with pytest.raises(UserError, match="full would do nothing"):
+    with pytest.raises(UserError, match="activation_checkpointing=full is not possible"):
         checkpoint_activations(nn.Linear(2, 2), "full")

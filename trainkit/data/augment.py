@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo
-from trainkit.errors import UserError
+from trainkit.errors import require
 
 # RandAugment (Cubuk et al., arXiv 1909.13719) of whole batches: each image gets what torchvision's would give it.
 #
@@ -267,15 +267,10 @@ class Augment:
 
         Raises UserError for RandAugment of images that are neither gray nor RGB.
         """
-        if config.rand_augment_ops and info.in_chans not in (1, 3):
-            raise UserError(
-                f"augment.rand_augment_ops={config.rand_augment_ops} is not possible with {info.in_chans} channels.",
-                why="RandAugment changes colours: it takes gray or RGB images.",
-                fix="Use augment.rand_augment_ops=0.",
-                key="augment.rand_augment_ops",
-            )
-        self._normalized = normalized
         ops, prob = config.rand_augment_ops, config.random_erasing_prob
+        must_be = f"0 for images of {info.in_chans} channels: RandAugment changes colours, of gray or RGB images"
+        require(not ops or info.in_chans in (1, 3), "augment.rand_augment_ops", ops, must_be)
+        self._normalized = normalized
         self._rand_augment = RandAugment(ops, config.rand_augment_magnitude) if ops else None
         self._erase = RandomErasing(prob, config.random_erasing_mode) if prob else None
         mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)

@@ -352,17 +352,14 @@ SPARE = 1 << 28
 
 def staged_folder(pack: Path, disk: Path) -> Path:
     """Where the copy of a pack is on a node's disk. A pack that was made anew has another folder."""
-    try:
-        digest = _sha256(fileio.read_bytes(pack / ABOUT, follow=True))[:16]
-    except OSError as error:
-        raise broken_pack(pack, str(error)) from None
+    digest = _sha256(fileio.read_bytes(pack / ABOUT, follow=True))[:16]
     return disk / f"trainkit-{os.geteuid()}" / f"{pack.stem}-{digest}.pack"
 
 
 def staged(pack: Path, disk: Path) -> Pack | None:
     """The copy of a pack on a node's disk, if it is there whole, and of this user's making."""
-    copy = staged_folder(pack, disk)
     try:
+        copy = staged_folder(pack, disk)
         is_same = fileio.read_bytes(copy / ABOUT) == fileio.read_bytes(pack / ABOUT, follow=True)
         return Pack(copy) if is_same and fileio.is_own(copy.parent, private=True) else None
     except (OSError, TrainkitError):  # there is none, or somebody has cleaned up
@@ -379,8 +376,8 @@ def stage(pack: Path, disk: Path) -> str:
     Raises:
         UserError: the pack is damaged, or the disk cannot be written.
     """
-    final = staged_folder(pack, disk)
     try:
+        final = staged_folder(pack, disk)
         if not fileio.make_own(final.parent):
             return f"{final.parent} is not this user's alone"
         with fileio.append(final.with_name(final.name + ".lock"), final.parent) as lock:

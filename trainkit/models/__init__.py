@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from trainkit import plugins
-from trainkit.errors import TrainkitError, UserError, did_you_mean
+from trainkit.errors import TrainkitError, UserError, did_you_mean, require
 from trainkit.plugins import timm_models, torchvision_models
 
 if TYPE_CHECKING:
@@ -132,13 +132,9 @@ def _check_library_options(given: Mapping[str, Any]) -> None:
                 fix="Remove it; data.num_classes and data.in_chans are options of some data sets.",
                 key=f"model.{option}",
             )
-    if not isinstance(given.get("pretrained", False), bool):
-        raise UserError(
-            f"model.pretrained={given['pretrained']} is not possible.",
-            why="It is true or false; which weights is part of a timm name, or model.weights=NAME of torchvision's.",
-            fix="Use model.pretrained=true with model.name=NAME.TAG, or model.weights=NAME.",
-            key="model.pretrained",
-        )
+    asked = given.get("pretrained", False)
+    must_be = "true or false: which weights is part of a timm name, or model.weights=NAME of torchvision's"
+    require(isinstance(asked, bool), "model.pretrained", asked, must_be)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -260,12 +256,8 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.
     """
     import torchvision
 
-    if info.in_chans != 3:
-        raise UserError(
-            f"torchvision's {name} takes images of 3 channels, not {info.in_chans}.",
-            why=f"The data set '{info.name}' has data.in_chans={info.in_chans}; torchvision's models are made for RGB.",
-            fix="Use data.in_chans=3 (gray thrice), or a model of timm, which takes any number.",
-        )
+    must_be = f"3 (gray thrice) for {name} of torchvision; models of timm take any number"
+    require(info.in_chans == 3, "data.in_chans", info.in_chans, must_be)
     settings = dict(options)
     pretrained = settings.pop("pretrained", False) or settings.get("weights") is not None
     defaults: dict[str, Any] = {"weights": "DEFAULT"} if pretrained else {"num_classes": info.num_classes}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainkit import plugins
 from trainkit.config.checks import strategy_traits
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import UserError
+from trainkit.errors import UserError, require
 
 if TYPE_CHECKING:
     from trainkit.config.schema import StrategyConfig
@@ -110,12 +110,8 @@ def synchronize_batchnorm(model: nn.Module, dist: Distributed) -> nn.Module:
 
     Raises UserError on CPU: torch implements `SyncBatchNorm` for GPUs only.
     """
-    if dist.device.type != "cuda":
-        raise UserError(
-            "strategy.sync_batchnorm=true needs GPUs.",
-            why="torch implements SyncBatchNorm for GPUs only.",
-            fix="Remove it, or use a model without BatchNorm.",
-        )
+    must_be = "false on CPUs: torch implements SyncBatchNorm for GPUs only"
+    require(dist.device.type == "cuda", "strategy.sync_batchnorm", "true", must_be)
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 

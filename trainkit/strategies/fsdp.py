@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.conv import _ConvNd
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import UserError
+from trainkit.errors import require
 from trainkit.strategies import repeated_blocks, synchronize_batchnorm
 
 SHARDED = True
@@ -83,13 +83,8 @@ class FSDP:
         if len(nodes) < 2:
             return DeviceMesh(device, list(range(world_size)), mesh_dim_names=("shard",))
         sizes = sorted({len(ranks) for ranks in nodes.values()})
-        if len(sizes) > 1 or sizes == [1]:
-            raise UserError(
-                "strategy.shard_within=node is not possible here.",
-                why=f"Ranks of the nodes: {' and '.join(map(str, sizes))}; each needs equally many, two or more.",
-                fix="Start as many ranks on each node, two or more, or leave strategy.shard_within out.",
-                key="strategy.shard_within",
-            )
+        must_be = f"all where nodes have {' and '.join(map(str, sizes))} ranks: each needs equally many, two or more"
+        require(len(sizes) == 1 and sizes != [1], "strategy.shard_within", "node", must_be)
         return DeviceMesh(device, [nodes[node] for node in sorted(nodes)], mesh_dim_names=("replicate", "shard"))
 
     def _mixed_precision(self, model: nn.Module) -> MixedPrecisionPolicy:
@@ -138,13 +133,8 @@ def build(
     memory); ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's
     statistics are those of all ranks; needs GPUs.
     """
-    if cpu_offload and dist.device.type != "cuda":
-        raise UserError(
-            "strategy.cpu_offload=true needs GPUs.",
-            why="On CPUs the shards are in host memory already.",
-            fix="Remove it.",
-            key="strategy.cpu_offload",
-        )
+    is_gpu = dist.device.type == "cuda"
+    require(is_gpu or not cpu_offload, "strategy.cpu_offload", "true", "false on CPUs: the shards are in host memory")
     casts = CASTS_SOME and param_dtype == "auto" and precision in ("bf16", "fp16")
     return FSDP(
         dist,

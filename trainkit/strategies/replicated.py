@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import UserError
+from trainkit.errors import require
 from trainkit.strategies import synchronize_batchnorm
 
 if TYPE_CHECKING:
@@ -200,17 +200,13 @@ def replicated(
     """
     hook: str | PowerSGD = comm_hook
     if comm_hook == "powersgd":
-        scaled, unused = precision in ("fp16", "o2"), find_unused_parameters
-        rows = (
-            (scaled, f"train.precision={precision}", "What it keeps back is in units of a loss scale that changes."),
-            (unused, "strategy.find_unused_parameters=true", "It needs buckets that stay as they are."),
-            (powersgd_start_step < 2, f"strategy.powersgd_start_step={powersgd_start_step}", "torch sends two whole."),
-            (powersgd_rank < 1, f"strategy.powersgd_rank={powersgd_rank}", "Its matrices have at least one column."),
-        )
-        for is_wrong, setting, why in rows:
-            if is_wrong:
-                what = f"strategy.comm_hook=powersgd does not go with {setting}."
-                fix = "Change that, or use strategy.comm_hook=bf16."
-                raise UserError(what, why=why, fix=fix, key="strategy.comm_hook")
+        must_be = "bf16 or fp32 with PowerSGD: what it keeps back is in units of a loss scale that changes"
+        require(precision not in ("fp16", "o2"), "train.precision", precision, must_be)
+        must_be = "false with PowerSGD: it needs buckets that stay as they are"
+        require(not find_unused_parameters, "strategy.find_unused_parameters", "true", must_be)
+        must_be = "2 or more: torch sends two whole"
+        require(powersgd_start_step >= 2, "strategy.powersgd_start_step", powersgd_start_step, must_be)
+        must_be = "1 or more: its matrices have at least one column"
+        require(powersgd_rank >= 1, "strategy.powersgd_rank", powersgd_rank, must_be)
         hook = PowerSGD(dist, powersgd_rank, powersgd_start_step)
     return Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm)

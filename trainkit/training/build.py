@@ -24,7 +24,7 @@ from trainkit.data.loader import Batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import UserError
+from trainkit.errors import require
 from trainkit.fileio import make_own
 from trainkit.models import build_model, expected_input, freeze
 from trainkit.run import folder as run_folder
@@ -224,13 +224,8 @@ def checkpoint_activations(model: nn.Module, which: Literal["none", "full"] | in
         return
     every = 1 if which == "full" else which
     blocks = repeated_blocks(model, _MIN_BLOCK_PARAMS)
-    if len(blocks) < every:
-        raise UserError(
-            f"train.activation_checkpointing={which} would do nothing.",
-            why=f"{type(model).__name__} has {len(blocks)} blocks to throw activations away of.",
-            fix="Leave it out" + (f", or use {len(blocks)} or less." if blocks else "."),
-            key="train.activation_checkpointing",
-        )
+    must_be = f"{len(blocks)} or less for {type(model).__name__}, which has so many blocks; or none"
+    require(len(blocks) >= every, "train.activation_checkpointing", which, must_be)
     for block in blocks[every - 1 :: every]:
         norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
         # Of the first pass, and of the second.

@@ -14,7 +14,7 @@ from trainkit.checkpoint.state import Held, follow_masters, load_moments, master
 from trainkit.config.components import find_optimizer, given_to_own
 from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
-from trainkit.errors import UserError
+from trainkit.errors import UserError, require
 from trainkit.ranks import RankEnv
 
 
@@ -135,13 +135,8 @@ def _by_layer(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 
     inner, decay = unwrapped(model), config.layer_decay
-    if not hasattr(inner, "group_matcher"):
-        raise UserError(
-            f"optim.layer_decay={decay:g} needs to know the model's layers.",
-            why=f"{type(inner).__name__} has no group_matcher(), which timm's models have.",
-            fix="Use a model of timm, or optim.layer_decay=1.",
-            key="optim.layer_decay",
-        )
+    must_be = f"1 for {type(inner).__name__}, which has no group_matcher() that tells its layers, as timm's models have"
+    require(hasattr(inner, "group_matcher"), "optim.layer_decay", f"{decay:g}", must_be)
     spared = _spared(inner)
     groups = param_groups_layer_decay(inner, config.weight_decay, no_weight_decay_list=spared, layer_decay=decay)
     return [{key: group[key] for key in ("params", "weight_decay", "lr_scale")} for group in groups]
