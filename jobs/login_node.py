@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from trainkit import fileio, terminal
 from trainkit.errors import RunFailedError
@@ -174,14 +174,7 @@ def _standing_alone(preset: Path) -> str | None:
     along = (OWN.resolve(), PACKAGED.resolve())
     if all(any(file.resolve().is_relative_to(folder) for folder in along) for file in files_of(preset)):
         return None
-    tree: dict[str, Any] = {}
-    for key, (value, _) in file_layer(preset).items():
-        *parents, last = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return yaml.dump(tree)
+    return yaml.dump({key: value for key, (value, _) in file_layer(preset).items()})
 
 
 def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:

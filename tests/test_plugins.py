@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-import importlib
 import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from tests.config import conftest
+from tests.config.conftest import Write
 from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.plugins import convert, fill, timm_models, torchvision_models
 from trainkit.start import check
 
+write = conftest.write
 STRATEGIES = "trainkit.strategies"
 SOURCE = """
 import torch_is_not_needed_to_read_this
@@ -40,11 +40,9 @@ def wrapping(*args, **options):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own(write: Write) -> str:
     """A module of the user's own in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_own_plugin.py").write_text(SOURCE)
+    write("my_own_plugin.py", SOURCE)
     return "my_own_plugin"
 
 
@@ -157,25 +155,6 @@ def test_what_is_not_given_has_its_default_and_a_choice_must_exist() -> None:
         fill(plugin, {"norm": "grop"}, where="model")
 
 
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """``write("mine.py", text)`` makes a file of the user's own, in the folder that they start from."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def call(name: str, text: str) -> Path:
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(textwrap.dedent(text))
-        importlib.invalidate_caches()
-        return file
-
-    return call
-
-
 def refusal(model: str, *overrides: str) -> UserError | None:
     """What is said of a model of the user's own, if it is refused."""
     try:
@@ -203,7 +182,6 @@ def refusal(model: str, *overrides: str) -> UserError | None:
 def test_a_users_module_that_a_job_cannot_import_is_refused(write: Write, text: str, words: list[str]) -> None:
     """Before anything is queued, with file and line."""
     write("whole.py", text)
-    plugins._parsed.cache_clear()
     error = refusal("whole:build")
     assert error is not None
     assert error.exit_code == 2
@@ -226,7 +204,6 @@ MAY_WORK = {
 @pytest.mark.parametrize("case", MAY_WORK)
 def test_what_may_well_work_is_let_pass(write: Write, case: str) -> None:
     write("passes_five.py", MAY_WORK[case])
-    plugins._parsed.cache_clear()
     assert refusal("passes_five:build", case if "=" in case else "seed=0") is None
 
 

@@ -362,18 +362,14 @@ def check_importable(package: str, name: str, *, installed: bool) -> None:
         raise UserError(what, why=why, fix=fix, key=key)
 
 
+@cache
 def parse(file: Path, key: str | None) -> ast.Module:
     """A file's syntax tree. Raises UserError, with file and line, where it is no Python."""
+    content = fileio.read_bytes(file, follow=True)  # as bytes: the file itself may say its encoding
     try:
-        return _parsed(file)
+        return ast.parse(content, filename=str(file))
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         raise _no_python(file, error, key) from None
-
-
-@cache
-def _parsed(file: Path) -> ast.Module:
-    content = fileio.read_bytes(file, follow=True)  # as bytes: the file itself may say its encoding
-    return ast.parse(content, filename=str(file))
 
 
 def _no_python(file: Path, error: SyntaxError | ValueError, key: str | None) -> UserError:

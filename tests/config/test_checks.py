@@ -1,12 +1,11 @@
 """What a strategy's file states, and that everybody goes by it: for strategies of ours and of the user's own."""
 
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Write
 from trainkit.config.checks import (
     StrategyTraits,
     check_strategy,
@@ -19,21 +18,19 @@ from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.start import check
 
-Write = Callable[[str], str]
+Own = Callable[[str], str]
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def own(write: Write) -> Own:
     """Writes a strategy that states something, and gives the setting that chooses it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def write(stated: str) -> str:
+    def call(stated: str) -> str:
         name = f"own_{abs(hash(stated))}"
-        (tmp_path / f"{name}.py").write_text(f"{stated}\ndef build(dist, *, mode: str = 'slow'): ...\n")
+        write(f"{name}.py", f"{stated}\ndef build(dist, *, mode: str = 'slow'): ...\n")
         return f"strategy.name={name}:build"
 
-    return write
+    return call
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,7 @@ def test_one_process_of_a_job_of_several_ranks_may_be_alone() -> None:
         ('GLOBAL_BATCHNORM = "always, if so"', "states 'if so'"), ('EXCLUDES = {"train.compile, ": "no"}', "states ''"),
     ],
 )  # fmt: skip
-def test_a_trait_that_does_not_exist_is_refused(own: Write, stated: str, says: str) -> None:
+def test_a_trait_that_does_not_exist_is_refused(own: Own, stated: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)) as refused:
         strategy_traits(own(stated).partition("=")[2])
     assert refused.value.key == "strategy.name"
@@ -83,7 +80,7 @@ def test_a_trait_that_does_not_exist_is_refused(own: Write, stated: str, says: s
         ("train.class_weights=balanced", ["train.class_weights"]),
     ],
 )  # fmt: skip
-def test_own_collaborative_strategies_are_checked_as_hivemind(own: Write, setting: str, keys: list[str]) -> None:
+def test_own_collaborative_strategies_are_checked_as_hivemind(own: Own, setting: str, keys: list[str]) -> None:
     strategy = own('LOOP = "collaborative"')
     check(load("hivemind_gradients", [strategy]))
     with pytest.raises(UserError) as theirs:
@@ -94,7 +91,7 @@ def test_own_collaborative_strategies_are_checked_as_hivemind(own: Write, settin
     assert (refused.value.fix, refused.value.key) == (theirs.value.fix, *keys)
 
 
-def test_own_sharded_strategies_refuse_o2_as_fsdp_does(own: Write) -> None:
+def test_own_sharded_strategies_refuse_o2_as_fsdp_does(own: Own) -> None:
     settings = [own("SHARDED = True"), "train.precision=o2"]
     with pytest.raises(UserError, match=r"train.precision=o2 does not go with strategy.name=own_"):
         check(load("ddp", settings))
@@ -103,7 +100,7 @@ def test_own_sharded_strategies_refuse_o2_as_fsdp_does(own: Write) -> None:
     load("ddp", settings[1:])
 
 
-def test_what_an_own_strategy_excludes_is_refused_with_its_reason(own: Write) -> None:
+def test_what_an_own_strategy_excludes_is_refused_with_its_reason(own: Own) -> None:
     why = {"train.channels_last": "It wants rows.", "strategy.mode=fast, train.grad_clip_norm": ("Unclipped.", "Wait.")}
     strategy = own(f"EXCLUDES = {why!r}")
     check(load("ddp", [strategy, "train.grad_clip_norm=1", "strategy.mode=slow"]))
@@ -116,7 +113,7 @@ def test_what_an_own_strategy_excludes_is_refused_with_its_reason(own: Write) ->
         check(load("ddp", [strategy, "train.grad_clip_norm=1", "strategy.mode=fast"]))
 
 
-def test_a_run_is_read_where_its_own_strategy_is_not(own: Write) -> None:
+def test_a_run_is_read_where_its_own_strategy_is_not(own: Own) -> None:
     settings = ["strategy.name=gone:build", "train.ema_decay=0.9"]
     assert load("ddp", settings).config.train.ema_decay == 0.9
     with pytest.raises(UserError, match="No module 'gone'"):

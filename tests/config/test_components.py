@@ -1,11 +1,11 @@
 """What must fit the task in a configuration is said at once, without torch."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Write
 from trainkit.config.components import Metric, judged_by, metrics_of
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
@@ -22,12 +22,9 @@ def build(splits, *, power: float = 1.0):
 
 
 @pytest.fixture
-def ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ages(write: Write) -> Path:
     """A task of the user's own, which nobody needs to import."""
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "ages_task.py"
-    file.write_text(OWN)
-    return file
+    return write("ages_task.py", OWN)
 
 
 def refused(*overrides: str) -> UserError:
@@ -161,17 +158,12 @@ def test_another_optimizer_does_not_inherit_what_was_for_the_one_before(tmp_path
     assert load(str(preset), ["optim.name=sgd"]).config.optim.options == {}
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "mine.py").write_text(
+def test_functions_of_the_users_own_are_checked_by_their_keywords(write: Write) -> None:
+    write(
+        "mine.py",
         "def optimizer(groups, lr, *, drag: float = 0.5): ...\n"
-        "def rate(step, total_steps, lr, *, floor: float, gamma: float, steps_per_epoch): ...\n"
+        "def rate(step, total_steps, lr, *, floor: float, gamma: float, steps_per_epoch): ...\n",
     )
-
-
-def test_functions_of_the_users_own_are_checked_by_their_keywords(own: None) -> None:
     check(load("ddp", ["optim.name=mine:optimizer", "optim.drag=1"]))
     check(load("ddp", ["schedule.name=mine:rate", "schedule.floor=1"]))
     assert "Unknown key 'optim.darg'" in said("ddp", "optim.name=mine:optimizer", "optim.darg=1")

@@ -1,31 +1,15 @@
 import json
 import re
-from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.config.conftest import Write
 from trainkit.config.loading import PACKAGED, load, to_yaml
 from trainkit.config.schema import SECTIONS
 from trainkit.errors import UserError
-
-Write = Callable[[str, str], Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes files into the folder of the test, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-
-    def _write(name: str, text: str) -> Path:
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        return file
-
-    return _write
 
 
 def refused(*arguments: Any, **options: Any) -> UserError:
