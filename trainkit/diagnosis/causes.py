@@ -31,7 +31,6 @@ _COMMANDS = {"RESUME": RESUME, "AGAIN": AGAIN, "LOG": LOG, "WITHOUT": RESUME + "
 """Commands that the rows abbreviate."""
 _RECORDED = re.compile(r"^  recorded:\n(?:(?:   .*)?\n)*", re.MULTILINE)
 """The texts that prove a row: half of the file, and only the tests read them."""
-_ASKS_SLURM = re.compile(r"(squeue|sacct|sinfo|scontrol|sshare|sstat) ")
 EVERY_NODE = (
     "Every node of the job says so, so it is none of them: look at the environment, the mask and the driver. Then:"
 )
@@ -46,8 +45,6 @@ _KEY = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-
 _GIVEN = re.compile(rf"{_KEY}=(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)")
 _LEAVE_OUT = re.compile(rf"[Ll]eave (?:out )?{_KEY}")
 _NAMED = re.compile(rf"{_KEY}\b(?!\.py\b)")
-_EXAMPLE = re.compile(r"\b(?:[Ff]or example|such as|e\.g\.)")
-_NUMBERS = re.compile(r"^\s+(global_batch_size|micro_batch_size|lr): (\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)$", re.MULTILINE)
 TO_FILL_IN = "..."
 """Stands for a value that only the user knows; every setting that can be meant refuses it."""
 
@@ -215,7 +212,7 @@ def _cause(
     command = re.sub(r" --exclude(?= *$)", "", command.format_map(Fields(for_shell))).rstrip()  # no node is known
     fix = fix.format_map(found).strip()
     fix = fix[:1].upper() + fix[1:]
-    asks = _ASKS_SLURM.match(command)
+    asks = WORDS["asks-slurm"].match(command)
     if asks and asks[1] not in built_in(state.executor).tools:  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
     what = row.what.format_map(found)
@@ -414,7 +411,7 @@ def _settings(run: RunDir) -> dict[str, float]:
     text = ""
     with suppress(OSError):
         text = fileio.read_text(run.config)
-    return {key: float(value) for key, value in reversed(_NUMBERS.findall(text))}
+    return {key: float(value) for key, value in reversed(WORDS["numbers"].findall(text))}
 
 
 def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
@@ -493,7 +490,7 @@ def settings_of(what: str, fix: str) -> list[str]:
     A setting that it names without a value gets its default where it is to be left out, else ``...``; so does the one
     that ``what`` complains of. Empty where the words name no setting: the machine or the data is to be mended then.
     """
-    advice = _EXAMPLE.split(fix)[0]
+    advice = WORDS["example"].split(fix)[0]
     given = [match for match in _GIVEN.finditer(advice) if not re.fullmatch(r"[A-Z_]+\.?", match["value"])]
     if given:
         chosen = given[:1]

@@ -196,12 +196,6 @@ def places_of(lines: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[s
     return places, [place for place in places if not WORDS["not-mendable"].search(place[0])]
 
 
-def raised_in_own_code(lines: Sequence[str]) -> bool:
-    """Whether the innermost frame is the user's."""
-    places, own = places_of(lines)
-    return bool(own) and own[-1] == places[-1]
-
-
 def is_lost_connection(error: str) -> bool:
     """Whether a rank failed because another went away: a consequence, not a cause."""
     return WORDS["lost-connection"].search(error) is not None and WORDS["own-fault"].search(error) is None
@@ -450,7 +444,8 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
     tail, traceback = log.tail, log.traceback if failure.traceback else None
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
     told = failure.error in (item.error for item in history_of(run).failures if item.attempt == failure.attempt)
-    of_code = bool(WORDS["of-code"].match(failure.error)) and raised_in_own_code(failure.traceback)
+    places, own = places_of(failure.traceback)
+    of_code = bool(own) and own[-1] == places[-1] and bool(WORDS["of-code"].match(failure.error))
     found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
 
     def of_tail(is_told: Callable[[str], object], *, aside: bool = False) -> Source:
