@@ -12,17 +12,30 @@ from trainkit.distributed.device import cgroup_free
 GIB = 1 << 30
 
 
-def test_what_a_cgroup_allows_is_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "folder", "limit", "used", "cached"),
+    [
+        pytest.param("0::/job_7/step_0", "", "memory.max", "memory.current", "inactive_file", id="version 2"),
+        pytest.param(
+            "4:cpu,memory:/job_7/step_0\n0::/\n3:cpuset:/gone",
+            *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            id="version 1, with an empty group of version 2",
+        ),
+    ],
+)
+def test_what_a_cgroup_allows_is_room(
+    tmp_path: Path, lines: str, folder: str, limit: str, used: str, cached: str
+) -> None:
     """SLURM's, whichever group of the job has it; files in memory do not count."""
     assert cgroup_free(tmp_path) == 1 << 60
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("9:name=systemd:/x\n0::/job_7/step_0\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/x\n{lines}\n")
     assert cgroup_free(tmp_path) == 1 << 60
-    for group, limit, cached in (("job_7", 8 * GIB, GIB), ("job_7/step_0", "max", 0)):
-        folder = tmp_path / "sys/fs/cgroup" / group
-        folder.mkdir(parents=True)
-        for name, content in (("max", limit), ("current", 3 * GIB), ("stat", f"anon 5\ninactive_file {cached}")):
-            (folder / f"memory.{name}").write_text(str(content))
+    for name, allowed, kept in (("job_7", 8 * GIB, GIB), ("job_7/step_0", "max", 0)):
+        group = tmp_path / "sys/fs/cgroup" / folder / name
+        group.mkdir(parents=True)
+        for file, content in ((limit, allowed), (used, 3 * GIB), ("memory.stat", f"cache 5\n{cached} {kept}")):
+            (group / file).write_text(str(content))
     assert cgroup_free(tmp_path) == 6 * GIB
 
 

@@ -209,17 +209,24 @@ def _status(name: str) -> int:
 
 def cgroup_free(root: Path = Path("/")) -> int:
     """Bytes that are left of what SLURM's --mem, or a container, allows this process and those beside it, by the groups
-    (cgroup v2) that it is in.
+    that it is in.
 
     Files that the kernel keeps in memory do not count: it gives them up when it must.
     """
-    free, top = _UNLIMITED, root / "sys/fs/cgroup"
+    free = _UNLIMITED
     with suppress(OSError):
-        _, _, path = fileio.read_text(root / "proc/self/cgroup").rpartition("0::/")
-        group = top / path.strip()
-        for folder in (group, *group.parents):  # a container may not see its own path: then what it sees is at the top
-            with suppress(OSError, ValueError):  # no such group, or no limit: max
-                limit, used = (int(fileio.read_text(folder / f"memory.{name}")) for name in ("max", "current"))
-                stat = dict(line.split() for line in fileio.read_text(folder / "memory.stat").splitlines())
-                free = min(free, limit - used + int(stat["inactive_file"]))
+        for line in fileio.read_text(root / "proc/self/cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            top, limit, used, cached = "", "memory.max", "memory.current", "inactive_file"
+            if controllers:  # version 1 of cgroups, which has a tree for each
+                top, limit, used = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                cached = "total_inactive_file"
+            if top not in controllers.split(","):
+                continue
+            group = root / "sys/fs/cgroup" / top / path.lstrip("/")
+            for folder in (group, *group.parents):  # a container may not see its own path, but what is at the top
+                with suppress(OSError, ValueError):  # no such group, or no limit: max
+                    room = int(fileio.read_text(folder / limit)) - int(fileio.read_text(folder / used))
+                    stat = dict(line.split() for line in fileio.read_text(folder / "memory.stat").splitlines())
+                    free = min(free, room + int(stat.get(cached, 0)))
     return free
