@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -397,6 +398,48 @@ def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_pat
     first = shared(run)
     (first / "jobs" / "__pycache__").symlink_to(tmp_path)
     assert shared(another(run)) != first
+
+
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_shared_code_goes_once_no_run_has_it(
+    run: RunDir, tmp_path: Path, has_hard_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_hard_links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nothing"))
+    of_sweep = RunDir.create(run.path.parent / "ddp-0002" / "0", "seed: 0\n")
+    first = shared(run)
+    assert snapshot.write_code(of_sweep, store=first.parent) == []
+    for number in (3, 4):
+        Path("model.py").write_text(f"x = {number}\n")
+        last = shared(another(run, f"ddp-{number:04}"))
+    (last.parent / ".partial-0a1b2c3d-of-a-killed-command").mkdir()
+    shutil.rmtree(run.path.parent / "ddp-0003")
+    shutil.rmtree(run.path)
+    before = set(last.parent.iterdir())
+    assert last == shared(another(run, "ddp-0005"))
+    assert set(last.parent.iterdir()) == before, "another command may just be about to use it"
+    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
+    assert last == shared(another(run, "ddp-0006"))
+    assert {path.stem for path in last.parent.iterdir()} == {first.name, last.name}
+    assert of_sweep.code.resolve() == first
+
+
+def test_code_that_a_command_begins_to_use_is_not_removed_by_another(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = shared(run)
+    shutil.rmtree(run.path)
+    make = snapshot._shared_copy
+    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", 0.5)
+    time.sleep(0.6)
+
+    def slowly(store: Path, *given: Any) -> Path | None:
+        snapshot._remove_unused(store)
+        return make(store, *given)
+
+    monkeypatch.setattr(snapshot, "_shared_copy", slowly)
+    assert shared(another(run)) == first
+    assert first.exists()
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ _PYTHONS = {
     f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
 }
 _BROKEN: tuple[type[Exception], ...] = (zipfile.BadZipFile, RuntimeError, *fileio.BROKEN_TAR)
-_STALE_SECONDS = 3600.0
-"""The age at which half a copy of code is removed: a killed command has left it."""
+_UNUSED_SECONDS = 3600.0
+"""The age at which a shared copy of code goes that no run uses, and half a copy that a killed command has left."""
 _LOOKED_AT = 1000
 """Most entries of a data folder that a fingerprint lists; of a larger folder it takes the time of change."""
 
@@ -235,6 +235,8 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
             return False
         name = code_digest(content)[:16]
         archive = store / f"{name}.zip"
+        with suppress(FileNotFoundError):
+            os.utime(archive)  # from now on it is in use
         if unpacked(archive) != content:
             packed = io.BytesIO()
             with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
@@ -254,7 +256,8 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     except OSError:
         _remove(run_dir.code, run_dir.code_archive)
         return False
-    _remove_partial(store)
+    with suppress(OSError):  # another command may remove the same
+        _remove_unused(store)
     return True
 
 
@@ -297,8 +300,28 @@ def _remove_partial(folder: Path) -> None:
     """Remove what killed commands have left half-written."""
     for left in folder.glob(".partial-*"):
         with suppress(OSError):  # another command was quicker
-            if left.lstat().st_mtime < time.time() - _STALE_SECONDS:
+            if left.lstat().st_mtime < time.time() - _UNUSED_SECONDS:
                 _remove(left)
+
+
+def _remove_unused(store: Path) -> None:
+    """Remove the copies that no run uses, and what killed commands have left.
+
+    The archive of a run is a second name of the shared one, also where the run was moved to. On a disk without hard
+    links it is not: there the runs beside the store tell which copies they use.
+    """
+    _remove_partial(store)
+
+    def is_unused(archive: Path) -> bool:
+        fact = archive.stat()
+        return fact.st_nlink == 1 and fact.st_ctime < time.time() - _UNUSED_SECONDS
+
+    if unused := [archive for archive in store.glob("*.zip") if is_unused(archive)]:
+        links = [link for pattern in ("*/code", "*/*/code") for link in store.parent.glob(pattern)]
+        used = {os.path.basename(os.readlink(link)) for link in links if link.is_symlink()}
+        for archive in unused:
+            if archive.stem not in used and is_unused(archive):  # still: a command may have begun to use it
+                _remove(archive, archive.with_suffix(""))
 
 
 def write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
