@@ -13,7 +13,10 @@ Keys of a sample::
                           (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
-    gpu_kwh               energy of the run on this host so far; absent if nothing measures it (NVML: GPUs since Volta)
+    gpu_kwh, cpu_kwh      energy of the run on this host so far; absent if nothing measures it
+
+GPUs measure their energy since Volta (NVML). Processors do for each package (RAPL), other programs included; by default
+only root may read it.
 
 ``nvidia-smi-<host>.txt`` beside that file shows what `nvidia-smi` said when the GPUs of the run held most memory.
 """
@@ -39,6 +42,7 @@ MB = 1024 * 1024
 _JOULES_PER_KWH = 3.6e6
 _TAIL_BYTES = 32768
 _ENERGY_KEYS = ("gpu_kwh", "cpu_kwh")
+RAPL = Path("/sys/class/powercap")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
 _SMI_SECONDS, _END_SECONDS = 4.0, 5.0
@@ -262,17 +266,33 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
 class Energy:
     """Energy of the run on this host, added to that in ``before``, the last sample of earlier attempts."""
 
-    def __init__(self, gpus: Gpus, before: Mapping[str, Any]) -> None:
-        self._gpus, self._joules = gpus, gpus.joules()
+    def __init__(self, gpus: Gpus, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
+        self._gpus, self._rapl = gpus, rapl
         self._total = {key: float(before[key]) for key in _ENERGY_KEYS if fileio.is_number(before.get(key))}
+        self._joules, self._packages = gpus.joules(), package_joules(rapl)
 
     def used(self) -> dict[str, float]:
-        """``gpu_kwh`` so far; without what nothing measures."""
+        """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures."""
         before, self._joules = self._joules, self._gpus.joules()
-        spent = [max(0.0, now - before[index]) for index, now in self._joules.items() if index in before]
-        if spent:
-            self._total["gpu_kwh"] = self._total.get("gpu_kwh", 0.0) + sum(spent) / _JOULES_PER_KWH
+        gpu = [max(0.0, now - before[index]) for index, now in self._joules.items() if index in before]
+        known, self._packages = self._packages, package_joules(self._rapl)
+        # The counter wraps.
+        cpu = [(now - known[name][0]) % wrap for name, (now, wrap) in self._packages.items() if name in known and wrap]
+        for key, spent in zip(_ENERGY_KEYS, (gpu, cpu), strict=True):
+            if spent:
+                self._total[key] = self._total.get(key, 0.0) + sum(spent) / _JOULES_PER_KWH
         return {key: round(value, 7) for key, value in self._total.items()}
+
+
+def package_joules(rapl: Path) -> dict[str, tuple[float, float]]:
+    """Of each package of processors that may be read: its energy since boot, and the value at which that wraps."""
+    packages = {}
+    for folder in rapl.glob("intel-rapl:[0-9]*"):  # the name for AMD's processors, too
+        with suppress(OSError, ValueError):
+            if fileio.read_text(folder / "name").startswith("package"):
+                now, wrap = (int(fileio.read_text(folder / name)) for name in ("energy_uj", "max_energy_range_uj"))
+                packages[folder.name] = now / 1e6, wrap / 1e6
+    return packages
 
 
 def last_sample(file: Path) -> dict[str, Any]:
@@ -286,7 +306,7 @@ def last_sample(file: Path) -> dict[str, Any]:
 
 
 def energy_of(run: RunDir) -> dict[str, float] | None:
-    """``gpu_kwh``, and of runs of version 0.1 ``cpu_kwh``, of all hosts with samples here; None: not measured."""
+    """``gpu_kwh`` and ``cpu_kwh`` of a run over all hosts whose samples are in its folder; None: not measured."""
     samples = [last_sample(file) for file in sorted(run.path.glob("system-*.jsonl"))]
     found = {key: [sample[key] for sample in samples if fileio.is_number(sample.get(key))] for key in _ENERGY_KEYS}
     return {key: round(sum(values), 6) for key, values in found.items() if values} or None
