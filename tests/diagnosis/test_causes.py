@@ -327,6 +327,12 @@ def test_own_code_to_be_mended_is_submitted_anew(run: RunDir) -> None:
     assert cause.command == f"python -m jobs.submit {run.path}"
 
 
+def test_a_node_that_the_run_asks_for_by_name_is_not_excluded_as_well(run: RunDir) -> None:
+    run.plan.write_text(json.dumps({"directives": [{"name": "nodelist", "value": "n[1-2]"}]}))
+    cause = diagnose(run, "NODE_FAIL|NodeDown", batch="srun: error: Node failure on n2")
+    assert (cause.command, "--nodelist" in cause.fix) == (f"python -m jobs.resume {run.path}", True)
+
+
 def test_a_bench_is_not_said_to_go_on(run: RunDir) -> None:
     cause = diagnose(run, "CANCELLED|None")
     assert "jobs.resume" in cause.advice

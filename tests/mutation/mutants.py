@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import libcst
 import yaml
@@ -47,11 +47,13 @@ def mutants_of(module: str) -> list[Mutant]:
 
 def is_equivalent(mutant: Mutant) -> bool:
     """It is in the list of those that no test can tell from the original."""
-    known: list[dict[str, Any]] = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
-    return any(
-        (entry["module"], entry["before"], entry["after"]) == (mutant.module, mutant.before, mutant.after)
-        for entry in known
-    )
+    return (mutant.module, mutant.before, mutant.after) in _equivalent()
+
+
+@cache
+def _equivalent() -> set[tuple[str, str, str]]:
+    known: list[dict[str, str]] = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
+    return {(entry["module"], entry["before"], entry["after"]) for entry in known}
 
 
 def _noise(tree: libcst.Module) -> Iterator[libcst.CSTNode]:

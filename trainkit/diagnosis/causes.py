@@ -215,6 +215,11 @@ def _cause(
     asks = WORDS["asks-slurm"].match(command)
     if asks and asks[1] not in built_in(state.executor).tools:  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
+    asked_for = _hosts_of(_directive(fileio.read_object(run.plan), "nodelist"))
+    excluded = _hosts_of(found["failed_hosts"] or found["host"])
+    if {*filter(None, asked_for.split(","))} & {*excluded.split(",")} and " --exclude " in command:
+        command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
+        fix = "It asks for that very node (--nodelist): name another, or, when it is well again:"
     what = row.what.format_map(found)
     return _where_it_started(run, Cause(row.name, what, _once(quotes), fix, command, failure, row=row))
 
@@ -390,10 +395,7 @@ def _behind(run: RunDir, attempt: int) -> dict[str, str]:
 
 def _more_memory(plan: Mapping[str, Any]) -> str:
     """Twice what each node was asked for; all that it has where that is not known; nothing if that was not enough."""
-    given = plan.get("directives")
-    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
-    asked = next((str(item.get("value")) for item in items if item.get("name") == "mem"), "")
-    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", asked)
+    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", _directive(plan, "mem"))
     if size is None:
         return " --mem 0"
     return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
@@ -419,6 +421,13 @@ def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
     each, names = fileio.read_object(run.plan).get("ntasks_per_node"), hosts.split(",")
     index = task // each if fileio.is_whole(each) and each else 0
     return names[index] if index < len(names) else names[0]
+
+
+def _directive(plan: Mapping[str, Any], name: str) -> str:
+    """What sbatch was given for an option; empty if nothing."""
+    given = plan.get("directives")
+    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    return next((str(item.get("value")) for item in items if item.get("name") == name), "")
 
 
 def _hosts_of(nodelist: str) -> str:
