@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="its name or path (default: all core modules)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants that are tried side by side")
+    parser.add_argument("--sample", type=int, metavar="N", help="try N mutants of a module, by chance (default: all)")
     parser.add_argument("--at-least", type=float, default=90.0, metavar="PERCENT", help="fail below this")
     asked = parser.parse_args(argv)
     chosen = [path for path in MODULES if not asked.modules or any(_names(name, path) for name in asked.modules)]
@@ -34,6 +36,9 @@ def main(argv: list[str]) -> int:
             began = time.monotonic()
             every = mutants_of(module)
             tried = [mutant for mutant in every if not is_equivalent(mutant)]
+            equivalent = len(every) - len(tried)
+            if asked.sample is not None and asked.sample < len(tried):
+                tried = random.Random(0).sample(tried, asked.sample)
             survivors = list(_survivors(module, tried, copies))
             for mutant in survivors:
                 print(f"survived: {mutant}", flush=True)
@@ -41,7 +46,7 @@ def main(argv: list[str]) -> int:
             killed_of_all, tried_of_all = killed_of_all + killed, tried_of_all + len(tried)
             rows.append(
                 f"{module:40} {len(tried):5} mutants {killed:5} killed {_percent(killed, len(tried)):6.1f} %"
-                f" {len(every) - len(tried):3} equivalent {time.monotonic() - began:6.0f} s"
+                f" {equivalent:3} equivalent {time.monotonic() - began:6.0f} s"
             )
             print(rows[-1], flush=True)
     share = _percent(killed_of_all, tried_of_all)
