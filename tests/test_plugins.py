@@ -164,6 +164,9 @@ def refusal(model: str, *overrides: str) -> UserError | None:
     return None
 
 
+BUILD = "def build(info): ...\n"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -175,12 +178,30 @@ def refusal(model: str, *overrides: str) -> UserError | None:
             "import os\nimport no_such_package.layers\n\ndef build(info): ...\n",
             ["/whole.py:2 imports 'no_such_package.layers', which is not there."],
         ),
+        (
+            f"from part import Body, hed\n\n{BUILD}",
+            ["/whole.py:1 imports 'hed' from 'part', which does not have it.", "Did you mean 'head'?"],
+        ),
+        (f"import bad_part\n\n{BUILD}", ["/bad_part.py:1 is not valid Python."]),
+        (
+            f"import pack_four.lonely\n{BUILD}",
+            ["/pack_four/lonely.py:1 imports 'no_such_package', which is not there."],
+        ),
+        (f"import pack_four.gone\n{BUILD}", ["/whole.py:1 imports 'pack_four.gone', which is not there."]),
+        (f"from pack_four import inner\n{BUILD}", ["/inner.py:1 imports 'pack_four.lost', which is not there."]),
         ("def bild(info): ...\n", ["Module 'whole' has no 'build'.", "Did you mean 'bild'?"]),
     ],
-    ids=["a syntax error", "a missing module", "a missing function"],
+    ids=[
+        *("a syntax error", "a missing module", "a missing name", "a broken part", "a part's missing module"),
+        *("a missing part", "a part's missing part", "a missing function"),
+    ],
 )
 def test_a_users_module_that_a_job_cannot_import_is_refused(write: Write, text: str, words: list[str]) -> None:
     """Before anything is queued, with file and line."""
+    write("part.py", "def head(): ...\nclass Body: ...\n")
+    write("bad_part.py", "x = = 1\n")
+    write("pack_four/lonely.py", "import no_such_package\n")
+    write("pack_four/inner.py", "from .lost import x\n")
     write("whole.py", text)
     error = refusal("whole:build")
     assert error is not None
@@ -188,13 +209,14 @@ def test_a_users_module_that_a_job_cannot_import_is_refused(write: Write, text: 
     assert [word for word in words if word not in str(error)] == [], error
 
 
-BUILD = "def build(info): ...\n"
 MAY_WORK = {
     "tried": f"try:\n    import no_such_package\nexcept ImportError:\n    no_such_package = None\n{BUILD}",
     "for types": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import no_such_package\n{BUILD}",
     "later": f"def late():\n    import no_such_package\n{BUILD}",
     "elsewhere": f"import sys\nsys.path.append('/somewhere/else')\nimport no_such_package\n{BUILD}",
     "stars": f"import os.path, xml.etree.ElementTree, torch.nn.functional as F\nfrom torch.nn import *\n{BUILD}",
+    "a package": f"from pack_five import inner, made\nfrom pack_five.inner import value\n{BUILD}",
+    "the program": f"import __main__\n{BUILD}",
     "assigned": "from functools import partial\nbuild = partial(dict)\n",
     "launch.environment=conda:vision": f"import no_such_package\n{BUILD}",
     "launch.container_image=x.sif": f"import no_such_package\n{BUILD}",
@@ -203,6 +225,8 @@ MAY_WORK = {
 
 @pytest.mark.parametrize("case", MAY_WORK)
 def test_what_may_well_work_is_let_pass(write: Write, case: str) -> None:
+    write("pack_five/__init__.py", "from . import inner\nfrom .inner import value as made\n")
+    write("pack_five/inner.py", "for value in (1, 2):\n    pass\n")
     write("passes_five.py", MAY_WORK[case])
     assert refusal("passes_five:build", case if "=" in case else "seed=0") is None
 

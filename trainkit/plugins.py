@@ -320,7 +320,7 @@ def _constants(file: Path) -> dict[str, Any]:
 def find_module(name: str) -> Path | None:
     """The file of a module. `find_spec` would import the packages that it is in."""
     first, *rest = name.split(".")
-    spec = importlib.util.find_spec(first)
+    spec = None if name == "__main__" else importlib.util.find_spec(first)  # which has none, and says so by an error
     file = Path(spec.origin) if spec is not None and spec.origin is not None else None
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
     for part in rest:
@@ -334,7 +334,7 @@ def check_importable(package: str, name: str, *, installed: bool) -> None:
     """Refuse a plugin of the user's own whose module Python cannot read, or that imports what is not there, or that
     has no such function.
 
-    Only that module is read. Imports inside functions, ``try`` and ``if TYPE_CHECKING`` may fail.
+    Follows what it imports of the user's own. Imports inside functions, ``try`` and ``if TYPE_CHECKING`` may fail.
 
     Args:
         installed: the job runs in this environment, so a package that is missing here is missing there.
@@ -343,23 +343,69 @@ def check_importable(package: str, name: str, *, installed: bool) -> None:
     if not colon:
         return
     file, key = _file_of(package, name), _kind(package)[1]
-    body, text = parse(file, key).body, fileio.read_bytes(file, follow=True)
-    for node in body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
-        for wanted in names:
-            _refuse_namesake(wanted, f"{file}:{node.lineno} imports '{wanted}'", key)
-            if installed and b"sys.path" not in text and importlib.util.find_spec(wanted.partition(".")[0]) is None:
+    _check_imports(module, file, key, installed, set())
+    if not _may_define(file, function):
+        what, why = f"Module '{module}' has no '{function}'.", f"{file} defines no such function."
+        raise UserError(what, why=why, fix=_name_instead(file, function), key=key)
+
+
+def _check_imports(module: str, file: Path, key: str | None, installed: bool, seen: set[Path]) -> None:
+    seen.add(file)
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    changes_path = b"sys.path" in fileio.read_bytes(file, follow=True)
+    for line, wanted, names in _imports(parse(file, key).body, package):
+        _refuse_namesake(wanted, f"{file}:{line} imports '{wanted}'", key)
+        if not _is_there(wanted):
+            # An environment of the job's own may have other packages, but not more modules of the user's.
+            if (installed and not changes_path) or Path(wanted.partition(".")[0]).is_dir():
                 why = "No such module is installed in this environment or lies in the current folder."
                 fix = f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name."
-                what = f"{file}:{node.lineno} imports '{wanted}', which is not there."
-                raise UserError(what, why=why, fix=fix, key=key)
-    # It may be assigned or imported; only running the module could tell.
-    if not re.search(rf"\b{re.escape(function)}\b|import \*|globals|exec|setattr|__getattr__".encode(), text):
-        names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        fix = did_you_mean(function, names, otherwise="Correct the name.")
-        what, why = f"Module '{module}' has no '{function}'.", f"{file} defines no such function."
-        raise UserError(what, why=why, fix=fix, key=key)
+                raise UserError(f"{file}:{line} imports '{wanted}', which is not there.", why=why, fix=fix, key=key)
+            continue
+        found = find_module(wanted)
+        for item in names if found is not None and _is_own(found) else ():
+            if not _may_define(found, item) and not _is_there(f"{wanted}.{item}"):
+                what = f"{file}:{line} imports '{item}' from '{wanted}', which does not have it."
+                raise UserError(what, why=f"{found} defines no such name.", fix=_name_instead(found, item), key=key)
+        for part in (wanted, *(f"{wanted}.{item}" for item in names)):
+            own = find_module(part)
+            if own is not None and _is_own(own) and own not in seen:
+                _check_imports(part, own, key, installed, seen)
+
+
+def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Line, module and names of what is imported without an alternative."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            with contextlib.suppress(ImportError):  # a relative import outside of a package
+                wanted = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                yield node.lineno, wanted, [alias.name for alias in node.names if alias.name != "*"]
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be found; of an installed package only the package is looked for."""
+    first, *rest = module.split(".")
+    if first in (*sys.stdlib_module_names, "__main__"):
+        return True
+    spec = importlib.util.find_spec(first)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    if spec is None or not rest or any(map(_is_installed, folders)):
+        return spec is not None
+    inside = [folder.joinpath(*rest) for folder in folders]
+    return any(item.is_dir() or any(item.parent.glob(f"{item.name}.*")) for item in inside)
+
+
+def _may_define(file: Path, name: str) -> bool:
+    """Whether a file's text has that name. It may be assigned or imported; only running the file could tell."""
+    may_be = rf"\b{re.escape(name)}\b|import \*|globals|exec|setattr|__getattr__"
+    return re.search(may_be.encode(), fileio.read_bytes(file, follow=True)) is not None
+
+
+def _name_instead(file: Path, name: str) -> str:
+    names = [node.name for node in parse(file, None).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return did_you_mean(name, names, otherwise="Correct the name.")
 
 
 @cache
