@@ -131,6 +131,9 @@ def test_flag_then_environment_then_file_then_profile_then_default(write: Write)
         ("SBATCH_REQ_SWITCH", "1", "sbatch", {"switches": "1"}),
         ("SBATCH_OVERCOMMIT", "1", "sbatch", {"overcommit": ""}),
         ("SBATCH_EXPORT", "NONE", "sbatch", {"export": "NONE"}),
+        ("SLURM_HINT", "nomultithread", "sbatch", {"hint": "nomultithread"}),
+        ("SBATCH_CPU_FREQ_REQ", "high", "sbatch", {"cpu-freq": "high"}),
+        ("SBATCH_TRES_BIND", "gres/gpu:closest", "sbatch", {"tres-bind": "gres/gpu:closest"}),
     ],
 )  # fmt: skip
 def test_sbatchs_own_variables_count_as_they_do_for_sbatch(variable: str, text: str, key: str, value: Any) -> None:
@@ -148,6 +151,7 @@ def test_sbatchs_own_variables_count_as_they_do_for_sbatch(variable: str, text: 
         ("SBATCH_NO_REQUEUE", "launch.requeue"), ("SBATCH_ARRAY_INX", "--sweep"),
         ("SBATCH_CLUSTERS", "cluster of this machine"), ("SLURM_CLUSTERS", "cluster of this machine"),
         ("SBATCH_WAIT", "--wait"), ("SBATCH_GPUS_PER_TASK", "--gpus-per-node"),
+        ("SBATCH_CLUSTER_CONSTRAINT", "cluster of this machine"), ("SBATCH_CONTAINER_ID", "--container-image"),
     ],
 )  # fmt: skip
 def test_a_variable_of_sbatchs_that_is_not_passed_on_is_said(variable: str, words: str) -> None:
@@ -310,6 +314,8 @@ def test_what_is_no_override_is_told_what_one_looks_like(words: str) -> None:
         ("batch_size=8", "Unknown key 'batch_size'.", "Did you mean 'train.global_batch_size'?"),
         ("launch.gpus=2", "Unknown key 'launch.gpus'.", "Did you mean 'launch.gpus_per_node'?"),
         ("launch.gpus-per-node=1", "Unknown key 'launch.gpus-per-node'.", "Did you mean 'launch.gpus_per_node'?"),
+        ("launch.foo=1", "Unknown key 'launch.foo'.", "Use one of these, or remove 'launch.foo'."),
+        ("train.epoochs=1", "Unknown key 'train.epoochs'.", "Did you mean 'train.epochs'?"),
         ("bogus.key=1", "Unknown key 'bogus.key'.", "Use one of these, or remove 'bogus.key'."),
         ("optim.lr.x=1", "Unknown key 'optim.lr.x'.", "Give optim.lr=VALUE."),
         (

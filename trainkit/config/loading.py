@@ -435,7 +435,8 @@ def _unknown_key(key: str, layer: Layer) -> UserError:
     named = f"'{section}' has" if section in SECTIONS else "The sections are"
     has = ", ".join(SECTIONS.get(section, Config).model_fields)
     best = meant_by(written)
-    otherwise = did_you_mean(written, _keys(), otherwise=f"Use one of these, or remove '{written}'.")
+    near = [name for name in _keys() if section not in SECTIONS or name.startswith(f"{section}.")]
+    otherwise = did_you_mean(written, near, otherwise=f"Use one of these, or remove '{written}'.")
     return UserError(
         f"Unknown key '{written if written.isprintable() else repr(written)}'.",
         why=f"{named}: {has} ({layer.get(written, (None, DEFAULT))[1]}).",

@@ -51,9 +51,8 @@ def settings_of(env: Mapping[str, str]) -> tuple[list[tuple[str, str, Any]], lis
     not passed on, why."""
     found: list[tuple[str, str, Any]] = []
     notes = []
-    given = {
-        name: text for name, text in sorted(env.items()) if text and name.startswith(("SBATCH_", "SLURM_CLUSTERS"))
-    }
+    ours = ("SBATCH_", "SLURM_CLUSTERS", "SLURM_HINT")
+    given = {name: text for name, text in sorted(env.items()) if text and name.startswith(ours)}
     table = yaml.packaged("slurm_options") if given else {"variables": {}}
     for name, text in given.items():
         option = table["variables"].get(name, "")
