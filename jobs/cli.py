@@ -149,6 +149,8 @@ class Parser(argparse.ArgumentParser):
             # argparse also names the overrides, which are optional.
             names = [item for item in rest.split(", ") if item not in ("section.key=value", "...")]
             what, why = f"{', '.join(names)} missing", f"`{self.prog}` needs it."
+            if "|" in names[0] and names[0].islower():
+                what = f"One of {names[0].replace('|', ', ')} is missing"
         elif match := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
             choices = match[2].replace("'", "").split(", ")
             what = f"'{match[1]}' is not possible"
