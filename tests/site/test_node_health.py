@@ -1,11 +1,15 @@
 """Who is to blame: the report of a check, judged."""
 
 import copy
+import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from trainkit.site import node_health
 from trainkit.site.node_health import culprits, findings, table
 
 Report = dict[str, Any]
@@ -121,3 +125,30 @@ def test_the_table_says_the_verdict_of_every_node_and_what_to_do() -> None:
     lines = table(report, findings(report))
     assert [line.split()[-1] for line in lines[1:3]] == ["ok", "BAD"]
     assert lines[-2:] == ["BAD  n2: memory: 100 MB of 64000 free", "Bad: n2. Keep away from it with --exclude n2."]
+
+
+@pytest.mark.parametrize(("job", "seen"), [("", [1, 3]), ("7", [1, 2, 4])])
+def test_on_a_machine_of_ones_own_what_hides_its_job_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, job: str, seen: list[int]
+) -> None:
+    """As browsers do; and in a container, where the user has another name or none."""
+
+    class Process:
+        def __init__(self, pid: int, uid: int, env: dict[str, str] | None) -> None:
+            self.pid, self.uid, self.env = pid, uid, env
+
+        def environ(self) -> dict[str, str]:
+            if self.env is None:
+                raise psutil.AccessDenied(self.pid)
+            return self.env
+
+        cpu_percent = staticmethod(lambda: 99.7)
+        name = username = staticmethod(lambda: "somebody")
+        uids = property(lambda self: lambda: SimpleNamespace(real=self.uid))
+
+    me = os.getuid()
+    found = [Process(1, me + 1, None), Process(2, me, None), Process(3, me, {"SLURM_JOB_ID": "7"}), Process(4, me, {})]
+    monkeypatch.setattr(psutil, "process_iter", lambda: found)
+    monkeypatch.setattr(node_health, "_LOOK_SECONDS", 0)
+    monkeypatch.setenv("USER", "somebody_else")
+    assert [item["pid"] for item in node_health.busy_processes({"SLURM_JOB_ID": job})] == seen

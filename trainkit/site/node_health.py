@@ -5,7 +5,6 @@ cannot tell is absent. `trainkit.distributed.health` collects them into the repo
 report: a pure function, as is `table`.
 """
 
-import getpass
 import os
 import platform
 import socket
@@ -325,7 +324,13 @@ def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _job_of(process: psutil.Process) -> str | None:
-    """The job that a process belongs to; empty for this user's outside of jobs, None for other users'."""
-    with suppress(psutil.Error):  # another user's environment is not ours to read
-        return process.environ().get("SLURM_JOB_ID", "") if process.username() == getpass.getuser() else None
-    return None
+    """The job that a process belongs to; empty for this user's outside of jobs, None for other users'.
+
+    Goes by the number of the user: in a container it may have no name, or another one than in the variable USER.
+    """
+    if process.uids().real != os.getuid():
+        return None  # another user's environment is not ours to read
+    try:
+        return process.environ().get("SLURM_JOB_ID", "")
+    except psutil.AccessDenied:  # a browser hides its own even from its user
+        return ""
