@@ -363,8 +363,10 @@ def _check_imports(module: str, file: Path, key: str | None, installed: bool, se
                 raise UserError(f"{file}:{line} imports '{wanted}', which is not there.", why=why, fix=fix, key=key)
             continue
         found = find_module(wanted)
-        for item in names if found is not None and _is_own(found) else ():
-            if not _may_define(found, item) and not _is_there(f"{wanted}.{item}"):
+        if found is not None and not _is_own(found):
+            continue
+        for item in names:
+            if found is not None and not _may_define(found, item) and not _is_there(f"{wanted}.{item}"):
                 what = f"{file}:{line} imports '{item}' from '{wanted}', which does not have it."
                 raise UserError(what, why=f"{found} defines no such name.", fix=_name_instead(found, item), key=key)
         for part in (wanted, *(f"{wanted}.{item}" for item in names)):
