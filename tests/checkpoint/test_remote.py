@@ -1,5 +1,6 @@
 """A run's copy in a bucket: complete or absent, behind the training, and enough to go on from."""
 
+import asyncio
 import gzip
 import io
 import json
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.asyn import get_loop
+from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoint.conftest import Trouble
 from tests.checkpoint.reading import flip, write
@@ -21,7 +24,9 @@ from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from trainkit.checkpoint import format, remote
 from trainkit.checkpoint.remote import Store, StoreError, Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
 from trainkit.config.loading import load, to_yaml
+from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
+from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir
 
@@ -329,6 +334,55 @@ def test_a_place_whose_package_is_missing_says_which(monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="gs:// needs the package gcsfs") as caught:
         Store("gs://bucket/prefix")
     assert caught.value.fix == "pip install gcsfs"
+
+
+@pytest.mark.parametrize("what", ["a new folder", "the run's own folder"])
+def test_a_place_that_refuses_for_a_moment_is_asked_again_at_a_resume(
+    sender: Sender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    sender.send(1)
+    sender.end()
+    read, asked = LocalFileSystem.cat_file, iter(range(1, 1000))
+
+    def refuses(system: LocalFileSystem, *place: Any, **part: Any) -> Any:
+        if next(asked) % 3:
+            raise ConnectionRefusedError("Connection refused")
+        return read(system, *place, **part)
+
+    monkeypatch.setattr(remote, "_FETCH_PAUSE", 0.001)
+    monkeypatch.setattr(LocalFileSystem, "cat_file", refuses)
+    if what == "a new folder":
+        run = fetch_run(sender.store.url, tmp_path / "elsewhere")
+    else:
+        run = sender.run
+        shutil.rmtree(run.checkpoints)
+        writer = Writer(Attempt.begin(run))
+        uploads = remote.open_remote(
+            f"file://{tmp_path}/far", writer, Distributed(RankEnv.single(), torch.device("cpu"))
+        )
+        assert uploads is not None
+        uploads.finish(0.0, lambda: True)
+    assert format.pointed(run.checkpoints, "latest") == 1
+    asked = iter([1, 3])  # a new run's place may be wrong: the first refusal is the answer
+    with pytest.raises(UserError, match="cannot be used"):
+        remote.claim(f"file://{tmp_path}/other", RunDir.create(tmp_path / "second", "seed: 0\n"))
+
+
+def test_a_request_ends_when_nothing_goes_through_however_large_its_file_is(tmp_path: Path) -> None:
+    class Hanging:
+        async_impl, loop = True, get_loop()
+
+        async def _put_file(self, *place: Any, **options: Any) -> None:
+            await asyncio.sleep(60)
+
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 32)
+    store = Store(f"file://{tmp_path}/far", patience=0.2)
+    store._fs = Hanging()
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="nothing has gone through"):
+        store.put(tmp_path / "large", "large")
+    assert time.monotonic() - began < 30
 
 
 def test_what_is_too_long_is_not_read(tmp_path: Path) -> None:

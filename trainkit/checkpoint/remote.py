@@ -11,6 +11,7 @@ A checkpoint whose ``state.json`` is there is complete: it is the last to be sen
 comes back is bounded, compared with the hashes in it, and nothing of it is run.
 """
 
+import asyncio
 import gzip
 import hashlib
 import importlib.util
@@ -25,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
@@ -46,10 +48,8 @@ _RECORDS = (
 )
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _PART = 16 << 20
-_SLOWEST = 1 << 17
-"""Bytes a second: a file that goes through more slowly does not go through at all."""
 _LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
-_LONGEST_PAUSE = 60.0
+_FETCH_TRIES, _FETCH_PAUSE, _LONGEST_PAUSE = 6, 0.5, 60.0
 
 
 class StoreError(Exception):
@@ -67,14 +67,14 @@ class Store:
 
     Args:
         seconds: to connect, and between a request and its answer, as far as the library of the place keeps to that.
-        patience: seconds after which a request is given up; of a file there are more, by its size.
+        patience: seconds without an answer, or any part of a file going through, after which a request is given up.
 
     Raises:
         UserError: the package for this kind of place is not installed.
     """
 
     def __init__(self, url: str, *, seconds: float = 20.0, patience: float = 300.0) -> None:
-        self.url, self._patience = url.rstrip("/"), patience
+        self.url, self._patience, self._tries = url.rstrip("/"), patience, 1
         scheme, _, self._root = self.url.partition("://")
         package = _PACKAGES.get(scheme, "fsspec")
         if importlib.util.find_spec(package) is None:
@@ -96,6 +96,18 @@ class Store:
         self._put_options = {"chunksize": _PART} if scheme == "s3" else {}
         self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
 
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """In the block each request has six tries, with pauses of 0.5 to 8 seconds: the place may refuse for a moment.
+
+        For a file that is absent there is one.
+        """
+        self._tries = _FETCH_TRIES
+        try:
+            yield
+        finally:
+            self._tries = 1
+
     def put(self, file: Path, name: str) -> None:
         """Send a file, which replaces one of that name."""
         try:
@@ -104,8 +116,7 @@ class Store:
             raise StoreError(f"{file} was deleted meanwhile") from None
         with content:  # the open file is sent, not a link that took its name since
             opened = f"/dev/fd/{content.fileno()}"
-            size = os.fstat(content.fileno()).st_size
-            self._call("put_file", opened, self._path(name), size=size, **self._put_options)
+            self._call("put_file", opened, self._path(name), **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""
@@ -162,17 +173,41 @@ class Store:
     def _read(self, name: str, start: int, end: int) -> bytes:
         return bytes(self._call("cat_file", self._path(name), start=start, end=end))
 
-    def _call(self, method: str, *values: Any, size: int = 0, **options: Any) -> Any:
-        """One request, or several of a file of ``size`` bytes in parts."""
-        if self._fs.async_impl:  # the libraries' own limits do not hold everywhere: a sender waits for ever to go on
-            options["timeout"] = self._patience + size / _SLOWEST
-        try:
-            return getattr(self._fs, method)(*values, **options)
-        except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
-            words = " ".join(str(error).split())[:400].rstrip(".")
-            if isinstance(error, FileNotFoundError) and method not in ("put_file", "pipe_file"):
-                raise AbsentError(f"{values[0]}: {words or 'there is no such file'}") from None
-            raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
+    def _call(self, method: str, *values: Any, **options: Any) -> Any:
+        """One request, or several of a file in parts."""
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                if self._fs.async_impl:
+                    return self._awaited(method, *values, **options)
+                return getattr(self._fs, method)(*values, **options)
+            except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
+                words = " ".join(str(error).split())[:400].rstrip(".")
+                if isinstance(error, FileNotFoundError) and method not in ("put_file", "pipe_file"):
+                    raise AbsentError(f"{values[0]}: {words or 'there is no such file'}") from None
+                if tried >= self._tries:
+                    raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
+            time.sleep(_FETCH_PAUSE * 2 ** (tried - 1))
+
+    def _awaited(self, method: str, *values: Any, **options: Any) -> Any:
+        # The libraries' own limits do not hold everywhere: a sender waits for "100 Continue" for ever.
+        from fsspec.callbacks import Callback
+
+        moved = time.monotonic()
+
+        def note(size: int | None, value: int) -> None:
+            nonlocal moved
+            moved = time.monotonic()
+
+        if method == "put_file":
+            options["callback"] = Callback(hooks={"note": note})
+        future = asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*values, **options), self._fs.loop)
+        while not wait([future], timeout=min(1.0, self._patience)).done:
+            if time.monotonic() - moved > self._patience:
+                future.cancel()
+                raise TimeoutError(f"nothing has gone through for {self._patience:.0f} seconds")
+        return future.result()
 
 
 def pointers(store: Store) -> dict[str, int]:
@@ -212,17 +247,18 @@ def claim(remote: str, run: RunDir) -> Store:
     content = json.dumps({"id": number, "url": url}).encode()
     store = Store(url)
     try:
-        there = store.read_object(PLACE)
-        if there and there.get("id") != number:
-            raise UserError(
-                f"There is another run in {url} already.",
-                why="It was not made by this run folder, and would be lost.",
-                fix=f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote.",
-                key="checkpoint.remote",
-            )
-        store.write(content, PLACE)
-        if store.read(PLACE, limit=_LONGEST_OBJECT) != content:
-            raise StoreError("what was written there does not come back")
+        with store.patiently() if own else nullcontext():  # a new run learns at once that its place is wrong
+            there = store.read_object(PLACE)
+            if there and there.get("id") != number:
+                raise UserError(
+                    f"There is another run in {url} already.",
+                    why="It was not made by this run folder, and would be lost.",
+                    fix=f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote.",
+                    key="checkpoint.remote",
+                )
+            store.write(content, PLACE)
+            if store.read(PLACE, limit=_LONGEST_OBJECT) != content:
+                raise StoreError("what was written there does not come back")
     except StoreError as error:
         raise _unusable(url, error) from None
     if own is None or own["url"] != url:
@@ -262,23 +298,24 @@ def fetch_run(url: str, root: Path, *, weights_only: bool = False) -> RunDir:
     store = Store(url)
     path = (root / PurePosixPath(store.url).name).absolute()
     try:
-        place = store.read_object(PLACE)
-        if "id" not in place:
-            raise UserError(
-                f"There is no run in {url}.",
-                why=f"It has no {PLACE}, which a run with checkpoint.remote writes first.",
-                fix="Give checkpoint.remote and the run's name: s3://bucket/prefix/ddp-0001.",
-            )
-        if not path.exists():
-            _fetch_folder(store, path, weights_only)
-        elif (own := _own_place(RunDir(path))) is None or own["id"] != place["id"]:
-            raise UserError(
-                f"{path} is another run.",
-                why=f"The one in {url} has the same name.",
-                fix="Rename that folder, or set TRAINKIT_RUNS to another.",
-            )
-        else:
-            fetch_checkpoints(store, RunDir(path))
+        with store.patiently():
+            place = store.read_object(PLACE)
+            if "id" not in place:
+                raise UserError(
+                    f"There is no run in {url}.",
+                    why=f"It has no {PLACE}, which a run with checkpoint.remote writes first.",
+                    fix="Give checkpoint.remote and the run's name: s3://bucket/prefix/ddp-0001.",
+                )
+            if not path.exists():
+                _fetch_folder(store, path, weights_only)
+            elif (own := _own_place(RunDir(path))) is None or own["id"] != place["id"]:
+                raise UserError(
+                    f"{path} is another run.",
+                    why=f"The one in {url} has the same name.",
+                    fix="Rename that folder, or set TRAINKIT_RUNS to another.",
+                )
+            else:
+                fetch_checkpoints(store, RunDir(path))
     except StoreError as error:
         raise _unusable(url, error) from None
     return RunDir(path)
@@ -610,10 +647,12 @@ def open_remote(url: str | None, writer: Writer, dist: Distributed) -> Uploads |
             return None
         store = claim(url, writer.run)
         try:
-            if steps := fetch_checkpoints(store, writer.run):
-                print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
+            with store.patiently():
+                steps = fetch_checkpoints(store, writer.run)
         except StoreError as problem:
             raise _unusable(url, problem) from None
+        if steps:
+            print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
         uploads = Uploads(store, writer)
         uploads.look()  # what the attempt before this one had no time for
         return uploads
