@@ -62,6 +62,19 @@ def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Pat
     assert (tmp_path / "runs").read_text() == "mine"
 
 
+def test_a_folder_of_runs_whose_disk_is_away_or_has_no_modes_is_said_to_be_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch")
+    with pytest.raises(UserError, match="Cannot make the run folder"):
+        RunDir.create(tmp_path / "runs" / "a", YAML)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: os.stat(tmp_path / "no such file"))
+    with pytest.raises(UserError, match="Cannot make the run folder"):
+        RunDir.create(tmp_path / "runs" / "a", YAML)
+    assert not (tmp_path / "runs" / "a").exists()
+
+
 def test_of_several_that_make_the_same_run_one_alone_does(tmp_path: Path) -> None:
     with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as processes:
         made = [processes.submit(RunDir.create, tmp_path / "a", YAML) for _ in range(12)]
@@ -156,6 +169,7 @@ def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
     with pytest.raises(UserError, match="TRAINKIT_RUN_MODE"):
         RunDir.create(tmp_path / "a", "")
+    assert not (tmp_path / "a").exists(), "submit would take the name for another run's, and try the next"
 
 
 # What a name means: the run here, and one elsewhere only if there is none here

@@ -308,10 +308,10 @@ class RunDir:
                 made = True
             fileio.make_folder(path / "logs", path)
             fileio.write(path / "config.yaml", config_yaml, path)
-        except FileExistsError:
-            fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
-            raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix) from None
         except OSError as error:
+            if isinstance(error, FileExistsError) and os.path.lexists(path):  # not a broken link on the way there
+                fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
+                raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix) from None
             if made:
                 shutil.rmtree(path, ignore_errors=True)
             why = f"{error.strerror}: {error.filename}"
@@ -358,7 +358,11 @@ def make_private(folder: Path, *, exist_ok: bool = False) -> None:
         if not exist_ok:
             raise
     else:
-        folder.chmod(_mode())
+        try:
+            folder.chmod(_mode())
+        except (OSError, UserError):  # some disks have no modes
+            folder.rmdir()
+            raise
 
 
 @contextmanager
