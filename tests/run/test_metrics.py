@@ -56,6 +56,9 @@ def test_of_an_enormous_file_few_train_records_are_read_and_all_others(run: RunD
     assert 170 <= len(steps) <= 230
     assert steps[-1] == 10_050, "the last is among them"
     assert [record["step"] for record in records if record["split"] == "val"] == [*range(1000, 10_001, 1000)]
+    with run.metrics.open("a") as file:
+        file.write('{"step": 10051, "spl')
+    assert metrics.read_thinned(run, most=200).records[-1]["step"] == 10_050, "also while the next one is written"
 
 
 def test_a_file_of_usual_size_is_read_whole(run: RunDir) -> None:

@@ -70,7 +70,7 @@ def thinned(
     taken: dict[int, tuple[bytes, bool]] = {}  # by their number in the file
     stretch: list[tuple[float, int, bytes]] = []
     value = re.compile(rb'"' + re.escape(extremes_of.encode()) + rb'": ([^,}]+)')
-    at, line = 0, b""
+    newest: dict[int, tuple[bytes, bool]] = {}
     try:
         with fileio.open_regular(path) as file:
             size, head = fileio.require_size(file, MOST_BYTES), file.read(_HEAD)
@@ -82,6 +82,8 @@ def thinned(
                     taken[at] = line, False
                 elif extremes_of and (found := value.search(line)):
                     stretch.append((_number(found[1]), at, line))
+                if line.endswith(b"\n"):  # else it is still being written
+                    newest = {at: (line, False)}
                 if at % (_STRETCH * every) == 0:
                     taken |= _extremes(stretch)
                     stretch.clear()
@@ -89,7 +91,7 @@ def thinned(
         return [], 1
     except OSError as error:
         raise fileio.unreadable(path, error) from None
-    taken |= _extremes(stretch) | {at: (line, False)}
+    taken |= _extremes(stretch) | newest
     parsed = [(fileio.parse_object(line), is_outlier) for _, (line, is_outlier) in sorted(taken.items())]
     return [(record, is_outlier) for record, is_outlier in parsed if record is not None], every
 
