@@ -217,6 +217,7 @@ def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
         known = getattr(model, "pretrained_cfg", {})
         size = options.get("img_size") or (known["input_size"][-1] if known.get("fixed_input_size") else None)
         if size is not None and size < info.image_size and "img_size" not in options:
+            del model  # or both are in memory
             model = timm.create_model(name, **settings, img_size=info.image_size)
     except Exception as error:
         raise _explain(error, name, options, "timm") from error
