@@ -120,6 +120,7 @@ def test_optimizers_of_timm_and_torch_are_taken(settings: tuple[str, ...]) -> No
         (("optim.name=adan", "optim.epz=1"), r"Unknown key 'optim.epz'(.|\n)*mean 'optim.eps'"),
         (("optim.name=rmsprop", "optim.alpha=big"), "optim.alpha=big is not possible"),
         (("optim.name=adan", "optim.betas=[0.9, 0.99]"), r"does not take 2 numbers(.|\n)*It has 3"),
+        (("optim.name=adafactor", "optim.betas=[0.9, 0.9, 0.9]"), r"does not take 3 numbers(.|\n)*It has 2"),
         (("optim.name=rprop",), "weight_decay=0.05 does not go with optim.name=rprop"),
         (("optim.name=kron",), r"not possible(.|\n)*checkpoint does not hold it"),
         (("optim.name=lbfgs",), r"not possible(.|\n)*several times an update"),

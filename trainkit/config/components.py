@@ -203,8 +203,8 @@ def check_optimizer(config: Config) -> None:
     if "weight_decay" not in signature.options and optim.weight_decay:
         what = f"optim.weight_decay={optim.weight_decay:g} does not go with optim.name={optim.name}."
         raise UserError(what, why="It has no weight decay.", fix="Use optim.weight_decay=0.", key="optim.weight_decay")
-    usual = signature.defaults.get("betas")
-    if optim.betas is not None and usual is not None and len(optim.betas) != len(usual):
+    usual = signature.defaults.get("betas") or (0.9, 0.999)
+    if optim.betas is not None and "betas" in signature.options and len(optim.betas) != len(usual):
         what = f"optim.name={optim.name} does not take {len(optim.betas)} numbers as optim.betas."
         fix = f"Give {len(usual)}, or leave optim.betas out."
         raise UserError(what, why=f"It has {len(usual)}.", fix=fix, key="optim.betas")
