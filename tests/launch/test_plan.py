@@ -38,6 +38,7 @@ CLOSED = of_first(GPU_SITE, up=False)
 SHORT = of_first(GPU_SITE, max_time_min=30)
 GROUPS = replace(of_first(A100_ONLY, groups=("vision", "nlp")), user_groups=("users", "nlp"))
 SILENT = Site("slurm", 0, 2, unknown="down")
+PARTLY_KNOWN = of_first(A100_ONLY, nodes=(A100, replace(A100, name="g2", mem_mb=None)))
 LIMITED = of_first(A100_ONLY, max_mem_mb=120000)
 
 
@@ -95,6 +96,7 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         (A100_ONLY, {"sbatch": {"mem-per-gpu": "64G"}}, {"#mem": None}),
         (LIMITED, {}, {"#mem": "120000M"}),
         (A100_ONLY, {"mem": "500G", "nodes": 2}, {"#mem": "500G"}),
+        (PARTLY_KNOWN, {"mem": "900G"}, {"#mem": "900G"}),
         # Batches
         (LAPTOP, {"set": ("train.micro_batch_size=8",), "nodes": 2}, {"?grad_accum_steps": "4 |"}),
         (GPU_SITE, {"set": ("train.micro_batch_size=8",)}, {"?micro_batch_size": "are those of one pass of one rank"}),
@@ -141,7 +143,12 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (LAPTOP, {"gres": "gpu:2"}, RefusedError, "2 GPUs are asked for"), (CLOSED, {}, RefusedError, "takes no jobs"),
         (replace(GROUPS, user_groups=("users",)), {}, RefusedError, "is not for you"),
         (TWO_TYPES, {"gpu_type": "a10"}, RefusedError, "Its nodes have: a100, v100.\n  fix: Did you mean 'a100'?"),
+        (A100_ONLY, {"mem": "501G"}, RefusedError, "Use --mem 512000M, or another --partition."),
+        (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "384000 MB each"),
         (LIMITED, {"mem": "200G"}, RefusedError, "A job may have 120000 MB"),
+        (A100_ONLY, {"cpus_per_task": 17}, RefusedError, "Use --cpus-per-task 16, or another --partition."),
+        (A100_ONLY, {"cpus_per_task": 2, "ntasks_per_node": 65, "gpus_per_node": 0,
+                     "set": ("train.global_batch_size=65",)}, RefusedError, "1 with --ntasks-per-node 64, or"),
         (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gpus-per-task": "1"}}, UserError, "in two ways"),
         (A100_ONLY, {"gpus_per_node": 4, "sbatch": {"gres": "gpu:a100:2"}}, UserError, "--gpus-per-node N alone"),
         (A100_ONLY, {"gpus_per_node": 4, "gpu_dialect": "gres", "sbatch": {"gres": "nvme:1"}}, UserError,

@@ -232,6 +232,12 @@ class Resources:
     def _decide_cpus(self) -> Decision:
         """Give each rank the CPUs that belong to its GPUs, unless asked otherwise."""
         asked, tasks, gpus = self._launch.cpus_per_task, self.tasks.value, self.gpus.value
+        most = self._least(node.cpus for node in self.partition.nodes) if self.partition else None
+        if asked is not None and most is not None and asked * tasks > most:
+            what, why = f"{tasks} x {asked} CPUs per node are asked for", f"have {most} CPUs each at most"
+            fewer = f" with --ntasks-per-node {most}" if tasks > most else ""
+            fix = f"Use --cpus-per-task {max(most // tasks, 1)}{fewer}, or another --partition."
+            raise self._refusal("cpus_per_task", what, why=f"So many nodes of its partition {why}.", fix=fix)
         if asked is not None or not self.batch:
             return self._asked("cpus_per_task", "" if asked else "what this machine has is shared")
         owners = self._with_gpus()
@@ -253,10 +259,15 @@ class Resources:
             return None
         if launch.mem is not None:
             asked = int(launch.mem.rstrip("KMGTB")) * _MEGABYTES[launch.mem.strip("0123456789B")]
-            if partition is not None and partition.max_mem_mb is not None and asked > partition.max_mem_mb:
-                what = f"{launch.mem} of memory per node are more than partition '{partition.name}' gives"
-                why, fix = f"A job may have {partition.max_mem_mb} MB there.", f"Use --mem {partition.max_mem_mb}M"
-                raise self._refusal("mem", what, why=why, fix=f"{fix}, or another --partition.")
+            known = [node.mem_mb for node in partition.nodes if node.mem_mb is not None] if partition else []
+            has = self._least(known) if partition and len(known) == len(partition.nodes) else None
+            allowed = partition.max_mem_mb if partition else None
+            most = min((limit for limit in (has, allowed) if limit is not None), default=asked)
+            if asked > most:
+                what = f"{launch.mem} of memory per node is asked for"
+                why = f"So many nodes of its partition have {most} MB each at most."
+                why = why if most == has else f"A job may have {most} MB of it in its partition."
+                raise self._refusal("mem", what, why=why, fix=f"Use --mem {most}M, or another --partition.")
             return self._asked("mem")
         given_otherwise = {"mem-per-cpu", "mem-per-gpu", "mem"} & launch.sbatch.keys()
         if partition is None or partition.has_memory_default or given_otherwise:
