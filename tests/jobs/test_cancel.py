@@ -98,7 +98,7 @@ def resumed(fake_slurm: Path, run: RunDir) -> RunDir:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("Access/permission denied", 4, ["permission denied"]),
+        ("Access/permission denied", 4, ["permission denied", "Only a job's owner"]),
         (
             "Kill job error on job id 18: Unable to contact slurm controller (connect failure)",
             4,
@@ -150,9 +150,9 @@ def test_no_number_of_a_process_in_a_record_is_signalled(
 
 
 def test_a_local_run_is_ended_with_all_its_processes_by_its_own_record(
-    command: Command, local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path
+    command: Command, local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by that of another run that names its process."""
+    """Not by that of another run that names its process, even where no list has either."""
     mine, plan = local_run(nodes=2)
     function, env = rank_function(STUBBORN), dict(os.environ)
     named(plan.executor).submit(mine.path, [mine], plan, function, cwd=Path.cwd(), env=env)
@@ -162,6 +162,7 @@ def test_a_local_run_is_ended_with_all_its_processes_by_its_own_record(
     submission = history_of(mine).submission
     controller = submission.process if submission is not None else None
     assert controller is not None
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-list"))
     record = {"executor": "local", "job_id": str(controller.pid), **controller.fields()}
     theirs = make_run(tmp_path / "runs" / "ddp-0002", **record)
     assert command("cancel", str(theirs.path)).code == 3

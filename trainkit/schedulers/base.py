@@ -278,8 +278,8 @@ class Scheduler(ABC):
         """
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
-        """What a user types to end a job."""
-        return f"cancel job {job.job_id} by the means of {self.title}"
+        """How a user ends a job, as a sentence."""
+        return f"cancel job {job.job_id} by the means of {self.title}."
 
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
         """Those jobs that belong to these runs by the scheduler's own knowledge, and not only by the run's record."""

@@ -1,10 +1,12 @@
 """This machine: a controller process for each submission, which starts the ranks and looks after them."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit import fileio
@@ -16,6 +18,7 @@ from trainkit.run.folder import RunDir
 from trainkit.schedulers import base
 from trainkit.schedulers.base import Answer, Function, Job, JobState, job_state, pickled, process_of
 
+_CONTROLLER = "trainkit.launch.controller"
 PATIENCE_SECONDS = 20.0
 """A local run has less than this to save and end; then it is killed."""
 CONTROLLERS: list[subprocess.Popen[bytes]] = []
@@ -38,7 +41,7 @@ class Local(base.Scheduler):
             fileio.make_folder(log.parent, folder)
             with fileio.append(log, folder) as out:
                 CONTROLLERS.append(subprocess.Popen(
-                    [sys.executable, "-u", "-m", "trainkit.launch.controller", str(folder), str(cwd)],
+                    [sys.executable, "-u", "-m", _CONTROLLER, str(folder), str(cwd)],
                     cwd=runs[0].code,  # the snapshot, so that edits cannot reach the attempts to come
                     env=scrubbed(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                 ))  # fmt: skip
@@ -54,6 +57,10 @@ class Local(base.Scheduler):
     def states(self, jobs: Sequence[Job]) -> Answer:
         return Answer([_state(job.run, job.submission) for job in jobs])
 
+    def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
+        """Those of controllers that were started for the run or its sweep: a home that is full has no list of them."""
+        return [(run, job) for run, job in jobs if _is_of(run, process_of(run, job.job_id))]
+
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
         # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
         for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
@@ -63,8 +70,7 @@ class Local(base.Scheduler):
                 why = "A local run can only be ended there."
                 raise RefusedError(f"{run.name} runs on {where}.", why=why, fix=f"Log in to {where}.")
             cancelled(run, state.job_id)
-            in_sweep = (run.path.parent / "sweep.json").is_file()
-            deadline = time.monotonic() + PATIENCE_SECONDS
+            in_sweep, deadline = _is_in_sweep(run), time.monotonic() + PATIENCE_SECONDS
             if not in_sweep or job_state(run).state == "RUNNING":
                 # INT ends one run of a sweep, TERM all that its process has to do.
                 process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
@@ -78,7 +84,30 @@ class Local(base.Scheduler):
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
         process = process_of(run, job.job_id)
-        return f"kill {process.pid if process else 'NUMBER'}"
+        if process is None:
+            return "`ps -fu $USER` shows your processes, and `kill NUMBER` ends one."
+        where = "" if process.is_here() else f"on {process.host} "
+        return f"{where}`ps -fp {process.pid}` shows what it is, and `kill {process.pid}` ends it."
+
+
+def _is_of(run: RunDir, process: ProcessId | None) -> bool:
+    """Whether a process is the controller of a run, by its command line as the kernel has it."""
+    import psutil  # most commands do without both
+
+    from trainkit.launch.submission import whole
+
+    if process is None or not process.is_here() or not process.is_alive():
+        return False
+    with suppress(psutil.Error):
+        words = psutil.Process(process.pid).cmdline()
+        folders = {os.path.realpath(whole(Path(word))) for word in words}
+        sweep = run.path.parent if _is_in_sweep(run) else run.path
+        return _CONTROLLER in words and not folders.isdisjoint(map(os.path.realpath, (run.path, sweep)))
+    return False
+
+
+def _is_in_sweep(run: RunDir) -> bool:
+    return (run.path.parent / "sweep.json").is_file()
 
 
 def _state(run: RunDir, submission: Submission) -> JobState:

@@ -311,7 +311,7 @@ class Slurm(base.Scheduler):
             raise _not_cancelled(sorted(refused), terminal.one_line(" ".join(lines), 2000))
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
-        return f"scancel {job.job_id}"
+        return f"`scancel {job.job_id}`."
 
     def at_node(self, host: str) -> str:
         return f"srun -N1 -n1 -w {shlex.quote(host)} " if host else ""
@@ -407,11 +407,9 @@ def _doubted(state: JobState) -> JobState:
 
 
 def _not_cancelled(job_ids: Sequence[str], words: str) -> SchedulerError:
-    return SchedulerError(
-        f"Not cancelled: {', '.join(job_ids)}.",
-        why=f"{words}.",
-        fix="The jobs go on. Give the same command again where and when the scheduler answers, as `squeue` shows.",
-    )
+    fix = "The jobs go on. Give the same command again where and when the scheduler answers, as `squeue` shows."
+    fix = "Only a job's owner may cancel it." if re.search(r"denied|permi(tted|ssion)", words, re.IGNORECASE) else fix
+    return SchedulerError(f"Not cancelled: {', '.join(job_ids)}.", why=f"{words}.", fix=fix)
 
 
 def _folders(run: RunDir, index: str | None) -> list[Path]:
