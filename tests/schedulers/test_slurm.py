@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cpu": {"gpus_per_node": 0, "ntasks_per_node": 2},
     "sweep": {"points": 3, "nodes": 2},
     "spaces": {"run": "/home/my files/ddp-0001"},
+    "words": {"account": "", "job_name": "it's $HOME's {{ ☃ }}", "setup": ("export A='{% b %}'  # {# c #}",)},
     "preflight": {"nodes": 2, "preflight": True},
     "once": {"requeue": False, "srun": {"exact": "", "mpi": "none"}},
 }

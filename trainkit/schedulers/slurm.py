@@ -105,7 +105,7 @@ def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python
 
 
 def _option(name: str, value: object) -> str:
-    return f"--{name}" if value in (None, "") else f"--{name}={shlex.quote(str(value))}"
+    return f"--{name}" if value is None else f"--{name}={shlex.quote(str(value))}"
 
 
 # What a job waits for
