@@ -144,7 +144,7 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (replace(GROUPS, user_groups=("users",)), {}, RefusedError, "is not for you"),
         (TWO_TYPES, {"gpu_type": "a10"}, RefusedError, "Its nodes have: a100, v100.\n  fix: Did you mean 'a100'?"),
         (A100_ONLY, {"mem": "501G"}, RefusedError, "Use --mem 512000M, or another --partition."),
-        (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "384000 MB each"),
+        (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "384000 MB"),
         (LIMITED, {"mem": "200G"}, RefusedError, "A job may have 120000 MB"),
         (A100_ONLY, {"cpus_per_task": 17}, RefusedError, "Use --cpus-per-task 16, or another --partition."),
         (A100_ONLY, {"cpus_per_task": 2, "ntasks_per_node": 65, "gpus_per_node": 0,

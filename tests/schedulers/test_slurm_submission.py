@@ -214,6 +214,9 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
         ("More processors requested than permitted", "--ntasks-per-node 1 (default)"),
         ("Job dependency problem", "--dependency afterok:7 (flag --dependency)"),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--time 9:00:00"),
+        ("Job violates accounting/QOS policy (job submit limit)", "If you have too many jobs there, wait for some"),
+        ("QOSMaxSubmitJobPerUserLimit", "If you have too many jobs there, wait for some"),
+        ("Requested node configuration is not available", "--mem 9G (flag --mem), --exclude n9 (flag --exclude)."),
         ("Invalid node name specified", "--exclude n9 (flag --exclude)"),
         ("Node count specification invalid", "--nodes 1 (default)"),
         ("Job size specification needs to be provided", "--nodes 1 (default)"),
@@ -246,6 +249,7 @@ def test_what_sbatch_refuses_is_told_by_the_flag_and_who_has_said_it(words: str,
     [
         ("Invalid account or account/partition combination specified", "`python -m jobs.cluster show` lists"),
         ("Unspecified error", "`--dry-run` shows"),
+        ("Job failed for no partitioned memberships", "`--dry-run` shows"),
         ("job_submit/lua: ask the helpdesk", "`--dry-run` shows"),
     ],
 )

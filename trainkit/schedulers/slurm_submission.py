@@ -247,13 +247,14 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
 
 # Options -> what sbatch calls them beside their names.
 _OTHERWISE = {
-    "account": "assoc",
+    "account": "account|assoc",
     "constraint": "feature|node configuration",
+    "licenses": "license",
     "mem": "memory|node configuration",
     "nodes": "node count|job size",
-    **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), "processors|cpu count"),
-    **dict.fromkeys(("gres", "gpus-per-node"), "generic resource"),
-    **dict.fromkeys(("nodelist", "exclude"), "node name"),
+    **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), "processors|cpu count|node configuration"),
+    **dict.fromkeys(("gres", "gpus-per-node"), "generic resource|node configuration"),
+    **dict.fromkeys(("nodelist", "exclude"), "node name|node configuration"),
 }
 
 
@@ -261,14 +262,18 @@ def way_out(words: str, plan: Plan) -> str:
     """What to change of a job that sbatch has refused with these words: each option, and who has said it."""
 
     def is_named(option: str) -> bool:
-        pattern = rf"\b({option.replace('-', '[- ]')}|{_OTHERWISE.get(option, option)})"
+        pattern = rf"\b({option.replace('-', '[- ]')}\b|{_OTHERWISE.get(option, '$^')})"
         return re.search(pattern, words, re.IGNORECASE) is not None
 
     named = [item for item in plan.directives if is_named(item.name)]
-    what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in named)
+    # What nobody has asked for is rarely it.
+    asked = [item for item in named if item.source.kind not in ("default", "derived", "trainkit")] or named
+    what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in asked)
     ways = [f"Change {what}."] if what else []
     if is_named("account") or is_named("qos"):
         ways += ["`python -m jobs.cluster show` lists your accounts and QOS."]
+    if re.search("submit ?(job)? ?limit|max(jobs|submit)", words, re.IGNORECASE):
+        ways += ["If you have too many jobs there, wait for some to end."]
     return " ".join([*ways, "`--dry-run` shows all that is submitted, and who has said it."])
 
 
