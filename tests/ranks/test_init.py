@@ -229,7 +229,10 @@ def test_each_job_and_attempt_derives_another_port_none_of_them_ephemeral() -> N
     assert derived_port("4711", 3) == derived_port("4711", 3)
     assert len({derived_port("4711", attempt) for attempt in range(1000)}) == 1000
     assert len({derived_port(str(job), 0) for job in range(100, 110)}) == 10
-    assert ranks.job_port({"SLURM_RESTART_COUNT": "many"}) == ranks.job_port({})
+    of = ranks.job_port
+    assert of({"SLURM_RESTART_COUNT": "many"}) == of({})
+    starts = [{"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": count} for job in ("7", "8") for count in ("0", "1")]
+    assert len({of(start) for start in starts}) == len(starts)
 
 
 def test_the_search_begins_at_the_given_port_outside_the_kernels_range(
