@@ -516,7 +516,7 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     """
     if not (known := address.addresses_in(run)):
         fix = f"See how far it is: {terminal.command('logs', run.path)}"
-        raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started.", fix=fix)
+        raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started, or it has none.", fix=fix)
     saved = address.saved_peer(run)  # which knows its anchors
     return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
 
