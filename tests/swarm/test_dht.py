@@ -1,12 +1,14 @@
 """A peer's node of the DHT: who controls it, what it asks, how fast its link is, and whom it dials again."""
 
 import asyncio
+import gc
 import math
 import os
 import signal
 import socket
 import stat
 import subprocess
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -24,7 +26,10 @@ from hivemind.p2p import PeerID
 from tests.swarm.conftest import Commands, wait_for
 from trainkit.errors import RunFailedError
 from trainkit.swarm import exchange, processes
-from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance, SwarmDHT, Watch, measure_upload, redial
+from trainkit.swarm.access import identity
+from trainkit.swarm.admission import Admission, own_pass
+from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance, SwarmDHT, Watch, measure_upload, open_dht, redial
+from trainkit.swarm.invitations import Key
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED, PeerProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -66,6 +71,31 @@ def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
     unreachable.set_exception(ConnectionRefusedError())
     with pytest.raises(RunFailedError, match="has died: its node of the DHT"):
         processes.answer_of(unreachable, "node of the DHT", os.getpid())
+
+
+async def waiting(dht: Any, node: Any) -> str:
+    """Wait for a moment, as long as anybody but the garbage collector knows of it; the collector comes first."""
+    moment, loop = asyncio.Event(), asyncio.get_running_loop()
+    known = weakref.WeakSet([moment])
+    loop.call_later(0.1, gc.collect)
+    loop.call_later(0.5, lambda: [one.set() for one in known])
+    await moment.wait()
+    return "answered"
+
+
+async def nothing(dht: Any, node: Any) -> None:
+    """Another question: hivemind keeps the task of the last one."""
+
+
+@pytest.mark.swarm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of hivemind, which is forked from here
+def test_the_garbage_collector_ends_nothing_that_a_peer_waits_for() -> None:
+    key = Key.generate()
+    own = own_pass(key, "me")
+    with identity(None, own, Admission(key.public)) as me, open_dht(me, host="127.0.0.1") as dht:
+        answer = dht.node.run_coroutine(waiting, return_future=True)
+        assert dht.in_dht(nothing, 10.0, "late") is None
+        assert answer.result(20.0) == "answered"
 
 
 @pytest.mark.swarm
