@@ -21,6 +21,7 @@ from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, s
 from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
@@ -188,9 +189,9 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         why = "the run has its settings, its key and its folder"
         _parser("create").error(f"{given[0]} does not go with --resume: {why}")
     run = find_run(args.resume, env)
-    from trainkit.resumption import refuse_finished  # slow
-
-    refuse_finished(run)
+    if history_of(run).finished:
+        fix = f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}"
+        raise UserError(f"{run.name} has finished.", why="All of its rounds are done.", fix=fix)
     # Where the swarm was counts as far as the flags do not say otherwise.
     name, trains = args.name or peer_name(), not args.no_train
     return _go_on(run, PeerSpec(name, host=args.host, port=args.port, announce=args.announce, trains=trains), args)

@@ -58,6 +58,8 @@ def test_what_cannot_go_on_or_heed_a_flag_is_refused(
     done = command(*words).refused(2)
     assert done.err.lower().startswith(says.lower())
     assert not (run.path / "owner.key").exists()
+    if (was, words) == ("finished", CREATE):
+        assert done.err.splitlines()[-1].endswith(f"swarm create {run.path}")
     if says == NO_CREATOR:  # an anchor is told how to come back under its address
         assert f"with its --port and --identity {run.path}/swarm_identity" in done.err
 

@@ -121,13 +121,13 @@ def test_a_clock_is_compared_as_far_as_the_way_to_the_other_allows(
 
 @pytest.mark.parametrize(
     ("ahead", "how"),
-    [(address.MOST_APART, ""), (-address.MOST_APART, ""), (2.5, "2.5 s ahead of"), (-1.2, "1.2 s behind")],
+    [(None, ""), (address.MOST_APART, ""), (-address.MOST_APART, ""), (2.5, "2.5 s ahead of"), (-1.2, "1.2 s behind")],
 )
-def test_a_clock_that_differs_is_named_with_the_remedy(ahead: float, how: str) -> None:
+def test_a_clock_that_differs_is_named_with_the_remedy(ahead: float | None, how: str) -> None:
     swarm = SimpleNamespace(in_dht=lambda work, seconds, otherwise: ahead)
     refused = pytest.raises(UserError, match=f"The clock of this machine is {how} the swarm's.[^$]*timedatectl")
     with refused if how else nullcontext():
-        address.require_same_time(swarm, ["/ip4/127.0.0.1/tcp/1/p2p/x"])
+        assert address.require_same_time(swarm, ["/ip4/127.0.0.1/tcp/1/p2p/x"]) is (ahead is not None)
 
 
 HOME = address.SavedPeer("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
@@ -147,8 +147,13 @@ def test_a_peer_comes_back_to_the_place_that_it_has_left(run: RunDir) -> None:
     home = replace(HOME, announce="/dns/swarm.example.org/tcp/4711", others=(at_home(1), at_home(2)))
     home.write(run)
     assert address.saved_peer(run) == home
+    file = run.path / "swarm.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text(encoding="utf-8")), "is_anchor": False}), encoding="utf-8"
+    )  # as before
+    assert address.saved_peer(run) == home
     for nonsense in ("", "[]", '{"run_id": "a"}', '{"run_id": "a", "first_round": "x"}'):
-        (run.path / "swarm.json").write_text(nonsense, encoding="utf-8")
+        file.write_text(nonsense, encoding="utf-8")
         with pytest.raises(UserError, match=r"swarm\.json does not say where the swarm was"):
             address.saved_peer(run)
 

@@ -64,7 +64,7 @@ def test_a_ban_holds_until_it_is_lifted_by_name_or_id(kept: bool, tmp_path: Path
     assert running.read() == {}
     with file.open("a") as damaged:
         damaged.write('\n{"id": "ann", "name": 7, "why": null, "time": null, "lifted": 1}\n')
-    assert list(running.read()) == ["ann"] * kept
+    assert [(ban.id, ban.name, ban.why) for ban in running.read().values()] == [("ann", "", "")] * kept
     running.lift("ann")
     running.add(EVE)
     running.add(EVE)

@@ -432,9 +432,9 @@ class Bans:
         if self._file is not None:
             for record in fileio.read_jsonl(self._file):
                 if isinstance(record.get("id"), str):  # whatever else is damaged, somebody was banned
-                    name, why, said = (record.get(key) for key in ("name", "why", "time"))
-                    said = said if fileio.is_time(said) else 0.0
-                    self._note(Ban(record["id"], str(name), str(why), said, record.get("lifted") is True))
+                    name, why = (text if isinstance(text := record.get(key), str) else "" for key in ("name", "why"))
+                    said = record["time"] if fileio.is_time(record.get("time")) else 0.0
+                    self._note(Ban(record["id"], name, why, float(said), record.get("lifted") is True))
         return self._said.values()
 
     def add(self, ban: Ban) -> None:

@@ -103,10 +103,11 @@ def join_swarm(
     """
     check_own(overrides)
     if spec.host is not None and entry.own.grant.role == "volunteer":
+        listening = "--public, --host, --port and --announce"
         raise UserError(
             "Only those whom the owner trusts can be reached by others.",
             why="This peer is a volunteer: it calls out only, and averages for nobody.",
-            fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
+            fix=f"Leave {listening} out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
         )
     processes.require_hivemind()
     from trainkit.swarm import roles
