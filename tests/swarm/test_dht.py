@@ -78,7 +78,7 @@ async def waiting(dht: Any, node: Any) -> str:
     moment, loop = asyncio.Event(), asyncio.get_running_loop()
     known = weakref.WeakSet([moment])
     loop.call_later(0.1, gc.collect)
-    loop.call_later(0.5, lambda: [one.set() for one in known])
+    loop.call_later(0.5, lambda: list(map(asyncio.Event.set, known)))
     await moment.wait()
     return "answered"
 
