@@ -420,6 +420,24 @@ def read_part(message: Any, values: int) -> Tensor:
     return decode(message.buffer, message.dtype, values)
 
 
+def _become_helper(parent: int) -> None:
+    """Call first in a process of hivemind's."""
+    processes.become_helper(parent)
+    asyncio.create_task = partial(_held, asyncio.create_task, set())
+
+
+def _held(create: Callable[..., Any], tasks: set[Any], *work: Any, **options: Any) -> Any:
+    """A task that lives until it is done.
+
+    asyncio itself holds tasks weakly, and hivemind does what its peer asks in tasks that it does not hold either: the
+    garbage collector ended one that waited, and the peer was never answered.
+    """
+    task = create(*work, **options)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 class _Matchmaking(Matchmaking):  # type: ignore[misc]
     """Follows only those who may lead: a leader divides the work."""
 
@@ -482,7 +500,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     # In the averager's process.
 
     def run(self) -> None:
-        processes.become_helper(self._parent_pid)
+        _become_helper(self._parent_pid)
         bound_calls()
         # hivemind's averager makes it itself, and has no hook; this process has nothing else that makes one.
         hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard)
@@ -632,6 +650,6 @@ class DHT(hivemind.DHT):  # type: ignore[misc]
         return future if return_future else processes.answer_of(future, "node of the DHT", self.pid)
 
     def run(self) -> None:
-        processes.become_helper(self._parent_pid)
+        _become_helper(self._parent_pid)
         bound_node()
         super().run()

@@ -5,17 +5,15 @@ leave the last two behind for ever, accepting work that nobody does. Linux sends
 parent dies, if asked to.
 """
 
-import asyncio
 import multiprocessing
 import os
 import platform
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import psutil
@@ -95,19 +93,6 @@ def become_helper(parent: int) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # The peer's own handler, inherited by fork, only sets a flag that nobody reads here.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asyncio.create_task = partial(_held, asyncio.create_task, set())
-
-
-def _held(create: Callable[..., Any], tasks: set[Any], *work: Any, **options: Any) -> Any:
-    """A task that lives until it is done.
-
-    asyncio itself holds tasks weakly, and hivemind does what its peer asks in tasks that it does not hold either: the
-    garbage collector ended one that waited, and the peer was never answered.
-    """
-    task = create(*work, **options)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-    return task
 
 
 def family(pid: int | None) -> list[psutil.Process]:
