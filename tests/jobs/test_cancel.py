@@ -139,6 +139,13 @@ def test_a_process_that_only_the_record_names_is_not_ended(
     assert last_event(run, "cancelled") is None
 
 
+def test_a_process_of_another_machine_is_ended_there(command: Command, run: RunDir, bystander: ProcessId) -> None:
+    """Its number is another process's here."""
+    append_event(run, "submitted", executor="local", job_id="1", **{**bystander.fields(), "host": "n9"})
+    command("cancel", str(run.path)).refused(3, f"on n9 `ps -fp {bystander.pid}` shows what it is")
+    assert bystander.is_alive()
+
+
 @pytest.mark.parametrize("pid", [1, 0, -1, os.getpid(), os.getppid()], ids=["init", "0", "-1", "self", "parent"])
 def test_no_number_of_a_process_in_a_record_is_signalled(
     command: Command, run: RunDir, monkeypatch: pytest.MonkeyPatch, pid: int

@@ -101,7 +101,7 @@ def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command
 
 @pytest.mark.usefixtures("worker")
 def test_a_cancelled_job_is_resumed_as_another_one(queue: Path, command: Command, tmp_path: Path) -> None:
-    run = submitted(command, tmp_path, SLOW)
+    run = submitted(command, tmp_path, SLOW, "train.max_steps=60")  # a busy machine needs 12 s for a command
     wait_until(lambda: last_event(run, "started"))
     assert "cancelled job 1" in command("cancel", str(run.path)).out
     done = command("resume", str(run.path))  # which waits for its end
