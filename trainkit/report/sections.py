@@ -229,7 +229,7 @@ def missing(facts: Facts) -> list[doc.Part]:
     if not facts.summary:
         lines.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
     elif facts.summary.get("energy", 0) is None:
-        lines.append(["energy: no GPU has told it"])
+        lines.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
     if not facts.hosts:
         lines.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
     return [doc.Items(lines)]

@@ -112,7 +112,7 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
                 for straggler in stragglers.look(update.meter.told, lap.training):
                     recorder.remark("straggler", step=progress.step, **straggler._asdict())
                     print(straggler, flush=True)
-                profiler.look(progress.step)
+            profiler.look(progress.step)
             if validate or save:
                 take_note()
             if validate and not _validate(state, recorder, should_stop):
