@@ -5,6 +5,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -135,6 +136,7 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
     with open_loggers(WANDB, run_dir, total_steps=40) as logger:
         logger.log(record(10))
     assert "wandb cannot be reached and goes on offline" in capfd.readouterr().err
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("Otel")], "they wait for it"
     assert len(history(stored(run_dir)[0])) == 1
 
 
@@ -184,6 +186,39 @@ def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
     assert said.startswith("Logger 'wandb' is off from here on: import of wandb halted")
     assert len(read_metrics(run_dir)) == 3
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("when", ["in the middle", "while it finishes"])
+def test_a_service_that_dies_is_started_again_and_told_all(run_dir: RunDir, when: str) -> None:
+    code = f"""
+import psutil, wandb
+from pathlib import Path
+from tests.monitor.test_wandb import BOTH, record
+from trainkit.monitor import open_loggers
+from trainkit.run.folder import RunDir
+
+finish = wandb.Run.finish
+
+def die(*arguments, **more):
+    wandb.Run.finish = finish
+    for process in psutil.Process().children():
+        process.kill()
+        process.wait()
+    raise RuntimeError("abandoned")  # as wandb's own error, which is no ConnectionError
+
+with open_loggers(BOTH, RunDir(Path({str(run_dir.path)!r})), total_steps=40) as logger:
+    logger.log(record(1))
+    wandb.Run.finish = die
+    if {when!r} == "in the middle":
+        try:
+            die()
+        except RuntimeError:
+            pass
+    logger.log(record(2))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [row["step"] for row in history(stored(run_dir)[-1])] == [1, 2]
 
 
 def test_signals_to_all_processes_of_a_training_cost_no_record(run_dir: RunDir) -> None:

@@ -5,7 +5,7 @@ line, no list of packages. The run keeps its id over restarts, so that a requeue
 
 W&B's own service, a process that `wandb.init` starts, writes and sends what it is told. A TERM for all processes of a
 job ends it while training saves, with what it had not yet written. So it is started again at the end then, and told
-once more what this attempt has recorded in ``metrics.jsonl``.
+once more what this attempt has recorded in ``metrics.jsonl``; without the logger `jsonl` there is nothing to tell.
 """
 
 import hashlib
@@ -81,10 +81,10 @@ class _Wandb:
         failed = sys.exc_info()[0] is not None  # closed while an exception passes: the run is marked as crashed there
         try:
             self._run.finish(exit_code=int(failed))
-        except ConnectionError:
+        except Exception:  # its service died meanwhile: wandb has several errors for that
             self._is_lost = True
         if self._is_lost:  # with what it had not yet written
-            with suppress(ConnectionError):
+            with suppress(Exception):
                 wandb.teardown()
             self._run = self._begin(mode(os.environ, Path.home()))
             for record in read_metrics(self._run_dir):
@@ -94,6 +94,7 @@ class _Wandb:
         wandb.teardown()  # its service has written all of the file once it is gone
 
     def _begin(self, mode: Mode) -> Any:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it reports its own troubles, when Python ends
         import wandb
 
         settings = wandb.Settings(
