@@ -16,6 +16,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.shell import python
 from trainkit import plugins
@@ -23,32 +24,8 @@ from trainkit.run import folder as run_folder
 
 PROJECT = Path(__file__).resolve().parents[1]
 
-# Floors, from the ground up. Imports go down only: not up, not sideways between the rooms of one floor.
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("trainkit.errors", "trainkit.importing", "trainkit.terminal"),
-    ("trainkit.process",),
-    ("trainkit.fileio", "trainkit.workarounds"),
-    ("trainkit.plugins",),
-    ("trainkit.config",),
-    ("trainkit.run",),
-    ("trainkit.ranks",),
-    ("trainkit.schedulers.base",),
-    ("trainkit.site",),
-    ("trainkit.diagnosis", "trainkit.monitor", "trainkit.report"),
-    ("trainkit.launch",),
-    ("trainkit.schedulers",),
-    ("trainkit.distributed",),
-    ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models", "trainkit.tasks"),
-    ("trainkit.training",),
-    ("trainkit.experiment",),
-    ("trainkit.bench", "trainkit.swarm", "trainkit.inference"),
-    ("trainkit.worker", "trainkit.finish", "trainkit.log_book"),
-    ("trainkit.start",),
-    ("trainkit.resumption",),
-    ("jobs", "trainkit.interactive"),
-    ("trainkit.__main__",),
-    ("trainkit",),
-)
+RULES = yaml.safe_load((PROJECT / "tests/architecture.yaml").read_text("utf-8"))
+FLOORS: list[list[str]] = RULES["floors"]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
 # Models and tasks are built for the data that they see: they name that type, and load nothing of it.
@@ -84,97 +61,24 @@ TORCH_ROOMS = {
 INSIDE_A_JOB = {*TORCH_ROOMS, "trainkit.monitor"}
 HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
 
-# The environment is read at the doors, and handed down as a mapping. These are all of them: at most eight.
-ENVIRONMENT = {
-    "jobs.cli": "the door of the commands",
-    "trainkit.interactive": "the door of notebooks and scripts",
-    "trainkit.worker": "the door of a rank, which submitit calls",
-    "trainkit.process": "the door of `python -m` programs; what this process was granted; what libraries read",
-    "trainkit.run.folder": "TRAINKIT_RUN_MODE, XDG_STATE_HOME: who may enter a run, and where the user's state is",
-    "trainkit.schedulers.slurm_submission": "hands this process's own environment on, less what changes the answers",
-    "trainkit.distributed.device": "TRAINKIT_DEVICE, SLURM_*_GPUS: which GPUs this process was granted",
-    "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
-}
-
-# Files are read by trainkit/fileio.py, which bounds them. What else opens or parses one, and why:
-READERS = {
-    "trainkit.fileio": "is the reader and the writer",
-    "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
-    "trainkit.diagnosis.causes": "reads causes.yaml, which is part of the package",
-    "trainkit.diagnosis.evidence": "reads words.yaml, which is part of the package",
-    "trainkit.run.snapshot": "walks a folder of code and unpacks its archive, files and bytes counted",
-    "trainkit.ranks.signals": "maps the page that this rank's own launcher has made",
-    "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",
-    "trainkit.data.datasets.fashion_mnist": "unpacks an archive, of which it takes a bounded part",
-    "trainkit.data.download": "hashes archives part by part, and bounds what it fetches and unpacks",
-    "trainkit.checkpoint.format": "hashes weights part by part once their size is right; parses what was read bounded",
-    "trainkit.checkpoint.remote": "unpacks the code of a run in a bucket, its members bounded",
-    "trainkit.checkpoint.state": "maps safetensors, whose header its library bounds; loads weights that the user names",
-    "trainkit.run.secrets": "reads its own patterns",
-    "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
-    "trainkit.distributed.health": "takes what ranks of the same check say to one another",
-    "trainkit.bench.run": "takes what ranks of the same bench say to one another",
-    "jobs.login_node": "unpacks the report that the user's own account has sent, its members bounded",
-}
 READING_CALLS = re.compile(
     r"(json|yaml|numpy|np|torch|pickle|tomllib|csv|ast)\.(load|loads|load_all|safe_load|fromfile|memmap|genfromtxt|reader)"
     r"|gzip\.(decompress|open)|tarfile\.open|zipfile\.ZipFile|mmap\.mmap|urllib\.request\.urlopen|load_file|safe_open"
     r"|(?!fileio\.).*\.(read_text|read_bytes)"
 )
 
-# Other programs are asked by trainkit/process.py, which bounds what they say. What else starts one, and why:
-STARTERS = {
-    "trainkit.process": "is who asks",
-    "trainkit.site.ssh": "passes on what ssh says as it comes; what comes before that is bounded",
-    "trainkit.launch.submission": "passes on what ranks of a check say as it comes; their result is bounded",
-    "trainkit.launch.controller": "starts ranks, which write to their logs",
-    "trainkit.schedulers.local": "starts the controller of a local job, which writes to a log",
-    "trainkit.swarm.peer": "starts ranks, which write to the terminal of rank 0",
-    "jobs.launch": "becomes the program that runs its ranks in a container",
-}
 STARTING_CALLS = re.compile(
     r"subprocess\.\w+|os\.(system|popen|fork|forkpty|(spawn|exec|posix_spawn)\w*)|pty\.(spawn|fork)"
     r"|asyncio\.(subprocess\.)?create_subprocess_\w+|(utils\.)?CommandFunction"
 )
 
-# Of these modules each opens, makes or links something itself, besides `trainkit.fileio`, which all others use.
-WRITERS = {
-    "jobs.cli": "/dev/null in the place of a closed pipe",
-    "trainkit.site.node_health": "measures a disk with a file that has no name",
-    "trainkit.checkpoint.remote": "second names for files of a checkpoint, in a folder that it has just made",
-    "trainkit.distributed.device": "a switch of the kernel in /proc",
-    "trainkit.process": "what a program says, in memory or in a file that has no name",
-    "trainkit.monitor.tensorboard": "its library makes new files, in a folder that fileio has made",
-    "trainkit.ranks.signals": "a file of its own that ranks map into memory; its name is random",
-    "trainkit.run.folder": "the run's own folder, and that of the user's state",
-    "trainkit.run.snapshot": "the folder in which runs share their code, and a hard link to its archive",
-}
 WRITING = {
     *("write_text", "write_bytes", "touch", "mkdir", "makedirs", "chmod", "symlink_to", "hardlink_to", "symlink"),
     *("os.link", "os.open", "mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryFile", "urlretrieve", "extractall"),
     *("copyfile", "copy2", "copytree", "shutil.copy", "shutil.move", "save_file", "SummaryWriter", "FileHandler"),
 }
 
-# Only these change other libraries, or what Python has imported. hivemind's bounds and checks have no other place.
-PATCHING = {
-    "trainkit.workarounds": "the one file for it",
-    "trainkit.swarm.access": "hivemind takes any number of records and calls, and its daemon outlives its peer",
-    "trainkit.swarm.exchange": "hivemind forms groups with anybody",
-}
-
-# Who holds the name of SLURM as a text, besides its scheduler, and why:
-SLURM = {
-    "trainkit.ranks": "a launcher: srun tells a rank its place",
-    "trainkit.distributed.device": "the same launcher: srun binds its tasks",
-    "trainkit.run.snapshot": "the folder of templates, which is no code of a run",
-    "jobs.__main__": "the folder of templates",
-}
 SLURMS_PROGRAMS = {"squeue", "sacct", "sacctmgr", "scontrol", "sinfo", "sbatch", "scancel", "srun", "sshare", "sstat"}
-# `sbatch` and `srun` are settings, too: mappings of these programs' own options.
-OPTIONS_OF_PROGRAMS = {
-    "trainkit.config.schema", "trainkit.config.slurm_options", "trainkit.launch.plan", "trainkit.launch.resources",
-    "trainkit.start",
-}  # fmt: skip
 
 ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}
 
@@ -469,20 +373,21 @@ def updates_weights(node: ast.AST) -> bool:
     return getattr(node, "attr", getattr(node, "id", None)) in own
 
 
-# What only these modules do, each for a reason; a strategy and SLURM's room know themselves.
-ONLY: dict[str, tuple[Callable[[ast.Module], bool], Iterable[str]]] = {
-    "reads the environment": (somewhere(reads_the_environment), ENVIRONMENT),
-    "names SLURM": (somewhere(names_slurm), SLURM),
-    "runs SLURM's programs": (somewhere(commands_slurm), OPTIONS_OF_PROGRAMS),
-    "knows a strategy": (somewhere(knows_a_strategy), ()),
-    "reads files": (somewhere(reads_a_file), READERS),
-    "writes files": (somewhere(writes_a_file), {*WRITERS, "trainkit.fileio"}),
-    "names a message between processes": (somewhere(spells_a_message), {"trainkit.run.folder"}),
-    "starts programs": (somewhere(starts_a_program), STARTERS),
-    "writes events": (somewhere(writes_events), {"trainkit.run.events"}),
-    "updates weights": (somewhere(updates_weights), {"trainkit.training.update", "trainkit.training.precision"}),
-    "overrides hivemind": (overrides_hivemind, {"trainkit.swarm.access", "trainkit.swarm.exchange"}),
-    "changes other libraries": (changes_a_library, PATCHING),
+# A rule finds the modules that do something; `architecture.yaml` lists those that may. A strategy and SLURM's room know
+# themselves.
+ONLY: dict[str, Callable[[ast.Module], bool]] = {
+    "reads the environment": somewhere(reads_the_environment),
+    "names SLURM": somewhere(names_slurm),
+    "runs SLURM's programs": somewhere(commands_slurm),
+    "knows a strategy": somewhere(knows_a_strategy),
+    "reads files": somewhere(reads_a_file),
+    "writes files": somewhere(writes_a_file),
+    "names a message between processes": somewhere(spells_a_message),
+    "starts programs": somewhere(starts_a_program),
+    "writes events": somewhere(writes_events),
+    "updates weights": somewhere(updates_weights),
+    "overrides hivemind": overrides_hivemind,
+    "changes other libraries": changes_a_library,
 }
 THEMSELVES = {
     "names SLURM": "trainkit.schedulers.slurm",
@@ -494,12 +399,11 @@ THEMSELVES = {
 @pytest.mark.parametrize("what", ONLY)
 def test_only_the_modules_that_are_listed_do_so(what: str) -> None:
     """And each of them does: a rule that no longer sees anything would be noticed."""
-    does, listed_modules = ONLY[what]
-    themselves = THEMSELVES.get(what, "no.room")
-    found = {name for name, tree in trees().items() if not name.startswith(themselves) and does(tree)}
-    assert listed(found - {*listed_modules}) == [], f"{what}, and is not listed"
-    assert listed({*listed_modules} - found) == [], f"{what} no longer: take it off the list"
-    assert len(ENVIRONMENT) <= 8
+    may, themselves = set(RULES["only"][what]), THEMSELVES.get(what, "no.room")
+    found = {name for name, tree in trees().items() if not name.startswith(themselves) and ONLY[what](tree)}
+    assert listed(found - may) == [], f"{what}, and is not listed"
+    assert listed(may - found) == [], f"{what} no longer: take it off the list"
+    assert what != "reads the environment" or len(may) <= 8
 
 
 def test_commands_and_a_dry_run_never_load_torch(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ BY_LONG_NAME = "options by their long names, without dashes, as in {comment: the
         ("launch.sbatch.L=a", BY_LONG_NAME), ("launch.srun.--mpi=a", BY_LONG_NAME),
     ],
 )  # fmt: skip
-def test_a_mistake_is_answered_in_one_printable_line_with_what_must_stand_there(override: str, wanted: str) -> None:
+def test_a_mistake_is_answered_in_one_printable_line_with_what_must_be_there(override: str, wanted: str) -> None:
     error = refused("ddp", [override])
     assert error.key == ".".join(override.partition("=")[0].split(".")[:2])
     assert error.why == f"{error.key} must be {wanted}"

@@ -34,7 +34,7 @@ def uses() -> dict[str, list[str]]:
 def rooms() -> str:
     """The picture, as SVG."""
     used = uses()
-    floors = [floor for floor in FLOORS if floor != ("trainkit",)][::-1]
+    floors = [floor for floor in FLOORS if floor != ["trainkit"]][::-1]
     tall = len(floors) * (HEIGHT + GAP) + GAP
     drawn = []
     for number, floor in enumerate(floors):

@@ -63,7 +63,7 @@ def test_the_updates_that_were_named_are_profiled_and_no_others(
     assert traced(tmp_path / "run") == profiles
 
 
-def test_on_request_the_next_updates_are_profiled_once_though_records_are_rare(
+def test_on_request_the_next_updates_are_profiled_once_with_rare_records_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asks(profiler: Profiler, update: int) -> None:

@@ -62,7 +62,7 @@ def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Pat
     assert (tmp_path / "runs").read_text() == "mine"
 
 
-def test_a_folder_of_runs_whose_disk_is_away_or_has_no_modes_is_said_to_be_so(
+def test_a_folder_of_runs_whose_disk_is_away_or_has_no_modes_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
