@@ -46,7 +46,7 @@ _MOST_VALUES = 2_000_000
 _LONGEST_HEADER = 1 << 14
 """Bytes of what an archive says of one member: two of the longest paths that a system allows, and some more."""
 _STALE_SECONDS = 3600.0
-"""A partial file that has not grown for so long was left by a killed process."""
+"""Seconds without growth after which a partial file was left by a killed process."""
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 BROKEN_TAR: tuple[type[Exception], ...] = (
     tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error

@@ -197,7 +197,7 @@ def _width(text: str) -> int:
 
 
 def watch(text: Callable[[], str], *, every: float, view: Callable[[int], RenderableType] | None = None) -> NoReturn:
-    """Show ``text`` again ``every`` so many seconds, until Ctrl-C; a pipe gets it only when it has changed.
+    """Show ``text`` again each ``every`` seconds, until Ctrl-C; a pipe gets it only when it has changed.
 
     Args:
         view: makes what a terminal shows instead, from its number of lines; called after ``text``.

@@ -21,7 +21,7 @@ from trainkit.report.facts import cpus_taken
 TOLERANCE = 0.05
 """How far the first arm may be from itself before no ratio is believed."""
 _MANY = 7
-"""From so many rounds on the lowest and the highest ratio do not count: a neighbour's moment is no noise."""
+"""With at least this many rounds the lowest and the highest ratio do not count: one disturbance is no noise."""
 Sample = Mapping[str, Any]
 
 

@@ -158,7 +158,7 @@ class Worker:
         return self._configs[overrides]
 
     def _timed(self, dist: Distributed, times: int, step: Callable[[], object]) -> float:
-        """Seconds for so many steps, after some that warm up."""
+        """Seconds that the steps take, after some that warm up."""
         began = 0.0
         for number in range(WARM_UP + times):
             if number == WARM_UP:

@@ -450,14 +450,14 @@ class Uploads:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Until everything that was to be sent by now is there, at most so long. Is it?"""
+        """Wait until everything queued so far is sent, at most this long. Whether it is."""
         with self._changed:
             asked = self._asked
             self._changed.wait_for(lambda: self._done >= asked or not self._thread.is_alive(), seconds)
             return self._done >= asked
 
     def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all is there; end, and say what is not, when nothing has come through for so long. Is it there?
+        """Wait until all is sent; give up, and say what is missing, when nothing moves for this long. Whether all is.
 
         Args:
             give_up: asked every second; True ends the waiting.

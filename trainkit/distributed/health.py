@@ -41,7 +41,7 @@ _SMALLEST, _LARGEST, _LARGEST_GPU = 1 << 18, 1 << 24, 1 << 28
 """Bytes of a message. It grows until sending it takes `_LONG_ENOUGH`: a slow link is not asked for more."""
 _LONG_ENOUGH = 0.05
 _REPEATS = 3
-"""The best of so many counts: a machine that does something else for a moment is not a slow link."""
+"""The best of this many trials counts: a machine that is busy for a moment is not a slow link."""
 
 
 def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
@@ -60,7 +60,7 @@ def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
 
 
 def _timed_all_reduce(group: Any, number: int, device: torch.device) -> float:
-    """Seconds that so many bytes take on the slowest of the ranks."""
+    """Seconds that the transfer takes on the slowest rank."""
     message, options = torch.zeros(number // 4, device=device), c10d.AllreduceOptions()
     began = time.perf_counter()
     group.allreduce([message], options).wait()
@@ -116,10 +116,10 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 START_SECONDS = 30.0
-"""Ranks that are not there so long after the first one are missing."""
+"""Seconds after the first rank by which the others must be there."""
 _ROUND_SECONDS, _LAST_SECONDS = 20.0, 5.0
 _ROUNDS = 8
-"""Nodes are measured with so many others at most."""
+"""Most other nodes that a node is measured with."""
 _LOST = (RunFailedError, RuntimeError)
 
 

@@ -318,7 +318,7 @@ class StopVote:
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""
 FACTOR = 5
-"""An update may take so many times as long as usual."""
+"""How many times as long as usual an update may take."""
 _STEPS = 64
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
@@ -326,7 +326,7 @@ _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _DATA = str(Path(__file__).parents[1] / "data") + os.sep
 _SAVING = str(Path(__file__).parents[1] / "checkpoint" / "save.py")
 LATE_SECONDS = 5.0
-"""A thread that is waked so much later than it asked for belongs to a process that was stopped, or starved."""
+"""A thread that wakes up this much too late belongs to a process that was stopped, or starved."""
 
 
 @dataclass(frozen=True)

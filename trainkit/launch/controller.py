@@ -42,17 +42,17 @@ from trainkit.schedulers.base import TASK
 TICK_SECONDS = 0.05
 """Seconds between two looks at the ranks, at requests and at output."""
 NOTICE_SECONDS = 2.0
-"""After a rank has failed, the others have so long to notice by themselves: their own words help to find the cause."""
+"""How long other ranks have to notice a failed one by themselves: their words help to find the cause."""
 CANCEL_SECONDS = 10.0
 """After a cancel, how long the ranks have to save before they are killed."""
 GRACE_SECONDS = 3.0
 """Between SIGTERM and SIGKILL."""
 OWN_WATCHDOG_SECONDS = 15.0
-"""Ranks that hang name the one that is behind themselves; the supervisor waits so much longer before it does."""
+"""Ranks that hang name the one that is behind themselves; how much longer the supervisor waits before it does."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _LOOK_SECONDS = 1.0
 _LATE_SECONDS = 10.0
-"""A supervisor that has not looked for so long was stopped itself, and does not know what its ranks did meanwhile."""
+"""A supervisor that has not looked for this long was stopped, and does not know what its ranks did meanwhile."""
 
 
 class Rank(NamedTuple):
@@ -163,9 +163,9 @@ class Limits:
     lead: float
     """Before the time limit the ranks are told to save."""
     hang: float
-    """Ranks that make no progress for so long hang."""
+    """Time without progress after which ranks hang."""
     cancel: float
-    """After a cancel the ranks may save for so long."""
+    """Time that ranks have to save after a cancel."""
 
 
 @dataclass

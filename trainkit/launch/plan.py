@@ -53,7 +53,7 @@ class Plan:
     lead_seconds: PositiveInt
     """How long before the time limit the ranks are told to save."""
     hang_seconds: PositiveInt
-    """Ranks that make no progress for so long hang, and are ended."""
+    """Seconds without progress after which ranks hang, and are ended."""
     requeue: bool | Literal["chain"]
     decisions: tuple[Decision, ...]
     directives: tuple[Decision, ...]

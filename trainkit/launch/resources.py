@@ -284,7 +284,7 @@ class Resources:
         return best[min(self.nodes.value, len(best)) - 1] if best else None
 
     def _with_gpus(self) -> list[Node]:
-        """The partition's nodes that have so many GPUs, of the type that was asked for."""
+        """The partition's nodes that have at least this many GPUs, of the type that was asked for."""
         gpus = self.gpus.value
         return [node for node in self._nodes_of_type() if node.gpus >= gpus] if gpus else []
 

@@ -33,7 +33,7 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 PATIENCE_SECONDS = 10.0
 """With W&B's server, which must not hold GPUs; what is not sent stays on disk for `wandb sync`."""
 _MOST_CLASSES = 100
-"""W&B keeps no more rows of a chart than the confusion matrix of so many classes has."""
+"""W&B keeps as many rows of a chart as the confusion matrix of this many classes has."""
 
 PEERS = "judge"
 

@@ -27,14 +27,14 @@ from trainkit.run.events import Attempt
 VARIABLE = "TRAINKIT_HEARTBEAT"
 """``FILE:INDEX``, in a rank's environment."""
 STARTING_SECONDS = 600.0
-"""Before the first update a rank may be silent for so long, or for `launch.hang_seconds` if that is longer: it loads
+"""How long a rank may be silent before the first update, or for `launch.hang_seconds` if that is longer: it loads
 code and data."""
 _SIZE = 8
 _HANG = "no progress for "
 
 
 def hang(seconds: float, more: str = "") -> str:
-    """The error of ranks that have made no progress for so long."""
+    """The error of ranks that have made no progress for that time."""
     return f"{_HANG}{seconds:.0f} s (launch.hang_seconds){more}"
 
 

@@ -42,7 +42,7 @@ _EDGE, _GAP = 16, 28
 _DOTS_APART = 5
 """Pixels between points from which on each has a dot."""
 _LONG_CURVE, _TREND = 120, 60
-"""A curve of more points is drawn faintly, with the medians of so many columns before it."""
+"""A curve of more points is drawn faintly, with the medians of this many columns on top."""
 _COLUMNS = 400
 """Of a longer curve: of all points in one column, the lowest and the highest are drawn."""
 _TINY = 1e-100

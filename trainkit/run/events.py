@@ -49,7 +49,7 @@ from trainkit.run import folder
 from trainkit.run.folder import CLAIM, RunDir, make_private
 
 EXPIRY_SECONDS = 60.0
-"""A holder on another machine that has not renewed for so long is taken for dead."""
+"""Time without renewal after which a holder on another machine is taken for dead."""
 RENEW_SECONDS = 10.0
 _MOMENT = 0.1
 _LONGEST = 20_000

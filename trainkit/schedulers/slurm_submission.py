@@ -149,9 +149,9 @@ def job_id_in(text: str) -> str:
 
 
 SBATCH_SECONDS = 300.0
-"""So long sbatch may take; who called it on another machine may live until then."""
+"""The longest that sbatch may take; a caller on another machine may live until then."""
 LATE_SECONDS = 120.0
-"""So long after sbatch was killed, or gave up waiting, its job may still appear: a busy controller takes it later."""
+"""How long after the end of sbatch its job may still appear: a busy controller takes it later."""
 SEARCH_PAUSES = (0.0, 2.0, 4.0)
 """Before each look for a job that sbatch has not spoken of, in seconds."""
 _PATH = re.compile(r"(?<![^ ])/")

@@ -385,7 +385,7 @@ class Writer:
 
 BANS_FILE = "bans.jsonl"
 STRIKES = 3
-"""A peer is banned whose contribution was dropped in so many rounds in a row; one may be a fault on the way."""
+"""Rounds in a row with a dropped contribution after which a peer is banned; one may be a fault on the way."""
 # Of them at once; strangers can make up as many ids as they like.
 _MOST_BANS = 1000
 # Bytes of a list as it is told; a record of the DHT holds no more. The newest are told.

@@ -290,7 +290,7 @@ ADDRESS_FILE = SWARM_ADDRESS.name
 """Addresses of a running swarm, one a line."""
 _FILE, _IDENTITY = SWARM.name, SWARM_IDENTITY.name
 MOST_OTHERS = 16
-"""Of those that can be reached, so many are remembered."""
+"""Most peers that are remembered, of those that can be reached."""
 
 
 @dataclass(frozen=True)

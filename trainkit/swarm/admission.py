@@ -218,7 +218,7 @@ def _member_of(credential: bytes, owner: bytes | None, open_run: bool) -> Member
 
 
 def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
-    """Put it last, and forget the first beyond so many."""
+    """Put it last, and forget the oldest beyond the limit."""
     known.pop(key, None)
     known[key] = value
     if len(known) > most:
@@ -240,7 +240,7 @@ def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
 
 
 _LOOK_SECONDS = 3.0
-# A stranger is not looked up again for so long; so many strangers are remembered.
+# How long a stranger is not looked up again, and how many strangers are remembered.
 _STRANGER_SECONDS = 5.0
 _MOST_STRANGERS = 1000
 
@@ -386,7 +386,7 @@ class Owner:
         self.key, self._folder, self._invited = key, folder, folder / _INVITED_FILE
 
     def invite(self, name: str, role: invitations.Role, seconds: float) -> Pass:
-        """An invitation for so long, and a line about it in the list.
+        """An invitation that is valid for a time, and a line about it in the list.
 
         Raises UserError when the name is none.
         """

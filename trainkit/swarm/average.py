@@ -198,7 +198,7 @@ class Averaging:
         self._exchange = _Exchange(control, given, sent, trained, next_round, alone, began, failed)
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round | None:
-        """Wait so long for the average; judge it, and make the outer step. None when it is still under way.
+        """Wait for the average, at most this long; judge it, and make the outer step. None when it is still under way.
 
         Args:
             trained_on: the model has been trained since the round ended.

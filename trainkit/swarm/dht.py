@@ -34,7 +34,7 @@ from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 _UPLOAD_HANDLER, _DIALBACK_HANDLER = "trainkit.upload", "trainkit.dial_back"
 # Bytes of a message that measures a link; the largest that libp2p's daemon takes at all is four times the last.
 SIZES = (1 << 16, 1 << 18, 1 << 20)
-# A message that takes so long has told enough.
+# A message that takes longer than this has told enough.
 _ENOUGH_SECONDS = 0.5
 # The slowest link that is measured: 64 KiB in this time.
 _SLOWEST_SECONDS = 10.0
@@ -67,7 +67,7 @@ class Allowance:
     sent: dict[str, int] = field(default_factory=dict)
 
     def takes(self, peer: str, size: int, now: float) -> bool:
-        """Whether so much more may come from ``peer``; it is then counted."""
+        """Whether ``peer`` may send this many bytes more; they are then counted."""
         if now - self.began > 3600.0:
             self.began, self.sent = now, {}
         own = self.sent.get(peer, 0) + size
@@ -280,7 +280,7 @@ class SwarmDHT:
         return address.port_of(str(self.node.get_visible_maddrs(latest=True)[0]))
 
     def store(self, key: str, value: Any, seconds: float, *, wait: bool = False) -> None:
-        """Store a record of this peer's, signed by it, for so many seconds."""
+        """Store a record of this peer's, signed by it; it expires after ``seconds``."""
         with suppress(FutureTimeoutError, OSError):
             # A record must not outlast the invitation of its writer.
             until = min(time.time() + seconds, float(self.own.grant.expires))
@@ -289,7 +289,7 @@ class SwarmDHT:
                 future.result(_READ_SECONDS)
 
     def publish_progress(self, progress: messages.PeerProgress, seconds: float) -> None:
-        """Store this peer's progress for so many seconds, and who it is; does not wait."""
+        """Store this peer's progress, and who it is; it expires after ``seconds``. Does not wait."""
         self.store(PROGRESS, asdict(progress), seconds)
         self.introduce_myself(seconds)
         self.publish_excluded()
@@ -330,7 +330,7 @@ class SwarmDHT:
         return self.node.run_coroutine(partial(redial, addresses=tuple(addresses)), return_future=True)
 
     def reconnect(self, addresses: Sequence[str], seconds: float = 10.0) -> int:
-        """As `look_for`, and wait so long."""
+        """As `look_for`, and wait at most this long."""
         return int(_result(lambda: self.look_for(addresses), seconds, 0)) if addresses else 0
 
     def prove(self, peers: Sequence[str]) -> Seen:

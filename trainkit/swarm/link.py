@@ -129,7 +129,7 @@ class Outcome:
 
 
 GRACE = 2.0
-"""A round has failed if no group is found within so many seconds after its end."""
+"""Seconds after the end of a round within which a group must be found."""
 _PATIENCE = 0.25
 """Part of a round that the others wait for a peer's parts, in total."""
 
@@ -154,7 +154,7 @@ class Load:
 
     @property
     def rounds(self) -> int:
-        """Each part is sent once in so many rounds."""
+        """Rounds in which each part is sent once."""
         return -(-self.of // self.parts)
 
     def chosen(self, turn: int) -> list[bool]:

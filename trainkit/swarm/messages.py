@@ -26,7 +26,7 @@ MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 """Keys of the records in the DHT."""
 MOST_PEERS = 1000
-"""A node keeps, and a reader reads, the records of so many peers under one key."""
+"""Most peers whose records a node keeps, and a reader reads, under one key."""
 MOST_CREDITED = 200
 
 Text = Annotated[str, Field(strict=True, max_length=128)]
@@ -232,7 +232,7 @@ def no_data(name: str, manifest: Manifest) -> Splits:
     return Splits(info, nothing, nothing, nothing, _untouched, _untouched, in_memory=True)
 
 
-# The learning rate is set on a grid of so many points per epoch of the schedule.
+# Points per epoch of the schedule at which the learning rate is set.
 _GRID = 1000
 
 

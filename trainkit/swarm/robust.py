@@ -46,13 +46,13 @@ from trainkit.swarm.link import Outcome, cuts, halves
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
 
-# A volunteer's weight counts at most so many times the group's median; the owner's side counts in full.
+# A volunteer's weight counts at most this many times the group's median; the owner's side counts in full.
 LARGEST_SHARE = 3.0
-# Speed varies: so many times what a peer's last rounds were like is still believed.
+# Speed varies: up to this many times a peer's speed of its last rounds is believed.
 _SPEED_SLACK = 1.5
-# A claim so many times what it may be is no accident.
+# A claim this many times above what it may be is no accident.
 _GROSS_CLAIM = 20.0
-# So many times longer than it may be: a contribution is left out, a reducer's average is no accident.
+# How many times too long a contribution is left out, and a reducer's average is no accident.
 _GROSS_LENGTH = 5.0
 # Honest contributions can be this much longer than the median without a word about it.
 _NOTED_LENGTH = 2.0

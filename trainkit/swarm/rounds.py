@@ -50,7 +50,7 @@ _TRIES = 3
 _NEWS_DELAY = 3.0
 _ADOPT_SECONDS = 10.0
 FRESH_SECONDS = 10.0
-"""A peer that has said nothing for so long has gone, or is busy with something else than the update."""
+"""Time of silence after which a peer has gone, or is busy with something else than the update."""
 
 
 def take_part(peer: Session) -> Ending:
@@ -147,7 +147,7 @@ class _Loop:
             peer.common.forget()
 
     def settle(self, seconds: float) -> None:
-        """Wait so long for what others still get from this peer."""
+        """Wait for what others still get from this peer, at most this long."""
 
 
 class TimedLoop(_Loop):

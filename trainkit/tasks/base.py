@@ -81,7 +81,7 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, sums: Sequence[float], samples: int) -> dict[str, float]:
-        """The metrics, from the K sums over so many samples; but for those of `pooled`."""
+        """The metrics, from the K sums and the number of samples; but for those of `pooled`."""
 
     def training_loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
         """The loss to train on, where it is another one than `loss`, which is measured in evaluation."""

@@ -218,7 +218,7 @@ def checkpoint_activations(model: nn.Module, which: Literal["none", "full"] | in
     The numbers stay the same to the last bit: dropout draws again what it drew, and BatchNorm does not count the second
     look at a batch. Only the blocks' ``forward`` changes, so that names in checkpoints stay those of the plain model.
 
-    Raises UserError for a model without so many blocks.
+    Raises UserError for a model with fewer blocks.
     """
     if which == "none":
         return

@@ -37,7 +37,7 @@ from trainkit.training.update import Updater
 _HEADROOM = 0.1
 """Share of the memory that stays free, for an update that needs more than the one before."""
 _STRIDE = 4
-"""A size is predicted from one that is at most so many times smaller."""
+"""A size is predicted from one that is at most this many times smaller."""
 _PASSES = 2
 """Micro batches of a measured update: in the second the gradients of the first are there as well."""
 _MB = 2**20

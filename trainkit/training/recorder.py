@@ -32,7 +32,7 @@ from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 STEMS = {"raw": "model", "ema": "ema"}
 """Kind of weights, the model's own or their average -> the stem of its file in a checkpoint."""
 MOST_ROLLBACKS = 3
-"""A run that diverges after each of so many checkpoints does so whatever the data."""
+"""A run that diverges after each of this many checkpoints does so whatever the data."""
 
 
 @dataclass(frozen=True)

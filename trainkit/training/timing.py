@@ -208,7 +208,7 @@ COST = 0.1
 """The share of the time by which the others could be faster, at least."""
 WINDOW_SECONDS = 15.0
 WINDOWS = 4
-"""Both must hold in so many windows in a row, of `WINDOW_SECONDS` each."""
+"""Windows in a row, of `WINDOW_SECONDS` each, in which both must hold."""
 
 
 class Straggler(NamedTuple):

@@ -106,7 +106,7 @@ _DIVERGED = 3
 _FOR_EVER = 50
 """The same where they may be skipped: fp16 has halved its scale 50 times, and `skip` would train nothing more."""
 _MOST_PENDING = 100
-"""On a GPU the answers are fetched together; at the latest after so many updates."""
+"""On a GPU the answers are fetched together, at the latest after this many updates."""
 
 
 class DivergedError(RunFailedError):
