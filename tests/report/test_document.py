@@ -63,10 +63,10 @@ def test_a_long_curve_keeps_its_extremes_and_its_trend_has_no_spikes() -> None:
     assert len(set(re.findall(r"[ML]\S+ ([\d.]+)", trend))) == 1
 
 
-def test_no_line_is_drawn_over_a_place_without_a_value() -> None:
-    whole, broken = Series("a", [(0.0, 1.0), (1.0, 2.0), (3.0, 3.0)]), [2.0]
-    assert paths(body(line_chart(LOSS, [whole])), "line")[0].count("M") == 1
-    assert paths(body(line_chart(LOSS, [whole._replace(lost=broken)])), "line")[0].count("M") == 2
+@pytest.mark.parametrize(("broken", "parts"), [({}, 1), ({"lost": [2.0]}, 2), ({"pauses": [2.0], "lost": [0.5]}, 3)])
+def test_no_line_is_drawn_over_a_place_without_a_value(broken: dict[str, list[float]], parts: int) -> None:
+    curve = Series("a", [(0.0, 1.0), (1.0, 2.0), (3.0, 3.0)])._replace(**broken)
+    assert paths(body(line_chart(LOSS, [curve])), "line")[0].count("M") == parts
 
 
 @pytest.mark.parametrize("end", [0.5, 2.0])

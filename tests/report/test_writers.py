@@ -345,6 +345,16 @@ def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: Make
     assert "not finite, first at 10.5" in page_of(run).text
 
 
+def test_a_pause_of_the_samples_of_hardware_is_no_value_that_is_not_finite(make_run: MakeRun) -> None:
+    run = make_run(gpus=1)
+    last = json.loads(run.hardware("node1").read_text().splitlines()[-1])
+    for later in (600.0, 600.4):  # the next attempt
+        fileio.append_jsonl(run.hardware("node1"), {**last, "time": last["time"] + later})
+    page = page_of(run)
+    assert "node1 · use, CPUs" in page.series()
+    assert "not finite" not in page.text
+
+
 def test_the_time_of_rank_0_is_shown_by_what_it_went_on(make_run: MakeRun) -> None:
     run = make_run()
     spent = {"data": 1.0, "exposed": 0.0, "forward": 3.0}

@@ -99,7 +99,9 @@ class Series(NamedTuple):
     label: str = ""
     """At its right end."""
     lost: Sequence[float] = ()
-    """Places without a value: no line is drawn across them."""
+    """Places where the value was not finite: they are marked, and no line is drawn across them."""
+    pauses: Sequence[float] = ()
+    """Places where nothing was measured: no line is drawn across them, either."""
 
 
 class Axes(NamedTuple):
@@ -241,20 +243,20 @@ def _vertical(axes: Axes, curves: Iterable[Series]) -> Scale:
 
 def _curve(item: Series, x: Scale, y: Scale) -> dict[str, object]:
     """What the template draws of it."""
-    points, trend = _thinned(item.points), _trend(item)
+    points, trend, breaks = _thinned(item.points), _trend(item), sorted([*item.lost, *item.pauses])
     are_apart = x(points[-1][0]) - x(points[0][0]) > _DOTS_APART * len(points) and not item.faint
     has_dots = not trend and not item.dashed and (len(points) == 1 or are_apart)
     return {
-        "item": item, "path": _path(points, item.lost, x, y), "trend": _path(trend, item.lost, x, y) if trend else "",
+        "item": item, "path": _path(points, breaks, x, y), "trend": _path(trend, breaks, x, y) if trend else "",
         "dots": [(x(a), y(b)) for a, b in points] if has_dots else [],
         "x": " ".join(f"{a:.8g}" for a, _ in points), "y": " ".join(f"{b:.5g}" for _, b in points),
     }  # fmt: skip
 
 
-def _path(points: Sequence[Point], lost: Sequence[float], x: Scale, y: Scale) -> str:
+def _path(points: Sequence[Point], breaks: Sequence[float], x: Scale, y: Scale) -> str:
     words = f"M{x(points[0][0]):.1f} {y(points[0][1]):.1f}"
     for before, after in pairwise(points):
-        broken = bisect_left(lost, after[0]) > bisect_right(lost, before[0])
+        broken = bisect_left(breaks, after[0]) > bisect_right(breaks, before[0])
         words += f"{'M' if broken else 'L'}{x(after[0]):.1f} {y(after[1]):.1f}"
     return words
 

@@ -253,7 +253,7 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
 
     def line(name: str, points: list[Point], colour: int, spec: str) -> Series:
         label = f"{name} {points[-1][1]:{spec}}" if points else ""
-        return Series(name, points, colour % COLOURS, label=label, lost=_pauses(points))
+        return Series(name, points, colour % COLOURS, label=label, pauses=_pauses(points))
 
     def of(key: str, gpu: int | None = None, by: float = 1.0) -> list[Point]:
         return sorted(((time - began) / scale, value / by) for time, value in host.curve(key, gpu))
