@@ -92,21 +92,25 @@ def test_the_gpus_of_the_mask_are_sampled(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("held", "fails", "shown"),
+    [([500.0, 3000.0], False, ["2"]), ([500.0, 3000.0], True, []), ([None, None], False, ["1"])],
+    ids=["it grows", "no answer", "the GPU does not tell"],
+)
 def test_what_nvidia_smi_shows_is_kept_from_when_they_hold_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: list[float | None], fails: bool, shown: list[str]
 ) -> None:
     script(
         tmp_path / "bin" / "nvidia-smi", "exit 9" if fails else f"echo x >> {tmp_path}/times; wc -l < {tmp_path}/times"
     )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    held = chain([500.0, 3000.0], repeat(1000.0))
+    used = chain(held, repeat(held[0] and 1000.0))
+    told = ({"memory_used_mb": memory} if memory is not None else {} for memory in used)
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=1))
-    monkeypatch.setattr(Gpus, "samples", lambda self: [{"index": 0, "memory_used_mb": next(held)}])
+    monkeypatch.setattr(Gpus, "samples", lambda self: [{"index": 0, **next(told)}])
     with sample_hardware(RunDir(tmp_path), "node1", 0.01, "cuda:0"):
         wait_until(lambda: len(samples(tmp_path)) >= 4)
-    shown = tmp_path / "nvidia-smi-node1.txt"
-    assert (not shown.exists()) if fails else (shown.read_text() == "2\n")
+    assert [file.read_text().strip() for file in tmp_path.glob("nvidia-smi-*.txt")] == shown
 
 
 def test_a_sampler_that_fails_says_so_and_leaves_training_alone(

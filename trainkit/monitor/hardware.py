@@ -78,7 +78,7 @@ def sample_hardware(
     _process_tree(processes)  # psutil measures between two calls: this is the first
 
     def sample_all_along() -> None:
-        waits, most, ended = CpuWaits(ranks), 0.0, False
+        waits, most, ended = CpuWaits(ranks), -1.0, False
         psutil.cpu_percent()  # the first call here too; psutil remembers it for each thread
         while not ended:
             ended = over.wait(every_seconds)
@@ -97,7 +97,7 @@ def sample_hardware(
             if used := gpus.samples():
                 sample["gpus"] = used
                 memory = sum(item.get("memory_used_mb", 0.0) for item in used)
-                if memory > most * _NOTEWORTHY or not most:
+                if memory > most * _NOTEWORTHY:
                     most = memory
                     with suppress(NoAnswer):
                         fileio.write(shown, ask(["nvidia-smi"], seconds=_SMI_SECONDS).require(), shown.parent)
