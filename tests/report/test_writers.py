@@ -381,6 +381,13 @@ def test_classes_are_told_with_what_they_are_taken_for(make_run: MakeRun) -> Non
     assert "Accuracy by class: cat 80.0 % of 10; dog 100.0 % of 5; owl 100.0 % of 9" in labels
 
 
+@pytest.mark.parametrize(("names", "turned"), [("0 6 9", 0), ("cat dog owl", 3)])
+def test_names_of_columns_are_turned_where_they_would_meet(make_run: MakeRun, names: str, turned: int) -> None:
+    confusion(run := make_run(), names.split(), [[0, 0, 8], [1, 2, 5]])
+    texts = page_of(run).named("text")
+    assert len([text for text in texts if str(text.get("transform")).startswith("rotate")]) == turned
+
+
 def test_a_thousand_classes_are_a_list_and_no_picture_of_a_million_cells(make_run: MakeRun) -> None:
     run = make_run()
     confusion(run, [f"n{at:04}" for at in range(1000)], [[at, (at + at % 2) % 1000, 5] for at in range(1000)])
