@@ -130,7 +130,7 @@ _TOKEN = re.compile(r"(?<![\w/.-])trainkit\d+\.(?:(?!\s+python\b).)*", re.DOTALL
 _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
-_ADDRESSES = TypeAdapter(Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES)])
+_ADDRESSES: TypeAdapter[list[str]] = TypeAdapter(Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES)])
 # Of a grant: run, owner, key, name, role, and the second since 1970 at which it expires.
 _GRANT = TypeAdapter(tuple[str, str, str, str, Role, Annotated[int, Field(gt=0, lt=1 << 40)]])
 

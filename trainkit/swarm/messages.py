@@ -94,7 +94,7 @@ class PeerProgress:
     """Where others reach the peer; empty if they cannot."""
 
 
-_STATEMENT = TypeAdapter(Annotated[bytes, Field(strict=True)])
+_STATEMENT: TypeAdapter[bytes] = TypeAdapter(Annotated[bytes, Field(strict=True)])
 _CREDITS = Annotated[list[dict[str, Any]], Field(strict=True, max_length=MOST_CREDITED)]
 SHAPES: dict[str, tuple[int, TypeAdapter[Any]]] = {
     MANIFEST: (1 << 17, TypeAdapter(Manifest)),
