@@ -202,8 +202,9 @@ class Soak:
         return any(event.get("state") == "COMPLETED" for event in read_events(self.run, "ended"))
 
     def _has_started(self) -> bool:
-        newest = len(self.run.attempts()) - 1
-        return any(event.get("attempt") == newest for event in read_events(self.run, "started"))
+        """Whether ranks of the present job have met: those of a job before it may outlive its script."""
+        newest, before = len(self.run.attempts()) - 1, read_events(self.run, "submitted")[-1]["attempts_before"]
+        return newest >= before and any(event["attempt"] == newest for event in read_events(self.run, "started"))
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> None:
