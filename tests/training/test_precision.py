@@ -263,12 +263,14 @@ def test_the_averaged_weights_are_those_of_the_fp32_weights() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
-def test_tied_weights_stay_tied() -> None:
+def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
+    first.bias.requires_grad_(False)
     to_half(nn.ModuleList([first, second]), ALONE)
     assert first.weight is second.weight
     assert master_of(first.weight).dtype == torch.float32
+    assert not master_of(first.bias).requires_grad
 
 
 # A white image is not a number, so that an update with one is skipped.
