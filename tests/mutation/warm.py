@@ -109,7 +109,8 @@ def _run_tests(copy: Path, tests: tuple[str, ...]) -> None:
 
         # Ranks are forks of this process, which has no threads, instead of a server's that would import torch anew.
         rank_functions._CONTEXT = multiprocessing.get_context("fork")
-        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "pytest_timeout"]  # pyproject.toml sets it
+        # Failed first: the test that noticed the last mutant often notices the next one, some lines below.
+        options = ["-x", "-q", "--tb=line", "--ff", "-p", "pytest_timeout"]  # pyproject.toml sets its limit
         code = int(pytest.main([*options, *tests]))
     except BaseException as error:  # the mutant cannot even be imported
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
