@@ -50,6 +50,7 @@ SMALL, LARGE = 50, 10
 GOAL_US, GOAL_RATIO = 45, 1.01
 CPU, WALL = "CPU", "wall"
 _NOISE = "0.3 % are the cost of the loop; the rest is no more than what else the machine does moves both arms by"
+_PUBLIC = "each update calls torch's own step, for two groups of parameters, and get_total_norm, in place of their kernels"
 _MESSAGES = "a record and the votes are messages more, and each wakes threads of gloo on cores that the ranks fill"
 
 Measured = dict[str, dict[str, list[float]]]
@@ -61,7 +62,7 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
     Raises AssertionError where the arms do not make the same updates.
     """
     small, large = run_ranks(1, measured, rounds)[0]
-    small_2, large_2 = run_ranks(2, measured, rounds)[0]
+    small_2, large_2 = run_ranks(2, measured, rounds, timeout=1200)[0]
     return [
         _microseconds("the loop's cost an update over a bare loop", small, at_most=GOAL_US, headline=True),
         _ratio("the same for a model whose update takes 10 ms", large, note=_NOISE),
@@ -78,7 +79,8 @@ def _microseconds(what: str, measured: Measured, *, at_most: float | None = None
         f"{extra:.0f} us on {bare / SMALL * 1e6:.0f}; ratio {describe(ratios(times, 'kit'))}; {_by(WALL, measured)}"
     )
     goal, met = ("", None) if at_most is None else (f"at most {at_most} us", extra <= at_most)
-    return Figure(what, numbers, control, goal, met, 0.03, headline=what if headline else "")
+    note = _PUBLIC if met is False else ""
+    return Figure(what, numbers, control, goal, met, 0.03, note, headline=what if headline else "")
 
 
 def _ratio(what: str, measured: Measured, *, note: str = "") -> Figure:

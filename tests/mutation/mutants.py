@@ -4,9 +4,11 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import libcst
 import yaml
+from libcst.metadata import MetadataWrapper, WhitespaceInclusivePositionProvider
 from mutmut.mutation.file_mutation import create_mutations
 
 from tests.mutation.modules import ROOT
@@ -34,14 +36,17 @@ def mutants_of(module: str) -> list[Mutant]:
     code = (ROOT / module).read_text(encoding="utf-8")
     tree, mutations, _, _ = create_mutations(module, code)
     noise = set(_noise(tree))
+    places = MetadataWrapper(tree, unsafe_skip_copy=True).resolve(WhitespaceInclusivePositionProvider)
+    starts = [0, *accumulate(len(line) for line in code.splitlines(keepends=True))]
     found: dict[str, Mutant] = {}
     for mutation in mutations:
         if mutation.original_node in noise or _changes_only_unseen(mutation.original_node, mutation.mutated_node):
             continue
-        changed = tree.deep_replace(mutation.original_node, mutation.mutated_node)
-        assert isinstance(changed, libcst.Module)
-        if changed.code != code and _compiles(changed.code):
-            found.setdefault(changed.code, _mutant(module, code, changed.code))
+        place = places[mutation.original_node]
+        first, last = (starts[at.line - 1] + at.column for at in (place.start, place.end))
+        changed = code[:first] + tree.code_for_node(mutation.mutated_node) + code[last:]
+        if changed != code and changed not in found and _compiles(changed):
+            found[changed] = _mutant(module, code, changed)
     return sorted(found.values(), key=lambda mutant: mutant.line)
 
 
