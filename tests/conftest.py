@@ -30,6 +30,8 @@ FOREIGN = (
 
 # Each of hundreds of processes would compile the whole kit anew. Here, for it must come before any fixture.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Before torch is imported. Tests run side by side: more threads than one would only wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Where most of the time is spent, the longest first, of what computes and of what waits for the cluster.
 LONGEST = (
@@ -60,7 +62,6 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setenv("TRAINKIT_RUNS", str(home / "runs"))
     monkeypatch.setenv("WANDB_MODE", wandb_mode)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

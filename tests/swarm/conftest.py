@@ -230,14 +230,3 @@ def hivemind_here() -> Iterator[None]:
         processes.require_hivemind()
         yield
     multiprocessing.set_start_method(None, force=True)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """A small model is slower with two."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -33,7 +33,7 @@ from trainkit.swarm.sync import Average, GatheringState, Given, GradientState, O
 from trainkit.training.build import alone, build
 from trainkit.training.update import DivergedError
 
-pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
+pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))

@@ -26,8 +26,6 @@ from trainkit.swarm.sync import Average, CommonState, GatheringState, Given, Gra
 from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
