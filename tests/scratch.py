@@ -18,6 +18,8 @@ _PREFIX = "tkt-"  # short: names of sockets have at most 107 bytes
 _YOUNG_SECONDS = 60.0
 _OURS = ("trainkit-", "devcluster")
 _PATIENCE_SECONDS = 10.0
+_END_WITH_US = "from multiprocessing.", "torch_shm_manager"
+"""Of a session without workers: multiprocessing's own two, and torch's for shared memory."""
 
 
 def make() -> tuple[Path, Callable[[], None]]:
@@ -63,8 +65,7 @@ def _processes(folder: Path) -> Iterator[psutil.Process]:
         try:
             if process.pid in family or process.environ().get("TMPDIR") != str(folder):
                 continue
-            # multiprocessing's own two of a session without workers: they end with it.
-            if process.ppid() != me.pid or "from multiprocessing." not in " ".join(process.cmdline()):
+            if process.ppid() != me.pid or not any(name in " ".join(process.cmdline()) for name in _END_WITH_US):
                 yield process
         except psutil.Error:  # it has ended, or is another user's
             continue

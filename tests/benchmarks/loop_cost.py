@@ -50,7 +50,7 @@ SMALL, LARGE = 50, 10
 GOAL_US, GOAL_RATIO = 45, 1.01
 CPU, WALL = "CPU", "wall"
 _NOISE = "0.3 % are the cost of the loop; the rest is no more than what else the machine does moves both arms by"
-_PUBLIC = "each update calls torch's own step, for two groups of parameters, and get_total_norm, in place of their kernels"
+_PUBLIC = "each update calls torch's own step, for two groups, and get_total_norm, in place of their kernels"
 _MESSAGES = "a record and the votes are messages more, and each wakes threads of gloo on cores that the ranks fill"
 
 Measured = dict[str, dict[str, list[float]]]
