@@ -1,9 +1,12 @@
 """The project's papers: who cites, contributes and reads what changed finds what is true."""
 
 import datetime
+import os
 import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -37,9 +40,10 @@ def test_the_newest_change_is_of_this_version() -> None:
 def test_a_contributor_checks_a_room_as_the_page_says() -> None:
     ((install, command),) = readme.blocks("contributor", PROJECT / "CONTRIBUTING.md")
     assert install == "pip install --quiet -e '.[dev]'"  # which CI does, with the README's second block
-    done = subprocess.run(shlex.split(command), cwd=PROJECT, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as where it is active
+    done = subprocess.run(shlex.split(command), cwd=PROJECT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ruff passed, format passed, mypy passed, tests passed" in done.stdout
+    assert done.stdout.endswith("== config: all passed\n")
 
 
 def test_what_a_check_leaves_to_the_whole_suite_is_there() -> None:

@@ -54,7 +54,7 @@ def test_the_exit_code_of_wait_is_that_of_the_run(devcluster: Cluster, light: di
         return str(devcluster.events(run, "submitted")[-1]["job_id"])
 
     devcluster.run("scancel", "--signal=USR2", job("requeued"))
-    devcluster.run("scontrol", "update", f"jobid={job('limited')}", "endtime=now")
+    devcluster.run("scontrol", "update", f"jobid={job('limited')}", "endtime=now+2")
     devcluster.run("scancel", job("cancelled"))
     for name, process in waiting.items():
         said = process.communicate(timeout=240)[1]
