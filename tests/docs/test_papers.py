@@ -1,12 +1,7 @@
 """The project's papers: who cites, contributes and reads what changed finds what is true."""
 
 import datetime
-import os
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -40,8 +35,7 @@ def test_the_newest_change_is_of_this_version() -> None:
 def test_a_contributor_checks_a_room_as_the_page_says() -> None:
     ((install, command),) = readme.blocks("contributor", PROJECT / "CONTRIBUTING.md")
     assert install == "pip install --quiet -e '.[dev]'"  # which CI does, with the README's second block
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as where it is active
-    done = subprocess.run(shlex.split(command), cwd=PROJECT, env=env, capture_output=True, text=True, check=False)
+    done = readme.type_in(command, PROJECT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("== config: all passed\n")
 
