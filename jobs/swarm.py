@@ -6,6 +6,7 @@ revoke   end the invitations of a name: whoever uses them is out at once
 anchor   reduce for a swarm on a machine that others reach, keep its weights, let others join through it; no training
 doctor   say what keeps this machine from joining a swarm, and what to do about it
 unban    let somebody take part again who was left out of three rounds in a row
+stop     end a swarm that was created here, for everybody
 status   peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
 """
 
@@ -21,6 +22,7 @@ from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, s
 from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
+from trainkit.finish import cancel
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
@@ -58,6 +60,7 @@ def _parser(verb: str) -> cli.Parser:
     add = parser.add_argument
     if verb in _NAMES:
         add("name", metavar="NAME", help=_NAMES[verb])
+    if verb in _NAMES or verb == "stop":
         add("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
     if verb == "create":
         add("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
@@ -131,6 +134,12 @@ def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
+def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """End a swarm that was created here, for everybody in it. What it has saved stays, and `resume` goes on from it."""
+    cancel([run_with(KEY_FILE, args.run, env)])
+    return 0
+
+
 def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Peers, rounds and loss of a swarm."""
     from trainkit.swarm import view as swarm_view
@@ -164,7 +173,7 @@ def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return worst
 
 
-_FUNCTIONS = {it.__name__[1:]: it for it in (_create, _invite, _revoke, _unban, _anchor, _doctor, _status)}
+_FUNCTIONS = {it.__name__[1:]: it for it in (_create, _invite, _revoke, _unban, _stop, _anchor, _doctor, _status)}
 VERBS = {verb: cli.Verb(partial(_parser, verb), function) for verb, function in _FUNCTIONS.items()}
 
 

@@ -28,6 +28,7 @@ from trainkit.ranks import is_free
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
 NODES = 4
+LOOK = (("squeue",), ("sinfo", "-N", "-o", "%N %P %T %E"))
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -109,8 +110,8 @@ class Cluster:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
-                queue = self.run("squeue", check=False).stdout
-                pytest.fail(f"Not within {timeout:.0f} s: {what}\n{queue}{self.logs()}")
+                seen = "".join(self.run(*command, check=False).stdout for command in LOOK)
+                pytest.fail(f"Not within {timeout:.0f} s: {what}\n{seen}{self.logs()}")
             time.sleep(0.3)
 
     def wait(self, job_id: str, *, timeout: float = 240) -> str:

@@ -1,7 +1,6 @@
 """Whole swarms: real peers on the loopback interface, started by the commands."""
 
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Comm
     guest.process.terminate()
     assert guest.ends() == 0
     creator.says(r"4 peers averaged(.*\n)+.*3 peers averaged")  # the run ends with its creator, not with a guest
-    creator.process.send_signal(signal.SIGINT)
+    assert commands.start("swarm", "stop").ends() == 0
     assert [peer.ends() for peer in (creator, public, submitted)] == [0, 0, 0]
     assert "Left the swarm." in guest.output
     assert "The creator ended the run." in public.output
