@@ -108,15 +108,33 @@ def test_what_is_bad_on_one_rank_is_bad_on_all_who_name_where() -> None:
     assert run_ranks(2, _on_a_rank) == [[(2, True, 1), (1.0, True, 0.0), (1.0, True, 0.0), (0.0, False, norm)]] * 2
 
 
-def test_a_run_goes_on_in_another_precision_than_its_checkpoint_has() -> None:
+def test_a_run_goes_on_with_its_loss_scale_or_in_another_precision() -> None:
     half, full = Precision("fp16", ALONE), Precision("fp32", ALONE)
     model = nn.Linear(4, 1)
-    half.backward(model(torch.ones(2, 4)).sum() * math.inf)
-    half.step(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters(), None)
-    full.load_state_dict(half.state_dict())
+    for factor in (1.0, math.inf):
+        half.backward(model(torch.ones(2, 4)).sum() * factor)
+        half.step(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters(), None)
+    saved = half.state_dict()
+    assert (saved["skipped_steps"], saved["scaler"]["scale"], saved["scaler"]["_growth_tracker"]) == (1, 32768.0, 0)
+    again = Precision("fp16", ALONE)
+    again.load_state_dict(saved)
+    assert again.state_dict() == saved
+    full.load_state_dict(saved)
     assert full.state_dict() == {"skipped_steps": 1, "scaler": {}}
-    half.load_state_dict(Precision("fp32", ALONE).state_dict())
-    assert (half.state_dict()["skipped_steps"], half.state_dict()["scaler"]["scale"]) == (0, 32768.0)
+    half.load_state_dict({})
+    assert half.state_dict() == {**saved, "skipped_steps": 0}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.half), ("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_products_have_the_format_and_gradients_are_clipped(name: str, dtype: torch.dtype) -> None:
+    precision, model = Precision(name, ALONE), nn.Linear(4, 1, bias=False)
+    before = model.weight.detach().clone()
+    with precision.autocast():
+        scores = model(torch.full((1, 4), 32.0))
+    precision.backward(scores.float().sum() / 64)  # or fp16 would overflow
+    stepped = precision.step(torch.optim.SGD(model.parameters(), lr=1.0), model.parameters(), max_norm=0.25)
+    moved = float((model.weight.detach() - before).norm())
+    assert (precision.name, scores.dtype, float(stepped.norm or 0), moved) == (name, dtype, 1.0, pytest.approx(0.25))
 
 
 @pytest.mark.parametrize(("is_free", "max_norm"), [(True, None), (True, 1.0), (False, None), (False, 1.0)])
