@@ -602,8 +602,9 @@ class Sentry:
                 self.say(f"  {what.format(name, index + 1)}: {verdict.why}")
 
     def _ban(self, index: int, out: Mapping[str, str]) -> None:
-        for peer, why in out.items():
-            banned, name = self.invitation_of(peer), self._name(peer)
+        bans = {peer: self.invitation_of(peer) for peer in out}  # of a peer that is shut out nobody knows it any more
+        for peer, banned in bans.items():
+            name, why = self._name(peer), out[peer]
             if not banned or banned in self.bans.read():
                 continue  # nobody can be banned with it; or it is, with another peer of its invitation
             self.bans.add(Ban(banned, name, why))
