@@ -149,9 +149,7 @@ def test_a_program_reads_what_it_is_given_or_not() -> None:
     assert shell("exec 2>&-; sleep 0.2; echo 4711").out == "4711\n"
 
 
-def test_an_answer_needs_no_memfd_and_survives_stderr_being_opened_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_answer_needs_no_memfd_and_survives_stderr_being_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     script = "echo a warning > /dev/stderr; echo refused >&2"
     assert shell(script).err == "a warning\nrefused\n"
     monkeypatch.delattr(os, "memfd_create", raising=False)  # conda's Python has none

@@ -82,12 +82,7 @@ def none_is_torn(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("world_size", "kills"),
-    [
-        (1, 2),
-        (2, 2),
-        pytest.param(1, 50, marks=pytest.mark.long),
-        pytest.param(2, 50, marks=pytest.mark.long),
-    ],
+    [(1, 2), (2, 2), pytest.param(1, 50, marks=pytest.mark.long), pytest.param(2, 50, marks=pytest.mark.long)],
 )
 def test_a_kill_at_any_moment_tears_none_and_the_next_attempt_goes_on(
     tmp_path: Path, world_size: int, kills: int

@@ -14,10 +14,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/training/recorder.py": ("tests/training/test_recorder.py",),
     "trainkit/training/update.py": ("tests/training/test_update.py",),
     "trainkit/data/base.py": ("tests/data/test_base.py",),
-    "trainkit/checkpoint/format.py": (
-        "tests/checkpoint/test_format.py",
-        "-k",
-        "not kill_at_any_moment",
-    ),
+    "trainkit/checkpoint/format.py": ("tests/checkpoint/test_format.py", "-k", "not kill_at_any_moment"),
     "trainkit/run/events.py": ("tests/run/test_events.py",),
 }

@@ -31,9 +31,7 @@ def settled(
     member = SimpleNamespace(peer_id="reducer", role=role, trusted=True)
     stepped: list[tuple[bool, ...]] = []
     common: Any = SimpleNamespace(
-        same_weights=same_weights,
-        num_parameters=4,
-        step=lambda average, *_, **__: stepped.append(average.arrived),
+        same_weights=same_weights, num_parameters=4, step=lambda average, *_, **__: stepped.append(average.arrived)
     )
     averager: Any = SimpleNamespace(
         peer_id="me",

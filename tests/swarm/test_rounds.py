@@ -124,7 +124,8 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
     p.dht = SimpleNamespace(
         client_mode=swarm.client_mode,
         own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
-        member=lambda peer: SimpleNamespace(trusted=peer == OWNER),
+        member=lambda peer: SimpleNamespace(trusted=peer == OWNER, name=peer, invitation=peer),
+        peer_id="me",
         publish_progress=lambda told, seconds: swarm.told.append(told),
         excluded=SimpleNamespace(require_welcome=nothing),
         look_for=nothing,
@@ -395,11 +396,18 @@ def says(samples: int, rate: float = 0.0, *, round_index: int = 3, age: float = 
 def test_an_update_is_gathered_by_all_who_are_at_it(
     own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
 ) -> None:
-    assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW) == Tally(*gathered)
+    assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW, voices={}) == Tally(*gathered)
+
+
+def test_all_who_use_one_invitation_claim_no_more_than_one_peer() -> None:
+    others = {"honest": says(200, 20), **{f"liar{number}": says(1 << 50, 1e9) for number in range(3)}}
+    shared = {peer: 1 / 3 for peer in others if peer != "honest"}
+    found = tally(Tally(200, 20), others, round_index=3, trusted=(), is_trusted=True, now=NOW, voices=shared)
+    assert (found.samples, found.samples_per_sec) == pytest.approx((1000, 100))
 
 
 def test_the_owners_own_claim_has_no_bound_and_the_time_that_is_left_follows() -> None:
     others = {"a": says(100, 10)}
-    found = tally(Tally(5000, 500), others, round_index=3, trusted=(), is_trusted=True, now=NOW)
+    found = tally(Tally(5000, 500), others, round_index=3, trusted=(), is_trusted=True, now=NOW, voices={})
     assert (found, found.seconds_left(15300)) == (Tally(5100, 510), 20.0)
     assert (Tally(300, 35).seconds_left(300), Tally(0, 0).seconds_left(1)) == (0.0, math.inf)

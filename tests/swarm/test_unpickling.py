@@ -32,10 +32,7 @@ PIPES = {
     "trainkit.checkpoint.save": "a peer's own process and the one that copies its checkpoints away",
 }
 # hivemind's serializer makes objects of these, by number, from what peers send; each from plain numbers and bytes.
-EXTENSIONS = {
-    "hivemind.dht.storage.DictionaryDHTValue",
-    "hivemind.utils.tensor_descr.BatchTensorDescriptor",
-}
+EXTENSIONS = {"hivemind.dht.storage.DictionaryDHTValue", "hivemind.utils.tensor_descr.BatchTensorDescriptor"}
 
 
 def walk() -> dict[str, list[str]]:

@@ -121,10 +121,7 @@ def test_evaluate_and_predict_give_its_own_numbers(home: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "instead", "says"),
-    [
-        ("return Ages(delta)", "return delta", "float"),
-        ("def metrics(", "def metric(", "metrics"),
-    ],
+    [("return Ages(delta)", "return delta", "float"), ("def metrics(", "def metric(", "metrics")],
 )
 def test_what_is_no_task_is_refused_before_there_is_a_run(tmp_path: Path, line: str, instead: str, says: str) -> None:
     (tmp_path / "ages_task.py").write_text(TASK.replace(line, instead))

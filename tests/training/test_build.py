@@ -20,13 +20,7 @@ from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
-from trainkit.training.build import (
-    build,
-    checkpoint_activations,
-    make_deterministic,
-    to_device,
-    use_own_compiler_cache,
-)
+from trainkit.training.build import build, checkpoint_activations, make_deterministic, to_device, use_own_compiler_cache
 
 
 def _differences(env: RankEnv, config: Config) -> list[str]:

@@ -84,10 +84,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     # In bf16 two ranks differ from one by 4.6e-4: gradients are rounded before they are summed. What FSDP gathers in
     # bf16 is what autocast makes of it: the very difference of ddp.
     BF16: [("ddp", 2, (), 2e-3), ("fsdp", 2, (), 2e-3)],
-    WEIGHTED: [
-        ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
-        ("fsdp", 2, (), 1e-5),
-    ],
+    WEIGHTED: [("ddp", 2, ("train.micro_batch_size=8",), 1e-5), ("fsdp", 2, (), 1e-5)],
     AUGMENT: [
         ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
         ("single", 1, ("train.micro_batch_size=2", "data.workers=1"), 1e-5),

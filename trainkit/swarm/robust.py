@@ -117,6 +117,20 @@ def voices_of(members: Mapping[str, Member]) -> dict[str, float]:
     return {peer: 1.0 / many[invitation] for peer, invitation in shared.items()}
 
 
+def lower_median(values: Iterable[tuple[float, float]]) -> float:
+    """The median of values, each with its voice; the lower one of two: an honest peer's, if at least half are honest.
+
+    Raises ValueError for no values.
+    """
+    ordered, counted = sorted(values), 0.0
+    half = sum(voice for _, voice in ordered) / 2
+    for value, voice in ordered:
+        counted += voice
+        if counted >= half - _ROUNDING:
+            return value
+    raise ValueError("the median of nothing")
+
+
 class Screen:
     """Judges and averages one round's parts, in their order."""
 
@@ -212,13 +226,7 @@ class Screen:
         return senders if self._can_vote(senders) else trusted or senders
 
     def _median(self, values: Mapping[int, float]) -> float:
-        """The lower one, of an even number: an honest sender's, if at least half are honest."""
-        half, counted = sum(self._voices[sender] for sender in values) / 2, 0.0
-        for sender, value in sorted(values.items(), key=lambda item: item[1]):
-            counted += self._voices[sender]
-            if counted >= half - _ROUNDING:
-                return value
-        raise ValueError("the median of nothing")
+        return lower_median((value, self._voices[sender]) for sender, value in values.items())
 
     def _believed(self, senders: Collection[int]) -> dict[int, float]:
         """How much each counts; without those whose claim is no accident."""

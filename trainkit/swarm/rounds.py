@@ -7,7 +7,6 @@ the others when its end is near.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
-from trainkit.swarm.robust import LARGEST_SHARE
+from trainkit.swarm.robust import LARGEST_SHARE, lower_median, voices_of
 from trainkit.swarm.session import LOST_AFTER, Session, together
 from trainkit.swarm.sync import GradientState
 from trainkit.training.build import TrainState
@@ -274,32 +273,37 @@ def tally(
     trusted: Collection[str],
     is_trusted: bool,
     now: float,
+    voices: Mapping[str, float],
+    own_voice: float = 1.0,
 ) -> Tally:
     """This peer's ``own`` work and that of the others, by their ids, that are at the same update.
 
     As `hivemind.optim.ProgressTracker` reckons it: what a peer had gathered when it last said so, and what it will have
-    gathered since at its speed. But a volunteer's word is a claim: it counts up to a few times the median, or one peer
-    could end every update before the others have anything to give to it.
+    gathered since at its speed. But a volunteer's word is a claim: it counts up to a few times the median, and all who
+    use one invitation up to what one may claim, or one person could end every update before the others have anything
+    to give to it.
 
     Args:
         trusted: those of the others that are of the owner's side.
         is_trusted: this peer is. All bound a volunteer's work alike, its own too: so all come to the same sum.
+        voices: of the others, see `trainkit.swarm.robust.voices_of`; who is missing has one.
     """
-    claims = [(own.samples, own.samples_per_sec, is_trusted)]
+    claims = [(own.samples, own.samples_per_sec, is_trusted, own_voice)]
     for peer, told in others.items():
         if told.round == round_index:
             gathered = told.samples + told.samples_per_sec * max(0.0, now - told.time)
-            claims.append((gathered, told.samples_per_sec, peer in trusted))
-    samples, rates, free = zip(*claims, strict=True)
-    return Tally(_bounded(samples, free), _bounded(rates, free))
+            claims.append((gathered, told.samples_per_sec, peer in trusted, voices.get(peer, 1.0)))
+    samples, rates, free, voice = zip(*claims, strict=True)
+    return Tally(_bounded(samples, free, voice), _bounded(rates, free, voice))
 
 
-def _bounded(claims: Sequence[float], free: Sequence[bool]) -> float:
+def _bounded(claims: Sequence[float], free: Sequence[bool], voices: Sequence[float]) -> float:
     """The sum of what is claimed; but for those who are ``free``, nothing is more than a few times what is usual, the
-    lower median of those who have something."""
-    known = [claim for claim in claims if claim > 0.0]
-    most = LARGEST_SHARE * statistics.median_low(known) if known else 0.0
-    return sum(claim if is_free else min(claim, most) for claim, is_free in zip(claims, free, strict=True))
+    lower median of those who have something, by their share of a voice."""
+    known = [(claim, voice) for claim, voice in zip(claims, voices, strict=True) if claim > 0.0]
+    most = LARGEST_SHARE * lower_median(known) if known else 0.0
+    shares = zip(claims, free, voices, strict=True)
+    return sum(claim if is_free else min(claim, most * voice) for claim, is_free, voice in shares)
 
 
 class SampleLoop(_Loop):
@@ -396,6 +400,9 @@ class SampleLoop(_Loop):
 
     def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
         """What all peers together have gathered."""
+        dht = self.peer.dht
+        members = {peer: member for peer in (dht.peer_id, *others) if (member := dht.member(peer)) is not None}
+        voices = voices_of(members)
         return tally(
             Tally(self.common.samples, self.rate),
             others,
@@ -403,6 +410,8 @@ class SampleLoop(_Loop):
             trusted=self.trusted(others),
             is_trusted=not self.volunteers,
             now=time.time(),
+            voices=voices,
+            own_voice=voices.get(dht.peer_id, 1.0),
         )
 
     def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
