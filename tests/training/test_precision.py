@@ -158,6 +158,7 @@ def test_an_update_that_is_not_finite_leaves_no_trace(
                 next(model.parameters()).grad = torch.full((8, 4), math.nan)
             stepped = precision.step(optimizer, model.parameters(), max_norm)
             assert stepped.nonfinite.item() == (number in bad)
+        assert hasattr(optimizer, "found_inf") != is_free, "who does not wait for the device tells the optimizer"
         moments = [value for parameter in model.parameters() for value in optimizer.state.get(parameter, {}).values()]
         return [*model.parameters(), *filter(torch.is_tensor, moments)]
 
