@@ -32,7 +32,7 @@ from trainkit.swarm.address import announced, how_to_be_reached, identity_in, sa
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.messages import Manifest
-from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
+from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings, telling
 
 # How long the token is good that `create` prints.
 _FIRST_SECONDS = 7 * 86400.0
@@ -310,8 +310,9 @@ def terminal_peer(make: Callable[[Config, str], RunDir]) -> Iterator[Hooks]:
 
     with ExitStack() as held, stop_on_signal() as stop:
         state, before = "FAILED", signal.signal(signal.SIGINT, interrupt)
+        step = held.enter_context(telling(say, "Loading PyTorch and hivemind"))
         try:
-            yield Hooks(lambda: stop.requested, say, open_run)
+            yield Hooks(lambda: stop.requested, say, open_run, step=step)
             came_to_its_end = any(history_of(attempt.run).finished for attempt in attempts)
             state = "COMPLETED" if came_to_its_end else "CANCELLED"
         except KeyboardInterrupt:

@@ -229,18 +229,23 @@ def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., N
             ``moved``: others may know another place.
     """
     check_peer(config, spec)
+    hooks.step("Reading the data")
     splits = build_data(config.data)
     with ExitStack() as held:
         creator = Creator(held, config, spec, hooks)
+        hooks.step("Starting the first node of the swarm")
         creator.open_swarm()
+        hooks.step("Building the model")
         creator.build_model(splits)
         creator.open_run()
+        hooks.step("Starting what averages with others")
         creator.open_training(creator.run_id)
         rounds = creator.open_records("judge")
         ending: Ending = "finished"
         if creator.restore():
             creator.start_clock()
             creator.admit_others(opened)
+            hooks.step("")
             ending = creator.train(rounds)
     return ending, creator.writer.run
 
@@ -344,9 +349,11 @@ class Guest(Session):
     def take_part(self) -> Ending:
         """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
         # Last of all: the state of a round is of use until that round ends.
+        self.hooks.step("Fetching the weights of the run")
         if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
             why, fix = "The peers that could are gone, unreachable from here, or overloaded.", _ASK_THE_CREATOR
             raise RunFailedError("No peer gives away the state of the run.", why=why, fix=fix)
+        self.hooks.step("")
         self._say_round("Joined {}")
         self.averaging.share()
         while (ending := take_part(self)) in ("lost", "moved"):
@@ -431,14 +438,21 @@ def join(
     """
     with ExitStack() as held:
         guest = Guest(held, entry, spec, hooks)
+        hooks.step("Looking for the swarm")
         guest.open_node(entry.own, entry.admission(), spec.identity, entry.addresses)
         if spec.team and spec.host is not None:
+            hooks.step("Asking others whether they reach this machine")
             guest.prove_reachable()
+        hooks.step("Asking what the run is")
         guest.read_manifest(adapt)
         config, manifest = guest.config, guest.manifest
+        hooks.step("Reading the data and building the model")
         guest.build_model(build_data(config.data) if spec.trains else messages.no_data(config.data.name, manifest))
         guest.require_same_run()
-        guest.open_training(manifest.run_id, guest.slow_upload())
+        hooks.step("Measuring this machine's upload")
+        measured = guest.slow_upload()
+        hooks.step("Starting what averages with others")
+        guest.open_training(manifest.run_id, measured)
         guest.follow_creator()
         if hooks.open_run is None:
             return guest.take_part(), None
