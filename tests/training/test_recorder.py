@@ -102,7 +102,7 @@ def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | N
 
 def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path: Path) -> None:
     """It can leave the optimizer out, and hold tensors of its own."""
-    progress = Progress(step=3, best_step=3, best=1.0, images=24)
+    progress = Progress(step=3, validated_step=3, best_step=3, best=1.0, images=24)
     beats: list[int] = []
     keeper = keeper_of(parts_of(), tmp_path / "run", progress, beat=lambda: beats.append(1))
     keeper.save(optimizer=False, extra={"common": {"momentum": torch.ones(2)}}, round=4)
@@ -248,6 +248,7 @@ def test_one_more_than_may_be_ends_the_run_on_all_ranks_alike(tmp_path: Path, im
     one, other = run_ranks(2, refused, tmp_path / "run", settings)
     assert one == other
     assert one.startswith("4 images are broken, and data.max_broken=3.")
+    assert all(f"{images}/{name}.png" in one for name in ("train/cat/2", "val/dog/1"))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +327,10 @@ def test_a_run_cut_off_after_its_last_validation_trains_no_further(
     settings = ("train.epochs=3", "schedule.name=constant", f"train.early_stopping_patience={patience or 'null'}")
     keeper = keeper_of(parts_of(*settings), tmp_path / "run", Progress(step=step, stalled=stalled))
     assert (keeper.is_over(), keeper.tell_early_stop()) == (is_over, why)
+    told = [
+        (event["step"], event["total_steps"], event["why"]) for event in read_events(keeper.writer.run, "stopped_early")
+    ]
+    assert told == [(step, 9, why)] * bool(why)
 
 
 @pytest.mark.parametrize(
