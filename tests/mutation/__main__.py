@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # before torch: a fork inherits no threads
 
-from tests.mutation.modules import MODULES
+from tests.mutation.modules import MODULES, tests_of
 from tests.mutation.mutants import Mutant, is_equivalent, mutants_of
 from tests.mutation.warm import Trial, make_copy, warm_up
 
@@ -67,7 +67,7 @@ def _percent(part: int, whole: int) -> float:
 def _survivors(module: str, mutants: list[Mutant], copies: list[Path]) -> Iterator[Mutant]:
     """The mutants that no test noticed, as they are found."""
     began = time.monotonic()
-    code = _wait(Trial.start(copies[0], module, None, MODULES[module], seconds=600.0))
+    code = _wait(Trial.start(copies[0], module, None, tests_of(module), seconds=600.0))
     if code != 0:
         print((copies[0] / "output.txt").read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         print(f"The tests of {module} fail without any mutation.", file=sys.stderr)
@@ -78,7 +78,7 @@ def _survivors(module: str, mutants: list[Mutant], copies: list[Path]) -> Iterat
     while waiting or running:
         while waiting and free:
             mutant = waiting.pop()
-            running.append((Trial.start(free.pop(), module, mutant.source, MODULES[module], limit), mutant))
+            running.append((Trial.start(free.pop(), module, mutant.source, tests_of(module), limit), mutant))
         time.sleep(0.02)
         for trial, mutant in list(running):
             ended = trial.ended()
