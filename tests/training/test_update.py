@@ -164,7 +164,8 @@ def test_three_bad_updates_end_the_run_with_the_weights_before(tmp_path: Path, p
     steady = ("schedule.name=constant", "schedule.warmup_epochs=0")
     assert train(world_size, tmp_path / "good", preset, *steady, "train.max_steps=4") == "finished"
     said = train(world_size, tmp_path / "run", preset, *steady, "data.positions='4,5,6'")
-    assert said.startswith("1: Training has diverged: 3 updates in a row were not finite.\n")
+    assert said.startswith("1: Training has diverged: 3 updates in a row were not finite.\n  why: The loss")
+    assert "The loss of the last one is nan. The weights are those before them." in said
     done = summary(tmp_path / "run")
     assert done["outcome"] == "failed"
     assert "3 updates in a row were not finite" in done["why"]
