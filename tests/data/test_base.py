@@ -30,8 +30,8 @@ def test_a_class_gives_each_part_a_sample_and_keeps_one(
 def test_a_new_file_moves_no_other_file_to_another_part() -> None:
     names = [f"{number}.jpg" for number in range(100)]
     _, before = base.stratified_split([0] * 100, (0.2,), keys=names)
-    _, after = base.stratified_split([0] * 101, (0.2,), keys=[*names, "new.jpg"])
-    moved = {names[i] for i in before} - {[*names, "new.jpg"][i] for i in after}
+    _, after = base.stratified_split([0] * 101, (0.2,), keys=["new.jpg", *names])
+    moved = {names[i] for i in before} - {["new.jpg", *names][i] for i in after}
     assert len(moved) <= 1
 
 
@@ -46,14 +46,14 @@ def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -
     generator = torch.Generator().manual_seed(base.derive_seed(5, 2))
     assert torch.equal(base.epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
     assert torch.equal(before, torch.get_rng_state())
+    assert base.global_batch(10, 5, 3, 4) == base.epoch_order(10, 5, 1)[4:8].tolist()
 
 
 def test_seeds_have_32_bits_and_are_the_same_in_every_version() -> None:
     assert max(base.derive_seed(0, index) for index in range(1000)) in range(2**31, 2**32)
     assert base.derive_seed(1) != base.derive_seed(1 + 2**32)
-    assert (
-        base.derive_seed(1, 2, 3) == 3_922_471_037
-    )  # or a run that a newer version goes on with would see another order
+    # Or a run that a newer version goes on with would see another order.
+    assert base.derive_seed(1, 2, 3) == 3_922_471_037
 
 
 @pytest.mark.parametrize(("samples", "fits"), [(1, 1), (50, 32), (63, 32)])
