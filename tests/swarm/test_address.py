@@ -158,11 +158,9 @@ def test_a_peer_comes_back_to_the_place_that_it_has_left(run: RunDir) -> None:
             address.saved_peer(run)
 
 
-def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir, tmp_path: Path) -> None:
+def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir) -> None:
     for key in (b"first", b"second"):
-        file = tmp_path / "key"
-        file.write_bytes(key)
-        address.keep_identity(run, file)
+        address.keep_identity(run, key)
     assert address.identity_in(run).read_bytes() == b"first"
     assert address.identity_in(run).stat().st_mode & 0o777 == 0o600
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -207,10 +207,12 @@ def _keep_who_is_out(request: Any) -> None:
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's key, in a file as libp2p's daemon wants it, and what the peer may do with it."""
+    """A peer's key, in a file as libp2p's daemon wants it when it starts, and what the peer may do with it."""
 
     path: Path
-    key: Any
+    content: bytes = field(repr=False)
+    """Of the file."""
+    key: Any = field(repr=False)
     kept: bool
     """The file outlives the peer, so that it comes back under the same address."""
     own: Pass
@@ -240,7 +242,7 @@ class Identity:
 
 @contextmanager
 def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Identity]:
-    """The identity in ``path``, made if it does not exist; without a path a new one that vanishes with the peer.
+    """The identity in ``path``, made if it does not exist; without a path a new one, whose file is gone afterwards.
 
     Raises UserError when the file cannot be written or holds no key.
     """
@@ -252,12 +254,13 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
                 P2P.generate_identity(str(made))
                 fileio.write(file, fileio.read_bytes(made), private=True)
             key = crypto.RSAPrivateKey.__new__(crypto.RSAPrivateKey)
-            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(fileio.read_bytes(file)).data})
+            content = fileio.read_bytes(file)
+            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(content).data})
         except Exception as error:  # of the disk; protobuf and cryptography have exceptions of their own
             why = f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}."
             fix = "Give --identity the file of an earlier peer, or one that you may write and that does not exist yet."
             raise UserError(f"Cannot use the identity {file}.", why=why, fix=fix) from None
-        yield Identity(file, key, path is not None, own, admission)
+        yield Identity(file, content, key, path is not None, own, admission)
 
 
 # A round, and three more in which nobody has heard of a peer, are shorter.

@@ -368,11 +368,11 @@ def identity_in(run: RunDir) -> Path:
     return run.path / _IDENTITY
 
 
-def keep_identity(run: RunDir, key: Path) -> None:
-    """Copy the peer's key into its run folder, where only its user can read it."""
+def keep_identity(run: RunDir, content: bytes) -> None:
+    """Keep the peer's key in its run folder, where only its user can read it."""
     file = identity_in(run)
-    if not (file.exists() or file == key):
-        fileio.write(file, fileio.read_bytes(key, follow=True), run.path, private=True)
+    if not file.exists():
+        fileio.write(file, content, run.path, private=True)
 
 
 def addresses_in(run: RunDir) -> tuple[str, ...]:

@@ -350,10 +350,13 @@ class Session:
 
     def open_node(self, own: Pass, admission: Admission, identity: Path | None, peers: Sequence[str] = ()) -> None:
         """Come into the DHT of the swarm at ``peers``; of a new one without any."""
-        me = self.identity = self.held.enter_context(access.identity(identity, own, admission))
         spec = self.spec
-        node = open_dht(me, peers=peers, host=spec.host, port=spec.port, announce=spec.announce, proven=not spec.team)
-        self.dht = self.held.enter_context(node)
+        # The file of a new key is needed while the node starts, and would stay behind a peer that is killed.
+        with access.identity(identity, own, admission) as me:
+            host, port = spec.host, spec.port
+            node = open_dht(me, peers=peers, host=host, port=port, announce=spec.announce, proven=not spec.team)
+            self.dht = self.held.enter_context(node)
+        self.identity = me
 
     def build_model(self, splits: Splits) -> None:
         """A model on the CPU, and what the peers have in common of it."""
@@ -434,7 +437,7 @@ class Session:
         """Keep in the run folder how this peer comes back as the same one, and where others join through it."""
         spec = self.spec
         assert spec.host is not None
-        keep_identity(self.writer.run, self.identity.path)
+        keep_identity(self.writer.run, self.identity.content)
         place = SavedPeer(run_id, self.clock.first, spec.host, self.dht.port, spec.announce, spec.name)
         self.memory.keep_in(self.writer.run, place)
         write_addresses(self.writer.run, addresses)
