@@ -8,7 +8,7 @@ the others when its end is near.
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,6 +18,7 @@ import torch
 from trainkit import fileio
 from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
+from trainkit.swarm.admission import Member
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.robust import LARGEST_SHARE, lower_median, voices_of
@@ -395,14 +396,17 @@ class SampleLoop(_Loop):
 
     def trusted(self, others: Mapping[str, PeerProgress]) -> set[str]:
         """The peers of the owner's side, without those that only call out: they give no state to anybody."""
-        member = self.peer.dht.member
-        return {key for key, told in others.items() if not told.client and (one := member(key)) and one.trusted}
+        members = self.members(others)
+        return {key for key, told in others.items() if not told.client and key in members and members[key].trusted}
+
+    def members(self, peers: Iterable[str]) -> dict[str, Member]:
+        """Who those peers are; without those who do not take part."""
+        return {peer: member for peer in peers if (member := self.peer.dht.member(peer)) is not None}
 
     def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
         """What all peers together have gathered."""
-        dht = self.peer.dht
-        members = {peer: member for peer in (dht.peer_id, *others) if (member := dht.member(peer)) is not None}
-        voices = voices_of(members)
+        own_id = self.peer.dht.peer_id
+        voices = voices_of(self.members([own_id, *others]))
         return tally(
             Tally(self.common.samples, self.rate),
             others,
@@ -411,7 +415,7 @@ class SampleLoop(_Loop):
             is_trusted=not self.volunteers,
             now=time.time(),
             voices=voices,
-            own_voice=voices.get(dht.peer_id, 1.0),
+            own_voice=voices.get(own_id, 1.0),
         )
 
     def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
