@@ -68,10 +68,9 @@ def _noise(tree: libcst.Module) -> Iterator[libcst.CSTNode]:
     for node in _inside(tree):
         if isinstance(node, libcst.Raise | libcst.Assert):
             yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
-            if isinstance(node, libcst.Raise) and isinstance(node.exc, libcst.Call):
-                yield node.exc  # an argument that is None or absent: half a message
         if isinstance(node, libcst.Call) and libcst.Module([]).code_for_node(node.func).endswith("Error"):
-            yield from (node, *(inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString)))
+            yield node  # an argument that is None or absent: half a message
+            yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
         if isinstance(node, libcst.Assign) and libcst.Module([]).code_for_node(node.value).startswith("Literal["):
             yield from (node, *_inside(node))  # read by the type checker alone
         if isinstance(node, libcst.SimpleString) and node.evaluated_value == "cuda":

@@ -28,7 +28,7 @@ from trainkit.ranks import is_free
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
 NODES = 4
-LOOK = (("squeue",), ("sinfo", "-N", "-o", "%N %P %T %E"))
+CLUSTER_STATE = (("squeue",), ("sinfo", "-N", "-o", "%N %P %T %E"))
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -110,7 +110,7 @@ class Cluster:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
-                seen = "".join(self.run(*command, check=False).stdout for command in LOOK)
+                seen = "".join(self.run(*command, check=False).stdout for command in CLUSTER_STATE)
                 pytest.fail(f"Not within {timeout:.0f} s: {what}\n{seen}{self.logs()}")
             time.sleep(0.3)
 
