@@ -399,11 +399,12 @@ def test_an_update_is_gathered_by_all_who_are_at_it(
     assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW, voices={}) == Tally(*gathered)
 
 
-def test_all_who_use_one_invitation_claim_no_more_than_one_peer() -> None:
-    others = {"honest": says(200, 20), **{f"liar{number}": says(1 << 50, 1e9) for number in range(3)}}
-    shared = {peer: 1 / 3 for peer in others if peer != "honest"}
-    found = tally(Tally(200, 20), others, round_index=3, trusted=(), is_trusted=True, now=NOW, voices=shared)
-    assert (found.samples, found.samples_per_sec) == pytest.approx((1000, 100))
+def test_all_who_use_one_invitation_claim_no_more_than_one_peer(splits: Splits) -> None:
+    claims = {"honest": 200, "other": 200, "liar1": 1 << 50, "liar2": 1 << 50, "liar3": 1 << 50}
+    others = {peer: says(samples, round_index=0) for peer, samples in claims.items()}
+    with peer(splits) as (p, _):
+        p.dht.member = lambda peer: SimpleNamespace(trusted=False, name=peer, invitation=peer.rstrip("123"))
+        assert SampleLoop(p, iter(())).tally(others).samples == pytest.approx(200 + 200 + 600)
 
 
 def test_the_owners_own_claim_has_no_bound_and_the_time_that_is_left_follows() -> None:
