@@ -1,4 +1,4 @@
-"""``python -m tests.mutation [MODULE...]``: how many changes of the core modules the tests notice, and which not."""
+"""``python -m tests.mutation [MODULE...]``: which changes of the core modules tests and types notice, and which not."""
 
 import argparse
 import os
@@ -7,12 +7,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # before torch: a fork inherits no threads
 
 from tests.mutation.modules import MODULES, tests_of
 from tests.mutation.mutants import Mutant, is_equivalent, mutants_of
+from tests.mutation.reached import tests_that_reach
+from tests.mutation.typed import types_of
 from tests.mutation.warm import Trial, make_copy, warm_up
 
 
@@ -30,8 +33,10 @@ def main(argv: list[str]) -> int:
     warm_up()
     killed_of_all = tried_of_all = 0
     rows = []
-    with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
-        copies = [make_copy(Path(scratch) / str(number)) for number in range(asked.jobs)]
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation-")))
+        copies = [make_copy(scratch / str(number)) for number in range(asked.jobs)]
+        types = stack.enter_context(types_of(make_copy(scratch / "types")))
         for module in chosen:
             began = time.monotonic()
             every = mutants_of(module)
@@ -39,13 +44,18 @@ def main(argv: list[str]) -> int:
             equivalent = len(every) - len(tried)
             if asked.sample is not None and asked.sample < len(tried):
                 tried = random.Random(0).sample(tried, asked.sample)
-            survivors = list(_survivors(module, tried, copies))
-            for mutant in survivors:
-                print(f"survived: {mutant}", flush=True)
-            killed = len(tried) - len(survivors)
+            untested = mistyped = 0
+            for mutant in _survivors(module, tried, copies):
+                untested += 1
+                if types.notice(module, mutant.source):
+                    mistyped += 1
+                else:
+                    print(f"survived: {mutant}", flush=True)
+            killed = len(tried) - untested + mistyped
             killed_of_all, tried_of_all = killed_of_all + killed, tried_of_all + len(tried)
             rows.append(
                 f"{module:40} {len(tried):5} mutants {killed:5} killed {_percent(killed, len(tried)):6.1f} %"
+                f" {mistyped:4} of them by types"
                 f" {equivalent:3} equivalent {time.monotonic() - began:6.0f} s"
             )
             print(rows[-1], flush=True)
@@ -67,18 +77,19 @@ def _percent(part: int, whole: int) -> float:
 def _survivors(module: str, mutants: list[Mutant], copies: list[Path]) -> Iterator[Mutant]:
     """The mutants that no test noticed, as they are found."""
     began = time.monotonic()
-    code = _wait(Trial.start(copies[0], module, None, tests_of(module), seconds=600.0))
+    code = _wait(Trial.start(copies[0], module, None, tests_of(module), seconds=900.0))
     if code != 0:
         print((copies[0] / "output.txt").read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         print(f"The tests of {module} fail without any mutation.", file=sys.stderr)
         raise SystemExit(1)
     limit = 10.0 + 5.0 * (time.monotonic() - began)
+    tests = tests_that_reach(module, copies[0])
     waiting, running = list(reversed(mutants)), list[tuple[Trial, Mutant]]()
     free = list(copies)
     while waiting or running:
         while waiting and free:
             mutant = waiting.pop()
-            running.append((Trial.start(free.pop(), module, mutant.source, tests_of(module), limit), mutant))
+            running.append((Trial.start(free.pop(), module, mutant.source, tests(mutant.line), limit), mutant))
         time.sleep(0.02)
         for trial, mutant in list(running):
             ended = trial.ended()

@@ -68,14 +68,14 @@ def _noise(tree: libcst.Module) -> Iterator[libcst.CSTNode]:
     for node in _inside(tree):
         if isinstance(node, libcst.Raise | libcst.Assert):
             yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
-        if isinstance(node, libcst.Call) and libcst.Module([]).code_for_node(node.func).endswith("Error"):
+        if isinstance(node, libcst.Call) and _code(node.func).endswith("Error"):
             yield node  # an argument that is None or absent: half a message
             yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
-        if isinstance(node, libcst.Assign) and libcst.Module([]).code_for_node(node.value).startswith("Literal["):
+        if isinstance(node, libcst.Assign) and _code(node.value).startswith(("Literal[", "Callable[")):
             yield from (node, *_inside(node))  # read by the type checker alone
         if isinstance(node, libcst.SimpleString) and node.evaluated_value == "cuda":
             yield node
-        if isinstance(node, libcst.If) and '"cuda"' in libcst.Module([]).code_for_node(node.test):
+        if isinstance(node, libcst.If) and '"cuda"' in _code(node.test):
             yield from _inside(node.body)
         if isinstance(node, libcst.Arg) and _is_unseen(node):
             yield from _inside(node)
@@ -92,6 +92,10 @@ def _changes_only_unseen(before: libcst.CSTNode, after: libcst.CSTNode) -> bool:
     left = [argument for argument in before.args if not any(argument is other for other in after.args)]
     is_move = isinstance(before.func, libcst.Attribute) and before.func.attr.value == "to"
     return bool(left) and (_is_unseen(left[0]) or (is_move and left[0] is before.args[0]))
+
+
+def _code(node: libcst.CSTNode) -> str:
+    return libcst.Module([]).code_for_node(node)
 
 
 def _inside(node: libcst.CSTNode) -> Iterator[libcst.CSTNode]:

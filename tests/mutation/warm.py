@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation.modules import ROOT
+from tests.mutation.reached import Reached
 
 
 def warm_up() -> None:
@@ -60,7 +61,10 @@ class Trial:
 
     @classmethod
     def start(cls, copy: Path, module: str, source: str | None, tests: tuple[str, ...], seconds: float) -> Trial:
-        """Run ``tests`` with ``module`` replaced by ``source``, or as it is, for at most ``seconds``."""
+        """Run ``tests`` with ``module`` replaced by ``source`` for at most ``seconds``.
+
+        Without a ``source`` the module stays as it is, and which test reaches which line is noted in the copy.
+        """
         file = copy / module
         original = file.read_bytes()
         if source is not None:
@@ -69,7 +73,7 @@ class Trial:
                 old.unlink()
         pid = os.fork()
         if pid == 0:
-            _run_tests(copy, tests)
+            _run_tests(copy, tests, noted=module if source is None else None)
         return cls(pid, copy, file, original, time.monotonic() + seconds)
 
     def ended(self) -> int | None:
@@ -86,7 +90,7 @@ class Trial:
         return -1 if timed_out else os.waitstatus_to_exitcode(status)
 
 
-def _run_tests(copy: Path, tests: tuple[str, ...]) -> None:
+def _run_tests(copy: Path, tests: tuple[str, ...], noted: str | None) -> None:
     """In the fork: become a fresh test process in ``copy``, and never return."""
     code = 70
     try:
@@ -111,7 +115,8 @@ def _run_tests(copy: Path, tests: tuple[str, ...]) -> None:
         rank_functions._CONTEXT = multiprocessing.get_context("fork")
         # Failed first: the test that noticed the last mutant often notices the next one, some lines below.
         options = ["-x", "-q", "--tb=line", "--ff", "-p", "pytest_timeout"]  # pyproject.toml sets its limit
-        code = int(pytest.main([*options, *tests]))
+        plugins = [Reached(copy, noted)] if noted else []
+        code = int(pytest.main([*options, *tests], plugins=plugins))
     except BaseException as error:  # the mutant cannot even be imported
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         code = 71

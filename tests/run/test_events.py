@@ -132,6 +132,68 @@ def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
     assert len(events.read_events(run)) >= 5
 
 
+WHOLE = ("attempt", "attempts_before", "rank", "node_rank", "step", "total_steps", "steps_per_epoch", "world_size",
+         "params", "pid")  # fmt: skip
+TEXTS = "executor", "host", "state", "error", "device", "precision", "process_started", "token"
+
+
+@pytest.mark.parametrize(
+    ("keys", "good", "bad"),
+    [(WHOLE, (3, None), "3"), (TEXTS, ("x",), 3), (("hosts", "signals"), (["x"], []), [3]), (("time",), (5.5,), "5"),
+     (("exit_codes",), ([3],), ["x"]), (("job_id",), ("7_1", "a.b+c-d"), "--me"), (("epoch",), (1.5, "x", None), {1})],
+)  # fmt: skip
+def test_a_field_of_another_type_than_its_own_is_left_out(
+    keys: tuple[str, ...], good: tuple[Any, ...], bad: Any
+) -> None:
+    for key in keys:
+        for value in good:
+            assert events.typed_event({"event": "saved", key: value}) == {"event": "saved", key: value}
+        assert events.typed_event({"event": "saved", key: bad}) == {"event": "saved"}
+    assert events.typed_event({"event": "x", "job_id": 7, "error": " a\nb"}) == {
+        "event": "x",
+        "job_id": "7",
+        "error": "a",
+    }
+
+
+def cut_short(run: RunDir) -> events.Submission:
+    cut = events.history_of(run).cut_short
+    assert cut is not None
+    return cut
+
+
+def test_a_submission_without_an_answer_is_known_until_its_end_is(run: RunDir) -> None:
+    Attempt.begin(run)
+    began = time.time()
+    events.submitting(run, "slurm", "abc")
+    cut = cut_short(run)
+    assert cut == events.Submission("slurm", cut.time, 1, ProcessId.of(os.getpid()), token="abc")
+    events.unanswered(run, "timed out")
+    events.cancelled(run, "")
+    asked = cut_short(run)
+    assert asked == replace(cut, time=asked.time, unanswered="timed out", cancelled=True)
+    assert began - 0.001 <= cut.time <= asked.time <= time.time() + 0.001
+    events.submitted(run, "slurm", "8", continues="7", adopted=True)
+    events.submitted(run, "slurm", "8")
+    life = events.history_of(run)
+    assert (life.cut_short, [(job.job_id, job.attempts_before) for job in life.submissions]) == (None, [("8", 1)])
+    found = events.read_events(run, "submitted")[0]
+    assert (found["continues"], found["adopted"], "continues" in events.read_events(run)[-1]) == ("7", True, False)
+    events.submitting(run, "slurm", "abc")
+    events.refused(run, "no such partition")
+    assert events.history_of(run).cut_short is None
+    assert [event["error"] for event in events.read_events(run, ("unanswered", "refused"))] == [
+        "timed out",
+        "no such partition",
+    ]
+
+
+def test_the_size_is_found_that_was_last_probed_on_as_many_such_devices(run: RunDir) -> None:
+    for size, world_size, device in ((8, 2, "a"), (16, 2, "a"), (32, 4, "a"), (64, 2, "b"), ("x", 2, "a")):
+        Attempt(run, 0).remark("probed", micro_batch_size=size, world_size=world_size, device=device)
+    assert [events.micro_batch_found(run, *of) for of in ((2, "a"), (2, "b"), (4, "b"))] == [16, 64, None]
+
+
 @pytest.fixture
 def both(run: RunDir) -> Iterator[tuple[events.Writer, events.Writer]]:
     """The first attempt's writer, and that of the second, which has taken over."""
