@@ -144,12 +144,12 @@ def test_two_reducers_average_is_weighted_and_the_same_bits_for_every_peer() -> 
 
 
 def test_a_slow_peer_is_left_out_and_still_gets_every_average() -> None:
-    found = meet(OWNER, Member("quick", filled(0.0)), SLOW, patience=1.0)
+    found = meet(OWNER, Member("quick", filled(0.5)), SLOW, patience=1.0)
     average, outcome = found["quick"]
     assert outcome.received == (3, 2, 2, 2)
     assert outcome.expected == (3, 3, 3, 3)
     assert outcome.counted == (True,) * 4
-    assert float(average[-1]) == 0.5
+    assert float(average[-1]) == 0.75
     slow, own = found["slow"]
     assert torch.equal(slow, average)
     assert own.counted == (True, False, False, False)
@@ -165,12 +165,12 @@ def test_a_slow_peers_time_is_not_charged_to_a_quick_one() -> None:
 
 
 def test_a_part_left_out_costs_no_bytes_and_of_nobody_arrives_nowhere() -> None:
-    found = meet(replace(OWNER, weights=(0.0, 1.0, 1.0, 1.0)), Member("guest", filled(0.0), (0.0, 1.0, 0.0, 0.0)))
+    found = meet(replace(OWNER, weights=(0.0, 1.0, 1.0, 1.0)), Member("guest", filled(0.5), (0.0, 1.0, 0.0, 0.0)))
     average, outcome = found["guest"]
     assert outcome.expected == outcome.received == (0, 2, 1, 1)
     assert outcome.counted == (False, True, False, False)
     assert outcome.bytes_up == 2 * PART
-    assert (float(average[PART]), float(average[-1])) == (0.5, 1.0)
+    assert (float(average[PART]), float(average[-1])) == (0.75, 1.0)
 
 
 def test_a_weight_that_is_no_number_counts_as_none() -> None:

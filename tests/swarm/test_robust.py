@@ -56,16 +56,16 @@ PARTS = contributions(8)
     ("changed", "options", "wanted", "error"),
     [
         # By their samples; lengths differ by a little, and are clipped to the median.
-        ({}, {"weights": [100.0, 100.0, 50.0, 50.0]}, [2, 2, 1, 1], 0.05),
-        # As far as speed makes possible; of a newcomer as much as the median.
-        ({}, {"weights": [100.0, 100.0, 1000.0]}, [2, 2, 3], 0.05),
-        ({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-0": 100.0, "peer-1": 100.0}}, [1, 1, 1], 0.05),
+        ({}, {"weights": [100.0, 100.0, 100.0, 50.0]}, [2, 2, 2, 1], 0.05),
+        # Nobody's claim counts for more than the median, whatever it says of its speed; nor does a newcomer's.
+        *(({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-2": speed}}, [1, 1, 1], 0.05) for speed in (9e9, 90.0)),
+        ({}, {"weights": [100.0, 100.0, 900.0], "possible": {}}, [1, 1, 1], 0.05),
         # Whose speed allows for nothing stops nobody, even if they are the most.
         ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 1, 0, 0, 0], 0.05),
         # The owner's side counts in full however fast it is.
         ({}, {"weights": [1.0, 1.0, 1000.0], "trusted": [2]}, [0, 0, 1], 0.01),
-        # A quick peer moves further in proportion; a tiny one does not shrink the others, or the owner's side.
-        ({0: 3.0}, {"weights": [120.0, 40.0, 40.0]}, [3, 1, 1], 0.05),
+        # The owner's side moves further in proportion; a tiny one does not shrink the others.
+        ({0: 3.0}, {"weights": [120.0, 40.0, 40.0], "trusted": [0]}, [3, 1, 1], 0.05),
         ({2: 1e-9}, {"weights": [100.0] * 3}, [1, 1, 1], 0.05),
         # Eight honest ones with one invitation count in full, with others or without.
         *(

@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trainkit import terminal
 from trainkit.run.events import Remark
@@ -46,15 +47,16 @@ from trainkit.swarm.link import Outcome, cuts, halves
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
 
-# A volunteer's weight counts at most this many times the group's median; the owner's side counts in full.
-LARGEST_SHARE = 3.0
+# Values of a part that are judged together: a small layer's harm does not hide in a large one's length.
+_BLOCK = 4096
 # Speed varies: up to this many times a peer's speed of its last rounds is believed.
 _SPEED_SLACK = 1.5
 # A claim this many times above what it may be is no accident.
 _GROSS_CLAIM = 20.0
 # How many times too long a contribution is left out, and a reducer's average is no accident.
 _GROSS_LENGTH = 5.0
-# Honest contributions can be this much longer than the median without a word about it.
+# Honest contributions can be this much longer than the median without a word about it, and as much shorter for what
+# they have trained on without losing credit.
 _NOTED_LENGTH = 2.0
 # Beyond any weight, and small enough that sums of squares are finite.
 _LARGEST_VALUE = 1e12
@@ -64,6 +66,7 @@ _AGAINST = 0.05
 # Of two, one of the owner's side: there is no agreement to measure, so more is asked.
 _AGAINST_OF_TWO = 0.2
 _ROUNDING = 1e-9  # of voices: eight eighths are one
+_TINY = 1e-30  # nothing is divided by less
 
 Action = Literal["dropped", "left out", "clipped"]
 """Dropped is who has sent what no honest peer sends; who is left out may be honest."""
@@ -131,6 +134,14 @@ def lower_median(values: Iterable[tuple[float, float]]) -> float:
     raise ValueError("the median of nothing")
 
 
+def _middle(rows: Tensor, voices: Tensor) -> tuple[Tensor, Tensor]:
+    """The median of each column, each value with its voice: the lower and, of an even number, the upper one."""
+    ordered, of = rows.sort(0)
+    counted = voices.gather(0, of).cumsum(0)
+    below, above = ((counted < counted[-1] / 2 + rounding).sum(0)[None] for rounding in (-_ROUNDING, _ROUNDING))
+    return ordered.gather(0, below)[0], ordered.gather(0, above.clamp_max(len(rows) - 1))[0]
+
+
 class Screen:
     """Judges and averages one round's parts, in their order."""
 
@@ -142,7 +153,7 @@ class Screen:
         """
         self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
         self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
-        self._voices = [limits.voices.get(peer, 1.0) for peer in senders]
+        self._voices = torch.tensor([limits.voices.get(peer, 1.0) for peer in senders], dtype=torch.float64)
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
         self._squares = torch.zeros_like(self._products)
@@ -187,14 +198,12 @@ class Screen:
         good = {sender: values for sender, values in good.items() if sender not in self._judged}
         if split < result.numel() and good:
             result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()})
-        self._averaged += result.numel()
-        for sender in good:
-            self._counted[sender] += weight[sender] * result.numel()
+        self._averaged += split
         return result
 
     def counted(self) -> dict[str, float]:
-        """Samples that each sender has in the averages so far: its weight, as far as it was believed, in as many of the
-        parts as have arrived in time."""
+        """Samples that each sender has in the averages so far: its weight, as far as it was believed, by what of it was
+        accepted. Nothing for zeros, nor for parts that have not arrived in time."""
         counting = ((sender, total) for sender, total in sorted(self._counted.items()) if sender not in self._judged)
         return {self._senders[sender]: total / self._averaged for sender, total in counting}
 
@@ -218,7 +227,7 @@ class Screen:
 
     def _can_vote(self, senders: Iterable[int]) -> bool:
         """Whether there can be a majority."""
-        return sum(self._voices[sender] for sender in senders) > 2.0 + _ROUNDING
+        return float(self._voices[list(senders)].sum()) > 2.0 + _ROUNDING
 
     def _reference(self, senders: list[int]) -> list[int]:
         """Whom the others are measured by: all, if there can be a majority."""
@@ -226,7 +235,7 @@ class Screen:
         return senders if self._can_vote(senders) else trusted or senders
 
     def _median(self, values: Mapping[int, float]) -> float:
-        return lower_median((value, self._voices[sender]) for sender, value in values.items())
+        return lower_median((value, float(self._voices[sender])) for sender, value in values.items())
 
     def _believed(self, senders: Collection[int]) -> dict[int, float]:
         """How much each counts; without those whose claim is no accident."""
@@ -239,46 +248,56 @@ class Screen:
                 believed[sender] = claim
                 continue
             seen = self._possible.get(self._senders[sender])
-            # Who has said nothing about its speed yet counts as the others do.
-            possible = usual if seen is None else min(_SPEED_SLACK * seen, LARGEST_SHARE * usual)
+            # Who has said nothing about its speed yet counts as the others do; nobody counts for more than they.
+            possible = usual if seen is None else _SPEED_SLACK * seen
             if claim > _GROSS_CLAIM * max(possible, usual):
                 self._drop(sender, f"claims {claim:.3g} samples, {max(possible, usual):.3g} are possible")
             elif possible > 0.0:  # who counts for nothing is left out: nothing can be in proportion to it
-                believed[sender] = min(claim, possible)
+                believed[sender] = min(claim, possible, usual)
         return believed
 
     def _parameters(self, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
-        rows, where = torch.stack(list(values.values())), torch.tensor(list(values))
-        products = (rows @ rows.T).double()
-        lengths = dict(zip(values, products.diagonal().sqrt().tolist(), strict=True))
+        senders, rows = list(values), torch.stack(list(values.values()))
+        where, products = torch.tensor(senders), (rows @ rows.T).double()
         self._products[where[:, None], where] += products
         self._squares[where[:, None], where] += products.diagonal()[:, None]
         self._seen += rows.shape[1]
-        for sender, allowed in self._allowed(lengths, weight).items():
-            self._allowed_squares[sender] += allowed * allowed
+        number = -(-rows.shape[1] // _BLOCK)
+        blocks = pad(rows, (0, -rows.shape[1] % number)).view(len(senders), number, -1)
+        lengths = blocks.norm(dim=2)
+        usual, work = self._usual(senders, lengths, weight)
+        for sender in senders:
+            # Who says that it has trained on more may be longer without being blamed: that moves nothing.
+            self._allowed_squares[sender] += (float(usual.norm()) * max(1.0, self._claims[sender] / work)) ** 2
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
                 self._leave_out(sender, f"was {ratio:.3g} times longer than the group's median")
-        self._judge_directions([sender for sender in values if sender not in self._dropped])
-        kept = {sender: length for sender, length in lengths.items() if sender not in self._judged}
-        total = sum(weight[sender] for sender in kept)
-        factors = dict.fromkeys(values, 0.0)
-        for sender, allowed in self._allowed(kept, weight).items():  # anew, without those that do not count
-            clip = min(1.0, allowed / kept[sender]) if kept[sender] else 1.0
-            factors[sender] = weight[sender] / total * clip
-        return torch.tensor(list(factors.values())) @ rows
+        self._judge_directions([sender for sender in senders if sender not in self._dropped])
+        usual, work = self._usual(senders, lengths, weight)  # anew, without those that do not count
+        weights = torch.tensor([0.0 if sender in self._judged else weight[sender] for sender in senders])[:, None]
+        share = weights * (lengths > 0.0)
+        further = torch.tensor([max(1.0, weight[sender] / work) * (sender in self._trusted) for sender in senders])
+        allowed = usual * further.clamp_min(1.0)[:, None]
+        factors = share / share.sum(0).clamp_min(_TINY) * (allowed / lengths.clamp_min(_TINY)).clamp_max(1.0)
+        given = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
+        for sender, accepted in zip(senders, (share * given.clamp_max(1.0)).mean(1).tolist(), strict=True):
+            self._counted[sender] += accepted * rows.shape[1]
+        return torch.einsum("sb,sbv->bv", factors, blocks).view(-1)[: rows.shape[1]]
+
+    def _usual(self, senders: Sequence[int], lengths: Tensor, weight: Mapping[int, float]) -> tuple[Tensor, float]:
+        """The median length in each block, and the median weight, of those by whom the others are measured."""
+        moved = zip(senders, lengths.any(1).tolist(), strict=True)
+        reference = self._reference([sender for sender, has_moved in moved if has_moved and sender not in self._judged])
+        if not reference:
+            return torch.zeros(lengths.shape[1]), 1.0
+        voices = self._voices[senders, None] * (lengths > 0.0)
+        voices[[sender not in reference for sender in senders]] = 0.0
+        usual, _ = _middle(lengths, voices)
+        return usual * voices.any(0), self._median({sender: weight[sender] for sender in reference})
 
     def _excess(self, sender: int) -> float:
         """How many times longer than it may be, over all parts of a sender."""
         length, allowed = float(self._squares[sender, sender]), self._allowed_squares[sender]
         return math.sqrt(length / allowed) if allowed else 0.0
-
-    def _allowed(self, length: Mapping[int, float], weight: Mapping[int, float]) -> dict[int, float]:
-        """How long each contribution may be: the median, and in proportion for who has trained on more samples."""
-        reference = self._reference([sender for sender in length if length[sender] > 0.0])
-        if not reference:
-            return dict.fromkeys(length, 0.0)
-        usual, work = (self._median({sender: of[sender] for sender in reference}) for of in (length, weight))
-        return {sender: usual * max(1.0, weight[sender] / work) for sender in length}
 
     def _judge_directions(self, senders: list[int]) -> None:
         senders = [sender for sender in senders if self._products[sender, sender] > 0.0]
@@ -308,12 +327,9 @@ class Screen:
         trusted = [part for sender, part in values.items() if sender in self._trusted]
         if not self._can_vote(values) and (trusted or len(values) < 3):
             return torch.stack(trusted or list(values.values())).mean(0)
-        ordered, of = torch.stack(list(values.values())).sort(0)
-        voices = torch.tensor([self._voices[sender] for sender in values], dtype=torch.float64)
-        counted, half = voices[of].cumsum(0), float(voices.sum()) / 2
-        # Of an even number the mean of the two in the middle.
-        below, above = ((counted < half + rounding).sum(0) for rounding in (-_ROUNDING, _ROUNDING))
-        return (ordered.gather(0, below[None]) + ordered.gather(0, above[None]))[0] / 2
+        rows = torch.stack(list(values.values()))
+        below, above = _middle(rows, self._voices[list(values), None].expand(rows.shape))
+        return (below + above) / 2
 
 
 # A peer has collapsed if its round is longer, and its loss higher, than those of the last round by this factor.

@@ -21,7 +21,7 @@ from trainkit.errors import RunFailedError
 from trainkit.swarm.admission import Member
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
-from trainkit.swarm.robust import LARGEST_SHARE, lower_median, voices_of
+from trainkit.swarm.robust import lower_median, voices_of
 from trainkit.swarm.session import LOST_AFTER, Session, together
 from trainkit.swarm.sync import GradientState
 from trainkit.training.build import TrainState
@@ -280,8 +280,8 @@ def tally(
     """This peer's ``own`` work and that of the others, by their ids, that are at the same update.
 
     As `hivemind.optim.ProgressTracker` reckons it: what a peer had gathered when it last said so, and what it will have
-    gathered since at its speed. But a volunteer's word is a claim: it counts up to a few times the median, and all who
-    use one invitation up to what one may claim, or one person could end every update before the others have anything
+    gathered since at its speed. But a volunteer's word is a claim: it counts up to the median, and all who use one
+    invitation up to what one may claim, or one person could end every update before the others have anything
     to give to it.
 
     Args:
@@ -299,10 +299,10 @@ def tally(
 
 
 def _bounded(claims: Sequence[float], free: Sequence[bool], voices: Sequence[float]) -> float:
-    """The sum of what is claimed; but for those who are ``free``, nothing is more than a few times what is usual, the
+    """The sum of what is claimed; but for those who are ``free``, nothing is more than what is usual, the
     lower median of those who have something, by their share of a voice."""
     known = [(claim, voice) for claim, voice in zip(claims, voices, strict=True) if claim > 0.0]
-    most = LARGEST_SHARE * lower_median(known) if known else 0.0
+    most = lower_median(known) if known else 0.0
     shares = zip(claims, free, voices, strict=True)
     return sum(claim if is_free else min(claim, most * voice) for claim, is_free, voice in shares)
 
