@@ -132,9 +132,10 @@ SLOW = Member("slow", filled(7.0), seconds=(0.0, 60.0, 60.0, 60.0))
 
 def test_two_reducers_average_is_weighted_and_the_same_bits_for_every_peer() -> None:
     torch.manual_seed(0)
-    members = [Member("owner", torch.randn(VALUES), (3.0,) * 4, reduces=0.5)]
-    members.append(Member("second", torch.randn(VALUES), reduces=0.5))
-    members.append(Member("third", torch.randn(VALUES), codec="8bit"))
+    common = torch.randn(VALUES)
+    first, second, third = (common + 0.02 * torch.randn(VALUES) for _ in range(3))
+    members = [Member("owner", first, (3.0,) * 4, reduces=0.5), Member("second", second, reduces=0.5)]
+    members.append(Member("third", third, codec="8bit"))
     found = meet(*members)
     (first, _), *others = found.values()
     assert all(torch.equal(first, average) for average, _ in others)

@@ -61,7 +61,7 @@ PARTS = contributions(8)
         *(({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-2": speed}}, [1, 1, 1], 0.05) for speed in (9e9, 90.0)),
         ({}, {"weights": [100.0, 100.0, 900.0], "possible": {}}, [1, 1, 1], 0.05),
         # Whose speed allows for nothing stops nobody, even if they are the most.
-        ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 1, 0, 0, 0], 0.05),
+        ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 0.5, 0, 0, 0], 0.05),
         # The owner's side counts in full however fast it is.
         ({}, {"weights": [1.0, 1.0, 1000.0], "trusted": [2]}, [0, 0, 1], 0.01),
         # The owner's side moves further in proportion; a tiny one does not shrink the others.
@@ -127,13 +127,13 @@ def test_who_comes_five_times_with_one_invitation_is_no_majority(honest: int, fa
     many = range(honest, honest + 5)
     average, dropped = screened(parts, trusted=[0], together=many)
     assert set(dropped) == {f"peer-{index}" for index in many}
-    assert distance(average, torch.stack(parts[:honest]).mean(0)) < 0.1
+    assert distance(average, torch.stack(parts[:honest]).mean(0)) < 0.2
     alone, _ = screened(parts, trusted=[0])
     assert distance(alone, torch.stack(parts[:honest]).mean(0)) > 1.0
 
 
 @pytest.mark.parametrize(
-    ("factor", "why"), [(-1.0, "points against the owner's side"), (-50.0, ""), (1000.0, "was 1e+03 times longer")]
+    ("factor", "why"), [(-1.0, "has nothing in common"), (-50.0, ""), (1000.0, "was 1e+03 times longer")]
 )
 def test_of_two_senders_the_owners_side_is_the_measure_and_blames_nobody(factor: float, why: str) -> None:
     average, judged = screened([PARTS[0], factor * PARTS[1]], trusted=[0])

@@ -619,7 +619,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
                     modes=modes,
                     sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
-                    limits=Limits(frozenset(trusted), self._possible, voices_of(known)),
+                    limits=Limits(frozenset(trusted), self._possible, voices_of(known), own_id),
                     **options,
                 )
                 self._running_groups[group_info.group_id].set_result(runner)

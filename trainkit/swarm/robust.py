@@ -63,8 +63,8 @@ _LARGEST_VALUE = 1e12
 # Peers agree when the typical cosine between them is at least this; towards the end of training they need not.
 _AGREEMENT = 0.1
 _AGAINST = 0.05
-# Of two, one of the owner's side: there is no agreement to measure, so more is asked.
-_AGAINST_OF_TWO = 0.2
+# Who agrees with the owner's side in less than this share of its values is told of.
+_LEAST_AGREED = 0.05
 _ROUNDING = 1e-9  # of voices: eight eighths are one
 _TINY = 1e-30  # nothing is divided by less
 
@@ -92,6 +92,8 @@ class Limits:
     missing."""
     voices: Mapping[str, float] = field(default_factory=dict)
     """How much a peer counts where a majority decides, if that is not 1."""
+    own: str = ""
+    """Id of the reducer: no majority says that its own contribution is wrong."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Screen:
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
         self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
+        self._own = limits.own
         self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
         self._voices = torch.tensor([limits.voices.get(peer, 1.0) for peer in senders], dtype=torch.float64)
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
@@ -163,7 +166,9 @@ class Screen:
         self._dropped: set[int] = set()
         self._claims: dict[int, float] = {}
         self._counted: dict[int, float] = defaultdict(float)
-        """Sums over the parts, of weight times values."""
+        """Sums over the parts, of weight times accepted values."""
+        self._agreed, self._asked = [0.0] * len(senders), [0] * len(senders)
+        """Values of each that agree with the owner's side, and all that it has sent."""
         self._seen = self._averaged = 0
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
@@ -215,7 +220,12 @@ class Screen:
             for sender, ratio in excess.items()
             if ratio > _NOTED_LENGTH
         )
-        return (*self._judged.values(), *clipped)
+        against = (
+            Verdict(peer, "left out", "has nothing in common with what the owner's side has trained")
+            for sender, peer in enumerate(self._senders)
+            if sender not in self._judged and self._agreed[sender] < _LEAST_AGREED * self._asked[sender]
+        )
+        return (*self._judged.values(), *against, *clipped)
 
     def _drop(self, sender: int, why: str) -> None:
         if sender not in self._dropped:
@@ -265,34 +275,60 @@ class Screen:
         number = -(-rows.shape[1] // _BLOCK)
         blocks = pad(rows, (0, -rows.shape[1] % number)).view(len(senders), number, -1)
         lengths = blocks.norm(dim=2)
-        usual, work = self._usual(senders, lengths, weight)
+        usual, work, _ = self._usual(senders, lengths, weight)
         for sender in senders:
             # Who says that it has trained on more may be longer without being blamed: that moves nothing.
             self._allowed_squares[sender] += (float(usual.norm()) * max(1.0, self._claims[sender] / work)) ** 2
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
                 self._leave_out(sender, f"was {ratio:.3g} times longer than the group's median")
         self._judge_directions([sender for sender in senders if sender not in self._dropped])
-        usual, work = self._usual(senders, lengths, weight)  # anew, without those that do not count
+        usual, work, voices = self._usual(senders, lengths, weight)  # anew, without those that do not count
         weights = torch.tensor([0.0 if sender in self._judged else weight[sender] for sender in senders])[:, None]
-        share = weights * (lengths > 0.0)
+        trust, agreed = self._trust(senders, blocks, lengths, voices)
+        share = weights * trust
         further = torch.tensor([max(1.0, weight[sender] / work) * (sender in self._trusted) for sender in senders])
         allowed = usual * further.clamp_min(1.0)[:, None]
         factors = share / share.sum(0).clamp_min(_TINY) * (allowed / lengths.clamp_min(_TINY)).clamp_max(1.0)
-        given = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
-        for sender, accepted in zip(senders, (share * given.clamp_max(1.0)).mean(1).tolist(), strict=True):
-            self._counted[sender] += accepted * rows.shape[1]
+        moved = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
+        accepted = weights * agreed * moved.clamp_max(1.0) * (usual > 0.0)
+        for sender, *means in zip(senders, accepted.mean(1).tolist(), agreed.mean(1).tolist(), strict=True):
+            self._counted[sender] += means[0] * rows.shape[1]
+            self._agreed[sender] += means[1] * rows.shape[1]
+            self._asked[sender] += rows.shape[1]
         return torch.einsum("sb,sbv->bv", factors, blocks).view(-1)[: rows.shape[1]]
 
-    def _usual(self, senders: Sequence[int], lengths: Tensor, weight: Mapping[int, float]) -> tuple[Tensor, float]:
-        """The median length in each block, and the median weight, of those by whom the others are measured."""
+    def _trust(self, senders: Sequence[int], blocks: Tensor, lengths: Tensor, voices: Tensor) -> tuple[Tensor, Tensor]:
+        """How much of each counts in each block, by its cosine with the directions of the owner's side: all, if it is
+        that of those by whom the others are measured; without any of that side all of everybody. And the same as a
+        share of what is usual.
+
+        Args:
+            voices: of those by whom the others are measured, in each block.
+        """
+        units = blocks / lengths.clamp_min(_TINY)[:, :, None]
+        root = units[[sender in self._trusted and sender not in self._judged for sender in senders]].sum(0)
+        length = root.norm(dim=1)
+        cosines = torch.einsum("sbv,bv->sb", units, root) / length.clamp_min(_TINY)
+        measure, _ = _middle(cosines, voices)
+        trust = ((cosines + _AGAINST) / (measure.clamp_min(0.0) + _AGAINST)).clamp(0.0, 1.0)
+        trust = trust.where(length > 0.0, 1.0) * (lengths > 0.0)
+        usual, _ = _middle(trust, self._heard(senders, lengths, set(senders) - self._judged.keys()))
+        return trust, (trust / usual.clamp_min(_TINY)).clamp_max(1.0)
+
+    def _usual(
+        self, senders: Sequence[int], lengths: Tensor, weight: Mapping[int, float]
+    ) -> tuple[Tensor, float, Tensor]:
+        """Of those by whom the others are measured: median length in each block, median weight, voices in each block."""
         moved = zip(senders, lengths.any(1).tolist(), strict=True)
         reference = self._reference([sender for sender, has_moved in moved if has_moved and sender not in self._judged])
-        if not reference:
-            return torch.zeros(lengths.shape[1]), 1.0
-        voices = self._voices[senders, None] * (lengths > 0.0)
-        voices[[sender not in reference for sender in senders]] = 0.0
-        usual, _ = _middle(lengths, voices)
-        return usual * voices.any(0), self._median({sender: weight[sender] for sender in reference})
+        voices = self._heard(senders, lengths, reference)
+        work = self._median({sender: weight[sender] for sender in reference}) if reference else 1.0
+        return _middle(lengths, voices)[0] * voices.any(0), work, voices
+
+    def _heard(self, senders: Sequence[int], lengths: Tensor, among: Collection[int]) -> Tensor:
+        """The voices in each block: of those ``among`` the senders who have something in it."""
+        is_in = torch.tensor([sender in among for sender in senders])
+        return self._voices[senders, None] * is_in[:, None] * (lengths > 0.0)
 
     def _excess(self, sender: int) -> float:
         """How many times longer than it may be, over all parts of a sender."""
@@ -306,13 +342,7 @@ class Screen:
         rows = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
         cosines = {sender: dict(zip(senders, row, strict=True)) for sender, row in zip(senders, rows, strict=True)}
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
-        trusted = self._trusted.intersection(senders)
-        if trusted and not self._can_vote(senders):
-            for sender in senders:
-                cosine = min(cosines[sender][one] for one in trusted)
-                if sender not in trusted and cosine < -(_AGAINST_OF_TWO + chance):
-                    self._leave_out(sender, f"points against the owner's side (cosine {cosine:.2f})")
-        elif len(senders) > 2:
+        if len(senders) > 2 and (self._can_vote(senders) or not self._trusted.intersection(senders)):
             # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
             typical = {
                 sender: -self._median({other: -cosine for other, cosine in row.items() if other != sender})
@@ -320,7 +350,7 @@ class Screen:
             }
             if self._median(typical) >= _AGREEMENT:
                 for sender, cosine in typical.items():
-                    if cosine < -(_AGAINST + chance):
+                    if cosine < -(_AGAINST + chance) and self._senders[sender] != self._own:
                         self._drop(sender, f"points against the others (cosine {cosine:.2f})")
 
     def _buffers(self, values: Mapping[int, Tensor]) -> Tensor:
