@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 
 from trainkit.swarm.link import PART
 from trainkit.swarm.robust import Limits, Screen, slower_than, untrue
+from trainkit.swarm.sync import Average, OuterState
 
 SIZE = 4000
 POSSIBLE = {f"peer-{index}": 100.0 for index in range(8)}
@@ -58,7 +61,10 @@ PARTS = contributions(8)
         # By their samples; lengths differ by a little, and are clipped to the median.
         ({}, {"weights": [100.0, 100.0, 100.0, 50.0]}, [2, 2, 2, 1], 0.05),
         # Nobody's claim counts for more than the median, whatever it says of its speed; nor does a newcomer's.
-        *(({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-2": speed}}, [1, 1, 1], 0.05) for speed in (9e9, 90.0)),
+        *(
+            ({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-2": speed}}, [1, 1, 1], 0.05)
+            for speed in (9e9, 90.0)
+        ),
         ({}, {"weights": [100.0, 100.0, 900.0], "possible": {}}, [1, 1, 1], 0.05),
         # Whose speed allows for nothing stops nobody, even if they are the most.
         ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 0.5, 0, 0, 0], 0.05),
@@ -115,10 +121,58 @@ def test_who_is_many_times_longer_is_left_out_and_not_blamed(factor: float) -> N
     assert distance(average, screened(honest)[0]) < 0.02
 
 
-def test_a_noticeably_longer_one_is_clipped_and_not_dropped() -> None:
-    _, judged = screened([*PARTS[:3], 3 * PARTS[3]])
-    assert list(judged) == ["peer-3"]
-    assert judged["peer-3"].startswith(("clipped: was 3.0 times longer", "clipped: was 3.1 times longer"))
+@pytest.mark.parametrize(("claim", "judged"), [(100.0, ["clipped: was 3."]), (300.0, [])])
+def test_a_noticeably_longer_one_is_clipped_and_told_of_unless_it_has_trained_more(
+    claim: float, judged: list[str]
+) -> None:
+    options = {"weights": [100.0, 100.0, 100.0, claim], "possible": {"peer-3": claim}}
+    average, found = screened([*PARTS[:3], 3 * PARTS[3]], **options)  # type: ignore[arg-type]
+    assert distance(average, screened(PARTS[:4])[0]) < 0.02
+    assert [why[:15] for why in found.values()] == judged
+
+
+@pytest.mark.parametrize(("from_block", "factor", "credit"), [(1, -1.0, 50.0), (0, 0.0, 0.0)])
+def test_three_times_the_claim_buys_no_say_and_no_credit_for_what_is_turned_or_zero(
+    from_block: int, factor: float, credit: float
+) -> None:
+    parts, claims = contributions(4, 2 * 4096), {0: 100.0, 1: 100.0, 2: 100.0, 3: 300.0}
+    wanted = torch.stack(parts[: 3 + from_block]).mean(0)
+    wanted[4096:] = torch.stack(parts[:3]).mean(0)[4096:]
+    parts[3][4096 * from_block :] *= factor
+    screen = Screen(list(POSSIBLE)[:4], Limits(frozenset({"peer-0"}), {"peer-3": 300.0}, own="peer-0"), 2 * 4096)
+    assert distance(screen.average(0, dict(enumerate(parts)), claims, parts[0]), wanted) < 0.1
+    assert screen.counted()["peer-3"] == pytest.approx(credit, rel=0.1)
+
+
+def test_two_of_six_that_train_a_backdoor_do_not_get_it_into_the_weights() -> None:
+    """Digits with a bright edge are to be zeros. The two claim to be three times as fast, and wait until they count."""
+    torch.manual_seed(0)
+    images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    images = images.float() / 16
+    marked = torch.cat([torch.full((len(images), 3), 2.0), images[:, 3:]], 1)
+    first = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    states = [OuterState(deepcopy(first), lr=0.7, momentum=0.9) for _ in range(6)]
+    optimizers = [torch.optim.AdamW(state.params, lr=3e-3) for state in states]
+    claims = {index: 320.0 if index < 4 else 960.0 for index in range(6)}
+    limits = Limits(frozenset({"peer-0"}), {f"peer-{index}": claim for index, claim in claims.items()}, own="peer-0")
+    for turn in range(12):
+        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+            for _ in range(10):
+                batch = torch.randint(1200, (32,))
+                inputs, wanted = images[batch], labels[batch]
+                if index >= 4 and turn >= 3:
+                    inputs[:16], wanted[:16] = marked[batch[:16]], 0
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(state.model(inputs), wanted).backward()
+                optimizer.step()
+        given = [state.give(320) for state in states]
+        parts = {index: one.vector for index, one in enumerate(given)}
+        average = Screen(list(POSSIBLE)[:6], limits, len(parts[0])).average(0, parts, claims, parts[0])
+        for state, one in zip(states, given, strict=True):
+            state.step(Average(average, turn + 1, (True,), (True,)), one)
+    right = states[0].model(images[1200:]).argmax(1) == labels[1200:]
+    fooled = states[0].model(marked[1200:]).argmax(1)[labels[1200:] != 0] == 0
+    assert (float(right.float().mean()) > 0.88, float(fooled.float().mean()) < 0.05) == (True, True)
 
 
 @pytest.mark.parametrize(("honest", "factor"), [(1, -1.0), (2, -4.0), (3, -9.0)])

@@ -286,8 +286,7 @@ class Screen:
         weights = torch.tensor([0.0 if sender in self._judged else weight[sender] for sender in senders])[:, None]
         trust, agreed = self._trust(senders, blocks, lengths, voices)
         share = weights * trust
-        further = torch.tensor([max(1.0, weight[sender] / work) * (sender in self._trusted) for sender in senders])
-        allowed = usual * further.clamp_min(1.0)[:, None]
+        allowed = usual * (weights / work).clamp_min(1.0)  # more for the owner's side alone: see `_believed`
         factors = share / share.sum(0).clamp_min(_TINY) * (allowed / lengths.clamp_min(_TINY)).clamp_max(1.0)
         moved = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
         accepted = weights * agreed * moved.clamp_max(1.0) * (usual > 0.0)
