@@ -253,12 +253,6 @@ def test_the_third_time_in_a_row_shuts_the_door_until_the_ban_is_lifted(watched:
     assert watched.shut_out[-1] == []
 
 
-def test_peers_of_one_invitation_are_banned_once(watched: Watched) -> None:
-    watched.sentry.invitation_of = lambda peer: peer if watched.shut_out else "hers"
-    events = watched.rounds(DROPPED, replace(DROPPED, peer="QmEve2"), count=STRIKES)
-    assert (watched.shut_out, events.count("peer_banned")) == ([["hers"]], 1)
-
-
 def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) -> None:
     """Of a newcomer nothing is expected until it has told of a round."""
     watched.sentry.before_round({**PEERS, "QmNew": PeerProgress("new", 3, 0, 0.0, 0.0, 0, 0.0)}, 4.0)
@@ -291,7 +285,7 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
     watched: Watched, invitation: str, banned: int
 ) -> None:
     """The owner's may be the only part that is unlike a crowd of newcomers'."""
-    watched.sentry.invitation_of = lambda peer: invitation
+    watched.sentry.invitation_of = lambda peer: peer if watched.shut_out else invitation
     kinds = watched.rounds(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why), count=STRIKES + 1)
     assert list(watched.bans.read()) == [invitation] * banned
     assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (banned, banned)

@@ -161,19 +161,9 @@ def test_who_has_lost_the_run_folder_to_another_does_not_wait_for_it(record: Pat
 
 
 def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() -> None:
-    screen = Screen(["peer-0", "peer-1", "peer-2"], Limits(possible=POSSIBLE), SIZE)
-    screen.average(0, dict(enumerate(contributions(3))), {0: 100.0, 1: 100.0, 2: 1000.0}, torch.zeros(SIZE))
-    assert screen.counted() == {"peer-0": 100.0, "peer-1": 100.0, "peer-2": 150.0}
-    # Of a part that came too late nothing is.
-    halves = (slice(SIZE // 2), slice(SIZE // 2, None))
-    early, late = (dict(enumerate(part[half] for part in contributions(2))) for half in halves)
-    screen, own = Screen(["peer-0", "peer-1"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE // 2)
-    screen.average(0, early, {0: 100.0, 1: 100.0}, own)
-    screen.average(SIZE // 2, {0: late[0]}, {0: 100.0}, own)
-    assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
-    # Nor is who was dropped or left out.
+    """No more than the median, and nothing of who was dropped or left out."""
     *honest, turned, long = contributions(6)
-    screen = Screen([f"peer-{index}" for index in range(6)], Limits(possible=POSSIBLE), SIZE)
-    weights = dict.fromkeys(range(6), 100.0)
-    screen.average(0, dict(enumerate([*honest, -9 * turned, 23 * long])), weights, torch.zeros(SIZE))
-    assert set(screen.counted()) == {f"peer-{index}" for index in range(4)}
+    screen, claims = Screen([f"peer-{index}" for index in range(6)], Limits(possible=POSSIBLE), SIZE), [100.0] * 6
+    claims[2] = 1000.0
+    screen.average(0, dict(enumerate([*honest, -9 * turned, 23 * long])), dict(enumerate(claims)), torch.zeros(SIZE))
+    assert screen.counted() == {f"peer-{index}": 100.0 for index in range(4)}

@@ -1,7 +1,7 @@
 """What a reducer makes of contributions, and what peers make of averages; in this process."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 import pytest
@@ -93,31 +93,19 @@ def test_honest_contributions_count_by_their_samples_and_nobody_is_blamed(
 @pytest.mark.parametrize(
     ("attack", "claim", "why"),
     [
-        *((lambda part, by=by: by * part, 100.0, "points against the others") for by in (-1, -9, -50)),
-        *(
-            (lambda part, by=by: by * part, 100.0, "sent values that are not finite")
-            for by in (math.nan, math.inf, 1e30)
-        ),
-        (lambda part: torch.cat([part, part]), 100.0, "sent something of the wrong shape"),
-        (lambda part: part, 1e9, "claims 1e+09 samples"),
+        *((-by, 100.0, "dropped: points against the others") for by in (1, 9, 50)),
+        *((by, 100.0, "dropped: sent values that are not finite") for by in (math.nan, math.inf, 1e30)),
+        (torch.ones(2, 1), 100.0, "dropped: sent something of the wrong shape"),
+        (1, 1e9, "dropped: claims 1e+09 samples"),
+        # A newcomer's AdamW is fresh where the others' has settled: it is not blamed.
+        *((by, 100.0, "left out: was ") for by in (6, 23, 1000)),
     ],
 )
-def test_an_attackers_contribution_is_dropped(attack: Callable[[Tensor], Tensor], claim: float, why: str) -> None:
+def test_an_attackers_contribution_does_not_count(attack: float | Tensor, claim: float, why: str) -> None:
     *honest, last = PARTS[:4]
-    average, judged = screened([*honest, attack(last)], weights=[*[100.0] * 3, claim])
+    average, judged = screened([*honest, attack * last], weights=[*[100.0] * 3, claim])
     assert list(judged) == ["peer-3"]
-    assert judged["peer-3"].startswith(f"dropped: {why}")
-    assert distance(average, screened(honest)[0]) < 0.02
-
-
-@pytest.mark.parametrize("factor", [6.0, 23.0, 1000.0])
-def test_who_is_many_times_longer_is_left_out_and_not_blamed(factor: float) -> None:
-    """A newcomer's AdamW is fresh where the others' has settled."""
-    *honest, last = PARTS[:4]
-    average, judged = screened([*honest, factor * last])
-    assert list(judged) == ["peer-3"]
-    assert judged["peer-3"].startswith("left out: was ")
-    assert "times longer than the group's median" in judged["peer-3"]
+    assert judged["peer-3"].startswith(why)
     assert distance(average, screened(honest)[0]) < 0.02
 
 
@@ -131,14 +119,15 @@ def test_a_noticeably_longer_one_is_clipped_and_told_of_unless_it_has_trained_mo
     assert [why[:15] for why in found.values()] == judged
 
 
-@pytest.mark.parametrize(("from_block", "factor", "credit"), [(1, -1.0, 50.0), (0, 0.0, 0.0)])
+@pytest.mark.parametrize(("first", "second", "credit"), [(1.0, -1.0, 50.0), (0.0, 0.0, 0.0), (0.0, 4.0, 50.0)])
 def test_three_times_the_claim_buys_no_say_and_no_credit_for_what_is_turned_or_zero(
-    from_block: int, factor: float, credit: float
+    first: float, second: float, credit: float
 ) -> None:
-    parts, claims = contributions(4, 2 * 4096), {0: 100.0, 1: 100.0, 2: 100.0, 3: 300.0}
-    wanted = torch.stack(parts[: 3 + from_block]).mean(0)
-    wanted[4096:] = torch.stack(parts[:3]).mean(0)[4096:]
-    parts[3][4096 * from_block :] *= factor
+    """Nor can all of a length be put into one block."""
+    parts, claims, wanted = contributions(4, 2 * 4096), {0: 100.0, 1: 100.0, 2: 100.0, 3: 300.0}, torch.zeros(2 * 4096)
+    for block, factor in ((slice(4096), first), (slice(4096, None), second)):
+        wanted[block] = torch.stack([part[block] for part in parts[: 4 if factor > 0 else 3]]).mean(0)
+        parts[3][block] *= factor
     screen = Screen(list(POSSIBLE)[:4], Limits(frozenset({"peer-0"}), {"peer-3": 300.0}, own="peer-0"), 2 * 4096)
     assert distance(screen.average(0, dict(enumerate(parts)), claims, parts[0]), wanted) < 0.1
     assert screen.counted()["peer-3"] == pytest.approx(credit, rel=0.1)
@@ -215,18 +204,6 @@ def test_where_peers_have_nothing_in_common_nobody_is_against() -> None:
     assert screened([*noise, -(noise[0] + noise[1]) / 2])[1] == {}
 
 
-def test_nobody_can_put_all_of_their_length_into_one_part() -> None:
-    screen = Screen([f"peer-{index}" for index in range(4)], Limits(possible=POSSIBLE), SIZE)
-    first, second = ([part[place] for part in PARTS[:4]] for place in (slice(2000), slice(2000, None)))
-    second[3] *= float(PARTS[3].norm()) / float(second[3].norm())
-    first[3] = torch.zeros(2000)
-    weights = dict.fromkeys(range(4), 100.0)
-    screen.average(0, dict(enumerate(first)), weights, torch.zeros(2000))
-    average = screen.average(2000, dict(enumerate(second)), weights, torch.zeros(2000))
-    alone = sum(second[:3], torch.zeros(2000)) / 4
-    assert float((average - alone).norm()) <= float(second[0].norm()) / 4 * 1.05
-
-
 @pytest.mark.parametrize(
     ("first", "claim", "counting", "out"),
     [(math.nan, 1.0, 2, ["c"]), (1.0, 1e9, 3, [])],
@@ -243,14 +220,14 @@ def test_what_a_sender_did_in_one_part_holds_for_the_round(
     assert [verdict.peer for verdict in screen.verdicts() if verdict.action == "dropped"] == out
 
 
-def test_a_slow_peer_that_sends_one_part_of_two_counts_in_that() -> None:
+def test_a_slow_peer_that_sends_one_part_of_two_counts_in_that_and_is_credited_with_it() -> None:
     screen, own = Screen(["a", "b", "c"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE // 2)
     for index in range(2):
         parts = dict(enumerate(part[SIZE // 2 * index :][: SIZE // 2] for part in PARTS[:3]))
         sent = dict(list(parts.items())[: 2 + index])
         average = screen.average(SIZE // 2 * index, sent, dict.fromkeys(sent, 100.0), own)
         assert distance(average, sum(sent.values(), own) / (2 + index)) < 0.2
-    assert screen.verdicts() == ()
+    assert (screen.verdicts(), screen.counted()) == ((), {"a": 100.0, "b": 100.0, "c": 50.0})
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,25 @@ of their inner products, which adds up over the parts of a round: lengths and di
 so far, and every part is averaged as soon as it is there.
 
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
-- Weights are claims. A volunteer's counts up to what its own speed makes possible, and up to a few times the median.
-- Lengths are clipped to the group's median, part by part (kappa = 1; with 3, one of four cancels the rest), so that
-  nobody can put all of theirs into one layer. Who was many times longer is left out, and not blamed for it: so is an
-  honest newcomer to a run that has nearly converged, whose AdamW is fresh (12 times the others, measured after 300
-  updates of theirs).
-- Directions: where most agree, who points against them is dropped (as FLTrust, arXiv 2012.13995, without a trusted
-  data set: by the median of a sender's cosines with all others).
+- Weights are claims, and claims buy nothing: a volunteer's counts up to what its own speed makes possible, and up to
+  the median. The owner's side counts in full.
+- Lengths are clipped to the median in each block of 4096 values, so that nobody can put all of theirs into one layer
+  (kappa = 1; with 3, one of four cancels the rest). Who says that it has trained on more may be longer without being
+  blamed, but is clipped alike. Who was many times longer is left out, and not blamed for it: so is an honest newcomer
+  to a run that has nearly converged, whose AdamW is fresh (12 times the others, measured after 300 updates of theirs).
+- The root of trust is what the owner's side has trained, the reducer itself first of all (FLTrust, arXiv 2012.13995).
+  In each block a contribution counts by its cosine with that: in full if it agrees as most do, not at all if it points
+  against it. FLTrust's own weights, the cosines, would leave the owner almost alone where honest cosines are small.
+- Where most agree, who points against them is dropped: by this liars get their names, and an average is screened in
+  which nobody of the owner's side has a part (all of that side only reduce, or have trained nothing in the round).
 - BatchNorm's buffers are averaged as a median of each number: all peers measure the same data.
+- Credited is what was accepted: the weight as far as it was believed, in the blocks in which it counted. Zeros earn
+  nothing.
 
-With two senders there is no majority: then the owner's side is what the other is measured by, and nobody is blamed for
-pointing against it: once both have learned everything, two honest ones do (cosines to -0.6, measured). All who use one
-invitation have one voice together where a majority decides, or one who was invited would come ten times and be it.
+With two senders there is no majority: then the other is measured by the owner's side alone, counts by its cosine, and
+is not blamed for pointing against it: once both have learned everything, two honest ones do (cosines to -0.6,
+measured). All who use one invitation have one voice together where a majority decides, or one who was invited would
+come ten times and be it.
 
 Nobody but the reducer has seen all contributions. But a peer knows its own, which is in the average or beside others
 that began at the same weights: an average is not against it, and not many times longer. So each peer, the owner first
@@ -317,7 +324,7 @@ class Screen:
     def _usual(
         self, senders: Sequence[int], lengths: Tensor, weight: Mapping[int, float]
     ) -> tuple[Tensor, float, Tensor]:
-        """Of those by whom the others are measured: median length in each block, median weight, voices in each block."""
+        """Of those by whom the others are measured: in each block the median length and the voices; the median weight."""
         moved = zip(senders, lengths.any(1).tolist(), strict=True)
         reference = self._reference([sender for sender, has_moved in moved if has_moved and sender not in self._judged])
         voices = self._heard(senders, lengths, reference)
