@@ -62,10 +62,9 @@ PARTS = contributions(8)
         ({}, {"weights": [100.0, 100.0, 100.0, 50.0]}, [2, 2, 2, 1], 0.05),
         # Nobody's claim counts for more than the median, whatever it says of its speed; nor does a newcomer's.
         *(
-            ({}, {"weights": [100.0, 100.0, 900.0], "possible": {"peer-2": speed}}, [1, 1, 1], 0.05)
-            for speed in (9e9, 90.0)
+            ({}, {"weights": [100.0, 100.0, 900.0], "possible": known}, [1, 1, 1], 0.05)
+            for known in (POSSIBLE, {"peer-2": 9e9}, {})
         ),
-        ({}, {"weights": [100.0, 100.0, 900.0], "possible": {}}, [1, 1, 1], 0.05),
         # Whose speed allows for nothing stops nobody, even if they are the most.
         ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 0.5, 0, 0, 0], 0.05),
         # The owner's side counts in full however fast it is.
@@ -110,9 +109,7 @@ def test_an_attackers_contribution_does_not_count(attack: float | Tensor, claim:
 
 
 @pytest.mark.parametrize(("claim", "judged"), [(100.0, ["clipped: was 3."]), (300.0, [])])
-def test_a_noticeably_longer_one_is_clipped_and_told_of_unless_it_has_trained_more(
-    claim: float, judged: list[str]
-) -> None:
+def test_a_longer_one_is_clipped_and_told_of_unless_it_has_trained_more(claim: float, judged: list[str]) -> None:
     options = {"weights": [100.0, 100.0, 100.0, claim], "possible": {"peer-3": claim}}
     average, found = screened([*PARTS[:3], 3 * PARTS[3]], **options)  # type: ignore[arg-type]
     assert distance(average, screened(PARTS[:4])[0]) < 0.02
@@ -120,9 +117,7 @@ def test_a_noticeably_longer_one_is_clipped_and_told_of_unless_it_has_trained_mo
 
 
 @pytest.mark.parametrize(("first", "second", "credit"), [(1.0, -1.0, 50.0), (0.0, 0.0, 0.0), (0.0, 4.0, 50.0)])
-def test_three_times_the_claim_buys_no_say_and_no_credit_for_what_is_turned_or_zero(
-    first: float, second: float, credit: float
-) -> None:
+def test_claims_buy_no_say_and_no_credit_for_what_is_turned_or_zero(first: float, second: float, credit: float) -> None:
     """Nor can all of a length be put into one block."""
     parts, claims, wanted = contributions(4, 2 * 4096), {0: 100.0, 1: 100.0, 2: 100.0, 3: 300.0}, torch.zeros(2 * 4096)
     for block, factor in ((slice(4096), first), (slice(4096, None), second)):
@@ -143,7 +138,7 @@ def test_two_of_six_that_train_a_backdoor_do_not_get_it_into_the_weights() -> No
     states = [OuterState(deepcopy(first), lr=0.7, momentum=0.9) for _ in range(6)]
     optimizers = [torch.optim.AdamW(state.params, lr=3e-3) for state in states]
     claims = {index: 320.0 if index < 4 else 960.0 for index in range(6)}
-    limits = Limits(frozenset({"peer-0"}), {f"peer-{index}": claim for index, claim in claims.items()}, own="peer-0")
+    limits = Limits(frozenset({"peer-0"}), {"peer-4": 960.0, "peer-5": 960.0}, own="peer-0")
     for turn in range(12):
         for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
             for _ in range(10):
@@ -157,8 +152,8 @@ def test_two_of_six_that_train_a_backdoor_do_not_get_it_into_the_weights() -> No
         given = [state.give(320) for state in states]
         parts = {index: one.vector for index, one in enumerate(given)}
         average = Screen(list(POSSIBLE)[:6], limits, len(parts[0])).average(0, parts, claims, parts[0])
-        for state, one in zip(states, given, strict=True):
-            state.step(Average(average, turn + 1, (True,), (True,)), one)
+        for index, state in enumerate(states):
+            state.step(Average(average, turn + 1, (True,), (True,)), given[index])
     right = states[0].model(images[1200:]).argmax(1) == labels[1200:]
     fooled = states[0].model(marked[1200:]).argmax(1)[labels[1200:] != 0] == 0
     assert (float(right.float().mean()) > 0.88, float(fooled.float().mean()) < 0.05) == (True, True)
@@ -175,9 +170,7 @@ def test_who_comes_five_times_with_one_invitation_is_no_majority(honest: int, fa
     assert distance(alone, torch.stack(parts[:honest]).mean(0)) > 1.0
 
 
-@pytest.mark.parametrize(
-    ("factor", "why"), [(-1.0, "has nothing in common"), (-50.0, ""), (1000.0, "was 1e+03 times longer")]
-)
+@pytest.mark.parametrize(("factor", "why"), [(-1.0, "has nothing in common"), (-50.0, ""), (1e3, "was 1e+03 times")])
 def test_of_two_senders_the_owners_side_is_the_measure_and_blames_nobody(factor: float, why: str) -> None:
     average, judged = screened([PARTS[0], factor * PARTS[1]], trusted=[0])
     assert list(judged) == ["peer-1"]
@@ -209,9 +202,7 @@ def test_where_peers_have_nothing_in_common_nobody_is_against() -> None:
     [(math.nan, 1.0, 2, ["c"]), (1.0, 1e9, 3, [])],
     ids=["who was dropped stays out", "the first claim counts"],
 )
-def test_what_a_sender_did_in_one_part_holds_for_the_round(
-    first: float, claim: float, counting: int, out: list[str]
-) -> None:
+def test_what_a_sender_did_in_one_part_holds_for_all(first: float, claim: float, counting: int, out: list[str]) -> None:
     screen = Screen(["a", "b", "c"], Limits(possible=dict.fromkeys("abc", 1.0)), SIZE)
     parts, own = contributions(3, 100), torch.zeros(100)
     screen.average(0, {**dict(enumerate(parts)), 2: first * parts[2]}, dict.fromkeys(range(3), 1.0), own)
@@ -312,7 +303,5 @@ def test_only_reducers_whose_averages_cannot_be_true_are_not_believed(
         ({"a": 100.0, "liar": 1e9}, 100.0, 1.0),  # one that claims any speed changes nothing
     ],
 )
-def test_how_much_slower_a_peer_is_follows_from_what_all_say(
-    others: dict[str, float], own: float, times: float
-) -> None:
+def test_how_much_slower_a_peer_is_is_what_all_say(others: dict[str, float], own: float, times: float) -> None:
     assert slower_than({"me": own, **others}, "me") == times
