@@ -324,7 +324,7 @@ class Screen:
     def _usual(
         self, senders: Sequence[int], lengths: Tensor, weight: Mapping[int, float]
     ) -> tuple[Tensor, float, Tensor]:
-        """Of those by whom the others are measured: in each block the median length and the voices; the median weight."""
+        """Of those by whom the others are measured: in each block median length and voices; the median weight."""
         moved = zip(senders, lengths.any(1).tolist(), strict=True)
         reference = self._reference([sender for sender, has_moved in moved if has_moved and sender not in self._judged])
         voices = self._heard(senders, lengths, reference)
