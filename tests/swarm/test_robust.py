@@ -210,7 +210,7 @@ def test_what_a_sender_did_in_one_part_holds_for_all(first: float, claim: float,
     assert [verdict.peer for verdict in screen.verdicts() if verdict.action == "dropped"] == out
 
 
-def test_a_slow_peer_that_sends_one_part_of_two_counts_in_that_and_is_credited_with_it() -> None:
+def test_a_slow_peer_that_sends_one_part_of_two_counts_in_that() -> None:
     screen, own = Screen(["a", "b", "c"], Limits(possible=POSSIBLE), SIZE), torch.zeros(SIZE // 2)
     for index in range(2):
         parts = dict(enumerate(part[SIZE // 2 * index :][: SIZE // 2] for part in PARTS[:3]))
