@@ -311,10 +311,10 @@ class Screen:
         Args:
             voices: of those by whom the others are measured, in each block.
         """
-        units = blocks / lengths.clamp_min(_TINY)[:, :, None]
-        root = units[[sender in self._trusted and sender not in self._judged for sender in senders]].sum(0)
+        side = [place for place, one in enumerate(senders) if one in self._trusted and one not in self._judged]
+        root = (blocks[side] / lengths[side].clamp_min(_TINY)[:, :, None]).sum(0)
         length = root.norm(dim=1)
-        cosines = torch.einsum("sbv,bv->sb", units, root) / length.clamp_min(_TINY)
+        cosines = torch.einsum("sbv,bv->sb", blocks, root) / (lengths * length).clamp_min(_TINY)
         measure, _ = _middle(cosines, voices)
         trust = ((cosines + _AGAINST) / (measure.clamp_min(0.0) + _AGAINST)).clamp(0.0, 1.0)
         trust = trust.where(length > 0.0, 1.0) * (lengths > 0.0)
