@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import os
 import re
 import subprocess
@@ -484,15 +485,17 @@ def test_names_of_tests_can_be_read_at_a_glance() -> None:
 # Speed
 
 
-def cpu_seconds(*words: str, cwd: Path) -> float:
-    """The least CPU time of three runs of Python, whatever else this machine does."""
-    seconds = []
+def cpu_seconds(*words: str, cwd: Path, enough: float = 0.0) -> float:
+    """The least CPU time of three runs of Python, whatever else this machine does; of fewer, once it is enough."""
+    least = math.inf
     for _ in range(3):
         before = os.times()
         python(*words, cwd=cwd)
         after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    return min(seconds)
+        took = after.children_user + after.children_system - before.children_user - before.children_system
+        if (least := min(least, took)) < enough:
+            break
+    return least
 
 
 def test_an_answer_comes_at_once(tmp_path: Path) -> None:
@@ -500,4 +503,5 @@ def test_an_answer_comes_at_once(tmp_path: Path) -> None:
     control = cpu_seconds("-c", "import argparse, pydantic, yaml", cwd=tmp_path)
     limits = {"--help": 2, "ddp --nodes 2 --dry-run": 8, "ddp optim.wieght_decay=1": 5, "ddp model.name=resnett18": 7}
     for arguments, limit in limits.items():
-        assert cpu_seconds("-m", "jobs.submit", *arguments.split(), cwd=tmp_path) / control < limit, arguments
+        most = limit * control
+        assert cpu_seconds("-m", "jobs.submit", *arguments.split(), cwd=tmp_path, enough=most) < most, arguments

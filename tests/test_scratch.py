@@ -27,8 +27,8 @@ Session = Callable[..., "subprocess.Popen[str]"]
 def session(tmp_path: Path) -> Session:
     """Starts one of a single test, with the suite's own conftest.py, beside an empty folder for temporary files."""
     (tmp_path / "suite" / "tests").mkdir(parents=True)
-    for name in ("__init__.py", "conftest.py", "scratch.py"):
-        (tmp_path / "suite" / "tests" / name).write_text((PROJECT / "tests" / name).read_text())
+    for name, more in (("__init__.py", ""), ("conftest.py", ""), ("scratch.py", "\n_PATIENCE_SECONDS = 1.0\n")):
+        (tmp_path / "suite" / "tests" / name).write_text((PROJECT / "tests" / name).read_text() + more)
     (tmp_path / "suite" / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\npythonpath = .\n")
     (tmp_path / "T").mkdir()
 

@@ -8,7 +8,7 @@ import shutil
 import tarfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.checkpoint.conftest import Trouble
 from tests.checkpoint.reading import flip, write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
+from tests.runs import wait_until
 from trainkit.checkpoint import format, remote
 from trainkit.checkpoint.remote import Store, StoreError, Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
 from trainkit.config.loading import load, to_yaml
@@ -91,13 +92,6 @@ def to_bucket(bucket: Bucket, tmp_path: Path) -> Iterator[Sender]:
     sender.end()
 
 
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SOON
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_latest_and_best_go_up_and_what_nothing_names_goes_away(sender: Sender) -> None:
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3)):
         sender.send(step, best=best)
@@ -109,7 +103,7 @@ def test_latest_and_best_go_up_and_what_nothing_names_goes_away(sender: Sender) 
 def test_the_newest_wins_while_one_is_on_its_way(sender: Sender) -> None:
     with sender.away():
         sender.save(1)
-        until(lambda: sender.events("upload_failed"))
+        wait_until(lambda: sender.events("upload_failed"))
         for step in (2, 3):
             sender.save(step)
     assert sender.uploads.wait(SOON)
@@ -124,7 +118,7 @@ def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
     for name, value in trouble.items():
         setattr(bucket[1], name, value)
     to_bucket.save(5, size=500_000)
-    until(lambda: to_bucket.events("upload_failed"))
+    wait_until(lambda: to_bucket.events("upload_failed"))
     assert not to_bucket.uploads.wait(0.2)
     bucket[1].over()
     assert to_bucket.uploads.wait(SOON)
@@ -137,7 +131,7 @@ def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(sender: Sender,
     sender.send(1, best=1)
     with sender.away():
         sender.save(2)
-        until(lambda: sender.events("upload_failed"))
+        wait_until(lambda: sender.events("upload_failed"))
         shutil.rmtree(tmp_path / "far")
     assert sender.uploads.wait(SOON)
     back = fetch_run(sender.store.url, tmp_path / "elsewhere")
@@ -157,7 +151,7 @@ def test_where_saves_come_faster_than_they_go_up_the_copy_follows(
 
     monkeypatch.setattr(sender.store, "put", another_is_saved)
     sender.save(1)
-    until(lambda: pointers(sender.store))
+    wait_until(lambda: pointers(sender.store))
     assert next(steps, None) is not None, "it was pointed at before the saves had ended"
 
 

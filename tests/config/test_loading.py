@@ -1,6 +1,7 @@
 import json
 import re
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -381,16 +382,17 @@ def test_settings_that_cannot_hold_together_are_named_with_their_places(write: W
     assert (error.fix, error.key) == ("Use train.global_batch_size=8 or 12.", "train.global_batch_size")
 
 
-ODD = ("", "x", "-1", "1.5", "true", "null", "[1]", "{a: 1}", "1e400", "[[]]", "'", "[", "!!x", "*a", "%", "é # y")
+ODD = ("", "x", "-1", "1.5", "true", "null", "[1]", "{a: 1}", "1e400", "[[]]", "é # y")
+UNREADABLE = ("'", "[", "!!x", "*a", "%")  # whose setting it is does not matter
 
 
 @pytest.mark.parametrize("section", ["", *SECTIONS])
 def test_whatever_is_typed_the_answer_is_three_lines_in_our_words(section: str) -> None:
     fields = [*SECTIONS[section].model_fields, "nope", "nope.x"] if section else ["seed", "nope", section]
     answers = []
-    for override in (f"{section}.{field}".lstrip(".") + f"={value}" for field in fields for value in ODD):
+    for field, value in [*product(fields, ODD), *product(fields[:1], UNREADABLE)]:
         try:
-            load("ddp", [override])
+            load("ddp", [f"{section}.{field}={value}".lstrip(".")])
         except UserError as error:
             answers.append(str(error))
     assert [text for text in answers if len(text.splitlines()) != 3] == []

@@ -19,9 +19,6 @@ from trainkit.errors import RunFailedError
 from trainkit.ranks import Secret
 from trainkit.site.node_health import busy_processes, disk_facts, node_facts
 
-PROJECT = Path(__file__).parents[2]
-
-
 CPU = torch.device("cpu")
 
 
@@ -81,7 +78,8 @@ def test_a_node_says_what_it_has_and_why_nobody_can_write_to_a_folder(tmp_path: 
     assert "error" in disk_facts(Path("/proc/self"))
 
 
-def test_what_another_job_of_the_same_user_computes_is_seen() -> None:
+def test_what_another_job_of_the_same_user_computes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.site.node_health._BUSY_PERCENT", 5.0)  # what is left beside other tests
     busy = [sys.executable, "-c", "while True: pass"]
     with (
         subprocess.Popen(busy, env={**os.environ, "SLURM_JOB_ID": "7"}) as own,
@@ -89,7 +87,7 @@ def test_what_another_job_of_the_same_user_computes_is_seen() -> None:
     ):
         try:
             deadline, seen = time.monotonic() + 120, set[int]()
-            while other.pid not in seen and time.monotonic() < deadline:  # half a core, beside other tests
+            while other.pid not in seen and time.monotonic() < deadline:
                 seen |= {item["pid"] for item in busy_processes({"SLURM_JOB_ID": "7"})}
         finally:
             own.kill()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as c10d
 
 from tests.rank_functions import _CONTEXT, rank_env, run_ranks
+from tests.runs import wait_until
 from trainkit.distributed import process_group as module
 from trainkit.distributed.process_group import (
     FIRST,
@@ -215,10 +216,7 @@ def test_ranks_that_were_suspended_for_longer_than_a_hang_do_not_hang(tmp_path: 
     attempt = Attempt.begin(run)
     (attempt.logs / "begun").mkdir()
     with two_ranks(_keep_on, run) as ranks:
-        deadline = time.monotonic() + 60
-        while len(list((attempt.logs / "begun").iterdir())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(list((attempt.logs / "begun").iterdir())) == 2)
         for number, pause in ((signal.SIGSTOP, 8.0), (signal.SIGCONT, 0.0)):
             for process in ranks:
                 os.kill(process.pid, number)

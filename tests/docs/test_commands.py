@@ -135,7 +135,7 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
         (home / "run.secret").write_text("known to this test only")
         (home / "run.secret").chmod(0o600)
         # Both machines are this one, so the name stands for it and the default port may be taken.
-        here = f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1")
+        here = f"{line} --master-port {port} model.width=8".replace("node0.example.org", "127.0.0.1")
         words, own = shlex.split(here), {**env, "TRAINKIT_RUNS": str(home / "runs")}
         nodes.append(
             subprocess.Popen(words, cwd=home, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

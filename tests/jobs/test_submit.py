@@ -159,7 +159,7 @@ def test_a_run_that_may_live_for_all_that_is_known_is_not_started_twice(command:
 
 
 def test_the_same_command_follows_a_run_that_goes_on(command: Command, tmp_path: Path) -> None:
-    submit = ("submit", "single", *FAST, "train.epochs=15", "--executor", "local")
+    submit = ("submit", "single", *FAST, "model.width=8", "--executor", "local")  # its rank takes seconds to start
     assert command(*submit, "--no-follow").code == 0
     again = command(*submit).ok()
     assert "single-0001 is the same run, and it is " in again.out
@@ -316,8 +316,8 @@ def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command,
 
 
 def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict[str, str], tmp_path: Path) -> None:
-    source = "from trainkit.models.fashion_cnn import build as ours\ndef build(info): breakpoint(); return ours(info)\n"
-    (tmp_path / "my_model.py").write_text(source)
+    build = "def build(info): breakpoint(); return ours(info, width=8)\n"
+    (tmp_path / "my_model.py").write_text(f"from trainkit.models.fashion_cnn import build as ours\n{build}")
     command = [sys.executable, "-m", "jobs.submit", "ddp", "--nodes", "2", "--executor", "debug", *FAST]
     done = subprocess.run(
         [*command, "model.name=my_model:build"], input="p 'stopped ' + 'here'\nc\n", env=no_slurm, cwd=tmp_path,
@@ -352,7 +352,10 @@ def test_interrupting_a_followed_run_leaves_it_running(
 
 # A run folder is as open as its mode says, and not as the umask of whoever starts or reports on it
 
-ALL = ["monitor.loggers=[console,jsonl,tensorboard,wandb]", "monitor.profile_steps=[2,4]", "train.epochs=1"]
+ALL = (
+    *("monitor.loggers=[console,jsonl,tensorboard,wandb]", "monitor.profile_steps=[2,4]"),
+    *("train.epochs=1", "model.width=8"),
+)
 
 
 def wrong_modes(run: Path, mode: int) -> list[str]:

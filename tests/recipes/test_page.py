@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import yaml
 
 from tests import containers, readme
 from tests.recipes.student import PROJECT, Student, small, together
+from tests.runs import last_event, wait_until
 from trainkit.ranks import free_port
 from trainkit.report.facts import Facts
-from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
 CINIC, IMAGENET, FASHION, VIT, FAST = (
@@ -86,7 +85,7 @@ def test_cinic_10_tells_whether_amp_a_second_gpu_and_a_second_node_help(student:
     other.types(line for line in amp if "prepare" in line)
     two_machines(nodes, [me, other])
     assert facts(me, "cinic10-two-nodes").started("world_size") == 2
-    assert read_events(RunDir(me.home / "runs" / "cinic10-two-nodes"), "ended")[-1]["state"] == "COMPLETED"
+    assert (last_event(RunDir(me.home / "runs" / "cinic10-two-nodes"), "ended") or {})["state"] == "COMPLETED"
     me.types(after)
     assert "cinic10-two-nodes" in book(me, "logbook/two-nodes")
 
@@ -211,8 +210,4 @@ def test_a_machine_that_people_share_trains_when_the_connection_is_lost(student:
     # Nobody has GPUs here: two ranks on the CPU.
     me.types(re.sub("--gpus-per-node 2", "--gpus-per-node 0 --ntasks-per-node 2", line) for line in lines)
     run = RunDir(me.home / "runs" / "ddp-0001")
-    deadline = time.monotonic() + 200
-    while not read_events(run, "ended"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert read_events(run, "ended")[-1]["state"] == "COMPLETED"
+    assert wait_until(lambda: last_event(run, "ended"), 200)["state"] == "COMPLETED"

@@ -75,7 +75,6 @@ def test_a_login_node_tells_its_partitions_or_why_it_does_not(
 
 # What is refused before a job is queued, although ``sbatch --test-only`` might take it.
 
-PROJECT = Path(__file__).parents[2]
 PARTITION = Partition("gpu", accounts=("vision", "nlp"), qos=("normal", "long"))
 OPEN = Partition("open")
 FACTS = SiteFacts(

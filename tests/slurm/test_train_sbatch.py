@@ -18,8 +18,7 @@ PROJECT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slurm
 
-TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]")
-LIGHT = (*TINY, "model.name=light_model:build")
+LIGHT = ("monitor.loggers=[jsonl]", "model.name=light_model:build")
 TEMPLATES = ("train.sbatch", "train_torchrun.sbatch")
 
 
@@ -41,7 +40,7 @@ def run_of(cluster: Cluster, job_id: str) -> Path:
 def trained(devcluster: Cluster, light: dict[str, str]) -> dict[str, Path]:
     """The run folder of a finished run by each template; the one under torchrun was preempted on its way."""
     nodes = ("--nodelist=n3,n4",)
-    plain = devcluster.sbatch("--nodelist=n1,n2", edited(devcluster, "train.sbatch"), "ddp", *TINY)
+    plain = devcluster.sbatch("--nodelist=n1,n2", edited(devcluster, "train.sbatch"), "ddp", *LIGHT, env=light)
     low = edited(devcluster, "train_torchrun.sbatch", "low")
     preempted = devcluster.sbatch(*nodes, low, "ddp", *LIGHT, "model.seconds=1.5", env=light)
     devcluster.wait_for_start(run_of(devcluster, preempted))

@@ -15,8 +15,6 @@ KINDS = (
     *("usr2", "term", "full", "requeue", "preempt", "limit"),
     *("kill", "srun", "batch", "slurmd", "slurmctld", "crash", "unplug"),
 )
-GENTLE = ("usr2", "term", "full", "requeue", "preempt", "kill", "srun")
-"""Those that a cluster outlives which others use too."""
 MOMENTS = ("training", "saving", "start-up")
 SCHEDULERS = ("answers", "fails", "loses answers")
 OUTAGE_SECONDS = (1.0, 25.0)

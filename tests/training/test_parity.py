@@ -65,12 +65,12 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("ddp", 2, ("train.micro_batch_size=8", "data.workers=1"), 1e-5),
         ("fsdp", 2, ("train.micro_batch_size=16", "strategy.reshard_after_forward=false"), 1e-5),
         ("ddp", 2, ("strategy.static_graph=true",), 1e-5),
-        # Measured: fp16 1.1e-5, bf16 3.7e-5.
-        ("ddp", 2, ("strategy.comm_hook=fp16",), 1e-4),
-        ("ddp", 2, ("strategy.comm_hook=bf16",), 2e-4),
+        # Measured: fp16 1.3e-6, bf16 8.3e-6.
+        ("ddp", 2, ("strategy.comm_hook=fp16",), 2e-5),
+        ("ddp", 2, ("strategy.comm_hook=bf16",), 1e-4),
         ("hsdp", 4, (), 1e-5),
         ("zero", 2, (), 1e-5),
-        ("fsdp", 2, ("strategy.reduce_dtype=bf16",), 2e-4),  # measured: 2.2e-5
+        ("fsdp", 2, ("strategy.reduce_dtype=bf16",), 1e-4),  # measured: 8.2e-6
         ("single", 1, (COMPILED,), 1e-5),
         ("ddp", 2, (COMPILED, "train.micro_batch_size=16"), 1e-5),
         ("fsdp", 2, (COMPILED,), 1e-5),
@@ -81,18 +81,18 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("fsdp", 2, ("train.compile=blocks",), 1e-3),
     ],
     BATCHNORM: [("ddp", 2, (), 1e-5), ("fsdp", 2, (), 1e-5)],
-    # In bf16 two ranks differ from one by 4.6e-4: gradients are rounded before they are summed. What FSDP gathers in
+    # In bf16 two ranks differ from one by 2.1e-4: gradients are rounded before they are summed. What FSDP gathers in
     # bf16 is what autocast makes of it: the very difference of ddp.
-    BF16: [("ddp", 2, (), 2e-3), ("fsdp", 2, (), 2e-3)],
+    BF16: [("ddp", 2, (), 1e-3), ("fsdp", 2, (), 1e-3)],
     WEIGHTED: [("ddp", 2, ("train.micro_batch_size=8",), 1e-5), ("fsdp", 2, (), 1e-5)],
     AUGMENT: [
         ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
         ("single", 1, ("train.micro_batch_size=2", "data.workers=1"), 1e-5),
     ],
-    # Measured: at most 1.1e-4 off, as is autocast's fp16. Few samples, for CPUs are slow at fp16.
+    # Measured: at most 3.7e-5 off. Few samples, for CPUs are slow at fp16.
     (*BATCHNORM, "train.global_batch_size=32"): [
-        ("single", 1, ("train.precision=o2",), 5e-4),
-        ("ddp", 2, ("train.precision=o2",), 5e-4),
+        ("single", 1, ("train.precision=o2",), 2e-4),
+        ("ddp", 2, ("train.precision=o2",), 2e-4),
     ],
     DROPOUT: [("ddp", 2, (), 1e-5), ("fsdp", 2, (), 1e-5)],
 }
@@ -130,12 +130,12 @@ def test_powersgd_trains_alike_on_any_number_of_ranks(tmp_path: Path, reference:
     one, two = (trained(tmp_path / str(ranks), ranks, "ddp", *settings) for ranks in (1, 2))
     assert two == pytest.approx(one, rel=1e-4)
     assert two[:6] == pytest.approx(reference()[:6], rel=1e-5)
-    assert two != pytest.approx(reference(), rel=1e-2), "nothing was left out"
+    assert two != pytest.approx(reference(), rel=1e-3), "nothing was left out"
     assert two[-1] < two[5]
 
 
 def test_fsdp_learns_in_fp16(tmp_path: Path) -> None:
-    losses = trained(tmp_path / "run", 2, "fsdp", "train.precision=fp16")
+    losses = trained(tmp_path / "run", 2, "fsdp", "train.precision=fp16", "optim.lr=1e-2")
     assert len(losses) == UPDATES
     assert losses[-1] < 0.9 * losses[0]
 
