@@ -19,11 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.shell import python
+from tests.shell import PROJECT, python
 from trainkit import plugins
 from trainkit.run import folder as run_folder
-
-PROJECT = Path(__file__).resolve().parents[1]
 
 RULES = yaml.safe_load((PROJECT / "tests/architecture.yaml").read_text("utf-8"))
 FLOORS: list[list[str]] = RULES["floors"]

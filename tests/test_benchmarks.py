@@ -17,8 +17,8 @@ from tests.benchmarks import machines, swarm_accuracy
 from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
 from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, side_by_side, take_turns
 from tests.benchmarks.processes import measured
+from tests.shell import PROJECT, python
 
-PROJECT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "tests.benchmarks"]
 
 
@@ -52,7 +52,7 @@ def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> Non
         f"found = ran([sys.executable, '-c', {leaves!r}], os.environ, Path({str(tmp_path)!r}))\n"
         "print(found.seconds, found.cpu, len(psutil.Process().children()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    done = python("-c", code)
     seconds, cpu, children = map(float, done.stdout.split())
     assert cpu > 0.3
     assert children == 0

@@ -12,14 +12,12 @@ import pytest
 
 from jobs import cli, submit
 from jobs.__main__ import verbs
-from tests.jobs.conftest import Command, make_run
+from tests.jobs.conftest import PROJECT, Command, make_run
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, UserError
 from trainkit.run.folder import find_run
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
-
-PROJECT = Path(__file__).parents[2]
 
 
 # Resource flags

@@ -15,14 +15,13 @@ from typing import IO
 import psutil
 import pytest
 
-from tests.jobs.conftest import Command, make_run
+from tests.jobs.conftest import PROJECT, Command, make_run
 from tests.runs import script, wait_until
 from trainkit.config.loading import load
 from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir
 from trainkit.site.ssh import BEGIN
 
-PROJECT = Path(__file__).parents[2]
 HOST = ("--host", "me@login")
 SECRET = "api_key: sk-ant-REDACTED"  # pragma: allowlist secret
 

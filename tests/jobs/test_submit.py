@@ -98,7 +98,10 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text() == "seed: 0\n"
 
 
-def test_a_run_that_may_have_a_job_is_kept_when_interrupted(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+def test_a_run_that_may_have_a_job_is_kept_when_interrupted(
+    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.schedulers.slurm_submission.SEARCH_PAUSES", (0.0,))
     script(fake_slurm / "sbatch", "echo 'welcome to our site'")
     done = command("submit", "ddp", "--run-dir", "runs/ddp-0001").refused(4)
     assert re.search("Nobody can tell.*\n.*welcome to our site", done.err)

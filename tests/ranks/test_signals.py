@@ -1,10 +1,9 @@
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
+from tests.shell import python
 from trainkit.ranks.signals import stop_on_signal
 
 
@@ -27,8 +26,7 @@ def test_a_process_on_its_way_out_is_not_killed_by_the_second_signal() -> None:
         "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR2)\n"
         "print('still here', 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "still here False"
+    assert python("-c", code).stdout.strip() == "still here False"
 
 
 def test_a_signal_that_came_while_blocked_is_not_lost() -> None:

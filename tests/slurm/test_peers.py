@@ -8,19 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.conftest import job_in
+from tests.slurm.conftest import PROJECT, job_in
 from tests.slurm.test_train_sbatch import edited
 from tests.swarm.conftest import TOKEN
 
 if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+    from tests.slurm.conftest import PROJECT, Cluster
 
-PROJECT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 

@@ -50,25 +50,13 @@ def test_a_submitted_run_trains_on_two_nodes(devcluster: Cluster, uninterrupted:
     assert stored.strip() == (run / "submit.sbatch").read_text().strip()
 
 
-@pytest.mark.parametrize("by_slurm", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_that_is_told_to_save_ends_with_the_weights_of_one_that_is_not(
-    devcluster: Cluster, uninterrupted: Submitted, by_slurm: bool
+    devcluster: Cluster, uninterrupted: Submitted
 ) -> None:
-    """By the signal before a time limit, sent as SLURM does; or by SLURM, whose limits are minutes."""
-    name = "limited" if by_slurm else "told"
-    job = submit(devcluster, name, *TWO_NODES, "--time", "20", f"model.seconds={4 if by_slurm else 1}")
+    """By the signal before a time limit. That SLURM itself gives it, whose limits are minutes: test_time_limit.py."""
+    job = submit(devcluster, "told", *TWO_NODES, "--time", "20", "model.seconds=1")
     devcluster.wait_for_start(job.run)
-
-    def limit(what: str) -> None:
-        words = ("scontrol", "update", f"jobid={job.job_id}", what)
-        devcluster.wait_for("a time limit", lambda: devcluster.run(*words, check=False).returncode == 0)
-
-    if by_slurm:  # near once it trains, however long its start has taken
-        limit("endtime=now+90")
-        devcluster.wait_for("the signal", lambda: bool(devcluster.events(job.run, "handed_back")))
-        limit("timelimit=20")
-    else:
-        devcluster.run("scancel", "--signal=USR2", job.job_id)
+    devcluster.run("scancel", "--signal=USR2", job.job_id)
     assert devcluster.wait(job.job_id) == "COMPLETED", devcluster.logs()
     assert devcluster.events(job.run, "handed_back")[0]["signals"] == ["SIGUSR2"]
     first, second, *_ = devcluster.events(job.run, "started")

@@ -1,12 +1,12 @@
 """Runs that hang and runs that are only slow, here: two ranks under a controller and their own watchdogs."""
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.rank_functions import QUICK, run_command
+from tests.runs import wait_until
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import job_state
@@ -27,10 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     shutil.copy(Path(__file__).with_name("stuck.py"), folder)
     done = run_command("submit", "ddp", *SETTINGS, "--run-dir", str(folder / "run"), cwd=folder)
     assert done.returncode == 0, done.stderr
-    run, deadline = RunDir(folder / "run"), time.monotonic() + 400
-    while job_state(run).alive != "no":
-        assert time.monotonic() < deadline, (run.logs / "batch.out").read_text()
-        time.sleep(0.5)
+    run = RunDir(folder / "run")
+    wait_until(lambda: job_state(run).alive == "no", 400)
     return run
 
 
