@@ -77,7 +77,7 @@ KNOWN: dict[str, Any] = {"mean": (0.3, 0.5, 0.7), "std": (0.1, 0.2, 0.6), "inter
 def test_of_gray_images_weights_expect_the_average_of_their_channels() -> None:
     assert replace(INFO, in_chans=3).as_input("weights", **KNOWN) == base.ModelInput("weights", **KNOWN)
     gray = INFO.as_input("weights", **KNOWN)
-    assert (gray.mean, gray.std) == (pytest.approx((0.5,)), pytest.approx((0.3,)))
+    assert (*gray.mean, *gray.std) == pytest.approx((0.5, 0.3))
 
 
 def test_images_are_prepared_as_weights_expect_them_where_the_data_set_can() -> None:

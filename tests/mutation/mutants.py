@@ -95,7 +95,7 @@ def _changes_only_unseen(before: libcst.CSTNode, after: libcst.CSTNode) -> bool:
 
 
 def _code(node: libcst.CSTNode) -> str:
-    return libcst.Module([]).code_for_node(node)
+    return str(libcst.Module([]).code_for_node(node))
 
 
 def _inside(node: libcst.CSTNode) -> Iterator[libcst.CSTNode]:

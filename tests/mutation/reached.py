@@ -33,7 +33,7 @@ class Reached:
 
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
-        tests = defaultdict(list)
+        tests = defaultdict[int, list[str]](list)
         for line, names in self._coverage.get_data().contexts_by_lineno(self._file).items():
             tests[line] += filter(None, names)
         self._notes.write_text(json.dumps({"seconds": self._seconds, "tests": tests}), encoding="utf-8")
