@@ -170,9 +170,8 @@ def test_a_local_run_is_ended_with_all_its_processes_by_its_own_record(
     controller = submission.process if submission is not None else None
     assert controller is not None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-list"))
-    record = {"executor": "local", "job_id": str(controller.pid), **controller.fields()}
-    theirs = make_run(tmp_path / "runs" / "ddp-0002", **record)
-    assert command("cancel", str(theirs.path)).code == 3
+    make_run(tmp_path / "runs" / "ddp-0002", executor="local", job_id=str(controller.pid), **controller.fields())
+    assert command("cancel", str(tmp_path / "runs" / "ddp-0002")).code == 3
     assert all(ProcessId.of(pid).started for pid in pids)
     command("cancel", str(mine.path)).ok("cancelled local job")
     assert (last_event(mine, "ended") or {})["state"] == "CANCELLED"
@@ -200,8 +199,7 @@ def test_what_is_known_is_ended_beside_what_is_not(command: Command, fake_slurm:
     make_run(tmp_path / "runs" / "ddp-0001", job="4711")
     make_run(tmp_path / "runs" / "ddp-0002", executor="slurm", job_id="4712")
     script(fake_slurm / "squeue", 'for job in 4711 4712; do echo "$job|RUNNING|None|0:00|n1"; done')
-    assert command("cancel", "ddp-0001", "ddp-0002").code == 3
-    assert cancelled(fake_slurm) == "4711\n"
+    assert (command("cancel", "ddp-0001", "ddp-0002").code, cancelled(fake_slurm)) == (3, "4711\n")
 
 
 @pytest.mark.parametrize("job_id", ["--me", "-u root", "17 --me", "17;id", ""])
@@ -209,8 +207,7 @@ def test_a_job_id_that_is_none_never_reaches_scancel(
     command: Command, fake_slurm: Path, run: RunDir, job_id: str
 ) -> None:
     append_event(run, "submitted", executor="slurm", job_id=job_id)
-    assert command("cancel", str(run.path)).code == 0
-    assert cancelled(fake_slurm) == ""
+    assert (command("cancel", str(run.path)).code, cancelled(fake_slurm)) == (0, "")
 
 
 def test_a_run_of_somebody_else_cancels_no_job_of_ones_own(
@@ -218,5 +215,4 @@ def test_a_run_of_somebody_else_cancels_no_job_of_ones_own(
 ) -> None:
     submitted(run, "slurm", "4711")
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert command("cancel", str(run.path)).code == 3
-    assert cancelled(fake_slurm) == ""
+    assert (command("cancel", str(run.path)).code, cancelled(fake_slurm)) == (3, "")

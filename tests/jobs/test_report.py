@@ -24,8 +24,7 @@ def test_the_folder_of_a_run_may_have_any_name(
 ) -> None:
     folder = (tmp_path / "runs" / "ddp-0001").rename(tmp_path / "runs" / name)
     assert main([str(folder)], env) == 0
-    shown = capsys.readouterr().out
-    assert all(line.isprintable() for line in shown.splitlines())
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
     assert (folder / "logbook.md").read_text().replace("\n", "").isprintable()
     assert (folder / "report.html").is_file()
 

@@ -109,8 +109,7 @@ def test_of_two_resumes_at_once_one_queues_a_job(fake_slurm: Path, stopped: RunD
 def test_a_run_that_a_process_writes_is_not_started_twice(command: Command, stopped: RunDir) -> None:
     """One that no scheduler knows, as of `jobs.train`; and that of a local job."""
     with writing(Attempt.begin(stopped)):
-        done = command("resume", "ddp-0001", "--force")
-    assert (done.code, f"is being written by process {os.getpid()}" in done.err) == (2, True)
+        command("resume", "ddp-0001", "--force").refused(2, f"is being written by process {os.getpid()}")
     append_event(stopped, "submitted", executor="local", job_id="1", **ProcessId.of(os.getpid()).fields())
     command("resume", "ddp-0001", "--force").refused(2, "jobs.cancel")
 

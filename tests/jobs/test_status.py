@@ -49,8 +49,7 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, mine
     append_event(mine, "started", attempt=0, total_steps=380)
     fileio.append_jsonl(mine.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
     fileio.append_jsonl(mine.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
-    done = command("status").ok()
-    header, line = done.out.splitlines()
+    header, line = command("status").ok().out.splitlines()
     assert header.split()[:3] == ["run", "state", "job"]
     assert line.split()[:8] == ["ddp-0001", "RUNNING", str(os.getpid()), "1", "30/380", "1.6", "acc1", "55.39"]
 
@@ -63,22 +62,17 @@ def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(com
     for attempt, step in ((0, 1), (0, 2), (1, 3)):
         append_event(run, "saved", attempt=attempt, step=step)
     assert str(run.path) in command("status").out
-    out = command("status", "mine-0004").out
-    assert f"folder  {run.path}" in out
-    assert "it runs on far; ask there" in out
-    assert "faster  62% data wait: data.workers=4" in out
-    assert re.findall(r"saved      attempt=(\d) step=(\d)", out) == [("0", "2"), ("1", "3")]
+    done = command("status", "mine-0004").ok(f"folder  {run.path}", "it runs on far; ask there")
+    assert "faster  62% data wait: data.workers=4" in done.out
+    assert re.findall(r"saved      attempt=(\d) step=(\d)", done.out) == [("0", "2"), ("1", "3")]
 
 
 def test_only_the_newest_runs_are_listed_unless_asked(command: Command, tmp_path: Path) -> None:
     for index in range(22):
         run = make_run(tmp_path / "runs" / f"ddp-{index:04}")
         os.utime(run.config, (time.time() - 1000 + index,) * 2)
-    done = command("status")
-    assert "2 older runs are not shown" in done.out
-    assert "ddp-0021" in done.out
-    assert "ddp-0000" not in done.out
-    assert "ddp-0000" in command("status", "--all").out
+    assert "ddp-0000" not in command("status").ok("2 older runs are not shown", "ddp-0021").out
+    command("status", "--all").ok("ddp-0000")
 
 
 @pytest.fixture
@@ -89,8 +83,7 @@ def running(mine: RunDir) -> RunDir:
     now = time.time()
     fileio.append_jsonl(mine.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
     for step in range(1, 21):
-        record = {"time": now - 20 + step, "split": "train", "step": step, "epoch": step / 19}
-        fileio.append_jsonl(mine.metrics, record)
+        fileio.append_jsonl(mine.metrics, {"time": now - 20 + step, "split": "train", "step": step, "epoch": step / 19})
     return mine
 
 
@@ -104,9 +97,8 @@ def test_programs_are_told_everything(command: Command, running: RunDir) -> None
     assert (told["val"]["acc1"], told["val"]["step"]) == (55.4, 20)
     assert told["living_jobs"] == [str(os.getpid())]
     assert told["estimated_end"] == pytest.approx(time.time() + 360, abs=30), "from the pace of late"
-    shown = command("status", "ddp-0001").out
+    shown = command("status", "ddp-0001").ok("ends    about").out
     assert "  6 min  " in shown.splitlines()[1]
-    assert "ends    about" in shown
 
 
 def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, running: RunDir) -> None:
@@ -220,8 +212,7 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
     monkeypatch.setattr(time, "sleep", sleep)
     done = command("status", "--watch")
     assert done.code == 130
-    shown = [line.split()[4] for line in done.out.splitlines() if line.startswith("ddp-0001")]
-    assert shown == ["-", "10", "20", "30"]
+    assert [line.split()[4] for line in done.out.splitlines() if line.startswith("ddp-0001")] == ["-", "10", "20", "30"]
     assert calls(fake_slurm) == 1
     assert 2 * 60 / ASK_SECONDS <= 6, "squeue and sacct, each time"
 
@@ -231,11 +222,9 @@ def test_watching_draws_a_bar_of_what_trains_and_the_newest_of_a_long_list(tmp_p
     record = {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.25, "images_per_sec": 1234.5}
     fileio.append_jsonl(run.metrics, record)
     fileio.append_jsonl(run.metrics, {"step": 50, "split": "val", "loss": 9.0})
-    history = RunHistory(started={"total_steps": 100})
-    item = StatusRow(run, "[red]ddp", JobState("RUNNING"), history, progress_of(run))
+    item = StatusRow(run, "[red]ddp", JobState("RUNNING"), RunHistory(started={"total_steps": 100}), progress_of(run))
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    rows = ["run", *(f"ddp-{number:04}" for number in range(50))]
-    console.print(view(rows, [item], 10))
+    console.print(view(["run", *(f"ddp-{number:04}" for number in range(50))], [item], 10))
     *table, bar = [line.strip() for line in str(console.file.getvalue()).splitlines()]  # type: ignore[attr-defined]
     assert table[0] == "run"
     assert [line for line in table[1:] if line] == [f"ddp-{number:04}" for number in range(45, 50)]

@@ -53,8 +53,7 @@ def test_of_a_rank_without_a_traceback_logs_show_its_last_words(command: Command
 
 def test_an_attempt_can_be_asked_for_and_a_missing_one_is_an_error(command: Command, failed: RunDir) -> None:
     assert "raised ValueError: bad" in command("why", "ddp-0001", "--attempt", "0").out
-    done = command("why", "ddp-0001", "--attempt", "7")
-    assert (done.code, "There are: 0." in done.err) == (2, True)
+    command("why", "ddp-0001", "--attempt", "7").refused(2, "There are: 0.")
     append_event(failed, "submitted", executor="local", job_id="2")
     append_event(failed, "ended", attempt=1, state="COMPLETED")
     assert command("why", "ddp-0001").out == "ddp-0001: COMPLETED (job 2). It came to its end; nothing failed.\n"
@@ -70,27 +69,25 @@ def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path) -> N
 
 
 def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(command: Command, queued: RunDir) -> None:
-    run = queued
-    run.attempt_logs(0).mkdir()
-    (run.logs / "batch.out").write_text("Attempt 0 on n[1-2]: ...\nsrun: error: n2: task 1: Killed\n")
-    append_event(run, "requeued", attempt=0, job_id="4711")
+    queued.attempt_logs(0).mkdir()
+    (queued.logs / "batch.out").write_text("Attempt 0 on n[1-2]: ...\nsrun: error: n2: task 1: Killed\n")
+    append_event(queued, "requeued", attempt=0, job_id="4711")
     lines = command("why", "ddp-0001").out.splitlines()
     assert "Nothing is wrong" in lines[0]
     assert any(line.startswith("Attempt 0 failed and was queued again. Rank 1 on n2 was killed") for line in lines)
-    append_event(run, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
+    append_event(queued, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
     assert command("why", "ddp-0001").out.endswith("\nAttempt 0 was told to stop: it saved, and goes on.\n")
 
 
 def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
     command: Command, queued: RunDir, fake_slurm: Path
 ) -> None:
-    run = queued
     (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|RUNNING|None|10:00|n1|2026-11-21T12:00:00'\n")
-    run.attempt_logs(0).mkdir()
-    now = time.time()
-    fileio.append_jsonl(run.events, {"time": now - 900, "event": "started", "attempt": 0, "total_steps": 380})
+    queued.attempt_logs(0).mkdir()
+    then = time.time() - 700
+    fileio.append_jsonl(queued.events, {"time": then - 200, "event": "started", "attempt": 0, "total_steps": 380})
     for step in (10, 20):
-        fileio.append_jsonl(run.metrics, {"time": now - 700 + step, "split": "train", "step": step, "epoch": step / 19})
+        fileio.append_jsonl(queued.metrics, {"time": then + step, "split": "train", "step": step, "epoch": step / 19})
     lines = command("why", "ddp-0001").out.splitlines()
     assert lines[0].startswith("ddp-0001: RUNNING (job 4711). It trains: step 20 of 380 (epoch 1.1), attempt 0, 1 s a")
     assert "ago. It ends about 20" in lines[0]
@@ -136,9 +133,8 @@ def test_of_a_sweep_each_cause_is_said_once_and_other_errors_are_others(command:
 
 def why_with_mounts(run: RunDir, env: dict[str, str], mounts: str) -> str:
     """What `why` says where some folder is mounted otherwise; the mounts are of that process alone."""
-    script = f'{mounts}exec "$1" -m jobs.why "$0"'
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, str(run.path), sys.executable],
+        ["unshare", "-rm", "sh", "-c", f'{mounts}exec "$1" -m jobs.why "$0"', str(run.path), sys.executable],
         env={**env, "PATH": f"{env.get('PATH', '')}:/usr/bin:/bin:/usr/sbin:/sbin"},
         text=True, capture_output=True, check=False,
     )  # fmt: skip
