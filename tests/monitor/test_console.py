@@ -46,6 +46,6 @@ def test_on_a_terminal_there_is_a_bar_and_validation_stands_above_it(
     assert "step 10/40" in terminal.getvalue()
     assert f"{VAL_LINE}\n" in terminal.getvalue()
     monkeypatch.setattr(sys, "stdout", lines := Terminal())
-    config = Config.model_validate({"launch": {"executor": "debug"}})  # a bar would be drawn over its prompt
-    console.build(run_dir, config, Start(total_steps=40)).log(VAL)
+    # A bar would be drawn over the prompt of a debugger.
+    console.build(run_dir, Config.model_validate({"launch": {"executor": "debug"}}), Start(total_steps=40)).log(VAL)
     assert lines.getvalue() == f"{VAL_LINE}\n"

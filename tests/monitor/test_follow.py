@@ -1,4 +1,3 @@
-import io
 import json
 import sys
 import threading
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.monitor.test_console import Terminal
 from trainkit import fileio
 from trainkit.monitor import follow as module
 from trainkit.monitor.follow import follow, summary_lines
@@ -126,10 +126,6 @@ def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: 
 
 
 def test_on_a_terminal_a_bar_shows_loss_and_speed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     append_event(run_dir, "started", **STARTED)
     record(run_dir, 20, loss=1.5, images_per_sec=2100.0)
     record(run_dir, 20, "val", loss=0.25, acc1=98.5)

@@ -100,9 +100,8 @@ def test_the_gpus_of_the_mask_are_sampled(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_nvidia_smi_shows_is_kept_from_when_they_hold_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: list[float | None], fails: bool, shown: list[str]
 ) -> None:
-    script(
-        tmp_path / "bin" / "nvidia-smi", "exit 9" if fails else f"echo x >> {tmp_path}/times; wc -l < {tmp_path}/times"
-    )
+    answer = "exit 9" if fails else f"echo x >> {tmp_path}/times; wc -l < {tmp_path}/times"
+    script(tmp_path / "bin" / "nvidia-smi", answer)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     used = chain(held, repeat(held[0] and 1000.0))
     told = ({"memory_used_mb": memory} if memory is not None else {} for memory in used)
@@ -170,11 +169,8 @@ NONE = Path("no processor tells its energy")
 
 def package(folder: Path, name: str, joules: float, *, of: str = "package-0", wrap: float = 1000.0) -> None:
     (folder / name).mkdir(parents=True, exist_ok=True)
-    for file, text in (
-        ("name", of),
-        ("energy_uj", f"{joules * 1e6:.0f}"),
-        ("max_energy_range_uj", f"{wrap * 1e6:.0f}"),
-    ):
+    told = {"name": of, "energy_uj": f"{joules * 1e6:.0f}", "max_energy_range_uj": f"{wrap * 1e6:.0f}"}
+    for file, text in told.items():
         (folder / name / file).write_text(text + "\n")
 
 

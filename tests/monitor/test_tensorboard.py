@@ -81,17 +81,14 @@ def test_settings_are_a_row_of_the_hparams_tab_with_what_auto_has_come_to(run_di
     assert "_hparams_/session_end_info" not in [value.tag for value in raw_values(run_dir)]
     logged(run_dir, VAL | {"split": "test"}, world_size=4, precision="bf16", micro_batch_size=8)
     data = import_module("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData
-    found = {}
-    for value in raw_values(run_dir):
-        if value.metadata.plugin_data.plugin_name == "hparams":
-            found[value.tag] = data.FromString(value.metadata.plugin_data.content)
+    own = [value for value in raw_values(run_dir) if value.metadata.plugin_data.plugin_name == "hparams"]
+    found = {value.tag: data.FromString(value.metadata.plugin_data.content) for value in own}
     told = found["_hparams_/session_start_info"].session_start_info.hparams
     assert told["train.precision"].string_value == "bf16"
     assert (told["train.micro_batch_size"].number_value, told["world_size"].number_value) == (8, 4)
     assert told["optim.lr"].number_value == Config().optim.lr
     assert not [key for key in told if key.startswith(("launch.", "monitor."))]
-    metrics = [info.name.tag for info in found["_hparams_/experiment"].experiment.metric_infos]
-    assert "acc1/val" in metrics
+    assert "acc1/val" in [info.name.tag for info in found["_hparams_/experiment"].experiment.metric_infos]
     assert found["_hparams_/session_end_info"].session_end_info.status == 1, "success"
 
 

@@ -50,11 +50,8 @@ def stored(run_dir: RunDir) -> list[list[Any]]:
     proto: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
 
     wandb.teardown()  # its service writes the file, and has written all of it once it is gone
-    attempts = []
-    for file in sorted(run_dir.wandb.glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        blobs = leveldb_log(file.read_bytes())
-        attempts.append([proto.Record.FromString(blob) for blob in blobs])
-    return attempts
+    files = sorted(run_dir.wandb.glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    return [[proto.Record.FromString(blob) for blob in leveldb_log(file.read_bytes())] for file in files]
 
 
 def leveldb_log(data: bytes) -> Iterator[bytes]:
@@ -101,10 +98,8 @@ def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
     with open_loggers(WANDB, run_dir, total_steps=30, resumed_step=20) as logger:
         logger.log({"step": 30, "epoch": 2.0, "split": "test", "loss": 0.5, "acc1": 90.0})
     first, second = stored(run_dir)
-    assert [(row["step"], row.get("loss/train"), row.get("acc1/train")) for row in history(first)] == [
-        (10, 0.1, None),
-        (20, 0.05, 50.0),
-    ]
+    rows = [(row["step"], row.get("loss/train"), row.get("acc1/train")) for row in history(first)]
+    assert rows == [(10, 0.1, None), (20, 0.05, 50.0)]
     assert (history(second)[0]["step"], history(second)[0]["acc1/test"]) == (30, 90.0)
     assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
     assert run_of(first).run_id != logger_module.run_id(RunDir(run_dir.path.parent / "elsewhere" / run_dir.name))
@@ -237,5 +232,4 @@ def test_signals_to_all_processes_of_a_training_cost_no_record(run_dir: RunDir) 
         finally:
             training.kill()
     assert read_events(run, "handed_back")
-    steps = [row["step"] for row in history(stored(run)[-1])]
-    assert steps == [record["step"] for record in read_metrics(run)]
+    assert [row["step"] for row in history(stored(run)[-1])] == [record["step"] for record in read_metrics(run)]

@@ -59,9 +59,8 @@ def write_run(
         run_dir.attempt_logs(attempt).mkdir()
         if attempt:
             fileio.append_jsonl(run_dir.events, {"time": clock, "event": "requeued"})
-        fileio.append_jsonl(
-            run_dir.events, {"time": clock, "event": "started", "attempt": attempt, "step": step, **started}
-        )
+        event = {"time": clock, "event": "started", "attempt": attempt, "step": step, **started}
+        fileio.append_jsonl(run_dir.events, event)
     for step in range(10, steps + 1, 10):
         clock += 640 / speed
         fit = math.exp(-step / 80)
@@ -82,18 +81,14 @@ def write_run(
         fileio.append_jsonl(run_dir.hardware("node1"), sample)
     if finished:
         test = {"loss": 0.06, "acc1": 98.9, "acc5": 100.0}
-        fileio.append_jsonl(
-            run_dir.metrics, {"time": clock, "step": steps, "epoch": steps / 20, "split": "test", **test}
-        )
-        run_dir.summary.write_text(
-            json.dumps(
-                {
-                    "outcome": "finished", "steps": steps, "best_step": steps, "test": test, "world_size": ranks,
-                    "train_seconds": 64 * steps / speed, "micro_batch_size": 64 // ranks, "grad_accum_steps": 1,
-                    "max_memory_mb": 812.4,
-                }
-            )
-        )  # fmt: skip
+        record = {"time": clock, "step": steps, "epoch": steps / 20, "split": "test", **test}
+        fileio.append_jsonl(run_dir.metrics, record)
+        summary = {
+            "outcome": "finished", "steps": steps, "best_step": steps, "test": test, "world_size": ranks,
+            "train_seconds": 64 * steps / speed, "micro_batch_size": 64 // ranks, "grad_accum_steps": 1,
+            "max_memory_mb": 812.4,
+        }  # fmt: skip
+        run_dir.summary.write_text(json.dumps(summary))
         run_dir.mistakes("val").write_text(json.dumps({"split": "val", "step": steps, "images": []}))
         fileio.append_jsonl(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
     return run_dir

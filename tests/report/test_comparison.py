@@ -24,8 +24,7 @@ def sweep(make_run: MakeRun, points: dict[tuple[str, ...], float | None]) -> lis
     runs: list[RunDir] = []
     for index, (overrides, accuracy) in enumerate(points.items()):
         if accuracy is None:
-            folder = runs[0].path.parent / str(index)
-            runs.append(RunDir.create(folder, to_yaml(load("ddp", overrides).config)))
+            runs.append(RunDir.create(runs[0].path.parent / str(index), to_yaml(load("ddp", overrides).config)))
             continue
         runs.append(make_run(f"ddp-0001/{index}", *overrides, steps=20, finished=False))
         fileio.append_jsonl(runs[-1].metrics, {"step": 40, "epoch": 2.0, "split": "val", "loss": 0.1, "acc1": accuracy})
@@ -186,10 +185,8 @@ def test_other_settings_that_make_a_speed_up_are_named(make_run: MakeRun) -> Non
 
 
 def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRun) -> None:
-    runs = [
-        make_run("ddp-0001"),
-        make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10", "data.root=/x"),
-    ]
+    others = ("optim.lr=0.01", "launch.nodes=2", "launch.time=10", "data.root=/x")
+    runs = [make_run("ddp-0001"), make_run("ddp-0002", *others)]
     assert comparison.differences(collect(runs))[1] == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests import rank_functions
 from tests.monitor.test_wandb import history as rows_of
-from tests.monitor.test_wandb import leveldb_log, run_of
+from tests.monitor.test_wandb import run_of, stored
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.poisoned import SETTINGS
 from trainkit.ranks import RankEnv
@@ -69,8 +69,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def expected(told: Told, split: str, key: str) -> list[tuple[int, float]]:
-    found = [(step, record[key]) for (of, step), record in told.records.items() if of == split and key in record]
-    return sorted(found)
+    return sorted((step, record[key]) for (of, step), record in told.records.items() if of == split and key in record)
 
 
 SHOWN = [*(("train", key) for key in CURVES), *(("val", key) for key in CURVES[:4])]
@@ -88,10 +87,8 @@ def test_tensorboard_shows_the_recorded_curves(told: Told) -> None:
 
 
 def test_wandb_shows_the_recorded_curves_as_one_run_over_all_attempts(told: Told) -> None:
-    proto = import_module("wandb.proto.wandb_internal_pb2")
     history, ids = dict[int, dict[str, float]](), set[str]()
-    for file in sorted(told.run.wandb.glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        records = [proto.Record.FromString(blob) for blob in leveldb_log(file.read_bytes())]
+    for records in stored(told.run):
         ids.add(run_of(records).run_id)
         for row in rows_of(records):  # a later attempt is drawn over an earlier one
             history.setdefault(row["step"], {}).update(row)

@@ -102,8 +102,7 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
     assert "| strategy.name | single | ddp |" in text
     curves = (tmp_path / "out" / "curves.svg").read_text()
     assert curves.count("line faint") == 2 * 3, "train beside val; rate and throughput are of the training alone"
-    drawn = ["scaling", "curves", "timeline", "hardware", "hardware-2"]
-    assert pictures(text) == [f"{name}.svg" for name in drawn]
+    assert pictures(text) == [f"{name}.svg" for name in ("scaling", "curves", "timeline", "hardware", "hardware-2")]
     assert re.findall("(?m)^## (.*)", text)[:3] == ["Comparison", "Curves", "Results by split"]
 
 
@@ -181,8 +180,7 @@ def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_p
     ):
         fileio.append_jsonl(run_dir.events, {"time": time, "event": kind, **fields})
     fileio.append_jsonl(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
-    rows = rows_of(figures.attempts(Facts(run_dir, "r")))
-    assert [(row[0], *row[2:]) for row in rows] == [
+    assert [(row[0], *row[2:]) for row in rows_of(figures.attempts(Facts(run_dir, "r")))] == [
         ("0", "n1, n2", "4", "0 to 30", "1 min 01 s", "told to stop (SIGUSR2), saved, requeued"),
         ("1", "n2", "2", "30 to 30", "11.0 s", "failed on rank 1: NCCL error"),
         ("2", "n1, n2", "4", "30 to 50", "49.0 s", "killed without a word, or goes on"),
@@ -245,8 +243,8 @@ def test_a_task_is_told_by_its_own_metrics(make_run: MakeRun, tmp_path: Path) ->
         mean_error = Metric("px", higher_is_better=False, label="Mean error")
         describe(run, TaskMetrics("mae", {"loss": LOSS, "mae": mean_error}))
         for step, error in ((20, 3.0), (40, best), (60, 2.5)):
-            record = {"step": step, "epoch": step / 10, "loss": error, "mae": error}
-            fileio.append_jsonl(run.metrics, {**record, "split": "val"})
+            record = {"step": step, "epoch": step / 10, "split": "val", "loss": error, "mae": error}
+            fileio.append_jsonl(run.metrics, record)
     book = written(runs, tmp_path)
     page = write_page(collect(runs), tmp_path).read_text()
     assert "Best by validation: lr=2e-3, val mae 1.5000 px." in book
@@ -320,13 +318,11 @@ def test_one_run_has_its_curves_with_the_numbers_of_its_metrics(make_run: MakeRu
 
 
 def test_attempts_and_interruptions_are_on_the_time_line(make_run: MakeRun) -> None:
-    run = make_run(restarts=(150, 300))
-    page = page_of(run)
-    bars = [attributes for attributes in page.named("rect") if attributes.get("class") == "attempt c0"]
-    assert len(bars) == 3
+    page = page_of(make_run(restarts=(150, 300)))
+    classes = {tag: [str(attributes.get("class")) for attributes in page.named(tag)] for tag in ("rect", "path")}
+    assert classes["rect"].count("attempt c0") == 3
     assert "3 attempts" in page.text
-    restarts = [attributes for attributes in page.named("path") if "restart" in str(attributes.get("class"))]
-    assert len(restarts) == 2 * 5
+    assert sum("restart" in each for each in classes["path"]) == 2 * 5
 
 
 def test_of_many_events_the_first_and_the_last_are_told(make_run: MakeRun) -> None:
@@ -334,8 +330,7 @@ def test_of_many_events_the_first_and_the_last_are_told(make_run: MakeRun) -> No
     for second in range(150):
         fileio.append_jsonl(run.events, {"time": 1.8e9 + second, "event": "save_failed", "step": second})
     rows = rows_of(figures.timeline(collect([run])).parts)
-    told = (len(rows), rows[0][2], rows[50][1], *rows[-1][1:])
-    assert told == (101, "step 0", "50 more", "save failed", "step 149")
+    assert (len(rows), rows[0][2], rows[50][1], *rows[-1][1:]) == (101, "step 0", "50 more", "save failed", "step 149")
 
 
 def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: MakeRun) -> None:
@@ -409,8 +404,7 @@ def test_nothing_that_a_run_says_becomes_markup(make_run: MakeRun, tmp_path: Pat
     event: dict[str, Any] = {"time": 1.7e9, "event": "failed", "rank": 0, "host": HOSTILE, "error": HOSTILE}
     fileio.append_jsonl(run.events, event)
     fileio.append_jsonl(run.events, {"time": 1.7e9, "event": "started", "hosts": [HOSTILE], "device": HOSTILE})
-    text = write_page(collect([run]), tmp_path).read_text()
-    page = Document(text)
+    page = Document(write_page(collect([run]), tmp_path).read_text())
     assert len(page.named("script")) == 1
     assert page.named("img") == page.named("b") == page.named("i") == []
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
