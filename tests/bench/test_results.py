@@ -174,8 +174,7 @@ def test_a_loss_that_is_worse_is_said() -> None:
     for one in told:
         if one.get("arm") == "fp16":
             one["loss"] = 1.5
-    said = results(told)
-    assert said.meaning.endswith(". But after 10 updates the loss differs: fp32 1, fp16 1.5.")
+    assert results(told).meaning.endswith(". But after 10 updates the loss differs: fp32 1, fp16 1.5.")
     next(one for one in told if one.get("arm") == "fp16")["loss"] = None  # in one round of five
     assert results(told).meaning.endswith(". But after 10 updates the loss differs: fp32 1, fp16 not finite.")
 
@@ -198,8 +197,7 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     for one in told:
         fileio.append_jsonl(run.samples, one)
     write_results(run)
-    written = json.loads(run.results.read_text())
-    assert [one for one in told if one["kind"] == "sample"] == written["samples"]
+    assert [one for one in told if one["kind"] == "sample"] == json.loads(run.results.read_text())["samples"]
     words = " ".join(ElementTree.parse(run.path / "bench.svg").getroot().itertext())
     for part in ("Does mixed precision help here?", "fp32", "bf16", "1,280", "use train.precision=bf16."):
         assert part in words

@@ -64,8 +64,7 @@ def measured(run: BenchDir, stop: StopFlag | None = None) -> tuple[Results, list
 
 
 def test_batch_sizes_are_measured_up_to_the_one_that_fails(tmp_path: Path) -> None:
-    run = folder(tmp_path, "batch-size", "16", "64", "256", "512", model__most=300)
-    results, samples = measured(run)
+    results, samples = measured(folder(tmp_path, "batch-size", "16", "64", "256", "512", model__most=300))
     assert {one["arm"]: one["images"] for one in samples} == {"16": 32, "64": 128, "256": 512, CONTROL: 32}
     assert results.rows[3].failed.startswith("out of memory: DefaultCPUAllocator: can't allocate memory")
     for row, images in zip(results.rows, (32, 128, 512), strict=False):
@@ -118,8 +117,7 @@ def test_the_configuration_of_an_arm_is_that_of_its_first_turn(tmp_path: Path) -
 
 @pytest.mark.long
 def test_the_largest_batch_is_found_where_it_is_to_be(tmp_path: Path) -> None:
-    run = folder(tmp_path, "amp", "fp32", "bf16", train__micro_batch_size="auto", model__most=40)
-    results, samples = measured(run)
+    results, samples = measured(folder(tmp_path, "amp", "fp32", "bf16", train__micro_batch_size="auto", model__most=40))
     assert {row.largest for row in results.rows} == {32}  # of 2, 4, 8, ...; 64 has no room in this model
     assert results.rows[0].arm.name == "fp32"
     assert {one["images"] for one in samples} == {64}

@@ -124,14 +124,8 @@ def _small() -> nn.Module:
 
 
 def _large() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 64, 3, padding=1),
-        nn.GELU(),
-        nn.Conv2d(64, 64, 3, padding=1),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(4096, 10),
-    )
+    convolutions = (nn.Conv2d(1, 64, 3, padding=1), nn.GELU(), nn.Conv2d(64, 64, 3, padding=1), nn.GELU())
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4096, 10))
 
 
 class _Work:

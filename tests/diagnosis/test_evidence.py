@@ -193,8 +193,8 @@ def test_of_an_endless_log_only_the_end_is_read(stderr: Path) -> None:
         file.truncate(1 << 36)  # takes no room on the disk
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + RAISED.format("KeyError: 'x'").encode())
-    assert RankLog(stderr).error == "KeyError: 'x'"
-    assert RankLog(stderr).tail[-1] == (0, "KeyError: 'x'")
+    log = RankLog(stderr)
+    assert (log.error, log.tail[-1]) == ("KeyError: 'x'", (0, "KeyError: 'x'"))
 
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
@@ -213,15 +213,13 @@ def training(tmp_path: Path) -> RunDir:
 
 
 def began(run: RunDir, ago: float, attempt: int = 1, **facts: Any) -> None:
-    fileio.append_jsonl(
-        run.events, {"time": NOW - ago, "event": "started", "attempt": attempt, "total_steps": 330, **facts}
-    )
+    event = {"time": NOW - ago, "event": "started", "attempt": attempt, "total_steps": 330, **facts}
+    fileio.append_jsonl(run.events, event)
 
 
 def record(run: RunDir, ago: float, step: int) -> None:
-    fileio.append_jsonl(
-        run.metrics, {"time": NOW - ago, "split": "train", "step": step, "epoch": step / 10, "loss": 1.0}
-    )
+    written = {"time": NOW - ago, "split": "train", "step": step, "epoch": step / 10, "loss": 1.0}
+    fileio.append_jsonl(run.metrics, written)
 
 
 def sample(run: RunDir, host: str, ago: float, *used: float) -> None:
@@ -268,17 +266,15 @@ def test_gpus_that_do_nothing_are_named(training: RunDir) -> None:
         sample(training, "n1", ago, 97.0, 0.0, 0.0)
         sample(training, "n2", ago, 97.0, 97.0 if ago == 10 else 0.0, 40.0)
     (smell,) = course_of(training, NOW).smells
-    assert (smell.where, smell.text) == (
-        "system-n1.jsonl", "GPUs 1, 2 of n1 idle for 25 s: the ranks wait, for data or for others",
-    )  # fmt: skip
+    assert smell.where == "system-n1.jsonl"
+    assert smell.text == "GPUs 1, 2 of n1 idle for 25 s: the ranks wait, for data or for others"
 
 
 def test_a_node_that_says_nothing_any_more_is_named(training: RunDir) -> None:
     sample(training, "n1", 2)
     sample(training, "n2", 240)
-    assert [smell.text for smell in course_of(training, NOW).smells] == [
-        "nothing from n2 for 4 min: the node or its file system hangs"
-    ]
+    (smell,) = course_of(training, NOW).smells
+    assert smell.text == "nothing from n2 for 4 min: the node or its file system hangs"
 
 
 def test_records_that_nobody_could_have_written_are_passed_over(training: RunDir) -> None:

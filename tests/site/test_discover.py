@@ -116,10 +116,8 @@ def slurm(fake: Fake, config: str = CONFIG_24_05, *, scontrol_node: str | None =
     node = f"cat <<'E'\n{NODES}\nE" if scontrol_node is None else scontrol_node
     answers = f"config) cat <<'E'\n{config}\nE\n;; partition) cat <<'E'\n{PARTITIONS}\nE\n;; node) {node}\n;;"
     fake("scontrol", f"case $2 in {answers} esac")
-    fake(
-        "sacctmgr",
-        f"if [ $3 = user ]; then cat <<'E'\n{ASSOCIATIONS.replace('alpha', 'devcluster')}\nE\nelse echo 'normal||'; fi",
-    )
+    accounts = ASSOCIATIONS.replace("alpha", "devcluster")
+    fake("sacctmgr", f"if [ $3 = user ]; then cat <<'E'\n{accounts}\nE\nelse echo 'normal||'; fi")
     fake("srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'")
     fake("apptainer", "exit 0")
 
@@ -134,8 +132,7 @@ def test_a_site_is_asked_with_few_calls_and_tells_everything(fake_command: Fake,
     assert facts.accounts == (vision, Account("nlp", "gpu", ("normal",))), "of this cluster"
     assert facts.containers[:2] == ("pyxis", "apptainer")
     assert facts.gaps == ()
-    calls = [len((tmp_path / f"{name}.calls").read_text().splitlines()) for name in ("scontrol", "sacctmgr")]
-    assert calls == [3, 2]
+    assert [len((tmp_path / f"{name}.calls").read_text().splitlines()) for name in ("scontrol", "sacctmgr")] == [3, 2]
 
 
 def test_what_is_missing_or_refused_is_a_gap_with_its_reason(fake_command: Fake) -> None:
@@ -157,10 +154,7 @@ def test_a_command_that_was_silent_is_not_asked_again(
     fake_command("scontrol", "exec sleep 60")
     monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     facts = ask_site(dict(os.environ))
-    assert facts.gaps == (
-        "scontrol show config: no answer within 0.5 s",
-        "scontrol show partition: no answer within 0.5 s",
-    )
+    assert facts.gaps == tuple(f"scontrol show {what}: no answer within 0.5 s" for what in ("config", "partition"))
     assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 1
     assert facts.partitions == ()
 

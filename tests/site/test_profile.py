@@ -158,8 +158,7 @@ def test_a_folder_that_few_sites_share_is_doubtful_unless_there_is_one_node(tmp_
     assert doubtful(Path("/tmp/runs/x"), TWO_NODES, ("/tmp",)) == ""
     assert doubtful(Path("/home/me/runs/x"), TWO_NODES, ()) == ""
 
-    name = socket.gethostname().partition(".")[0]
-    alone = Site("slurm", 0, 2, partitions=(Partition("main", (Node(name, 8, 4),)),))
+    alone = Site("slurm", 0, 2, partitions=(Partition("main", (Node(socket.gethostname().partition(".")[0], 8, 4),)),))
     require_shared(Path("/dev/shm/x"), "The run folder", alone, ["/home"])
     assert doubtful(Path("/tmp/x"), alone, ()) == ""
 

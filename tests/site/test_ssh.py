@@ -37,9 +37,8 @@ def there(tmp_path: Path) -> Host:
 
 
 def _run(line: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    done = subprocess.run(
-        ["sh", "-c", line], input=content, capture_output=True, check=False, env={"PATH": "/usr/bin:/bin"}
-    )
+    env = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", line], input=content, capture_output=True, check=False, env=env)
     begin, _, said = done.stdout.partition(b"\n")
     assert begin.decode() == BEGIN
     return subprocess.CompletedProcess(done.args, done.returncode, said, done.stderr)
@@ -62,9 +61,8 @@ def test_a_folder_that_is_not_there_is_said_in_three_lines() -> None:
 
 def _packed(tmp_path: Path) -> bytes:
     (tmp_path / "my_model.py").write_text("")
-    return subprocess.run(
-        ["tar", "czf", "-", "-C", str(tmp_path), "my_model.py"], capture_output=True, check=True
-    ).stdout
+    tar = ["tar", "czf", "-", "-C", str(tmp_path), "my_model.py"]
+    return subprocess.run(tar, capture_output=True, check=True).stdout
 
 
 def test_code_that_is_sent_twice_is_there_once_and_commands_run_in_it(there: Host, tmp_path: Path) -> None:
@@ -72,8 +70,7 @@ def test_code_that_is_sent_twice_is_there_once_and_commands_run_in_it(there: Hos
     name = hashlib.sha256(code).hexdigest()[:16]
     line = script(there, "jobs.submit", ["ddp"], sent=code)
     for _ in range(2):
-        done = _run(line, code)
-        assert done.stdout.decode().splitlines()[0] == f"in {there.folder}/.trainkit/sent/{name}"
+        assert _run(line, code).stdout.decode().splitlines()[0] == f"in {there.folder}/.trainkit/sent/{name}"
     sent = Path(there.folder, ".trainkit/sent")
     assert sorted(path.name for path in sent.iterdir()) == sorted([name, "latest"])
     assert (sent / "latest" / "my_model.py").is_file()
@@ -100,8 +97,7 @@ def test_code_that_arrives_torn_is_not_run_and_leaves_nothing(there: Host, tmp_p
 )
 def test_a_python_that_lacks_something_or_is_too_old_there_is_said(there: Host, change: str, said: bytes) -> None:
     python = shlex.quote(sys.executable)
-    changed = f'shift 2; code=$1; shift; exec {python} -c "{change}\n$code" "$@"'
-    text = changed if change else f'exec {python} -S "$@"'
+    text = f'shift 2; code=$1; shift; exec {python} -c "{change}\n$code" "$@"' if change else f'exec {python} -S "$@"'
     Path(there.folder, ".venv/bin/python").write_text(f"#!/bin/sh\n{text}\n")
     done = _run(script(there, "jobs.status", []))
     what, *more = done.stderr.splitlines()
@@ -111,8 +107,7 @@ def test_a_python_that_lacks_something_or_is_too_old_there_is_said(there: Host, 
 def test_a_machine_without_python_is_said_in_three_lines(tmp_path: Path) -> None:
     line = script(Host("login", str(tmp_path)), "jobs.status", [])
     done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False, env={"PATH": "/none"})
-    assert done.returncode == 3
-    assert done.stderr.splitlines()[0] == "login has no Python."
+    assert (done.returncode, done.stderr.splitlines()[0]) == (3, "login has no Python.")
 
 
 def test_the_versions_that_are_asked_for_there_are_those_of_the_package() -> None:

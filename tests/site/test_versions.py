@@ -28,8 +28,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def said(version: str) -> dict[str, Any]:
-    answers: dict[str, Any] = yaml.safe_load(RECORDED[version].read_text())
-    return answers
+    return dict(yaml.safe_load(RECORDED[version].read_text()))
 
 
 def test_old_and_new_versions_are_recorded() -> None:
@@ -54,9 +53,8 @@ def test_the_configuration_is_read(said: dict[str, Any], version: str) -> None:
     config = read.read_config(said["config"])
     assert config["SLURM_VERSION"] == version
     assert (leading_number(config["KillWait"]), leading_number(config["MaxArraySize"])) == (5, 1001)
-    assert config["SelectType"] == "select/cons_tres"
-    assert config["AccountingStorageEnforce"] == "associations,limits,qos"
-    assert read.read_preemption(config) == "partition_prio, REQUEUE"
+    told = (config["SelectType"], config["AccountingStorageEnforce"], read.read_preemption(config))
+    assert told == ("select/cons_tres", "associations,limits,qos", "partition_prio, REQUEUE")
 
 
 def test_accounts_and_qos_of_the_user_are_read(said: dict[str, Any]) -> None:
@@ -94,8 +92,7 @@ def test_the_guess_of_sbatch_and_its_refusals_are_read(said: dict[str, Any]) -> 
     start = read_start(said["test_only"])
     assert start.when is not None
     assert (start.when.date().isoformat(), start.nodes, start.refusal) == ("2026-11-21", "n[1-2]", "")
-    refusals = {flags: read_start(text).refusal for flags, text in said["test_only_refused"].items()}
-    assert refusals == {
+    assert {flags: read_start(text).refusal for flags, text in said["test_only_refused"].items()} == {
         "-p nosuch": "Invalid partition name specified",
         "-N 9": "Requested node configuration is not available",
         "-A nosuch": "Invalid account or account/partition combination specified",

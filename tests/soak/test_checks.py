@@ -54,8 +54,7 @@ def run(whole: RunDir, tmp_path: Path) -> RunDir:
 
 
 def said(run: RunDir, whole: RunDir) -> str:
-    nowhere = Cluster(run.path, {}, (), ())
-    return "; ".join([*checks.faults(run, whole, STEPS), *checks.left_behind(run, nowhere)])
+    return "; ".join([*checks.faults(run, whole, STEPS), *checks.left_behind(run, Cluster(run.path, {}, (), ()))])
 
 
 def test_a_run_that_is_as_if_nothing_had_happened_has_no_fault(run: RunDir, whole: RunDir) -> None:

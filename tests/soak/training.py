@@ -180,8 +180,7 @@ class Soak:
 
     def _state(self) -> str:
         """Of a job that has not ended; empty if it has."""
-        living = "PD,R,CG,S,CF,RQ,RH,SE"
-        return self.cluster.ask("squeue", "-h", "-j", self._job(), "-t", living, "-o", "%T")
+        return self.cluster.ask("squeue", "-h", "-j", self._job(), "-t", "PD,R,CG,S,CF,RQ,RH,SE", "-o", "%T")
 
     def _reason(self) -> str:
         return self.cluster.ask("squeue", "-h", "-j", self._job(), "-o", "%r")
