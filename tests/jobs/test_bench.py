@@ -38,8 +38,7 @@ def bench(tmp_path: Path, *words: str, check: bool = True) -> subprocess.Complet
 
 def results(tmp_path: Path) -> dict[str, Any]:
     (file,) = tmp_path.glob("runs/bench-*/results.json")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return dict(json.loads(file.read_text()))
 
 
 def seconds(told: dict[str, Any], arm: str) -> list[float]:
@@ -85,8 +84,7 @@ def test_why_nothing_could_run_stands_in_the_table_and_is_an_error(tmp_path: Pat
     (tmp_path / "greedy.py").write_text(MODEL.format("        if self.training: raise MemoryError('9 bytes')"))
     words = ("single", "--executor", "debug", "model.name=greedy:build", *QUICK)
     done = bench(tmp_path, "batch-size", "--arms", "8,16", *words, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == "No arm of bench batch-size could run."
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "No arm of bench batch-size could run.")
     assert "Traceback" not in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if "out of memory: 9 bytes" in line] == ["8", "16"]
 
@@ -114,13 +112,10 @@ def test_on_a_cluster_all_arms_are_one_job(
     command: Callable[..., Done], fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("amp", "ddp", "--nodes", "2", "--gpus-per-node", "4", "--time", "30", "--arms", "fp32,bf16")
-    dry = command("bench", *words, "--dry-run")
-    assert "#SBATCH --nodes=2" in dry.out
-    assert "#SBATCH --no-requeue" in dry.out  # it would begin anew, on other nodes
+    # Queued again, it would begin anew, on other nodes.
+    command("bench", *words, "--dry-run").ok("#SBATCH --nodes=2", "#SBATCH --no-requeue")
     assert not (tmp_path / "runs").exists(), "a dry run writes nothing"
-    done = command("bench", *words)
-    assert (dry.code, done.code) == (0, 0), done.err
-    assert "Submitted job 4711: 2 nodes x 4 ranks." in done.out
+    done = command("bench", *words).ok("Submitted job 4711: 2 nodes x 4 ranks.")
     (folder,) = (tmp_path / "runs").glob("[!.]*")
     assert f"python -m jobs.bench --show {folder}" in done.out
     assert json.loads((folder / "bench.json").read_text())["arms"] == ["fp32", "bf16"]
@@ -132,10 +127,8 @@ def test_on_a_cluster_all_arms_are_one_job(
 
 def test_the_report_of_a_bench_is_its_table(command: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}")
-    other = command("bench", "--show", str(tmp_path))
-    assert (other.code, "is not the folder of a bench." in other.err) == (2, True), "it is a run yet"
+    command("bench", "--show", str(tmp_path)).refused(2, "is not the folder of a bench.")  # it is a run yet
     (tmp_path / "bench.json").write_text(Request("amp", "ddp").to_json())
-    done = command("report", str(tmp_path))
-    assert done.code == 0
+    done = command("report", str(tmp_path)).ok()
     assert done.out.splitlines()[1].startswith("Does mixed precision help here? amp, preset ddp; it has not begun.")
     assert done.out == command("bench", "--show", str(tmp_path)).out

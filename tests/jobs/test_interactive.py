@@ -47,11 +47,8 @@ def test_one_that_fails_raises_why(here: Path) -> None:
     assert run.summary == {}
 
 
-def test_flags_are_the_commands_own_and_a_sweep_is_a_list(
-    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
+@pytest.mark.usefixtures("here")
+def test_flags_are_the_commands_own_and_a_sweep_is_a_list(fake_slurm: Path) -> None:
     runs = trainkit.submit(
         "ddp", nodes=2, gpus_per_node=4, time="2:00:00", sbatch=["comment=thesis"], sweep={"optim.lr": [1e-3, 3e-3]}
     )

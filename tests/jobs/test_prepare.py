@@ -35,12 +35,11 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     served = tmp_path / "served"
     served.mkdir()
     cifar = tiny.write_cifar10(served)
-    fashion = tiny.write_fashion_mnist(served)
+    md5s = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in tiny.write_fashion_mnist(served)}
     with serving(served) as url:
         monkeypatch.setattr(cifar10, "URL", f"{url}/{cifar10.ARCHIVE}")
         monkeypatch.setattr(cifar10, "MD5", hashlib.md5(cifar.read_bytes()).hexdigest())
         monkeypatch.setattr(fashion_mnist, "MIRROR", f"{url}/")
-        md5s = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in fashion}
         monkeypatch.setattr(fashion_mnist, "MD5S", md5s)
         yield
 
