@@ -25,10 +25,6 @@ from trainkit.run.folder import RunDir
 QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
 
 
-def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run_command("train", *arguments, cwd=cwd)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which a run ``here`` was trained, and what was said."""
@@ -51,14 +47,13 @@ def test_a_run_that_is_being_written_is_left_alone(trained: tuple[Path, str], co
     run = RunDir(trained[0] / "here")
     before = run.metrics.read_bytes()
     with writing(Attempt.begin(run)):
-        done = command("train", str(run.path), "--allow-code")
-    assert done.code == 2
-    assert f"is being written by process {os.getpid()}" in done.err
+        command("train", str(run.path), "--allow-code").refused(2, f"is being written by process {os.getpid()}")
     assert run.metrics.read_bytes() == before
 
 
 def test_the_rate_is_shown_epoch_by_epoch_and_nothing_is_trained(tmp_path: Path) -> None:
-    done = train("ddp", "--show-lr", "train.epochs=2", "schedule.name=constant", "optim.lr=0.5", cwd=tmp_path)
+    words = ("ddp", "--show-lr", "train.epochs=2", "schedule.name=constant", "optim.lr=0.5")
+    done = run_command("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert rows[0] == ["epoch", "update", "lr"]
@@ -96,8 +91,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     wait_until(lambda: metrics.exists() and metrics.stat().st_size, 120)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "Go on with: python -m jobs.train" in out
+    assert (process.returncode, "Go on with: python -m jobs.train" in out) == (0, True), out
     run_dir = RunDir(tmp_path / "here")
     assert (run_dir.checkpoints / "latest/state.json").exists()
     assert read_events(run_dir, "handed_back")[0]["signals"] == ["SIGTERM"]
@@ -111,8 +105,7 @@ def _loses_the_lease(env: RankEnv, folder: Path) -> str:
         def open_run() -> Writer:
             run = RunDir.create(folder, to_yaml(config))
             writer = held.enter_context(writing(Attempt.begin(run)))
-            left = json.loads(run.lease.read_text())
-            run.lease.write_text(json.dumps({**left, "token": "another's"}))
+            run.lease.write_text(json.dumps({**json.loads(run.lease.read_text()), "token": "another's"}))
             return writer
 
         config = load("single", (*QUICK, "launch.gpus_per_node=0")).config
@@ -127,9 +120,7 @@ def test_a_writer_that_has_lost_its_run_stops_before_its_next_write(tmp_path: Pa
     (what,) = run_ranks(1, _loses_the_lease, tmp_path / "run")
     assert "has another writer now" in what
     run = RunDir(tmp_path / "run")
-    assert not run.metrics.exists()
-    assert not run.summary.exists()
-    assert not list(run.checkpoints.glob("step-*"))
+    assert [file for file in (run.metrics, run.summary, *run.checkpoints.glob("step-*")) if file.exists()] == []
 
 
 def _with_settings_of_its_own(env: RankEnv, folder: Path) -> str:
