@@ -43,11 +43,9 @@ def test_as_many_are_right_as_evaluate_says_of_the_same_images(
     run: Path, images: Path, weights: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "told.csv"
-    done = run_command(
-        "predict", str(run), str(images), "--out", str(out), "--weights", weights, "--batch-size", "50", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
+    flags = ("--out", str(out), "--weights", weights, "--batch-size", "50")
+    done = run_command("predict", str(run), str(images), *flags, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     with out.open(newline="") as file:
         (broken, *rows) = list(csv.DictReader(file))
     assert broken == {"image": "broken.jpg", "class": "", "probability": ""}
@@ -67,12 +65,8 @@ def test_the_most_probable_classes_come_first_for_any_batch_and_image(run: Path,
     wide.paste(digit.resize((80, 80), Image.Resampling.NEAREST), (120, 0))
     wide.save(folder / "wide.png")
     digit.save(folder / "small.png")
-    told = [
-        run_command(
-            "predict", str(run), str(folder), "--top", "10", "--batch-size", size, "--speed", "1,2", cwd=tmp_path
-        )
-        for size in ("1", "2")
-    ]
+    predict = ("predict", str(run), str(folder), "--top", "10", "--speed", "1,2")
+    told = [run_command(*predict, "--batch-size", size, cwd=tmp_path) for size in ("1", "2")]
     tables = [list(csv.reader(done.stdout.splitlines())) for done in told]
     assert tables[0][0][:5] == ["image", "class", "probability", "class_2", "probability_2"]
     for _, *cells in tables[0][1:]:
@@ -108,8 +102,7 @@ def test_names_that_a_spreadsheet_or_terminal_obeys_are_told_harmlessly(run: Pat
 def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> None:
     class Fragile(Linear):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            scores = super().forward(images)
-            return scores.where(images.mean(dim=(1, 2, 3)).gt(0)[:, None], float("nan"))
+            return super().forward(images).where(images.mean(dim=(1, 2, 3)).gt(0)[:, None], float("nan"))
 
     parts = parts_of(model=Fragile())
     parts.model.eval()
@@ -118,8 +111,7 @@ def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> No
     for name, shade in (("dark.png", 0), ("light.png", 255)):
         Image.new("RGB", (4, 4), (shade,) * 3).save(tmp_path / name)
     dark, light = predictor.predict([tmp_path / "dark.png", tmp_path / "light.png"], 2)
-    assert dark.values is None
-    assert dark.why == "The model's scores of it are not finite (NaN)."
+    assert (dark.values, dark.why) == (None, "The model's scores of it are not finite (NaN).")
     assert light.values is not None
 
 
