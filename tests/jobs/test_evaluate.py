@@ -29,8 +29,7 @@ def evaluate(run: Path, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def both(run: Path) -> dict[str, Any]:
     """What is told of the model's own weights and of the averaged ones."""
-    found: dict[str, Any] = json.loads(evaluate(run, "--json"))
-    return found
+    return dict(json.loads(evaluate(run, "--json")))
 
 
 def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path, both: dict[str, Any]) -> None:
@@ -88,9 +87,7 @@ def test_no_verb_that_reads_weights_changes_what_training_has_recorded(run: Path
     ):
         done = run_command(verb, str(run), *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert contents() == before
-    assert status() == was
-    assert Facts(RunDir(run), "run").test == test
+    assert (contents(), status(), Facts(RunDir(run), "run").test) == (before, was, test)
     kept = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [(item["split"], item["checkpoint"], item["settings"]) for item in kept[-4:]] == [
         ("test", "best", []), ("test", "latest", ["data.augment=false"]), ("val", "best", []), ("train", "best", [])
