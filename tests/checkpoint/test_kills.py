@@ -84,9 +84,7 @@ def none_is_torn(folder: Path) -> int:
     ("world_size", "kills"),
     [(1, 2), (2, 2), pytest.param(1, 50, marks=pytest.mark.long), pytest.param(2, 50, marks=pytest.mark.long)],
 )
-def test_a_kill_at_any_moment_tears_none_and_the_next_attempt_goes_on(
-    tmp_path: Path, world_size: int, kills: int
-) -> None:
+def test_a_kill_at_any_moment_tears_none_and_the_next_goes_on(tmp_path: Path, world_size: int, kills: int) -> None:
     moments, newest = random.Random(kills), 0
     for _ in range(kills):
         killed(tmp_path, world_size, moments.uniform(0, 0.3))

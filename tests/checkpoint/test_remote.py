@@ -112,9 +112,7 @@ def test_the_newest_wins_while_one_is_on_its_way(sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("trouble", [{"refuse": True}, {"stall": True}, {"cut_after": 300_000}], ids=str)
-def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
-    bucket: Bucket, to_bucket: Sender, trouble: dict[str, Any]
-) -> None:
+def test_a_bucket_is_tried_again_until_it_is_back(bucket: Bucket, to_bucket: Sender, trouble: dict[str, Any]) -> None:
     for name, value in trouble.items():
         setattr(bucket[1], name, value)
     to_bucket.save(5, size=500_000)
@@ -139,9 +137,7 @@ def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(sender: Sender,
     assert (back.path / "config.yaml").is_file()
 
 
-def test_where_saves_come_faster_than_they_go_up_the_copy_follows(
-    sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_saves_come_faster_than_they_go_up_the_copy_follows(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     put, steps = sender.store.put, iter(range(2, 40))
 
     def another_is_saved(file: Path, name: str) -> None:
@@ -155,9 +151,7 @@ def test_where_saves_come_faster_than_they_go_up_the_copy_follows(
     assert next(steps, None) is not None, "it was pointed at before the saves had ended"
 
 
-def test_one_that_is_deleted_here_while_it_goes_up_arrives_whole(
-    sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_deleted_while_it_goes_up_arrives_whole(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     put = sender.store.put
 
     def delete_first(file: Path, name: str) -> None:
@@ -179,9 +173,7 @@ def test_other_weights_of_the_same_step_replace_the_first(sender: Sender, tmp_pa
     assert format.verified(run.checkpoints, 7) == format.verified(sender.run.checkpoints, 7)
 
 
-def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start(
-    sender: Sender, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_one_attempt_had_no_time_for_the_next_sends(sender: Sender, capsys: pytest.CaptureFixture[str]) -> None:
     sender.send(1)
     with sender.away():
         sender.save(2, best=1)

@@ -177,9 +177,7 @@ def test_who_is_told_to_stop_waits_for_the_disk(tmp_path: Path, gate: Gate) -> N
     assert [event["step"] for event in read_events(keeper.writer.run, "saved")] == [keeper.progress.step]
 
 
-def test_training_ends_with_the_next_update_when_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_ends_at_the_next_update_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 

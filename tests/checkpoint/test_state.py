@@ -174,9 +174,7 @@ def test_parts_make_a_whole_or_any_part_of_it(tmp_path: Path) -> None:
     ],
     ids=["a gap", "one twice", "of another", "outside", "odd"],
 )
-def test_parts_that_make_no_whole_are_a_broken_checkpoint(
-    tmp_path: Path, parts: list[tuple[Entry, Tensor]], words: str
-) -> None:
+def test_parts_of_no_whole_break_a_checkpoint(tmp_path: Path, parts: list[tuple[Entry, Tensor]], words: str) -> None:
     record = written(tmp_path, *parts)
     with pytest.raises(BrokenCheckpointError, match=words):
         Stored(tmp_path, record, "model")

@@ -90,9 +90,7 @@ def test_a_preset_is_found_and_extended(
         ({"a.yaml": "seed: 1\ndata: digits"}, "a.yaml", ["a.yaml:2).", "Set one of its keys: data.name=VALUE."]),
     ],
 )  # fmt: skip
-def test_a_preset_that_is_wrong_is_refused_with_its_place(
-    write: Write, files: dict[str, str], preset: str, words: list[str]
-) -> None:
+def test_a_mistake_in_a_preset_is_located(write: Write, files: dict[str, str], preset: str, words: list[str]) -> None:
     for file, text in files.items():
         write(file, f"{text}\n")
     error = str(refused(preset))
@@ -287,9 +285,7 @@ def test_an_override_is_of_the_type_of_its_key(override: str, value: Any) -> Non
         ({"SBATCH_MEM_PER_CPU": "1G", "SBATCH_MEM_PER_GPU": "1G"}, {}),
     ],
 )
-def test_memory_that_is_asked_for_in_two_ways_is_refused_before_sbatch_does(
-    env: dict[str, str], flags: dict[str, Any]
-) -> None:
+def test_memory_asked_for_in_two_ways_is_refused_before_sbatch_does(env: dict[str, str], flags: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="both ask for memory") as caught:
         load("ddp", env=env, flags=flags)
     assert "environment SBATCH_MEM_PER_" in caught.value.why

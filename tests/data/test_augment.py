@@ -106,9 +106,7 @@ PHOTOS = torch.randint(0, 256, (200, 3, 17, 14), dtype=torch.uint8, generator=to
 
 
 @pytest.mark.parametrize(("num_ops", "magnitude", "channels"), [(2, 9, 3), (1, 30, 3), (1, 0, 1), (3, 17, 1)])
-def test_each_image_is_what_torchvisions_makes_of_it_with_the_same_draws(
-    num_ops: int, magnitude: int, channels: int
-) -> None:
+def test_each_image_is_as_torchvision_makes_it_by_the_same_draws(num_ops: int, magnitude: int, channels: int) -> None:
     images, ours = PHOTOS[:, :channels], RandAugment(num_ops, magnitude)
     theirs = v2.RandAugment(num_ops, magnitude)
     space = list(theirs._AUGMENTATION_SPACE.items())

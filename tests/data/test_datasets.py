@@ -180,9 +180,7 @@ def test_imagenets_test_is_val_whose_labels_are_published(prepared: Path) -> Non
      ("0000080100000009", b"abc", "is no IDX file"), ("0000080100000003", b"abc", "do not belong together"),
      ("0000080100000050", bytes([10] * 80), "do not belong together")],
 )  # fmt: skip
-def test_labels_cut_short_or_of_other_images_are_refused(
-    prepared: Path, tmp_path: Path, header: str, body: bytes, says: str
-) -> None:
+def test_cut_or_foreign_labels_are_refused(prepared: Path, tmp_path: Path, header: str, body: bytes, says: str) -> None:
     shutil.copytree(prepared / fashion_mnist.FOLDER, tmp_path / fashion_mnist.FOLDER)
     (tmp_path / fashion_mnist.FOLDER / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex(header) + body)
     with pytest.raises(UserError, match=says):
@@ -263,9 +261,7 @@ def test_gray_photos_have_the_average_of_the_colours_statistics(split_folders: P
         ({"cat": 1}, "does not hold a folder for each class"),
     ],
 )
-def test_a_folder_that_cannot_be_trained_on_is_refused(
-    tmp_path: Path, counts: dict[str, int] | None, says: str
-) -> None:
+def test_a_folder_nobody_can_train_on_is_refused(tmp_path: Path, counts: dict[str, int] | None, says: str) -> None:
     write_images(tmp_path, counts or {})
     with pytest.raises(UserError, match=says):
         build("image_folder", tmp_path / "no" if counts is None else tmp_path)

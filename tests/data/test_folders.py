@@ -240,9 +240,7 @@ def photo() -> Tensor:
 
 
 @pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5), ("nearest", 0.9)])
-def test_photos_for_pretrained_weights_are_resized_and_cropped_as_those_were(
-    interpolation: str, crop: float, photo: Tensor
-) -> None:
+def test_photos_are_resized_and_cropped_as_the_weights_expect(interpolation: str, crop: float, photo: Tensor) -> None:
     expected = ModelInput("some", (0.5,) * 3, (0.5,) * 3, interpolation, crop)
     train, evaluate = folders.photo_transforms(38, expected, augment=True)
     mode = v2.InterpolationMode(interpolation)

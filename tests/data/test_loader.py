@@ -131,9 +131,7 @@ def test_neither_ranks_nor_accumulation_nor_workers_change_anything(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loading_neither_reads_nor_changes_the_global_random_numbers(
-    workers: int, data: Splits, reference: list[Batch]
-) -> None:
+def test_loading_leaves_the_global_random_numbers_alone(workers: int, data: Splits, reference: list[Batch]) -> None:
     torch.manual_seed(99)
     before = torch.get_rng_state()
     assert_same(batches(data, workers=workers, stop_step=2), reference[:2])

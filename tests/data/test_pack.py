@@ -197,9 +197,7 @@ def test_who_is_deaf_to_sigterm_packs_as_well(root_pack: Path) -> None:
         assert len(pack_pack(root_pack, side=side, workers=2).verify()) == 1
 
 
-def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
-    root_pack: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_is_said_and_the_next_call_goes_on(root_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(root_pack / "train", {"cat": 60, "dog": 60}, size=(90, 90))
 
     def killed(path: Path) -> Any:
@@ -257,9 +255,7 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(root_pack: P
     assert [(final / file).read_bytes() for file in ("images.bin", "index.bin")] == whole
 
 
-def test_on_a_full_disk_it_is_said_what_stays_and_the_next_call_goes_on(
-    root_pack: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_and_the_next_call_goes_on(root_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append, made = data_pack._append, 0
 
     def full(*args: Any) -> int:
@@ -294,9 +290,7 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def test_a_copy_is_the_pack_and_a_second_job_copies_nothing(
-    pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_the_pack_and_is_made_once(pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stage(pack_staging.folder, disk) == ""
     monkeypatch.setattr(fileio, "copy", None)
     assert stage(pack_staging.folder, disk) == ""
@@ -394,9 +388,7 @@ def read_staged(env: RankEnv, root: str, disk: str, stage: bool | str) -> str:
 
 
 @pytest.mark.parametrize(("stage", "is_there"), [("auto", True), ("auto", False), (True, False)])
-def test_all_ranks_of_a_node_read_its_copy_or_none_does(
-    pack_staging: Pack, disk: Path, stage: bool | str, is_there: bool
-) -> None:
+def test_a_nodes_ranks_read_its_copy_or_none(pack_staging: Pack, disk: Path, stage: bool | str, is_there: bool) -> None:
     one, other = run_ranks(2, read_staged, str(pack_staging.folder.parent), str(disk) if is_there else "", stage)
     assert one == other
     if is_there:

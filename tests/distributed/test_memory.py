@@ -22,9 +22,7 @@ GIB = 1 << 30
         ),
     ],
 )
-def test_what_a_cgroup_allows_is_room(
-    tmp_path: Path, lines: str, folder: str, limit: str, used: str, cached: str
-) -> None:
+def test_a_cgroups_limit_is_room(tmp_path: Path, lines: str, folder: str, limit: str, used: str, cached: str) -> None:
     """SLURM's, whichever group of the job has it; files in memory do not count."""
     assert cgroup_free(tmp_path) == 1 << 60
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -252,8 +252,6 @@ AT_WORK, WAITS = Stand(7, False, "model.py:3 in forward"), Stand(7, True, "loop.
         ({0: AT_WORK}, 0),  # alone
     ],
 )
-def test_behind_is_who_is_silent_or_has_done_least_or_does_not_wait(
-    stands: dict[int, Stand], behind: int | None
-) -> None:
+def test_behind_is_who_is_silent_or_did_least_or_does_not_wait(stands: dict[int, Stand], behind: int | None) -> None:
     ranks = range(1 if len(stands) == 1 else 3)
     assert verdict(stands, ranks, [f"n{rank}" for rank in ranks])[0] == behind

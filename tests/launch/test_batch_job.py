@@ -105,9 +105,7 @@ def test_a_refused_requeue_is_tried_again_and_never_ends_with_0(
     assert ("jobs.resume" in said, "TRAINKIT_CONTINUE=" in said) == (is_submitted, not is_submitted)
 
 
-def test_a_controller_that_is_gone_for_minutes_is_asked_until_it_is_back(
-    run: RunDir, fake_command: FakeCommand
-) -> None:
+def test_a_controller_gone_for_minutes_is_asked_until_it_is_back(run: RunDir, fake_command: FakeCommand) -> None:
     silent = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
     fake_command("squeue", "echo RUNNING")
     calls = fake_command("scontrol", f'[ "$(wc -l <scontrol.calls)" -ge 5 ] || {{ echo "{silent}" >&2; exit 1; }}')
@@ -210,9 +208,7 @@ def test_an_srun_whose_controller_or_node_does_not_answer_is_tried_again(
     assert [item.error for item in history_of(run).failures] == errors
 
 
-def test_the_third_failure_ends_the_run_and_says_so(
-    run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_failures_end_the_run_and_say_so(run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (5, 9, 13):
         env = begun(run)
         attempt_in(env).saved(step)
@@ -333,9 +329,7 @@ def submitted_files(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("sbatch", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "exit 0"])
-def test_a_further_job_is_not_queued_twice_where_sbatch_had_no_answer(
-    run: RunDir, fake_command: FakeCommand, sbatch: str
-) -> None:
+def test_no_job_is_queued_twice_where_sbatch_had_no_answer(run: RunDir, fake_command: FakeCommand, sbatch: str) -> None:
     queue = "12|afterany:70(unfulfilled)\\n11|afterany:7(unfulfilled),singleton(unfulfilled)\\n"
     fake_command("squeue", f"case \"$*\" in *%E*) printf '{queue}';; *) echo 'RUNNING|';; esac")
     calls = fake_command("sbatch", sbatch)
@@ -395,9 +389,7 @@ def test_the_script_of_a_stale_attempt_queues_nothing_again(
     assert run.events.read_bytes() == before
 
 
-def test_a_refusal_before_there_is_a_run_is_in_the_jobs_own_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_before_a_run_is_in_the_jobs_own_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     env = begun(RunDir(tmp_path / "dpd-job7"))
     said = "Unknown preset 'dpd'.\n  why: There are: ddp, dp.\n  fix: Did you mean 'dp'?"
     (attempt_in(env).logs / "rank-0.err").write_text(f"a warning\n{said}\n")
@@ -409,9 +401,7 @@ def test_a_refusal_before_there_is_a_run_is_in_the_jobs_own_output(
 # What a job does with the check of its nodes.
 
 
-def test_a_bad_node_ends_the_attempt_which_another_one_without_it_may_mend(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_node_ends_the_attempt_and_another_may_avoid_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     attempt, report = Attempt.begin(run), a_report("n1", "n2", "n3")
     report["ranks"]["1"]["memory_free_mb"] = 7
     PREFLIGHT.at(attempt.logs).write_text(f"a library's own words\n{json.dumps(report)}\n")

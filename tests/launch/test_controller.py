@@ -145,9 +145,7 @@ LOST = 'raise RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed b
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(
-    supervised: Supervised, attempt: Attempt, first: int
-) -> None:
+def test_a_killed_rank_is_named_and_not_who_missed_it(supervised: Supervised, attempt: Attempt, first: int) -> None:
     killed = "time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
     # It fails for want of the other, and says so, in the very moment of the other's death.
     missed = f"time.sleep(0.3)\nattempt.failed('RuntimeError: Connection reset by peer', rank=rank)\n{LOST}"

@@ -303,9 +303,7 @@ def test_an_environment_may_be_of_a_python_that_only_the_nodes_have(loaded: Load
     require_environment(loaded(), tmp_path)
 
 
-def test_a_missing_image_is_refused_and_a_name_in_a_registry_is_not(
-    loaded: Load, gpu_site: Site, tmp_path: Path
-) -> None:
+def test_a_missing_image_is_refused_and_a_registrys_name_is_not(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
     def require(image: str) -> None:
         config = loaded(container_image=image)
         container = make_plan(config, gpu_site, tmp_path / "run").container

@@ -119,9 +119,7 @@ def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pyt
     ],
     ids=["as it should be", "another image size", "other classes"],
 )
-def test_a_model_that_does_not_fit_the_data_is_refused_and_left_as_it_was(
-    inputs: int, outputs: int, told: str | None
-) -> None:
+def test_a_model_that_does_not_fit_is_refused_and_left_as_it_was(inputs: int, outputs: int, told: str | None) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(inputs, outputs))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UserError, match=told) if told else nullcontext():
@@ -229,9 +227,7 @@ def test_pretrained_weights_get_a_new_head(name: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("create", [timm_model, torchvision_model])
-def test_weights_that_cannot_be_downloaded_come_with_a_command_for_elsewhere(
-    create: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_out_of_reach_come_with_a_command_for_elsewhere(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import timm
     import torchvision
 
@@ -245,9 +241,7 @@ def test_weights_that_cannot_be_downloaded_come_with_a_command_for_elsewhere(
     assert ("model.pretrained_cfg_overlay='{file: " in caught.value.fix) == (create is timm_model)
 
 
-def test_a_model_that_is_neither_here_nor_on_the_hub_has_its_own_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_neither_here_nor_on_the_hub_has_its_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As HF_HUB_OFFLINE=1 does where the library is not imported yet: else it asks for a host four times.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"timm cannot build local-dir:") as caught:

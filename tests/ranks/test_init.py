@@ -235,9 +235,7 @@ def test_each_job_and_attempt_derives_another_port_none_of_them_ephemeral() -> N
     assert len({of(start) for start in starts}) == len(starts)
 
 
-def test_the_search_begins_at_the_given_port_outside_the_kernels_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_begins_at_its_port_outside_the_kernels_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = tmp_path / "ip_local_port_range"
     kernel.write_text("15000\t65535\n")
     monkeypatch.setattr(ranks, "_EPHEMERAL", kernel)

@@ -22,9 +22,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # Making
 
 
-def test_a_new_run_holds_its_configuration_and_a_place_for_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_run_holds_its_settings_and_a_place_for_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(Path("runs/ddp-0001"), YAML)
     assert (run.path, run.config.read_text()) == (tmp_path / "runs" / "ddp-0001", YAML)
     assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "logs"]
@@ -62,9 +60,7 @@ def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Pat
     assert (tmp_path / "runs").read_text() == "mine"
 
 
-def test_a_folder_of_runs_whose_disk_is_away_or_has_no_modes_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_away_or_has_no_modes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
     with pytest.raises(UserError, match="Cannot make the run folder"):
         RunDir.create(tmp_path / "runs" / "a", YAML)
@@ -92,9 +88,7 @@ def test_ids_count_up_over_all_runs_and_names_are_safe_in_shells_and_paths(tmp_p
         assert next_path(tmp_path, "ddp").name == following
 
 
-def test_runs_are_in_the_current_folder_or_where_the_user_wants_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_in_the_current_folder_or_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs_root({}) == runs_root({"TRAINKIT_RUNS": ""}) == tmp_path / "runs"
     assert runs_root({"TRAINKIT_RUNS": "~/runs"}) == Path(os.environ["HOME"]) / "runs"
 
@@ -152,9 +146,7 @@ def mode(path: Path) -> str:
 
 
 @pytest.mark.parametrize("asked", ["700", "750", "2770", "755"])
-def test_a_run_is_as_open_as_asked_whatever_the_umask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
+def test_a_run_is_as_open_as_asked_with_any_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     if asked != "700":
         monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
     old = os.umask(0o002)  # as on sites where every user has a group of their own
@@ -319,9 +311,7 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: 
     assert folder.known() == []
 
 
-def test_what_another_clone_has_started_is_known_to_who_asks_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_clones_runs_are_known_to_who_asks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the list of before each clone had its own."""
     theirs, both, old = (made(tmp_path / name) for name in ("theirs/run-0002", "theirs/run-0001", "old"))
     folder.remember(theirs)

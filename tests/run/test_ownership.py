@@ -168,9 +168,7 @@ def test_a_run_that_a_group_has_changed_is_not_ones_own(mine: RunDir, what: str)
 
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree], ids=["moved", "copied"])
-def test_a_run_that_was_moved_or_copied_is_ones_own(
-    mine: RunDir, tmp_path: Path, how: Callable[[Path, Path], object]
-) -> None:
+def test_a_moved_or_copied_run_is_ones_own(mine: RunDir, tmp_path: Path, how: Callable[[Path, Path], object]) -> None:
     vouch(mine, load(str(mine.path)).config)
     there = RunDir(tmp_path / "elsewhere" / "best-run")
     there.path.parent.mkdir()

@@ -88,9 +88,7 @@ def test_a_home_folder_is_no_project(run: RunDir) -> None:
 TOKEN = "xoxb-" + "1234567890-abcdefGHIJ"
 
 
-def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_why(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_stays_behind_and_the_manifest_says_why(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     Path("notify.py").write_text(f'import os\nslack = "{TOKEN}"\n')
     Path("credentials.py").write_text("USER = 'me'\n")
     Path(".netrc").write_text("machine x\n")
@@ -162,9 +160,7 @@ def repository() -> Callable[..., None]:
     return git
 
 
-def test_a_diff_leaves_out_files_of_credentials_renamed_ones_by_both_names(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_diff_omits_credentials_renamed_ones_by_both_names(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     git = repository()
     Path("sub").mkdir()
     Path("sub/.netrc").write_text("machine x s3cret\n")
@@ -190,9 +186,7 @@ def test_the_users_own_diff_program_is_not_asked_and_any_encoding_will_do(run: R
     assert "+gr" in written
 
 
-def test_the_manifest_says_what_was_run_and_no_secret_or_environment(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_says_what_ran_and_no_secret_or_environment(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_VARIABLE", "s3cret")
     words = ["WANDB_API_KEY=s3cret", "--token=s3cret", "remote.secret_key=s3cret", "password:s3cret"]
     written = manifest(run, "python", "-m", "jobs.submit", "ddp", *words)
@@ -244,9 +238,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_runs_of_equal_code_share_one_copy_of_it_and_others_do_not(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_equal_code_share_one_copy_and_others_do_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = shared(run), shared(another(run))
     assert first == second
     assert first.parent == run.path.parent / ".code"
@@ -371,9 +363,7 @@ def received(store: Path) -> None:
     shutil.move(packed, store)
 
 
-def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_others_may_have_compiled_go_to_no_new_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python runs them in the place of the sources beside them."""
     first = shared(run)
     compiled(first)
@@ -424,9 +414,7 @@ def test_shared_code_goes_once_no_run_has_it(
     assert of_sweep.code.resolve() == first
 
 
-def test_code_that_a_command_begins_to_use_is_not_removed_by_another(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_a_command_begins_to_use_no_other_removes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     first = shared(run)
     shutil.rmtree(run.path)
     make = snapshot._shared_copy
@@ -445,9 +433,7 @@ def test_code_that_a_command_begins_to_use_is_not_removed_by_another(
 @pytest.mark.parametrize(
     ("error", "at"), [(KeyboardInterrupt(), 30), (OSError(errno.ENOSPC, "No space left on device"), 0)], ids=repr
 )
-def test_half_of_a_copy_is_never_shared(
-    run: RunDir, error: BaseException, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_copy_is_not_shared(run: RunDir, error: BaseException, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed command leaves it, and a full disk makes it."""
     turns = iter(range(at + 1))
 
@@ -469,9 +455,7 @@ def test_half_of_a_copy_is_never_shared(
 
 
 @pytest.mark.parametrize("whose", ["a link", "open to all"])
-def test_a_store_that_is_not_ones_own_leaves_the_run_with_a_copy_of_its_own(
-    run: RunDir, tmp_path: Path, whose: str
-) -> None:
+def test_a_strangers_store_leaves_the_run_a_copy_of_its_own(run: RunDir, tmp_path: Path, whose: str) -> None:
     """Others could put other files in the place of those that were just compared."""
     (tmp_path / "theirs").mkdir()
     store = run.path.parent / ".code"

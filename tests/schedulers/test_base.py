@@ -110,9 +110,7 @@ def test_a_cancelled_job_is_resumed_as_another_one(queue: Path, command: Command
     assert (last_event(run, "started") or {})["step"] > 0
 
 
-def test_code_that_a_strangers_run_names_as_its_scheduler_is_not_loaded(
-    queue: Path, command: Command, tmp_path: Path
-) -> None:
+def test_a_scheduler_that_a_strangers_run_names_is_not_loaded(queue: Path, command: Command, tmp_path: Path) -> None:
     run = submitted(command, tmp_path)
     copied = tmp_path / "runs" / "copied-0001"
     shutil.copytree(run.path, copied, symlinks=True)

@@ -67,9 +67,7 @@ def test_two_simulated_nodes_of_two_ranks_each_run_the_snapshot(
     assert (submission.args, submission.kwargs, submission.function is function) == ((str(run.path),), {}, True)
 
 
-def test_a_rank_that_is_killed_is_named_and_the_run_started_again(
-    local_run: MakeRun, rank_function: MakeFunction
-) -> None:
+def test_a_killed_rank_is_named_and_the_run_started_again(local_run: MakeRun, rank_function: MakeFunction) -> None:
     run, plan = local_run(nodes=2)
     first = "if os.environ['TRAINKIT_ATTEMPT'] == '0':\n"
     start(run, plan, rank_function(f"{first}  if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n  time.sleep(60)"))
@@ -121,9 +119,7 @@ def wait_until_up(run: RunDir, ranks: int) -> None:
         wait_until((run.path / f"up-0-{rank}").exists, 200)  # each has read its code by then
 
 
-def test_a_preempted_run_goes_on_with_its_own_code_though_the_shared_is_gone(
-    local_run: MakeRun, rank_function: MakeFunction
-) -> None:
+def test_a_preempted_run_goes_on_where_the_shared_code_is_gone(local_run: MakeRun, rank_function: MakeFunction) -> None:
     run, plan = local_run(nodes=2)
     controller = start(run, plan, rank_function(STOPS_ONCE))
     wait_until_up(run, 2)

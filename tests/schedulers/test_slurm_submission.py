@@ -56,9 +56,7 @@ def test_one_that_has_ended_is_found_in_the_accounts(cut_short: RunDir, fake_com
     assert (job_state(cut_short).state, history_of(cut_short).submissions[0].job_id) == ("FAILED", "42")
 
 
-def test_runs_of_a_sweep_are_tasks_of_its_array_or_linked_into_another(
-    tmp_path: Path, fake_command: FakeCommand
-) -> None:
+def test_a_sweeps_runs_are_tasks_of_its_array_or_linked_into_another(tmp_path: Path, fake_command: FakeCommand) -> None:
     sweep = tmp_path / "sweep-0001"
     runs = [make_run(sweep / str(index)) for index in (0, 1, 7)]
     (sweep / "sweep.json").write_text("[]")
@@ -114,9 +112,7 @@ def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
     assert "cut short" in state.reason
 
 
-def test_of_jobs_with_the_same_script_that_of_the_submission_is_found(
-    tmp_path: Path, fake_command: FakeCommand
-) -> None:
+def test_of_jobs_with_one_script_that_of_the_submission_is_found(tmp_path: Path, fake_command: FakeCommand) -> None:
     """One of a run that lay in this folder before, and was removed, is another's."""
     run = RunDir.create(tmp_path / "my runs" / "ddp-0001", "seed: 0\n")
     submitting(run, "slurm", "1f2e")
@@ -126,9 +122,7 @@ def test_of_jobs_with_the_same_script_that_of_the_submission_is_found(
     assert [event["job_id"] for event in read_events(run, "submitted")] == ["43"]
 
 
-def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
-    cut_short: RunDir, fake_command: FakeCommand
-) -> None:
+def test_a_job_cancelled_before_it_was_there_ends_when_found(cut_short: RunDir, fake_command: FakeCommand) -> None:
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
     events.cancelled(cut_short, "")

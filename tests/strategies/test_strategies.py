@@ -43,9 +43,7 @@ def test_gradients_travel_as_the_hook_says(hook: str, dtype: torch.dtype) -> Non
     assert torch.equal(plain.weight.grad, expected.to(dtype).float())
 
 
-def test_a_function_that_returns_no_strategy_is_told_what_one_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_returns_no_strategy_is_told_what_one_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd_strategy.py").write_text("def make(dist):\n    return 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     chosen = load("single", ["strategy.name=odd_strategy:make"]).config.strategy

@@ -72,9 +72,7 @@ def as_it_was() -> Iterator[None]:
     make_deterministic(False)
 
 
-def test_filters_are_laid_out_as_the_images_are_unless_they_are_sharded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_are_laid_out_as_the_images_unless_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "in_parts.py").write_text("SHARDED = True\ndef build(dist): ...\n")

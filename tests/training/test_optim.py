@@ -70,9 +70,7 @@ MUON = OptimConfig(name="muon", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9), mom
     ],
     ids=["adamw", "sgd", "lamb"],
 )
-def test_the_settings_reach_every_group_and_so_does_a_new_rate(
-    config: OptimConfig, kind: str, given: dict[str, object]
-) -> None:
+def test_settings_and_a_new_rate_reach_every_group(config: OptimConfig, kind: str, given: dict[str, object]) -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), config)
     assert type(optimizer).__name__ == kind
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
@@ -399,9 +397,7 @@ def test_the_best_model_can_be_that_whose_average_is(tmp_path: Path) -> None:
         *(((f"train.ema_decay={value}",), r"train\.ema_decay") for value in ("0", "1", "-0.1", "1.5", "true")),
     ],
 )
-def test_a_decay_is_between_0_and_1_and_only_with_one_an_average_is_judged(
-    settings: tuple[str, ...], told: str
-) -> None:
+def test_a_decay_is_between_0_and_1_and_without_one_no_average_is_judged(settings: tuple[str, ...], told: str) -> None:
     load("single", ("checkpoint.best=val/ema_acc1", "train.ema_decay=0.99"))
     with pytest.raises(UserError, match=told):
         load("single", settings)

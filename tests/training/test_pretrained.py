@@ -69,9 +69,7 @@ def test_mean_std_interpolation_and_crop_are_those_of_the_weights(
     assert splits.info.mean == (0.485, 0.456, 0.406)
 
 
-def test_what_the_weights_expected_is_in_the_events_and_in_the_log_book(
-    tmp_path: Path, pretrained: tuple[str, ...]
-) -> None:
+def test_what_the_weights_expected_is_in_the_events_and_log_book(tmp_path: Path, pretrained: tuple[str, ...]) -> None:
     folder = tmp_path / "run"
     settings = ("data.name=synthetic", "data.val_size=8", "data.test_size=8", "train.global_batch_size=4")
     run_ranks(1, train_run, folder, "single", (*settings, *pretrained, "train.max_steps=1"))

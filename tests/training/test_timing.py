@@ -196,9 +196,7 @@ def test_the_flops_of_an_image_are_those_of_products_forward_and_backward() -> N
         ("Tesla T4", "bf16", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("cpu", "fp32", None),
     ],
 )  # fmt: skip
-def test_the_peak_of_a_gpu_goes_by_its_name_and_the_precision(
-    device: str, precision: str, tflops: float | None
-) -> None:
+def test_the_peak_of_a_gpu_goes_by_its_name_and_precision(device: str, precision: str, tflops: float | None) -> None:
     assert peak_flops(device, precision) == (None if tflops is None else tflops * 1e12)
 
 

@@ -61,9 +61,7 @@ def by_hand(**options: Any) -> torch.Tensor:
     ids=["plain", "smooth", "weighted"],
 )
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
-def test_an_update_follows_torchs_mean_over_the_global_batch(
-    micro_batch_size: int, setting: str, options: dict[str, Any]
-) -> None:
+def test_an_update_follows_the_global_batchs_mean(micro_batch_size: int, setting: str, options: dict[str, Any]) -> None:
     moved = updated(setting, f"train.micro_batch_size={micro_batch_size}", lr=0.5)
     assert torch.allclose(moved, -0.5 * by_hand(**options), atol=1e-6)
 
