@@ -29,12 +29,6 @@ GPU_SITE = Site(
 
 
 @pytest.fixture
-def gpu_site() -> Site:
-    """`GPU_SITE`."""
-    return GPU_SITE
-
-
-@pytest.fixture
 def loaded() -> Callable[..., Loaded]:
     """The configuration of preset ``ddp`` with overrides; keyword arguments are resource flags."""
 

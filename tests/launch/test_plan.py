@@ -208,29 +208,27 @@ def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp
         ("srun", "wait=5", "end by themselves"),
     ],
 )
-def test_an_option_that_breaks_what_a_run_relies_on_is_refused(
-    loaded: Load, gpu_site: Site, program: str, option: str, words: str
-) -> None:
+def test_an_option_that_breaks_what_runs_need_is_refused(loaded: Load, program: str, option: str, words: str) -> None:
     """In each spelling that sbatch and srun take; the error says which promise it breaks, or our flag for it."""
     key, _, value = option.partition("=")
     with pytest.raises(UserError) as caught:
-        make_plan(loaded(**{program: {key: value}}), gpu_site, RUN)
+        make_plan(loaded(**{program: {key: value}}), GPU_SITE, RUN)
     assert words in f"{caught.value.why} {caught.value.fix}"
     assert f"(flag --{program})" in caught.value.what
 
 
-def test_every_other_option_is_passed_on(loaded: Load, gpu_site: Site) -> None:
+def test_every_other_option_is_passed_on(loaded: Load) -> None:
     options = {"kill-on-invalid-dep": "yes", "hold": "", "begin": "now+1hour", "export": "NONE", "a-sites-own": "1"}
     steps = {"mpi": "pmix", "mem": "0", "export": "ALL,A=1", "exact": ""}
-    plan = make_plan(loaded(sbatch=options, srun=steps), gpu_site, RUN)
+    plan = make_plan(loaded(sbatch=options, srun=steps), GPU_SITE, RUN)
     assert directives(plan).items() >= {**options, "hold": None}.items()
     assert dict(plan.srun) == steps
 
 
-def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
+def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, tmp_path: Path) -> None:
     profile, file = tmp_path / "a site.yaml", tmp_path / "plan.json"
     profile.write_text("launch: {qos: long, sbatch: {comment: thesis}, srun: {mpi: pmix}, setup: [module load x]}\n")
-    plan = make_plan(loaded(cluster=str(profile), nodes=2), gpu_site, RUN)
+    plan = make_plan(loaded(cluster=str(profile), nodes=2), GPU_SITE, RUN)
     file.write_text(plan.to_json())
     assert Plan.read(file) == plan
     written = json.loads(file.read_text())
@@ -249,10 +247,10 @@ def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, gpu_site: S
     ],
 )
 def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
-    loaded: Load, gpu_site: Site, tmp_path: Path, change: Callable[[str], str], why: str
+    loaded: Load, tmp_path: Path, change: Callable[[str], str], why: str
 ) -> None:
     file = tmp_path / "plan.json"
-    file.write_text(change(make_plan(loaded(nodes=2), gpu_site, RUN).to_json()))
+    file.write_text(change(make_plan(loaded(nodes=2), GPU_SITE, RUN).to_json()))
     with pytest.raises(UserError) as refused:
         Plan.read(file)
     assert refused.value.what == f"{file} is not a launch plan, or is damaged."
@@ -265,9 +263,9 @@ def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
 # In words
 
 
-def test_every_directive_and_every_setting_is_explained(loaded: Load, gpu_site: Site) -> None:
+def test_every_directive_and_every_setting_is_explained(loaded: Load) -> None:
     configuration = loaded("optim.lr=1e-4", nodes=2)
-    plan = make_plan(configuration, gpu_site, RUN)
+    plan = make_plan(configuration, GPU_SITE, RUN)
     rows = {row[0]: row for row in plan_rows(plan) + config_rows(configuration)}
     assert {f"#SBATCH --{item.name}" for item in plan.directives} <= set(rows)
     assert rows["optim.lr"][1:3] == ("0.0001", "override optim.lr=1e-4")
@@ -303,10 +301,10 @@ def test_an_environment_may_be_of_a_python_that_only_the_nodes_have(loaded: Load
     require_environment(loaded(), tmp_path)
 
 
-def test_a_missing_image_is_refused_and_a_registrys_name_is_not(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
+def test_a_missing_image_is_refused_and_a_name_in_a_registry_is_not(loaded: Load, tmp_path: Path) -> None:
     def require(image: str) -> None:
         config = loaded(container_image=image)
-        container = make_plan(config, gpu_site, tmp_path / "run").container
+        container = make_plan(config, GPU_SITE, tmp_path / "run").container
         assert container is not None
         require_container(config, container, SiteFacts(containers=("pyxis",)), named("slurm"))
 
@@ -327,11 +325,11 @@ def test_a_missing_image_is_refused_and_a_registrys_name_is_not(loaded: Load, gp
     ],
 )
 def test_a_container_of_pyxis_is_refused_where_srun_does_not_know_it(
-    loaded: Load, gpu_site: Site, fake_command: Callable[..., Any], srun: str, containers: tuple[str, ...], fits: bool
+    loaded: Load, fake_command: Callable[..., Any], srun: str, containers: tuple[str, ...], fits: bool
 ) -> None:
     fake_command("srun", srun)
     config = loaded(container_image="ubuntu")
-    container = make_plan(config, gpu_site, Path("run")).container
+    container = make_plan(config, GPU_SITE, Path("run")).container
     assert container is not None
     with nullcontext() if fits else pytest.raises(RefusedError, match="srun has no option --container-image here"):
         require_container(config, container, SiteFacts(containers=containers), named("slurm"))

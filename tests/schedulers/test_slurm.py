@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.conftest import GPU_SITE
 from tests.runs import script as program
 from tests.shell import faults
 from trainkit.config.loading import Loaded
@@ -21,7 +22,6 @@ from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import TASK
 from trainkit.schedulers.slurm import batch_script, translated, with_job_ids
-from trainkit.site.profile import Site
 
 Find = Callable[[str], Sequence[RunDir]]
 GOLDEN = Path(__file__).with_name("golden")
@@ -43,13 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def script(loaded: Callable[..., Loaded], gpu_site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def script(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setenv("HOME", "/home/me")
 
     def make(
         cwd: str = "/home/me/my project", run: str = "/home/me/runs/ddp-0001", points: int = 1, **flags: Any
     ) -> str:
-        plan = make_plan(loaded(**{"gpus_per_node": 4, **flags}), gpu_site, Path(run), points=points)
+        plan = make_plan(loaded(**{"gpus_per_node": 4, **flags}), GPU_SITE, Path(run), points=points)
         return batch_script(plan, Path(run), Path(cwd), points, python="/home/me/venv/bin/python")
 
     return make
@@ -187,10 +187,10 @@ def test_what_cannot_come_true_is_refused(find: Find, written: str, error: type[
         translated(written, find)
 
 
-def test_the_plan_says_whose_jobs_they_are(find: Find, loaded: Callable[..., Loaded], gpu_site: Site) -> None:
-    plan = with_job_ids(make_plan(loaded(dependency="afterok:waits"), gpu_site, Path("run")), find)
+def test_the_plan_says_whose_jobs_they_are(find: Find, loaded: Callable[..., Loaded]) -> None:
+    plan = with_job_ids(make_plan(loaded(dependency="afterok:waits"), GPU_SITE, Path("run")), find)
     (item,) = [item for item in plan.directives if item.name == "dependency"]
     said = (item.value, str(item.source), item.reason)
     assert said == ("afterok:17", "flag --dependency", "the jobs of afterok:waits")
-    met = with_job_ids(make_plan(loaded(dependency="afterok:done"), gpu_site, Path("run")), find)
+    met = with_job_ids(make_plan(loaded(dependency="afterok:done"), GPU_SITE, Path("run")), find)
     assert not [item for item in met.directives if item.name == "dependency"]
