@@ -6,14 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.config.conftest import Write
-from trainkit.config.checks import (
-    StrategyTraits,
-    check_strategy,
-    holds,
-    less_traffic,
-    lost_when_resized,
-    strategy_traits,
-)
+from trainkit.config import checks
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.start import check
@@ -36,21 +29,21 @@ def own(write: Write) -> Own:
 @pytest.mark.parametrize(
     ("name", "traits"),
     [
-        ("single", StrategyTraits(ranks="one")), ("dp", StrategyTraits(ranks="one", gpus_per_rank="all")),
-        ("hivemind", StrategyTraits(loop="collaborative")), ("zero", strategy_traits("ddp")),
+        ("single", checks.StrategyTraits(ranks="one")), ("dp", checks.StrategyTraits(ranks="one", gpus_per_rank="all")),
+        ("hivemind", checks.StrategyTraits(loop="collaborative")), ("zero", checks.strategy_traits("ddp")),
     ],
 )  # fmt: skip
-def test_a_strategy_says_itself_what_others_must_know(name: str, traits: StrategyTraits) -> None:
-    assert strategy_traits(name) == traits
+def test_a_strategy_says_itself_what_others_must_know(name: str, traits: checks.StrategyTraits) -> None:
+    assert checks.strategy_traits(name) == traits
     assert not traits.sharded
-    assert strategy_traits("fsdp").sharded
+    assert checks.strategy_traits("fsdp").sharded
 
 
 def test_one_process_of_a_job_of_several_ranks_may_be_alone() -> None:
     """An arm of a bench is, and so is `train`, which starts no other; a plan of several is refused."""
     config = load("ddp_sim", ["strategy.name=single"]).config
     with pytest.raises(UserError, match=r"ranks=2 does not go with strategy\.name=single"):
-        check_strategy(config, {"ranks": 2})
+        checks.check_strategy(config, {"ranks": 2})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +59,7 @@ def test_one_process_of_a_job_of_several_ranks_may_be_alone() -> None:
 )  # fmt: skip
 def test_a_trait_that_does_not_exist_is_refused(own: Own, stated: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)) as refused:
-        strategy_traits(own(stated).partition("=")[2])
+        checks.strategy_traits(own(stated).partition("=")[2])
     assert refused.value.key == "strategy.name"
 
 
@@ -136,7 +129,7 @@ def test_a_run_is_read_where_its_own_strategy_is_not(own: Own) -> None:
     ],
 )  # fmt: skip
 def test_a_condition_holds(condition: str, settings: list[str], facts: dict[str, int], held: bool) -> None:
-    assert holds(condition, load("ddp", settings).config, facts) is held
+    assert checks.holds(condition, load("ddp", settings).config, facts) is held
 
 
 STATIC = ("strategy.static_graph=true", "train.global_batch_size=64")
@@ -145,14 +138,14 @@ STATIC = ("strategy.static_graph=true", "train.global_batch_size=64")
 @pytest.mark.parametrize("preset", ["ddp", "zero"])
 def test_a_static_graph_goes_with_one_micro_batch_an_update(preset: str) -> None:
     config = load(preset, (*STATIC, "train.micro_batch_size=16")).config
-    check_strategy(config, {"grad_accum_steps": 1})
+    checks.check_strategy(config, {"grad_accum_steps": 1})
     with pytest.raises(UserError, match=r"grad_accum_steps=2(.|\n)*train\.micro_batch_size=null"):
-        check_strategy(config, {"grad_accum_steps": 2})
+        checks.check_strategy(config, {"grad_accum_steps": 2})
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero"])
 def test_the_strategy_knows_what_spares_the_network_and_what_a_resize_costs(preset: str) -> None:
     plain, powersgd = load(preset).config, load(preset, ["strategy.comm_hook=powersgd"]).config
-    assert (less_traffic(plain), less_traffic(powersgd)) == ("strategy.comm_hook=bf16", None)
-    assert (lost_when_resized(plain), len(lost_when_resized(powersgd))) == ([], 1)
-    assert less_traffic(load("fsdp").config) is None
+    assert (checks.less_traffic(plain), checks.less_traffic(powersgd)) == ("strategy.comm_hook=bf16", None)
+    assert (checks.lost_when_resized(plain), len(checks.lost_when_resized(powersgd))) == ([], 1)
+    assert checks.less_traffic(load("fsdp").config) is None
