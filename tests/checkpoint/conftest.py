@@ -30,7 +30,7 @@ class Trouble:
         self.cut_after = None
 
 
-def _pump(source: socket.socket, target: socket.socket, trouble: Trouble, *, is_request: bool) -> None:
+def _pump(source: socket.socket, target: socket.socket, is_request: bool, trouble: Trouble) -> None:
     passed = 0
     with suppress(OSError):
         while data := source.recv(1 << 16):
@@ -54,11 +54,8 @@ def _serve(listener: socket.socket, port: int, trouble: Trouble) -> None:
                 client.close()
                 continue
             server = socket.create_connection(("127.0.0.1", port))
-            for source, target, is_request in ((client, server, True), (server, client, False)):
-                pump = threading.Thread(
-                    target=_pump, args=(source, target, trouble), kwargs={"is_request": is_request}, daemon=True
-                )
-                pump.start()
+            for way in ((client, server, True), (server, client, False)):
+                threading.Thread(target=_pump, args=(*way, trouble), daemon=True).start()
 
 
 @contextmanager

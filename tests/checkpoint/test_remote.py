@@ -19,15 +19,13 @@ from fsspec.asyn import get_loop
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoint.conftest import Trouble
-from tests.checkpoint.reading import flip, write
+from tests.checkpoint.reading import DIST, flip, write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from tests.runs import wait_until
 from trainkit.checkpoint import format, remote
 from trainkit.checkpoint.remote import Store, StoreError, Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
 from trainkit.config.loading import load, to_yaml
-from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
-from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir
 
@@ -342,10 +340,7 @@ def test_a_place_that_refuses_for_a_moment_is_asked_again_at_a_resume(
     else:
         run = sender.run
         shutil.rmtree(run.checkpoints)
-        writer = Writer(Attempt.begin(run))
-        uploads = remote.open_remote(
-            f"file://{tmp_path}/far", writer, Distributed(RankEnv.single(), torch.device("cpu"))
-        )
+        uploads = remote.open_remote(f"file://{tmp_path}/far", Writer(Attempt.begin(run)), DIST)
         assert uploads is not None
         uploads.finish(0.0, lambda: True)
     assert format.pointed(run.checkpoints, "latest") == 1

@@ -191,9 +191,7 @@ def test_safetensors_own_library_reads_what_is_written(tmp_path: Path) -> None:
     write(tmp_path, 1, {"model": tensors}, {})
     found = load_file(format.path_of(tmp_path, 1) / "model.safetensors")
     assert found.keys() == tensors.keys()
-    assert all(
-        value.dtype == tensors[name].dtype and torch.equal(value, tensors[name]) for name, value in found.items()
-    )
+    assert all(one.dtype == tensors[name].dtype and torch.equal(one, tensors[name]) for name, one in found.items())
 
 
 # A checkpoint's weights in one file, as other libraries take them.

@@ -225,10 +225,8 @@ def test_one_rectangle_of_so_many_images_is_filled(mode: Any) -> None:
 
 def test_a_random_colour_is_one_of_each_channel_noise_one_of_each_pixel() -> None:
     sides = RandomErasing(1.0, "rand").draw(KEYS_ERASING[:20], 20, 16).tolist()
-    colours, noises = (
-        RandomErasing(1.0, mode)(IMAGES_ERASING[:20].clone(), KEYS_ERASING[:20]) for mode in ("rand", "pixel")
-    )
-    for (top, bottom, left, right), colour, noise in zip(sides, colours, noises, strict=True):
+    erased = (RandomErasing(1.0, mode)(IMAGES_ERASING[:20].clone(), KEYS_ERASING[:20]) for mode in ("rand", "pixel"))
+    for (top, bottom, left, right), colour, noise in zip(sides, *erased, strict=True):
         colour, noise = (image[:, top:bottom, left:right].flatten(1) for image in (colour, noise))
         assert (colour == colour[:, :1]).all()
         assert len(set(colour[:, 0].tolist())) == 3

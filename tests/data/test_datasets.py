@@ -193,11 +193,9 @@ def test_cut_or_foreign_labels_are_refused(prepared: Path, tmp_path: Path, heade
 def test_digits_are_the_ones_that_scikit_learn_loads() -> None:
     from sklearn.datasets import load_digits
 
-    theirs, data = load_digits(), build("digits")
+    theirs, data = load_digits(return_X_y=True), build("digits")
     ours = [data_of[at] for data_of in (data.train, data.val, data.test) for at in range(len(data_of))]
-    expected = [
-        (tuple((image * 255 / 16).round()), label) for image, label in zip(theirs.data, theirs.target, strict=True)
-    ]
+    expected = [(tuple((image * 255 / 16).round()), label) for image, label in zip(*theirs, strict=True)]
     assert sorted((tuple(image.flatten().tolist()), label) for image, label in ours) == sorted(expected)
     images = torch.stack([image for image, _ in ours])
     normal = normalize(images, data.info)

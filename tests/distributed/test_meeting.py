@@ -243,9 +243,7 @@ def test_a_stranger_who_writes_over_every_key_is_noticed_and_runs_nothing(tmp_pa
 
 # Over which network they talk.
 
-TWO_NODES = replace(
-    rank_env(0, 2, 29500), num_nodes=2, local_world_size=1, local_rank=0, master_addr="head.example.org"
-)
+TWO_NODES = replace(rank_env(0, 2, 29500), num_nodes=2, local_world_size=1, local_rank=0, master_addr="head.example")
 
 
 def _chosen(env: RankEnv, head: str | None = None, *, named: str | None = None) -> Mapping[str, str | None]:

@@ -21,9 +21,7 @@ PLAIN = "trainkit/data/datasets/cifar10.py"
 # Modules that turn bytes into any object there is, and with it into any call; and functions that do the same.
 _PICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle")
 _CALLS = ("eval", "exec", "yaml.unsafe_load", "yaml.full_load")
-_OF_OBJECTS = re.compile(
-    r"(broadcast|all_gather|gather|scatter|send|recv).*_object(s|_list)?$|ForkingPickler|Unpickler"
-)
+_OF_OBJECTS = re.compile(r"(broadcast|(all_)?gather|scatter|send|recv).*_object(s|_list)?$|ForkingPickler|Unpickler")
 
 
 def unpickles(source: str) -> Iterator[str]:

@@ -40,23 +40,20 @@ def job(run: RunDir, **more: str) -> dict[str, str]:
 
 def begun(run: RunDir) -> dict[str, str]:
     """The environment of a job's ranks."""
-    nodes = "gpu[03-04]"
-    lines = batch_job.begin(job(run, SLURM_JOB_NODELIST=nodes)).splitlines()
-    words = [shlex.split(line)[1].partition("=") for line in lines]
-    return job(run, SLURM_JOB_NODELIST=nodes, **{name: value for name, _, value in words})
+    env = job(run, SLURM_JOB_NODELIST="gpu[03-04]")
+    words = (shlex.split(line)[1].partition("=") for line in batch_job.begin(env).splitlines())
+    return env | {name: value for name, _, value in words}
 
 
 def test_it_begins_an_attempt_on_the_first_node_with_a_secret_of_its_own(run: RunDir) -> None:
     first, second = begun(run), begun(run)
-    assert Attempt.named_in(first) == Attempt(run, 0)
-    assert Attempt.named_in(second) == Attempt(run, 1)
+    assert [Attempt.named_in(env) for env in (first, second)] == [Attempt(run, 0), Attempt(run, 1)]
     assert first["MASTER_ADDR"] == "gpu03"
     assert first["MASTER_PORT"].isdigit()
     assert len(first["TRAINKIT_SECRET"]) >= 16
     assert first["TRAINKIT_SECRET"] != second["TRAINKIT_SECRET"]
-    assert first["TRAINKIT_SECRET"] not in "".join(
-        path.read_text() for path in run.path.rglob("*") if path.is_file()
-    ), "no secret is ever written into a run folder"
+    written = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
+    assert first["TRAINKIT_SECRET"] not in written, "no secret is ever written into a run folder"
 
 
 def attempt_in(env: dict[str, str]) -> Attempt:
@@ -65,11 +62,9 @@ def attempt_in(env: dict[str, str]) -> Attempt:
     return attempt
 
 
-def handed_back(
-    run: RunDir, how: batch_job.How = "requeue", more: Mapping[str, str] | None = None, step: int = 5
-) -> int:
+def handed_back(run: RunDir, how: batch_job.How = "requeue", more: Mapping[str, str] = {}, step: int = 5) -> int:
     """An attempt whose ranks saved because they were told to, ended; the exit code of its job."""
-    env = begun(run) | dict(more or {})
+    env = begun(run) | dict(more)
     attempt_in(env).saved(step)
     attempt_in(env).handed_back(node_rank=0, step=step, signals=["SIGUSR2"])
     return batch_job.end(0, env, how=how)
@@ -361,9 +356,7 @@ def test_a_chained_template_has_its_arguments_and_what_it_was_granted(
     granted = f"thesis|gpu|(null)|1-00:00:00|2|(null)|{template}{shown}"
     fake_command("squeue", f"case \"$*\" in *%o*) echo '{granted}';; *) echo 'RUNNING|n9|';; esac")
     fake_command("scontrol", "echo 'Requeue is disabled' >&2; exit 1")
-    calls = fake_command(
-        "sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "${{SLURM_JOB_ID:-}}" ] && echo 11'
-    )
+    calls = fake_command("sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "$SLURM_JOB_ID" ] && echo 11')
     job_says = {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000"}
     assert handed_back(run, more=job_says | ({} if told is None else {slurm.ARGUMENTS: told})) == 1
     granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"

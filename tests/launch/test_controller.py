@@ -128,14 +128,10 @@ def supervised(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> Supervised:
     monkeypatch.setattr(module, "OWN_WATCHDOG_SECONDS", 0.0)
 
     def call(*programs: str, requests: Requests | None = None, **limits: float) -> Ending:
-        ranks = [
-            Rank(
-                [sys.executable, "-c", PRELUDE + program],
-                {**os.environ, **attempt.environment(), "RANK": str(rank)},
-                attempt.logs / f"rank-{rank}",
-            )
-            for rank, program in enumerate(programs)
-        ]
+        ranks, env = [], {**os.environ, **attempt.environment()}
+        for rank, program in enumerate(programs):
+            command = [sys.executable, "-c", PRELUDE + program]
+            ranks.append(Rank(command, {**env, "RANK": str(rank)}, attempt.logs / f"rank-{rank}"))
         return supervise(attempt, ranks, replace(LIMITS, **limits), requests or Requests())
 
     return call

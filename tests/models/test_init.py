@@ -13,13 +13,11 @@ from trainkit.errors import UserError
 from trainkit.models import build_model, check_model, check_shapes, freeze, resolve, timm_model, torchvision_model
 
 OWN = """
-import torch
+from torch import nn
 
 def build(info, *, hidden: int = 4):
     pixels = info.in_chans * info.image_size ** 2
-    return torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(pixels, hidden), torch.nn.Linear(hidden, info.num_classes)
-    )
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, hidden), nn.Linear(hidden, info.num_classes))
 
 def nothing(info):
     return None

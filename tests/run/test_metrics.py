@@ -173,9 +173,7 @@ def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
     found = metrics.progress_of(run, pace_since=1999.0)
     assert [found.seconds_per_step, found.seconds_to(130), found.seconds_to(20)] == [3.0, 300.0, 0.0]
     assert found.seconds_to(None) is None
-    assert [metrics.progress_of(run, pace_since=since).seconds_per_step for since in (2030.0, 9999.0, None)] == [
-        None
-    ] * 3
+    assert [metrics.progress_of(run, pace_since=at).seconds_per_step for at in (2030.0, 9999.0, None)] == [None] * 3
 
 
 def attempts(*times: tuple[float, float | None, str]) -> list[dict[str, Any]]:

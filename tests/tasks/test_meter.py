@@ -207,6 +207,5 @@ def test_a_run_leaves_counts_and_mistakes_of_its_best_as_evaluate_does(tmp_path:
     run.mistakes("val").unlink()
     evaluate_checkpoint(load(str(run.config)).config, run, "best", "val")
     again = json.loads(run.mistakes("val").read_text())
-    assert [(item["label"], item["png"]) for item in again["images"]] == [
-        (item["label"], item["png"]) for item in found["images"]
-    ]
+    first, second = ([(item["label"], item["png"]) for item in each["images"]] for each in (found, again))
+    assert first == second

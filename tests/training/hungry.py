@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.training import poisoned
+from tests.training.poisoned import Grey, same
 from trainkit.data.base import DataInfo, Splits
 
 BATCH = 16
@@ -21,9 +22,7 @@ SETTINGS = (
 
 def data(root: Path) -> Splits:
     info = DataInfo("grey", 2, 1, 4, ("dark", "light"), (0.4,), (0.2,))
-    return Splits(
-        info, poisoned.Grey(3 * BATCH), poisoned.Grey(2), poisoned.Grey(2), poisoned.same, poisoned.same, in_memory=True
-    )
+    return Splits(info, Grey(3 * BATCH), Grey(2), Grey(2), same, same, in_memory=True)
 
 
 class Hungry(nn.Module):

@@ -97,10 +97,8 @@ SHARPNESS = 9
 
 
 def batches_of(parts: TrainState, steps: int) -> Any:
-    sizes: Any = {"global_batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1}
-    return train_batches(
-        parts.splits, seed=0, start_step=0, stop_step=steps, workers=0, device=parts.dist.device, **sizes
-    )
+    how: Any = {"global_batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1, "workers": 0}
+    return train_batches(parts.splits, seed=0, start_step=0, stop_step=steps, device=parts.dist.device, **how)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -96,9 +96,7 @@ def test_layers_nearer_to_the_image_learn_slower(config: OptimConfig) -> None:
         build_optimizer(nn.Linear(2, 2), config)
 
 
-ACCEPTED = sorted(
-    name for name, listed in library_optimizers().items() if not any(objection(listed, {}, sharded=False))
-)
+ACCEPTED = sorted(name for name, entry in library_optimizers().items() if not any(objection(entry, {}, sharded=False)))
 
 
 def network() -> nn.Module:
@@ -220,11 +218,8 @@ TOTAL, PER_EPOCH = 100, 10
 
 
 def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: Any) -> list[float]:
-    config = ScheduleConfig.model_validate(schedule)
-    optim = OptimConfig(lr=lr)
-    return [
-        lr_at(step, optim=optim, schedule=config, steps_per_epoch=PER_EPOCH, total_steps=total) for step in range(total)
-    ]
+    given: Any = {"optim": OptimConfig(lr=lr), "schedule": ScheduleConfig.model_validate(schedule)}
+    return [lr_at(step, **given, steps_per_epoch=PER_EPOCH, total_steps=total) for step in range(total)]
 
 
 TENTHS = [0.1 * (step + 1) for step in range(10)]

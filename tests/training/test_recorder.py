@@ -188,9 +188,7 @@ def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: R
     (event,) = read_events(gone_bad.writer.run, "rolled_back")
     assert (event["step"], event["from_step"], event["position"]) == (3, 7, 9)
     saved = format.verified(gone_bad.writer.run.checkpoints, 3).state
-    assert replace(Progress.of(saved), seconds={}) == there, (
-        "a run that is resumed from here does not meet the bad data again"
-    )
+    assert replace(Progress.of(saved), seconds={}) == there, "a run that is resumed does not meet the bad data again"
     assert gone_bad.roll_back(12) is True
     assert gone_bad.roll_back(15) is False, "three times at most"
     assert (gone_bad.progress.position, gone_bad.progress.rollbacks) == (12, 3)
@@ -215,11 +213,6 @@ def images(tmp_path: Path) -> Path:
     return root
 
 
-def weights(folder: Path) -> bytes:
-    step = format.resolve(folder / "checkpoints", "latest")
-    return (format.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
-
-
 def test_broken_images_are_skipped_alike_by_all_ranks_and_named_once(tmp_path: Path, images: Path) -> None:
     settings = (*MODEL, f"data.root={images}", "data.max_broken=4")
     whole, broken = tmp_path / "whole", tmp_path / "run"
@@ -234,7 +227,7 @@ def test_broken_images_are_skipped_alike_by_all_ranks_and_named_once(tmp_path: P
     for name, next_whole in (("cat/2", "cat/4"), ("cat/3", "cat/4"), ("dog/0", "dog/1")):
         (images / f"train/{name}.png").write_bytes((images / f"train/{next_whole}.png").read_bytes())
     assert run_ranks(2, train_run, whole, "ddp", settings) == ["finished"] * 2
-    assert weights(broken) == weights(whole)
+    assert final_weights(broken) == final_weights(whole)
 
 
 def refused(env: RankEnv, folder: Path, settings: tuple[str, ...]) -> str:
@@ -327,9 +320,7 @@ def test_a_run_cut_off_after_its_last_validation_trains_no_further(
     settings = ("train.epochs=3", "schedule.name=constant", f"train.early_stopping_patience={patience or 'null'}")
     keeper = keeper_of(parts_of(*settings), tmp_path / "run", Progress(step=step, stalled=stalled))
     assert (keeper.is_over(), keeper.tell_early_stop()) == (is_over, why)
-    told = [
-        (event["step"], event["total_steps"], event["why"]) for event in read_events(keeper.writer.run, "stopped_early")
-    ]
+    told = [(e["step"], e["total_steps"], e["why"]) for e in read_events(keeper.writer.run, "stopped_early")]
     assert told == [(step, 9, why)] * bool(why)
 
 
