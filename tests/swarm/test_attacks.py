@@ -79,7 +79,9 @@ def test_plain_hivemind_without_an_invitation_gets_nothing(commands: Commands) -
     gives = {"store": "stored", "state": "gave its state", "group": "NOT_LOOKING_FOR_GROUP"}
     assert gives.items() <= of_stock["got"].items()
     assert found["node"].startswith("refused")
-    assert (of_run["got"].pop("group"), of_run["got"].pop("part")) == ("PROTOCOL_VIOLATION", "PROTOCOL_VIOLATION")
+    assert of_run["got"].pop("group") == "PROTOCOL_VIOLATION"
+    # Who is still sending while it is refused may see no answer but a closed connection.
+    assert of_run["got"].pop("part") in ("PROTOCOL_VIOLATION", "nothing (BrokenPipeError)")
     assert all(what.startswith("nothing") for what in of_run["got"].values()), of_run["got"]
     # Calls in which nobody says anything stay open for ever, and a message may have any length: there, not here.
     assert (of_stock["held"], of_stock["poured"]) == (60, 64)
