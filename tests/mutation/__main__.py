@@ -15,7 +15,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # before torch
 from tests.mutation.modules import MODULES, tests_of
 from tests.mutation.mutants import Mutant, is_equivalent, mutants_of
 from tests.mutation.reached import tests_that_reach
-from tests.mutation.typed import types_of
+from tests.mutation.typed import Types
 from tests.mutation.warm import Trial, make_copy, warm_up
 
 
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation-")))
         copies = [make_copy(scratch / str(number)) for number in range(asked.jobs)]
-        types = stack.enter_context(types_of(make_copy(scratch / "types")))
+        types = Types(make_copy(scratch / "types"))
+        stack.callback(types.stop)
         for module in chosen:
             began = time.monotonic()
             every = mutants_of(module)

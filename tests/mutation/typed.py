@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
 class Types:
-    """mypy's daemon in one copy of the project. Made by `types_of`."""
+    """mypy's daemon in one copy of the project; it ends with ``stop``."""
 
     def __init__(self, copy: Path) -> None:
         self._copy = copy
@@ -19,21 +17,14 @@ class Types:
         original = file.read_bytes()
         file.write_text(source, encoding="utf-8")
         try:
-            return self.run("run", "--", module) == 1
+            return self._run("run", "--", module) == 1
         finally:
             file.write_bytes(original)
 
-    def run(self, *arguments: str) -> int:
+    def stop(self) -> None:
+        self._run("stop")
+
+    def _run(self, *arguments: str) -> int:
         """The exit code of the daemon's command; of ``run`` 1 where there are errors of types."""
         command = [sys.executable, "-m", "mypy.dmypy", *arguments]
         return subprocess.run(command, cwd=self._copy, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
-
-
-@contextmanager
-def types_of(copy: Path) -> Iterator[Types]:
-    """While the body runs, a daemon checks modules of ``copy``."""
-    types = Types(copy)
-    try:
-        yield types
-    finally:
-        types.run("stop")
