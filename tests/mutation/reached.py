@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
@@ -14,16 +15,22 @@ NOTES = "reached.json"
 
 
 class Reached:
-    """A plugin of pytest that notes for each test which lines of a module it runs in this process."""
+    """A plugin of pytest that notes for each test which lines of a module it runs.
+
+    What ranks run in a fork is not seen: a test that forks may reach any line.
+    """
 
     def __init__(self, copy: Path, module: str) -> None:
         self._notes, self._file = copy / NOTES, str(copy / module)
         self._seconds: dict[str, float] = {}
+        self._forking, self._test = set[str](), ""
+        os.register_at_fork(after_in_parent=lambda: self._forking.add(self._test))
         self._coverage = coverage.Coverage(data_file=None, include=[self._file], config_file=False)
         self._coverage.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._test = item.nodeid
         self._coverage.switch_context(item.nodeid)
         began = time.monotonic()
         result = yield
@@ -36,7 +43,8 @@ class Reached:
         tests = defaultdict[int, list[str]](list)
         for line, names in self._coverage.get_data().contexts_by_lineno(self._file).items():
             tests[line] += filter(None, names)
-        self._notes.write_text(json.dumps({"seconds": self._seconds, "tests": tests}), encoding="utf-8")
+        notes = {"seconds": self._seconds, "tests": tests, "forking": sorted(self._forking & self._seconds.keys())}
+        self._notes.write_text(json.dumps(notes), encoding="utf-8")
 
 
 def tests_that_reach(module: str, copy: Path) -> Callable[[int], tuple[str, ...]]:
@@ -48,6 +56,7 @@ def tests_that_reach(module: str, copy: Path) -> Callable[[int], tuple[str, ...]
     def tests(line: int) -> tuple[str, ...]:
         statement = min((span for span in spans if line in span), key=len, default=range(0))
         reaching = {name for number in statement for name in notes["tests"].get(str(number), ())}
-        return tuple(sorted(reaching or notes["seconds"], key=notes["seconds"].__getitem__))
+        chosen = reaching.union(notes["forking"]) if reaching else notes["seconds"]
+        return tuple(sorted(chosen, key=notes["seconds"].__getitem__))
 
     return tests
