@@ -15,7 +15,7 @@ from torch import nn
 from tests.checkpoint import reading
 from tests.checkpoint.reading import DIST, flip
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import LONGEST, checksum
+from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, FileFacts, Record, checksum, file_name, parse
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.errors import UserError
 
@@ -295,3 +295,55 @@ def test_a_number_that_is_not_finite_comes_back_as_none(tmp_path: Path) -> None:
     reading.write(tmp_path, 1, {}, {"val": {"loss": float("nan"), "acc1": [1.5, float("inf")]}})
     assert format.verified(tmp_path, 1).state == {"val": {"loss": None, "acc1": [1.5, None]}}
     json.loads((tmp_path / "step-00000001/state.json").read_text(), parse_constant=pytest.fail)
+
+
+FILES = {file_name("model", 0, 1): FileFacts(0, "0" * 64), file_name("optim", 1, 2): FileFacts(7, "9" * 64)}
+
+
+def state_json(**changes: Any) -> bytes:
+    body = {"format": 2, "step": 3, "state": {}, "files": {name: vars(facts) for name, facts in FILES.items()}}
+    return json.dumps({**body, **changes, "sha256": checksum({**body, **changes})}).encode()
+
+
+def test_records_of_before_are_read_and_the_like_is_written() -> None:
+    """What is hashed must stay as it was, and so must the names of files."""
+    text = """{"files": {"optim-00002-of-00002.safetensors": {"sha256": "NINES", "bytes": 7},
+    "model.safetensors": {"bytes": 0, "sha256": "ZEROS"}}, "step": 3, "format": 2, "state": {"a": 1},
+    "sha256": "2bf093f7070da01a1ca7922d4898be49583ee4a1878082d4cd47004575d4a035"}"""
+    text = text.replace("NINES", "9" * 64).replace("ZEROS", "0" * 64)
+    assert parse(text.encode(), 3) == Record(3, {"a": 1}, FILES)
+    assert json.loads(Record(3, {"a": 1}, FILES).to_json()) == json.loads(text)
+    one = Record(3, {}, {"model.safetensors": FileFacts(1, "0" * 64)})
+    assert json.loads(one.to_json())["format"] == 1
+    assert parse(one.to_json().encode(), 3) == one
+
+
+def lists(depth: int) -> Any:
+    return [lists(depth - 1)] if depth else {}
+
+
+@pytest.mark.parametrize("value", [2**63 - 1, -(10**17), 1e300, {"a": [2**62]}, lists(13)])
+def test_a_state_of_any_plain_values_is_read(value: Any) -> None:
+    assert parse(state_json(state={"value": value}), 3).state == {"value": value}
+
+
+@pytest.mark.parametrize("value", [2**63, float("-inf"), {"a": [2**63]}, lists(14)])
+def test_numbers_and_lists_without_end_are_not(value: Any) -> None:
+    text = state_json(state={"value": value}).replace(b"Infinity", b"1e999")
+    with pytest.raises(BrokenCheckpointError, match="numbers without end"):
+        parse(text, 3)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"bytes": -1, "sha256": "0" * 64}, {"bytes": 1, "sha256": "0" * 63}, {"bytes": 1, "sha256": 0}, [], {}]
+)
+def test_a_file_that_is_not_described_is_an_error(facts: object) -> None:
+    with pytest.raises(BrokenCheckpointError, match=r"does not say what model\.safetensors must be"):
+        parse(state_json(files={"model.safetensors": facts}), 3)
+
+
+def test_no_save_follows_a_link_out_of_its_folder(two: Path) -> None:
+    two.rename(two.parent / "away")
+    two.symlink_to(two.parent / "away")
+    with pytest.raises(UserError, match="is a link to"):
+        format.begin(two, NEW)

@@ -77,20 +77,19 @@ def _percent(part: int, whole: int) -> float:
 
 def _survivors(module: str, mutants: list[Mutant], copies: list[Path]) -> Iterator[Mutant]:
     """The mutants that no test noticed, as they are found."""
-    began = time.monotonic()
     code = _wait(Trial.start(copies[0], module, None, tests_of(module), seconds=900.0))
     if code != 0:
         print((copies[0] / "output.txt").read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         print(f"The tests of {module} fail without any mutation.", file=sys.stderr)
         raise SystemExit(1)
-    limit = 10.0 + 5.0 * (time.monotonic() - began)
     tests = tests_that_reach(module, copies[0])
     waiting, running = list(reversed(mutants)), list[tuple[Trial, Mutant]]()
     free = list(copies)
     while waiting or running:
         while waiting and free:
             mutant = waiting.pop()
-            running.append((Trial.start(free.pop(), module, mutant.source, tests(mutant.line), limit), mutant))
+            names, seconds = tests(mutant.line)
+            running.append((Trial.start(free.pop(), module, mutant.source, names, 10.0 + 5.0 * seconds), mutant))
         time.sleep(0.02)
         for trial, mutant in list(running):
             ended = trial.ended()

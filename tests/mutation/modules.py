@@ -17,7 +17,7 @@ MODULES = {
     "trainkit/run/events.py": "run jobs/test_status.py jobs/test_logs.py launch/test_batch_job.py"
     " schedulers/test_slurm_submission.py monitor/test_follow.py",
 }
-SLOW = "learns or killed or walks or damaged_image or kill_at_any_moment"
+SLOW = "learns_it or killed_worker or was_killed_leaves or killed_job or is_killed or walks or damaged_image"
 """Tests that are left out, as pytest's -k takes them."""
 
 

@@ -47,16 +47,19 @@ class Reached:
         self._notes.write_text(json.dumps(notes), encoding="utf-8")
 
 
-def tests_that_reach(module: str, copy: Path) -> Callable[[int], tuple[str, ...]]:
-    """Of a line: the tests that run the statement it belongs to; all of them where none does, or it runs at import."""
+def tests_that_reach(module: str, copy: Path) -> Callable[[int], tuple[tuple[str, ...], float]]:
+    """Of a line: the tests that run the statement it belongs to, and the seconds that they took.
+
+    All tests where none reaches it, or it runs at import.
+    """
     notes = json.loads((copy / NOTES).read_text(encoding="utf-8"))
     tree = ast.parse((copy / module).read_text(encoding="utf-8"))
     spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
 
-    def tests(line: int) -> tuple[str, ...]:
+    def tests(line: int) -> tuple[tuple[str, ...], float]:
         statement = min((span for span in spans if line in span), key=len, default=range(0))
         reaching = {name for number in statement for name in notes["tests"].get(str(number), ())}
         chosen = reaching.union(notes["forking"]) if reaching else notes["seconds"]
-        return tuple(sorted(chosen, key=notes["seconds"].__getitem__))
+        return tuple(sorted(chosen, key=notes["seconds"].__getitem__)), sum(notes["seconds"][name] for name in chosen)
 
     return tests

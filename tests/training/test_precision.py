@@ -223,6 +223,31 @@ def test_everything_is_fp16_but_batchnorm_and_what_learns() -> None:
     assert all(torch.equal(master_of(parameter), plain[name]) for name, parameter in model.named_parameters())
     model(torch.rand(2, 3, 4, 4))
     assert set(model.formats) == {torch.float16}  # type: ignore[arg-type]
+    assert to_half(nn.Embedding(3, 2), ALONE)(torch.tensor([2])).dtype == torch.float16, "numbers of words stay"
+
+
+def _masters(env: RankEnv) -> list[float]:
+    torch.manual_seed(env.rank)
+    with distributed(env, use_gpu=False) as dist:
+        return [round(master_of(item).sum().item(), 6) for item in to_half(nn.Linear(2, 2), dist).parameters()]
+
+
+def test_all_ranks_have_the_fp32_weights_of_the_first() -> None:
+    first, second = run_ranks(2, _masters)
+    assert first == second
+
+
+def test_momentum_begins_with_zeros_but_for_what_another_rank_updates() -> None:
+    """The same update as without; on a GPU, one that comes to nothing leaves it so."""
+    here, elsewhere, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    here.grad, elsewhere.grad = torch.ones(2), torch.ones(2)
+    optimizer = torch.optim.SGD([here, elsewhere, frozen], lr=0.1, momentum=0.9)
+    optimizer.elsewhere = {id(elsewhere)}  # type: ignore[attr-defined]  # as strategy.zero says
+    precision_module._begin_momentum(optimizer)
+    assert {id(parameter) for parameter in optimizer.state} == {id(here)}
+    assert optimizer.state[here]["momentum_buffer"].tolist() == [0, 0]
+    optimizer.step()
+    assert here.tolist() == pytest.approx([0.9, 0.9])
 
 
 @pytest.mark.parametrize(
