@@ -20,7 +20,9 @@ from trainkit.data.base import Batch, global_batch, normalize
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.update import Updater
+from trainkit.training import update
+from trainkit.training.precision import Stepped
+from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
 PLAIN = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0")
 IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -248,3 +250,32 @@ def test_schedule_and_step_stand_still_where_fp16_skips_and_the_data_go_on(tmp_p
     assert [step for step, _ in rates[0]] == list(range(1, 16))
     assert records[0][3]["loss"] != records[1][3]["loss"], "the skipped batch is not seen twice"
     assert summary(skipping)["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_three_in_a_row_diverge_whenever_the_device_is_asked(
+    asks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(update, "is_free_to_ask", lambda device: asks)
+    told: list[dict[str, Any]] = []
+    watch = NonFinite(parts_of(), lambda kind, **facts: told.append(facts), seed=0)
+
+    def add(step: int, loss: float, norm: float, *, look: bool = False) -> None:
+        bad = torch.tensor(float(norm == float("inf")))
+        watch.add(step + 100, step, Update(torch.tensor(loss), Stepped(torch.tensor(norm), bad, None)))
+        if look:
+            watch.look()
+
+    for step, norm in enumerate([float("inf")] * 2 + [1.0] + [float("inf")] * 2 + [1.0] * 94):
+        add(step, 2.5, norm)
+    assert [event["step"] for event in told] == ([0, 1, 3, 4] if asks else []), "99 updates wait to be asked about"
+    add(99, 2.5, 1.0)
+    assert [(event["step"], event["loss"], event["grad_norm"]) for event in told] == [
+        (step, 2.5, "inf") for step in (0, 1, 3, 4)
+    ]
+    assert capsys.readouterr().out.count("not finite") == 4
+    for step in (100, 101):
+        add(step, float("nan"), float("inf"))
+    with pytest.raises(DivergedError, match="last one is nan, the gradients' norm inf") as error:
+        add(102, float("nan"), float("inf"), look=True)
+    assert error.value.position == 202
