@@ -26,7 +26,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import TrainState
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.recorder import Progress, Recorder, too_many
 from trainkit.training.update import Updater
 
 
@@ -91,6 +91,7 @@ def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | N
     progress, model = Progress(step=3), Linear()
     keeper = keeper_of(parts_of(model=model), tmp_path / "run", progress)
     before = keeper.test({})
+    keeper.writer.run.confusion.unlink()
     keeper.save()
     model.layer.weight.data.neg_()
     progress.step, progress.best_step = 6, best_step
@@ -98,6 +99,10 @@ def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | N
     assert (now == before) == is_of_the_saved
     assert records(keeper)[-1] == {"epoch": 2.0, "split": "test", **now}
     assert now["samples"] == 6
+    counted = json.loads(keeper.writer.run.confusion.read_text())
+    assert (counted["step"], counted["split"]) == (3 if is_of_the_saved else 6, "test")
+    right = sum(count for label, told, count in counted["raw"] if label == told)
+    assert 100 * right / 6 == pytest.approx(now["acc1"])
 
 
 def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path: Path) -> None:
@@ -168,6 +173,7 @@ def gone_bad(tmp_path: Path) -> Recorder:
     progress = Progress(step=3, position=3, images=24, best=0.5, best_step=3, rollbacks=1)
     keeper = keeper_of(parts_of("train.ema_decay=0.9"), tmp_path / "run", progress)
     make_an_update(keeper)
+    make_an_update(keeper)  # or the average would be the weights
     keeper.save()
     make_an_update(keeper)
     keeper.state.precision.skipped_steps = 5
@@ -179,7 +185,7 @@ def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: R
     bad = what_learns(gone_bad)
     assert gone_bad.roll_back(9) is True
     good = what_learns(gone_bad)
-    there = Progress(step=3, position=9, images=24, best=0.5, best_step=3, rollbacks=2, ema_updates=1)
+    there = Progress(step=3, position=9, images=24, best=0.5, best_step=3, rollbacks=2, ema_updates=2)
     assert replace(gone_bad.progress, seconds={}) == there
     assert not any(torch.equal(*pair) for pair in zip(good, bad, strict=True))
     make_an_update(gone_bad)
@@ -228,6 +234,22 @@ def test_broken_images_are_skipped_alike_by_all_ranks_and_named_once(tmp_path: P
         (images / f"train/{name}.png").write_bytes((images / f"train/{next_whole}.png").read_bytes())
     assert run_ranks(2, train_run, whole, "ddp", settings) == ["finished"] * 2
     assert final_weights(broken) == final_weights(whole)
+
+
+def test_an_image_is_named_once_in_a_runs_life_and_too_many_are_told(tmp_path: Path) -> None:
+    """An attempt that ends before its first checkpoint has named some, and the next one meets them anew."""
+    progress = Progress()
+    keeper = keeper_of(parts_of(), tmp_path / "run", progress)
+    keeper.remark("broken_image", file="0.png", why="cut short")
+    keeper.state.broken.met, keeper.state.broken.most = {"1.png": "no image", "0.png": "cut short"}, 2
+    keeper.tell_broken()
+    found = [(event["file"], event["why"]) for event in read_events(keeper.writer.run, "broken_image")]
+    assert (found, progress.broken) == ([("0.png", "cut short"), ("1.png", "no image")], ["0.png", "1.png"])
+    keeper.state.broken.met = {f"{number}.png": "" for number in range(2, 7)}
+    with pytest.raises(UserError, match=r"7 images are broken[^$]*0\.png, 1\.png, 2\.png, 3\.png, 4\.png and 2 more\."):
+        keeper.tell_broken()
+    with pytest.raises(UserError, match=r"^1 image is broken[\s\S]*decoded: a\.png\.\n"):
+        raise too_many(["a.png"], 0)
 
 
 def refused(env: RankEnv, folder: Path, settings: tuple[str, ...]) -> str:
