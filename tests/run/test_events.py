@@ -6,6 +6,7 @@ Holders elsewhere are made by changing where a process says that it runs.
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.runs import wait_until
 from trainkit.errors import RunFailedError, UserError
 from trainkit.run import events
 from trainkit.run.events import Attempt, Holder, ProcessId
@@ -116,6 +118,18 @@ def test_a_training_that_came_to_its_end_has_finished_whatever_follows(run: RunD
     Attempt(run, 0).ended("COMPLETED", step=380)
     Attempt(run, 0).ended("FAILED", exit_codes=[1])
     assert events.history_of(run).finished
+
+
+@pytest.mark.parametrize(("codes", "refused"), [([1, 2], 2), ([3, 1], 3), ([1, 143], 0), ([], 0)])
+def test_what_a_rank_refused_is_told_by_its_exit_code(run: RunDir, codes: list[int], refused: int) -> None:
+    """Of the last attempt that has ended; failures of earlier ones, told late, are passed over."""
+    events.submitted(run, "slurm", "1")
+    Attempt.begin(run).ended("FAILED", exit_codes=[2])
+    Attempt.begin(run).ended("FAILED", exit_codes=codes)
+    Attempt(run, 1).started(world_size=1)
+    events.append_event(run, "failed", attempt=0, rank=0, error="late")
+    found = events.history_of(run)
+    assert (found.refused_with, found.failures) == (refused, [])
 
 
 def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
@@ -425,3 +439,24 @@ def test_a_word_of_a_process_that_is_not_here_names_none(word: str) -> None:
     assert ProcessId.seen_from_here(word.format(pid=os.getpid())) is None
     me = ProcessId.of(os.getpid())
     assert ProcessId.seen_from_here(me.word()) == me
+
+
+def test_a_process_is_signalled_unless_it_is_another_one_of_its_number() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = ProcessId.of(child.pid)
+        assert ProcessId.from_fields(process.fields()) == process
+        old = {key: value for key, value in process.fields().items() if key != "process_space"}
+        assert ProcessId.from_fields(old) == replace(process, space="")
+        assert replace(process, space="").is_here()
+        for other in ({"host": "far"}, {"started": "1"}, {"started": ""}, {"space": "elsewhere"}):
+            replace(process, **other).signal(signal.SIGKILL)  # type: ignore[arg-type]
+        assert not events.is_stopped(child.pid)
+        process.signal(signal.SIGSTOP)
+        wait_until(lambda: events.is_stopped(child.pid))
+        assert process.is_alive()
+        process.signal(signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not process.is_alive(), "a zombie does not run"
+    assert child.returncode == -signal.SIGKILL
+    assert not events.is_stopped(child.pid)
+    process.signal(signal.SIGKILL)
