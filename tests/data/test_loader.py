@@ -1,5 +1,6 @@
 """Batches of files and of data in memory."""
 
+import gc
 import os
 import signal
 import time
@@ -167,6 +168,33 @@ def test_a_worker_that_hangs_is_killed(before: set[int], monkeypatch: pytest.Mon
     (worker,) = started_by(found, before)
     found.close()
     assert not worker.is_running()
+
+
+class Garbage:
+    """What the garbage collector alone frees; it notes in which process."""
+
+    def __init__(self, freed_in: list[int]) -> None:
+        self.freed_in, self.circle = freed_in, self
+
+    def __del__(self) -> None:
+        self.freed_in.append(os.getpid())
+
+
+def test_a_worker_frees_nothing_that_is_garbage_of_its_parent() -> None:
+    """A process group that is freed there waits for ever, for a thread that a fork has not."""
+    freed_in: list[int] = []
+
+    class Collecting(Numbers):
+        def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+            gc.collect()
+            return torch.tensor([[[len(freed_in)]]]), 0
+
+    Garbage(freed_in)
+    with loader.eval_batches(Collecting(4), same, batch_size=4, rank=0, world_size=1, workers=1) as found:
+        (batch,) = found
+    assert not batch.images.any()
+    gc.collect()
+    assert freed_in == [os.getpid()]
 
 
 def _start_and_die(told: Any) -> None:

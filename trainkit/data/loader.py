@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import platform
 import signal
 import threading
@@ -81,7 +82,7 @@ class Batches(Generic[BatchT]):
     """
 
     def __init__(self, loader: Any, device: torch.device | None = None, broken: BrokenImages | None = None) -> None:
-        with warnings.catch_warnings(), _stop_signals_held():
+        with warnings.catch_warnings(), _stop_signals_held(), _garbage_kept():
             # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
@@ -147,6 +148,17 @@ def init_worker(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Start processes that never free what is garbage here: a process group of gloo's that is freed in a fork waits for
+    ever, for a thread that only its own process has."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
