@@ -82,7 +82,7 @@ class Batches(Generic[BatchT]):
     """
 
     def __init__(self, loader: Any, device: torch.device | None = None, broken: BrokenImages | None = None) -> None:
-        with warnings.catch_warnings(), _stop_signals_held(), _garbage_kept():
+        with warnings.catch_warnings(), _stop_signals_held(), _garbage_held():
             # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
@@ -147,18 +147,23 @@ def init_worker(worker: int) -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    gc.freeze()
+    gc.enable()
     faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Start processes that never free what is garbage here: a process group of gloo's that is freed in a fork waits for
-    ever, for a thread that only its own process has."""
-    gc.freeze()
+def _garbage_held() -> Iterator[None]:
+    """Start processes that free no garbage of this one: a process group of gloo's that is freed in a fork waits for
+    ever, for a thread that only its own process has. `init_worker` turns collecting on again, for what is made there.
+    """
+    was_on = gc.isenabled()
+    gc.disable()  # no gc.freeze(): to undo it would undo `trainkit.process.without_garbage_collection`, too
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
