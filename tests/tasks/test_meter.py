@@ -171,7 +171,8 @@ def test_the_surest_of_many_batches_are_kept_and_no_more() -> None:
         mistakes.add(torch.zeros(20, 1, 8, 8, dtype=torch.uint8), logits, torch.zeros(20).long(), torch.ones(20) > 0)
     largest = (3 + sureness.flatten().sort(descending=True).values[:MOST]).exp()
     found = [item["confidence"] for item in mistakes.read()]
-    assert found == [round(sure, 4) for sure in (largest / (largest + 5)).tolist()]
+    assert found == pytest.approx((largest / (largest + 5)).tolist(), abs=1e-4)
+    assert found == [round(sure, 4) for sure in found]
 
 
 def test_padding_right_answers_and_what_is_not_finite_are_no_mistakes() -> None:
