@@ -152,10 +152,11 @@ class CommonState(ABC):
         return pad(self.theta, (0, rows * PROBE_SIZE - self.theta.numel())).view(PROBE_SIZE, rows) @ signs
 
     @contextmanager
-    def in_model(self) -> Iterator[None]:
-        """The model as the peers have it in common, to validate or save it; afterwards it is this peer's again."""
+    def in_model(self, theta: Tensor | None = None) -> Iterator[None]:
+        """The model as the peers have it in common, to validate or save it, or with ``theta`` in place of that;
+        afterwards it is this peer's again."""
         own = [tensor.detach().clone() for tensor in self._tensors()]
-        self.into_model()
+        self.into_model(theta)
         try:
             yield
         finally:
@@ -170,9 +171,9 @@ class CommonState(ABC):
             return self.round, self.theta.clone(), self.momentum.clone()
 
     @torch.no_grad()
-    def into_model(self) -> None:
-        """Copy the common weights into the model."""
-        for tensor, part in unflattened(self.theta, self._tensors()):
+    def into_model(self, theta: Tensor | None = None) -> None:
+        """Copy the common weights into the model, or ``theta``."""
+        for tensor, part in unflattened(self.theta if theta is None else theta, self._tensors()):
             tensor.copy_(part)
         self.version += 1
 
@@ -238,21 +239,28 @@ class OuterState(CommonState):
         weights = tuple(held * share for held, share in zip(self._samples, shares, strict=True))
         return Given(vector, weights, moved, sound=True)
 
+    def stepped(self, average: Average) -> tuple[Tensor, Tensor]:
+        """Weights and momentum as the outer update makes them, which changes nothing here."""
+        size, theta, momentum = self.num_parameters, self.theta.clone(), self.momentum.clone()
+        for part, is_there in zip(cuts(theta.numel()), average.arrived, strict=True):
+            if is_there:
+                weights, buffers = halves(part, size)
+                gradient, moving = average.vector[weights], momentum[weights]
+                moving.mul_(self.mu).add_(gradient)
+                theta[weights] -= self.lr * (gradient + self.mu * moving)
+                theta[buffers] = average.vector[buffers]
+        return theta, momentum
+
     def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
         """The outer update, and the model goes on from it.
 
         Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
         for a later round.
         """
-        size, before = self.num_parameters, self.theta.clone()
+        size, before, (theta, momentum) = self.num_parameters, self.theta.clone(), self.stepped(average)
         with self.lock:
-            for part, is_there in zip(cuts(self.theta.numel()), average.arrived, strict=True):
-                if is_there:
-                    weights, buffers = halves(part, size)
-                    gradient, momentum = average.vector[weights], self.momentum[weights]
-                    momentum.mul_(self.mu).add_(gradient)
-                    self.theta[weights] -= self.lr * (gradient + self.mu * momentum)
-                    self.theta[buffers] = average.vector[buffers]
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
             self.round = average.next_round
         taken = given.moved.clone()
         for number, (part, is_in) in enumerate(zip(cuts(size), average.counted, strict=False)):
