@@ -291,6 +291,19 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
     assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (banned, banned)
 
 
+def test_who_spoils_three_rounds_is_banned_whatever_she_does_in_between_and_earns_nothing_by_them(
+    watched: Watched,
+) -> None:
+    spoiled, earned = Verdict("QmEve", "dropped", "by it the loss goes from 0.1 to 2"), list[int]()
+    watched.sentry.credit = lambda counted: earned.append(len(counted))
+    for index, harmful in enumerate([(spoiled,), None, (spoiled,), None, (spoiled,)]):  # None: she was not tried
+        watched.pending.append(Findings(("QmAnn", "QmEve"), (), counted={"QmEve": 640.0}))
+        refused = index != 3
+        watched.sentry.after_round(index, PEERS, Round(0, "own", "", 1.0, False, refused=refused, harmful=harmful))
+    assert ([kind for kind, _ in watched.events], earned) == ([*["peer_dropped"] * 3, "peer_banned"], [0, 0, 0, 1, 0])
+    assert watched.lines[0] == f"  eve has spoiled round 1: {spoiled.why}"
+
+
 LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what it got (cosine -0.90)")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -311,6 +312,22 @@ def test_who_is_late_too_often_in_a_row_is_shut_out_for_longer_each_time(average
     peers = [f"Qm{index}" for index in range(5000)]
     averager.note_late(peers, peers, [])
     assert len(averager._late) <= 1000
+
+
+def test_the_owner_gets_its_average_as_one_peer_would_have_made_it(
+    averager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(message: tuple[str, list[Any], dict[str, Any]]) -> None:
+        asyncio.run(getattr(averager, message[0])(**message[2]))
+
+    monkeypatch.setattr(exchange, "MPFuture", Future)
+    averager._closed, averager._popen, averager._outer_pipe = False, None, SimpleNamespace(send=send)
+    averager._averaged_tensors, eves = [torch.ones(4)], [(1, torch.tensor([5.0, 6.0]))]
+    averager._screen = SimpleNamespace(alone=lambda peer: eves if peer == "eve" else [])
+    assert averager.alone("ann") is None
+    assert averager.alone("eve").tolist() == [1.0, 5.0, 6.0, 1.0]
+    averager._screen = None  # of a round that has failed nothing is left
+    assert averager.alone("eve") is None
 
 
 def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(

@@ -41,7 +41,7 @@ def screened(
     names = [f"peer-{index}" for index in range(len(parts))]
     voices = {names[index]: 1 / len(together) for index in together}
     mine = [names[index] for index in trusted]
-    screen = Screen(names, Limits(frozenset(mine), possible, voices, *mine[:1]), parameters)
+    screen = Screen(names, Limits(frozenset(mine), possible, voices, "".join(mine[:1])), parameters)
     claims = [100.0] * len(parts) if weights is None else weights
     average = screen.average(0, dict(enumerate(parts)), dict(enumerate(claims)), own)
     return average, {verdict.peer: f"{verdict.action}: {verdict.why}" for verdict in screen.verdicts()}
@@ -218,6 +218,19 @@ def test_a_slow_peer_that_sends_one_part_of_two_counts_in_that() -> None:
         average = screen.average(SIZE // 2 * index, sent, dict.fromkeys(sent, 100.0), own)
         assert distance(average, sum(sent.values(), own) / (2 + index)) < 0.2
     assert (screen.verdicts(), screen.counted()) == ((), {"a": 100.0, "b": 100.0, "c": 50.0})
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_each_has_put_into_an_average_is_kept_for_the_owner_to_try(keeps: bool) -> None:
+    names, half = ["me", "anna", "mallory"], SIZE // 2
+    screen = Screen(names, Limits(frozenset({"me"}), POSSIBLE, own="me", keeps=keeps), SIZE)
+    for first in (0, half):  # of mallory nothing has come in the second part
+        parts = {place: PARTS[place][first:][:half] for place in range(2 + (first == 0))}
+        screen.average(first, parts, dict.fromkeys(parts, 100.0), parts[0])
+    found = screen.alone("anna")
+    assert [(position, len(values)) for position, values in found] == [(0, half), (half, half)] * keeps
+    assert not keeps or distance(torch.cat([values for _, values in found]), (PARTS[0] + PARTS[1]) / 2) < 0.2
+    assert not keeps or distance(screen.alone("mallory")[1][1], PARTS[0][half:]) < 0.05
 
 
 @pytest.mark.parametrize(

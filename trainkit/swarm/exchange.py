@@ -29,6 +29,7 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.proto.averaging_pb2 import AveragingData, DownloadData, DownloadRequest, JoinRequest, MessageFromLeader
 from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter, azip, enter_asynchronously
+from hivemind.utils.mpfuture import MPFuture
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
@@ -462,7 +463,7 @@ class Averaged(NamedTuple):
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
     """hivemind's averager, for members only. Its class name is part of the protocol between peers.
 
-    It lives in a process of its own; `expect`, `findings` and `get_current_state` are for the peer's own process.
+    It lives in a process of its own; `expect`, `findings`, `alone` and `get_current_state` are for the peer's own.
     """
 
     def __init__(self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, **options: Any) -> None:
@@ -473,6 +474,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._found, self._tell = multiprocessing.Pipe(duplex=False)
         self._possible: Mapping[str, float] = {}
         self._refused: dict[str, Verdict] = {}
+        self._screen: Screen | None = None
+        """Of the last round, with what each has put into it."""
         self._late: dict[str, tuple[int, float]] = {}
         """Peer -> how often in a row it was late, and when it may come again."""
         self._may_fetch: dict[str, float] = {}
@@ -492,6 +495,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             found.append(self._found.recv())
         return found
 
+    def alone(self, peer: str) -> Tensor | None:
+        """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
+        asked: Any = MPFuture()
+        self._outer_pipe.send(("_alone", [], {"peer": peer, "asked": asked}))
+        is_known = processes.answer_of(asked, "averager", self.pid)
+        return self._averaged_tensors[0].clone() if is_known else None
+
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
         round_index, *tensors = self.common.copy()
@@ -508,6 +518,12 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def _expect(self, possible: dict[str, float]) -> None:
         self._possible = possible
+
+    async def _alone(self, peer: str, asked: Any) -> None:
+        found = self._screen.alone(peer) if self._screen is not None else []
+        for position, values in found:
+            self._averaged_tensors[0][position : position + len(values)] = values
+        asked.set_result(bool(found))
 
     async def _step(self, **options: Any) -> None:
         # What came of it is in its control; hivemind raises it once more, where nobody waits for it.
@@ -600,6 +616,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         group = dict(zip(map(str, group_info.peer_ids), read, strict=True))
         own_id, modes = str(self.peer_id), tuple(AveragingMode(member.mode) for member in group.values())
         codec, *weights = self.plan.tolist()
+        self._screen, keeps = None, self.own.grant.role == "owner" and not self.common.same_weights
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             known = {peer: member for peer in group if (member := await self.guard.member(peer)) is not None}
@@ -619,7 +636,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
                     modes=modes,
                     sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
-                    limits=Limits(frozenset(trusted), self._possible, voices_of(known), own_id),
+                    limits=Limits(frozenset(trusted), self._possible, voices_of(known), own_id, keeps),
                     **options,
                 )
                 self._running_groups[group_info.group_id].set_result(runner)
@@ -637,6 +654,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         verdicts = (*runner.screen.verdicts(), *self._refused.values())
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
+        self._screen = runner.screen
         self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 

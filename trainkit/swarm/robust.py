@@ -38,7 +38,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ _AGAINST = 0.05
 _LEAST_AGREED = 0.05
 _ROUNDING = 1e-9  # of voices: eight eighths are one
 _TINY = 1e-30  # nothing is divided by less
+# Bytes of a round that are kept to find out whose contribution does harm.
+_MOST_KEPT = 1 << 31
 
 Action = Literal["dropped", "left out", "clipped"]
 """Dropped is who has sent what no honest peer sends; who is left out may be honest."""
@@ -101,6 +103,8 @@ class Limits:
     """How much a peer counts where a majority decides, if that is not 1."""
     own: str = ""
     """Id of the reducer: no majority says that its own contribution is wrong."""
+    keeps: bool = False
+    """What each has put into the average is kept, see `Screen.alone`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,18 @@ def _middle(rows: Tensor, voices: Tensor) -> tuple[Tensor, Tensor]:
     return ordered.gather(0, below)[0], ordered.gather(0, above.clamp_max(len(rows) - 1))[0]
 
 
+class _Kept(NamedTuple):
+    """What senders have put into the average of a part, of so many values, at that position of the vector."""
+
+    position: int
+    values: int
+    senders: Sequence[int]
+    put: Tensor
+    """[senders, blocks, values]"""
+    share: Tensor
+    """Of each in the average of a block, [senders, blocks]."""
+
+
 class Screen:
     """Judges and averages one round's parts, in their order."""
 
@@ -177,6 +193,8 @@ class Screen:
         self._agreed, self._asked = [0.0] * len(senders), [0] * len(senders)
         """Values of each that agree with the owner's side, and all that it has sent."""
         self._seen = self._averaged = 0
+        fits = 2 * num_parameters * len(senders) <= _MOST_KEPT
+        self._kept: list[_Kept] | None = [] if limits.keeps and fits else None
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
         """The average of one part.
@@ -206,12 +224,22 @@ class Screen:
         split = min(max(self._num_parameters - position, 0), result.numel())
         result[:split] = 0.0
         if split and good:
-            result[:split] = self._parameters({sender: values[:split] for sender, values in good.items()}, weight)
+            result[:split] = self._parameters(position, {one: part[:split] for one, part in good.items()}, weight)
         good = {sender: values for sender, values in good.items() if sender not in self._judged}
         if split < result.numel() and good:
             result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()})
         self._averaged += split
         return result
+
+    def alone(self, peer: str) -> list[tuple[int, Tensor]]:
+        """The average as the owner's side and ``peer`` alone would have made it, each with what it has put into it: the
+        position of each part, and its pseudo-gradients. Empty if that is not known."""
+        found, them = list[tuple[int, Tensor]](), {self._senders.index(peer), *self._trusted}
+        for position, values, senders, put, share in self._kept or []:
+            rows = [row for row, sender in enumerate(senders) if sender in them]
+            total = put[rows].float().sum(0) / share[rows].sum(0).clamp_min(_TINY)[:, None]
+            found.append((position, total.view(-1)[:values]))
+        return found
 
     def counted(self) -> dict[str, float]:
         """Samples that each sender has in the averages so far: its weight, as far as it was believed, by what of it was
@@ -273,7 +301,7 @@ class Screen:
                 believed[sender] = min(claim, possible, usual)
         return believed
 
-    def _parameters(self, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
+    def _parameters(self, position: int, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
         senders, rows = list(values), torch.stack(list(values.values()))
         where, products = torch.tensor(senders), (rows @ rows.T).double()
         self._products[where[:, None], where] += products
@@ -294,7 +322,12 @@ class Screen:
         trust, agreed = self._trust(senders, blocks, lengths, voices)
         share = weights * trust
         allowed = usual * (weights / work).clamp_min(1.0)  # more for the owner's side alone: see `_believed`
-        factors = share / share.sum(0).clamp_min(_TINY) * (allowed / lengths.clamp_min(_TINY)).clamp_max(1.0)
+        share /= share.sum(0).clamp_min(_TINY)
+        factors = share * (allowed / lengths.clamp_min(_TINY)).clamp_max(1.0)
+        if self._kept is not None:
+            # Half the memory, and precise enough to tell harm by.
+            put = (factors[:, :, None] * blocks).bfloat16()
+            self._kept.append(_Kept(position, rows.shape[1], senders, put, share))
         moved = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
         accepted = weights * agreed * moved.clamp_max(1.0) * (usual > 0.0)
         for sender, *means in zip(senders, accepted.mean(1).tolist(), agreed.mean(1).tolist(), strict=True):
@@ -548,6 +581,10 @@ class Round:
     """Of the exchange, without the averages that were not used."""
     untrue: tuple[Verdict, ...] = ()
     """Of those whose averages were not used."""
+    refused: bool = False
+    """The average would have made the model worse, see `trainkit.swarm.trial`."""
+    harmful: tuple[Verdict, ...] | None = None
+    """Of those by whom it would; None: they were not searched for."""
     collapsed: str = ""
     """Why this peer's own training of the round was given up; empty if it was not."""
     advice: str = ""
@@ -606,6 +643,8 @@ class Sentry:
     """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
     _as_senders: Strikes = field(default_factory=Strikes, init=False)
     _as_reducers: Strikes = field(default_factory=Strikes, init=False)
+    _as_culprits: Strikes = field(default_factory=Strikes, init=False)
+    """Of refused rounds alone, so that nobody has better ones in between."""
     _enforced: set[str] = field(default_factory=set, init=False)
     _began: float = field(default_factory=time.time, init=False)
     _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
@@ -623,10 +662,13 @@ class Sentry:
         self._peers, self._invited = peers, {}
         for found in self.averager.findings():
             self._invited |= found.names
-            received = found.received
-            self.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in found.counted.items()])
+            received, counted = found.received, {} if result is not None and result.refused else found.counted
+            self.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in counted.items()])
             self._tell(index, found.verdicts, "{} was left out of round {}")
             self._ban(index, self._as_senders.note(found.verdicts, found.members))
+            if result is not None and result.harmful is not None:
+                self._tell(index, result.harmful, "{} has spoiled round {}")
+                self._ban(index, self._as_culprits.note(result.harmful, found.members))
         if result is not None:
             self._tell(index, result.untrue, "What {} has averaged in round {} is not used")
             out = self._as_reducers.note(result.untrue, result.outcome.sources)
