@@ -232,6 +232,7 @@ REMARKS = {
     "peer_left": "a peer left the swarm",
     "link": "a peer's link is slow, and what it does about it",
     "collapsed": "this peer's round diverged and was given up",
+    "average_refused": "an average would have made the model worse on validation data; the owner did not use it",
     "swarm_lost": "nobody of the swarm answers; this peer waits",
     "swarm_back": "the swarm answers again",
     "peer_dropped": "a peer's part did not arrive in time",

@@ -95,6 +95,16 @@ def test_a_round_that_was_given_up_is_told_with_its_reason(used: str, says: str)
     assert session.events == [("collapsed", 8, why)]
 
 
+def test_an_average_that_was_refused_is_an_event_and_a_line() -> None:
+    session, why = Session(), "by it the loss of 512 validation samples goes from 0.1 to 2"
+    result = Round(0, "own", why, 0.0, False, refused=True, harmful=())
+    session.recorder("guest").after_round(PeerRound(7, peers=2, result=result))
+    assert (session.lines, session.events) == (
+        [f"round 8/1000000  went on alone ({why})"],
+        [("average_refused", 8, why)],
+    )
+
+
 @dataclass
 class Disk:
     """A run folder whose disk is full at times."""

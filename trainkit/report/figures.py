@@ -82,7 +82,7 @@ def _points(facts: Facts, key: str, by: str, split: str) -> tuple[list[Point], l
 
 _TOLD = (
     "refused", "failed", "cancelled", "excluded", "nonfinite", "rolled_back", "swarm_lost", "swarm_back",
-    "save_failed", "upload_failed",
+    "average_refused", "peer_banned", "save_failed", "upload_failed",
 )  # fmt: skip
 """Events that the table of attempts has not all."""
 
@@ -139,9 +139,9 @@ class _Lane:
         rows: list[doc.Row] = []
         for event in self.events:
             if event["event"] in _TOLD:
-                keys = ("attempt", "step", "rank", "host", "node", "why", "error")
-                details = [f"{key} {event[key]}" for key in keys[:3] if event.get(key) is not None]
-                details += [str(event[key]) for key in keys[3:] if event.get(key)]
+                keys = ("attempt", "step", "rank", "round", "host", "node", "name", "why", "error")
+                details = [f"{key} {event[key]}" for key in keys[:4] if event.get(key) is not None]
+                details += [str(event[key]) for key in keys[4:] if event.get(key)]
                 after = doc.duration(max(0.0, event["time"] - self.began))
                 rows.append((after, event["event"].replace("_", " "), ", ".join(details)))
         half, more = _MOST_ROWS // 2, len(rows) - _MOST_ROWS

@@ -3,10 +3,11 @@
 The average may arrive while the next round is being trained, and a round that fails costs nothing: see `sync`.
 """
 
+import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from trainkit.swarm.exchange import Averaged, _Averager
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given
+from trainkit.swarm.trial import Trial
 
 
 @contextmanager
@@ -71,6 +73,10 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfi
         processes.end(mine)
 
 
+# Of a round: time to find out who has done harm.
+_SEARCH_SHARE = 0.2
+
+
 @dataclass(frozen=True)
 class _Exchange:
     """A round that has ended, and whose average may still be under way."""
@@ -86,7 +92,13 @@ class _Exchange:
     failed: str
     """Why there is no exchange; empty if there is one."""
 
+    def own(self, is_used: bool) -> Average:
+        """This peer's contribution in the place of the average, or nothing."""
+        used = (is_used,) * len(self.given.weights)
+        return Average(self.given.vector, self.next_round, used, used)
 
+
+_Tried = tuple[str, tuple[Verdict, ...] | None]
 _NOBODY = Averaged({}, drifted=False, outcome=Outcome())
 
 
@@ -98,6 +110,9 @@ class Averaging:
     ) -> None:
         self.averager, self._dht, self._common, self._config, self._link = averager, dht, common, config, link
         self._can_share = not averager.client_mode
+        self.trial: Trial | None = None
+        """What an average must pass at the owner's."""
+        self._searched = -2  # the round in which it was last asked who does harm
         self._control: Any = None
         self._exchange: _Exchange | None = None
         self._usual_norm = 0.0  # of the last average that was used
@@ -219,16 +234,17 @@ class Averaging:
             why = objection(average, size, max(own, self._usual_norm))
         if drifted and common.same_weights:
             why = "the others are at another update"
+        harm, harmful = "", None
         if average is not None and not why:
-            used, self._usual_norm = "average", float(average[:size].norm())
             step = Average(average, now.next_round, tuple(map(bool, outcome.received)), outcome.counted)
+            harm, harmful = self._try(step, now, outcome, rates)
+        if average is not None and not (why := why or harm):
+            used, self._usual_norm = "average", float(average[:size].norm())
             if false and not outcome.sources:
                 used, why = "nothing", "all that has arrived was refused"
         else:
             alone = given.usable and (leads or now.alone)
-            used = "own" if alone else "nothing"
-            mine = (alone,) * len(given.weights)
-            step = Average(given.vector, now.next_round, mine, mine)
+            used, step = "own" if alone else "nothing", now.own(alone)
         common.step(step, given, trained_on=trained_on)
         advice = self._link.learn(now.sent, received) if received.reducers else ""
         self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
@@ -241,9 +257,34 @@ class Averaging:
             seconds=took,
             outcome=outcome,
             untrue=false,
+            refused=bool(harm),
+            harmful=harmful,
             collapsed=given.collapsed,
             advice=advice,
         )
+
+    def _try(self, average: Average, now: _Exchange, outcome: Outcome, members: Iterable[str]) -> _Tried:
+        """Why the average does harm, if it does, and which volunteers do; None: they were not tried.
+
+        Each is tried with the owner's side alone, in what this peer has reduced; as many as there is time for.
+        """
+        own, own_id, found = now.own(now.given.usable), str(self.averager.peer_id), list[Verdict]()
+        if self.trial is None or not (harm := self.trial.harm(average, own)):
+            return "", None
+        if now.next_round < self._searched + 2:
+            return harm, None  # all others have trained on from the average that was refused, the honest ones, too
+        self._searched, buffers = now.next_round, slice(self._common.num_parameters, None)
+        mine = tuple(there and peer == own_id for peer, there in zip(outcome.reducers, average.arrived, strict=True))
+        suspects = [one for one in members if one != own_id and not ((who := self._dht.member(one)) and who.trusted)]
+        until = time.monotonic() + _SEARCH_SHARE * self._config.round_seconds
+        for peer in random.sample(suspects, len(suspects)):
+            if time.monotonic() < until and (alone := self.averager.alone(peer)) is not None:
+                alone[buffers] = own.vector[buffers]  # nobody has a part of its own in a median
+                if why := self.trial.harm(Average(alone, now.next_round, mine, mine), own):
+                    found.append(Verdict(peer, "dropped", why))
+        # Where the owner has trained nothing itself, most are no liars: then it is the run, or its schedule.
+        is_run = not now.given.usable and 2 * len(found) > len(suspects) > 1
+        return ("", None) if is_run else (harm, tuple(found))
 
     def _audit(
         self, now: _Exchange, rates: Mapping[str, float], outcome: Outcome, average: Tensor

@@ -165,6 +165,8 @@ class RoundRecorder:
         if result.collapsed:
             words.append(f"what was learned here is given up: {result.collapsed}")
             self.remark("collapsed", round=number, why=result.collapsed)
+        if result.refused:
+            self.remark("average_refused", round=number, why=result.why)
         if late := result.outcome.late:
             words.append(f"too late: {', '.join(map(self._name, late))}")
         if result.drifted:

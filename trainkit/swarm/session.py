@@ -53,6 +53,7 @@ from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
+from trainkit.swarm.trial import Trial
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.memory import check_batch_sizes
@@ -392,14 +393,16 @@ class Session:
         if isinstance(common, GradientState):
             self.team = replace(self.team, state=GatheringState.of(self.team.state, common.gathered))
         link = Link(common.theta.numel(), agreed, spec.max_upload, measured)
-        self.averaging = Averaging(averager, dht, common, agreed, link)
+        self.averaging, is_owner = Averaging(averager, dht, common, agreed, link), dht.own.grant.role == "owner"
+        if is_owner and isinstance(common, OuterState) and len(self.splits.val):
+            self.averaging.trial = Trial(self.team.judge, common, agreed.round_seconds)
         self.sentry = Sentry(
             self.averaging.averager,
             dht.excluded.bans,
             say=self.hooks.say,
             enforce=self._shut_out,
             invitation_of=lambda peer: banned_with(dht.member(peer), peer, dht.peer_id),
-            judges_reducers=dht.own.grant.role == "owner",
+            judges_reducers=is_owner,
         )
         self.data_seed = data_seed(config, dht.peer_id)
 

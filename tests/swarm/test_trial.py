@@ -1,0 +1,136 @@
+"""What becomes of an average that makes the model worse: at the owner's, and at those who have used it."""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tests.rank_functions import QUICK
+from trainkit.config.loading import load
+from trainkit.data import build_data
+from trainkit.data.loader import TensorSamples
+from trainkit.distributed.process_group import Distributed
+from trainkit.models import build_model
+from trainkit.ranks import RankEnv
+from trainkit.swarm.admission import Member
+from trainkit.swarm.average import Averaging, _Exchange
+from trainkit.swarm.exchange import Averaged
+from trainkit.swarm.link import Outcome
+from trainkit.swarm.robust import Round, has_drifted
+from trainkit.swarm.sync import Average, OuterState
+from trainkit.swarm.trial import Trial
+from trainkit.training.build import alone, build
+
+pytestmark = pytest.mark.usefixtures("hivemind_here")
+
+CONFIG = load("hivemind", [*QUICK, "data.workers=0", "model.name=fashion_cnn"]).config
+CPU = Distributed(RankEnv.single(), torch.device("cpu"))
+OWNER = Member("owner", "owner", "owner", 0, "", b"")
+
+
+class Owner:
+    """The creator of a swarm of anna, ben, mallory and itself, a round after it has begun; all of them are honest."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        splits = build_data(CONFIG.data)
+        model = build_model(CONFIG.model, splits.info, CONFIG.seed)
+        self.state = build(alone(CONFIG), CPU, splits, model=model)
+        self.common = OuterState(model, lr=0.7, momentum=0.0)
+        link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
+        dht: Any = SimpleNamespace(member=lambda peer: OWNER if peer == "owner" else None)
+        averager: Any = SimpleNamespace(client_mode=False, peer_id="owner", lock_averaged_tensors=threading.Lock())
+        self.sent: dict[str, Tensor] = {}
+        averager.alone = lambda peer: self.mean({name: self.sent[name] for name in ("owner", peer)})
+        self.averaging = Averaging(averager, dht, self.common, CONFIG.collaborative, link)
+        self.averaging.trial = self.trial = Trial(self.state, self.common, seconds)
+        optimizer, train = torch.optim.AdamW(model.parameters(), 2e-3), splits.train
+        assert isinstance(train, TensorSamples)
+        for number in range(2):
+            for batch in torch.randperm(len(train), generator=torch.Generator().manual_seed(number)).split(64):
+                cross_entropy(model(self.state.normalized(train.images[batch])), train.labels[batch]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.given = self.common.give(640)
+            everything = (True,) * len(self.given.weights)
+            self.average = Average(self.given.vector, number + 1, everything, everything)
+            if number == 0:
+                self.common.step(self.average, self.given)
+        self.sent = dict.fromkeys(("owner", "anna", "ben", "mallory"), self.given.vector)
+
+    def mean(self, sent: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack(
+            [vector for vector in sent.values() if float(vector[: self.common.num_parameters].norm())]
+        ).mean(0)
+
+    def settled(self, *, turned: float = 1.0, trains: bool = True) -> Round:
+        """A round of what all have trained, with mallory's so many times as long."""
+        given = self.given if trains else self.common.nothing(sound=True)
+        self.sent |= {"owner": given.vector, "mallory": turned * self.given.vector}
+        parts = len(given.weights)
+        outcome = Outcome((4,) * parts, (4,) * parts, (True,) * parts, ("owner",) * parts)
+        self.averaging.averager._averaged_tensors = [self.mean(self.sent)]
+        averaged = Averaged(dict.fromkeys(self.sent, 80.0), False, outcome)
+        self.averaging._exchange = _Exchange(
+            SimpleNamespace(result=lambda seconds: averaged), given, given.weights, 1.0, self.common.round + 1, False,
+            time.monotonic(), "",
+        )  # fmt: skip
+        result = self.averaging.settle(9.0, trained_on=False, leads=True)
+        assert result is not None
+        return result
+
+
+@pytest.mark.parametrize(
+    ("turned", "trains", "used"), [(1, True, "average"), (-12, True, "own"), (-12, False, "nothing")]
+)
+def test_an_average_that_makes_the_model_worse_is_refused_and_who_did_it_is_named(
+    turned: float, trains: bool, used: str
+) -> None:
+    owner = Owner()
+    theta = owner.common.stepped(owner.average)[0] if used != "nothing" else owner.common.theta.clone()
+    result = owner.settled(turned=turned, trains=trains)
+    assert (result.used, result.refused, owner.common.round) == (used, used != "average", 2)
+    assert torch.allclose(owner.common.theta, theta, atol=1e-6)
+    named = None if result.harmful is None else [(verdict.peer, verdict.action) for verdict in result.harmful]
+    assert named == (None if used == "average" else [("mallory", "dropped")])
+    assert result.why.startswith("by it the loss of 269 validation samples goes from 0." if named else "")
+
+
+def test_all_others_have_the_owners_weights_again_before_anybody_is_named_anew() -> None:
+    """They have used what the owner has refused, find that out when they next meet, and take over its state."""
+    owner, other = Owner(), Owner().common
+    rounds = [owner.settled(turned=-12, trains=False) for _ in range(3)]
+    assert [one.refused for one in rounds] == [True, True, True]
+    assert [one.harmful is None for one in rounds] == [False, True, False]
+    used = Average(owner.mean(owner.sent), owner.common.round, owner.average.arrived, owner.average.counted)
+    for is_stray in (True, False):
+        if is_stray:
+            other.step(used, owner.given)
+        else:
+            other.load(owner.common.theta, owner.common.momentum, owner.common.round)
+        probe, owners = (one.probe().numpy().tobytes() for one in (other, owner.common))
+        assert has_drifted(probe, {"owner": owners}, lambda peer: OWNER, role="volunteer", own_id="anna") is is_stray
+
+
+def test_training_that_makes_the_model_worse_is_nobodys_lie() -> None:
+    """A rate that is too high, or begins anew, does so to the owner, too."""
+    owner = Owner()
+    worse = replace(owner.average, vector=-12 * owner.given.vector)
+    assert owner.trial.harm(worse, owner.average)
+    assert not owner.trial.harm(worse, worse)
+
+
+def test_no_more_samples_are_tried_than_there_is_time_for_and_the_model_stays_as_it_is() -> None:
+    owner = Owner(seconds=1e-9)
+    before = [tensor.clone() for tensor in owner.state.model.state_dict().values()]
+    assert "of 64 validation samples" in owner.trial.harm(
+        replace(owner.average, vector=-12 * owner.given.vector), owner.average
+    )
+    assert all(map(torch.equal, before, owner.state.model.state_dict().values()))
+    assert owner.state.model.training
