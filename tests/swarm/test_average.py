@@ -43,14 +43,19 @@ def settled(
     link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
     averaging = Averaging(averager, dht, common, load("hivemind").config.collaborative, link)
     averaged = Averaged({"reducer": 0.0}, drifted, Outcome((2,), (2,), (True,), ("reducer",)))
+    given = Given(torch.ones(4), (1.0,), torch.ones(4), sound=True)
+    return settle(averaging, given, averaged, leads=False), stepped
+
+
+def settle(averaging: Averaging, given: Given, averaged: Averaged, *, next_round: int = 3, leads: bool) -> Round:
+    """A round in which a peer has given that, and its averager says this."""
     averaging._exchange = _Exchange(
-        control=SimpleNamespace(result=lambda seconds: averaged),
-        given=Given(torch.ones(4), (1.0,), torch.ones(4), sound=True),
-        sent=(1.0,), trained=1.0, next_round=3, alone=False, began=time.monotonic(), failed="",
+        control=SimpleNamespace(result=lambda seconds: averaged), given=given, sent=given.weights, trained=1.0,
+        next_round=next_round, alone=False, began=time.monotonic(), failed="",
     )  # fmt: skip
-    result = averaging.settle(1.0, trained_on=False, leads=False)
+    result = averaging.settle(1.0, trained_on=False, leads=leads)
     assert result is not None
-    return result, stepped
+    return result
 
 
 @pytest.mark.parametrize(

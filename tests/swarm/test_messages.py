@@ -13,25 +13,15 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RefusedError
 from trainkit.models import build_model
-from trainkit.swarm import address
-from trainkit.swarm.messages import (
-    NODE,
-    PROGRESS,
-    SHAPES,
-    Manifest,
-    PeerProgress,
-    RoundClock,
-    manifest_of,
-    no_data,
-    read_gathered,
-)
+from trainkit.swarm import address, messages
+from trainkit.swarm.messages import SHAPES, Manifest, PeerProgress, RoundClock, manifest_of, no_data, read_gathered
 from trainkit.swarm.session import facts_of, require_same, without_data
 
 HONEST: dict[str, Any] = {
     "name": "ann@lab", "round": 3, "samples": 640, "samples_per_sec": 80.5, "loss": 1.25, "group": 4, "time": 1.7e9
 }  # fmt: skip
 INFINITE, NAN = float("inf"), float("nan")
-READ = SHAPES[PROGRESS][1].validate_python
+READ = SHAPES[messages.PROGRESS][1].validate_python
 
 
 def test_an_honest_record_is_read_also_of_a_later_version() -> None:
@@ -97,7 +87,7 @@ def packed(*, bandwidth: Any = None, mode: Any = 1, **about: Any) -> bytes:
 def test_what_a_peer_of_ours_sends_is_read() -> None:
     found = read_gathered(packed(bandwidth=5.0, mode=0, rate=12.5, shares=True, probe=b"\0" * 1024, later="field"))
     assert found is not None
-    assert (found.bandwidth, found.mode, found.rate) == (5.0, NODE, 12.5)
+    assert (found.bandwidth, found.mode, found.rate) == (5.0, messages.NODE, 12.5)
 
 
 @pytest.mark.parametrize(

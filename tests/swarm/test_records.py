@@ -84,25 +84,23 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
     assert index > 3 * len(session.validated)
 
 
+WHY = "by it the loss goes from 0.1 to 2"
+
+
 @pytest.mark.parametrize(
-    ("used", "says"), [("average", "2 peers averaged, 0 of 0 parts"), ("nothing", "no average (no group)")]
+    ("result", "kind", "says"),
+    [
+        (Round(2, "average", "", 0.0, False, collapsed=WHY), "collapsed", "2 peers averaged, 0 of 0 parts  what was"),
+        (Round(2, "nothing", "late", 0.0, False, collapsed=WHY), "collapsed", "no average (late)  what was"),
+        (Round(0, "own", WHY, 0.0, False, refused=True), "average_refused", f"went on alone ({WHY})"),
+    ],
 )
-def test_a_round_that_was_given_up_is_told_with_its_reason(used: str, says: str) -> None:
-    session, why = Session(), "its loss rose from 2e-06 to 0.6"
-    result = Round(2, used, "no group", 0.0, False, collapsed=why)
+def test_a_round_that_was_given_up_or_refused_is_told_with_its_reason(result: Round, kind: str, says: str) -> None:
+    session = Session()
     session.recorder("guest").after_round(PeerRound(7, peers=2, result=result))
-    assert session.lines == [f"round 8/1000000  {says}  what was learned here is given up: {why}"]
-    assert session.events == [("collapsed", 8, why)]
-
-
-def test_an_average_that_was_refused_is_an_event_and_a_line() -> None:
-    session, why = Session(), "by it the loss of 512 validation samples goes from 0.1 to 2"
-    result = Round(0, "own", why, 0.0, False, refused=True, harmful=())
-    session.recorder("guest").after_round(PeerRound(7, peers=2, result=result))
-    assert (session.lines, session.events) == (
-        [f"round 8/1000000  went on alone ({why})"],
-        [("average_refused", 8, why)],
-    )
+    told = f" learned here is given up: {WHY}" if kind == "collapsed" else ""
+    assert session.lines == [f"round 8/1000000  {says}{told}"]
+    assert session.events == [(kind, 8, WHY)]
 
 
 @dataclass

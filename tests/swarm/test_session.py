@@ -39,11 +39,8 @@ ROUNDS = [f"swarm/{name}" for name in ("exchange", "link", "messages", "sync", "
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        ("data/order", ["code of trainkit"]),
-        ("training/new", ["code of trainkit"]),
-        ("swarm/sync", ["code of trainkit"]),
-        ("swarm/doctor", []),
-        ("report/page", []),
+        *((file, ["code of trainkit"]) for file in ("data/order", "training/new", "swarm/sync")),
+        *((file, []) for file in ("swarm/doctor", "report/page")),
         ("mine_of_facts", ["code of mine_of_facts"]),
     ],
 )

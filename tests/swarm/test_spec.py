@@ -28,16 +28,10 @@ def test_a_joiner_takes_the_runs_settings_with_its_own_data_and_gpu() -> None:
 UNPICKLED = ("model.name=resnet18", "model.pretrained_cfg_overlay={file: /w/w.bin}")
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("model.name=os:system",),
-        ("data.name=runpy:run_path",),
-        ("monitor.loggers=[os:system]",),
-        ("strategy.name=theirs:build",),
-        UNPICKLED,
-    ],
-)
+CODE = ("model.name=os:system", "data.name=runpy:run_path", "monitor.loggers=[os:system]", "strategy.name=theirs:build")
+
+
+@pytest.mark.parametrize("overrides", [*((one,) for one in CODE), UNPICKLED])
 def test_code_that_a_manifest_names_is_run_only_with_leave(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

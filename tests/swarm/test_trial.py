@@ -1,7 +1,6 @@
 """What becomes of an average that makes the model worse: at the owner's, and at those who have used it."""
 
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.rank_functions import QUICK
+from tests.swarm.test_average import settle
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import Distributed
-from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
-from trainkit.swarm.average import Averaging, _Exchange
+from trainkit.swarm.average import Averaging
 from trainkit.swarm.exchange import Averaged
 from trainkit.swarm.link import Outcome
 from trainkit.swarm.robust import Round, has_drifted
@@ -30,7 +29,7 @@ from trainkit.training.build import alone, build
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
-CONFIG = load("hivemind", [*QUICK, "data.workers=0", "model.name=fashion_cnn"]).config
+CONFIG = load("hivemind", [*QUICK, "data.workers=0"]).config
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))
 OWNER = Member("owner", "owner", "owner", 0, "", b"")
 
@@ -40,7 +39,8 @@ class Owner:
 
     def __init__(self, seconds: float = 60.0) -> None:
         splits = build_data(CONFIG.data)
-        model = build_model(CONFIG.model, splits.info, CONFIG.seed)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
         self.state = build(alone(CONFIG), CPU, splits, model=model)
         self.common = OuterState(model, lr=0.7, momentum=0.0)
         link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
@@ -50,7 +50,7 @@ class Owner:
         averager.alone = lambda peer: self.mean({name: self.sent[name] for name in ("owner", peer)})
         self.averaging = Averaging(averager, dht, self.common, CONFIG.collaborative, link)
         self.averaging.trial = self.trial = Trial(self.state, self.common, seconds)
-        optimizer, train = torch.optim.AdamW(model.parameters(), 2e-3), splits.train
+        optimizer, train = torch.optim.AdamW(model.parameters(), 1e-2), splits.train
         assert isinstance(train, TensorSamples)
         for number in range(2):
             for batch in torch.randperm(len(train), generator=torch.Generator().manual_seed(number)).split(64):
@@ -73,17 +73,10 @@ class Owner:
         """A round of what all have trained, with mallory's so many times as long."""
         given = self.given if trains else self.common.nothing(sound=True)
         self.sent |= {"owner": given.vector, "mallory": turned * self.given.vector}
-        parts = len(given.weights)
-        outcome = Outcome((4,) * parts, (4,) * parts, (True,) * parts, ("owner",) * parts)
         self.averaging.averager._averaged_tensors = [self.mean(self.sent)]
+        outcome = Outcome(*([item] * len(given.weights) for item in (4, 4, True, "owner")))  # type: ignore[arg-type]
         averaged = Averaged(dict.fromkeys(self.sent, 80.0), False, outcome)
-        self.averaging._exchange = _Exchange(
-            SimpleNamespace(result=lambda seconds: averaged), given, given.weights, 1.0, self.common.round + 1, False,
-            time.monotonic(), "",
-        )  # fmt: skip
-        result = self.averaging.settle(9.0, trained_on=False, leads=True)
-        assert result is not None
-        return result
+        return settle(self.averaging, given, averaged, next_round=self.common.round + 1, leads=True)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +112,21 @@ def test_all_others_have_the_owners_weights_again_before_anybody_is_named_anew()
 
 
 def test_training_that_makes_the_model_worse_is_nobodys_lie() -> None:
-    """A rate that is too high, or begins anew, does so to the owner, too."""
+    """A rate that is too high, or begins anew, does so to the owner, too, and without it to most of the others."""
     owner = Owner()
     worse = replace(owner.average, vector=-12 * owner.given.vector)
     assert owner.trial.harm(worse, owner.average)
     assert not owner.trial.harm(worse, worse)
+    owner.sent |= dict.fromkeys(("anna", "ben"), worse.vector)
+    assert owner.settled(turned=-12, trains=False).used == "average"
+
+
+def test_nobody_is_named_for_running_statistics_which_are_medians_of_all() -> None:
+    owner = Owner()
+    spoiled = owner.given.vector.clone()
+    spoiled[owner.common.num_parameters :] = 1e3
+    owner.sent |= dict.fromkeys(("anna", "ben"), spoiled)
+    assert owner.settled().harmful == ()
 
 
 def test_no_more_samples_are_tried_than_there_is_time_for_and_the_model_stays_as_it_is() -> None:
