@@ -291,7 +291,7 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
     assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (banned, banned)
 
 
-def test_who_spoils_three_rounds_is_banned_whatever_she_does_in_between_and_earns_nothing_by_them(
+def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(
     watched: Watched,
 ) -> None:
     spoiled, earned = Verdict("QmEve", "dropped", "by it the loss goes from 0.1 to 2"), list[int]()

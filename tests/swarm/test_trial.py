@@ -82,9 +82,7 @@ class Owner:
 @pytest.mark.parametrize(
     ("turned", "trains", "used"), [(1, True, "average"), (-12, True, "own"), (-12, False, "nothing")]
 )
-def test_an_average_that_makes_the_model_worse_is_refused_and_who_did_it_is_named(
-    turned: float, trains: bool, used: str
-) -> None:
+def test_an_average_that_does_harm_is_refused_and_its_author_named(turned: float, trains: bool, used: str) -> None:
     owner = Owner()
     theta = owner.common.stepped(owner.average)[0] if used != "nothing" else owner.common.theta.clone()
     result = owner.settled(turned=turned, trains=trains)
@@ -95,7 +93,7 @@ def test_an_average_that_makes_the_model_worse_is_refused_and_who_did_it_is_name
     assert result.why.startswith("by it the loss of 269 validation samples goes from 0." if named else "")
 
 
-def test_all_others_have_the_owners_weights_again_before_anybody_is_named_anew() -> None:
+def test_all_have_the_owners_weights_again_before_anybody_is_named() -> None:
     """They have used what the owner has refused, find that out when they next meet, and take over its state."""
     owner, other = Owner(), Owner().common
     rounds = [owner.settled(turned=-12, trains=False) for _ in range(3)]
@@ -129,7 +127,7 @@ def test_nobody_is_named_for_running_statistics_which_are_medians_of_all() -> No
     assert owner.settled().harmful == ()
 
 
-def test_no_more_samples_are_tried_than_there_is_time_for_and_the_model_stays_as_it_is() -> None:
+def test_samples_are_as_many_as_there_is_time_for_and_the_model_stays() -> None:
     owner = Owner(seconds=1e-9)
     before = [tensor.clone() for tensor in owner.state.model.state_dict().values()]
     assert "of 64 validation samples" in owner.trial.harm(
