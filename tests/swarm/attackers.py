@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
+from itertools import count
 from typing import Any
 
 from jobs import cli
@@ -30,9 +31,10 @@ from trainkit.swarm.messages import PeerProgress  # noqa: E402
 from trainkit.swarm.sync import OuterState  # noqa: E402
 
 
-def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -> None:
+def contribution(change: Callable[[Any], Any], *, weight: float | None = None, honest_rounds: int = 0) -> None:
     """Change what this peer sends (a vector in shared memory), and the weight that it claims."""
     averagers: list[Any] = []
+    rounds = count()
     step, allow = DecentralizedAverager.step, StepControl.allow_allreduce
 
     def stepped(self: Any, *args: Any, **options: Any) -> Any:
@@ -42,7 +44,8 @@ def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -
     def allowed(self: Any) -> None:
         (averager,) = averagers
         (vector,) = averager._averaged_tensors
-        vector.copy_(change(vector.clone()))
+        if next(rounds) >= honest_rounds:
+            vector.copy_(change(vector.clone()))
         if weight is not None:
             self.weight = weight
             if hasattr(averager, "plan"):
@@ -53,15 +56,28 @@ def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -
     StepControl.allow_allreduce = allowed
 
 
-def progress(**lies: Any) -> None:
-    """Publish lies, past the checks that an honest peer makes of its own records."""
+def progress(*, times: float = 1, **lies: Any) -> None:
+    """Publish lies, past the checks that an honest peer makes of its own records: its speed and samples so many times,
+    or what is given."""
     publish = SwarmDHT.publish_progress
 
-    def published(self: SwarmDHT, progress: PeerProgress, seconds: float) -> None:
-        publish(self, replace(progress, **lies), seconds)
+    def published(self: SwarmDHT, true: PeerProgress, seconds: float) -> None:
+        more = replace(true, samples=int(times * true.samples), samples_per_sec=times * true.samples_per_sec)
+        publish(self, replace(more, **lies), seconds)
 
     SwarmDHT.publish_progress = published  # type: ignore[method-assign]
     SignedRecords.validate = lambda self, record: True  # type: ignore[method-assign]
+
+
+def half_turned(vector: Any) -> Any:
+    """The second half of it, where a sum over all of it still looks honest."""
+    return torch.cat([vector[: len(vector) // 2], -vector[len(vector) // 2 :]])
+
+
+def overstated(change: Callable[[Any], Any]) -> None:
+    """Be honest for three rounds, claim three times the speed, then send something else."""
+    progress(times=3)
+    contribution(change, honest_rounds=3)
 
 
 def impostor() -> None:
@@ -142,6 +158,8 @@ def deaf() -> None:
 
 
 ATTACKS: dict[str, Callable[[], None]] = {
+    "half": lambda: overstated(half_turned),
+    "zeros": lambda: overstated(torch.zeros_like),
     "turned": lambda: contribution(lambda vector: -vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
     "weight": lambda: contribution(lambda vector: -vector, weight=1e9),

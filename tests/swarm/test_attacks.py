@@ -7,6 +7,8 @@ import pytest
 
 from tests.swarm.attacked import swarm
 from tests.swarm.conftest import Commands, started_in
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Contributions
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
@@ -31,6 +33,18 @@ def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
         assert 0 < waited < found.creator.output.count("3 peers averaged")
     for text in (found.status, found.creator.output):
         assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("attack", ["half", "zeros"])
+def test_three_times_the_speed_claimed_buys_neither_harm_nor_credit(
+    attack: str, undisturbed: float, commands: Commands
+) -> None:
+    """Against the owner and one honest volunteer, by one who is honest for three rounds."""
+    found = swarm(commands, attack, honest=1)
+    assert found.is_as_good_as(undisturbed)
+    credit = {one.name: one.samples for one in Contributions.of(RunDir(found.run)).best_first()}
+    print(credit)
+    assert credit["mallory"] <= (1.1 if attack == "half" else 0.3) * credit["honest-0"]
 
 
 def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: float, commands: Commands) -> None:
