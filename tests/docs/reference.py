@@ -238,6 +238,7 @@ REMARKS = {
     "peer_dropped": "a peer's part did not arrive in time",
     "peer_left_out": "a peer's part was too long, or has nothing in common with what the owner's side has trained",
     "peer_clipped": "a peer's part was shortened to the length of the others'",
+    "peer_audited": "the owner has trained a stretch of a volunteer's round again, or could not, and why",
     "peer_banned": "a peer may not take part any more, and why",
 }
 """What the remarks of `events.Remark` mean."""

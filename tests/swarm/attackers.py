@@ -61,9 +61,9 @@ def progress(*, times: float = 1, **lies: Any) -> None:
     or what is given."""
     publish = SwarmDHT.publish_progress
 
-    def published(self: SwarmDHT, true: PeerProgress, seconds: float) -> None:
-        more = replace(true, samples=int(times * true.samples), samples_per_sec=times * true.samples_per_sec)
-        publish(self, replace(more, **lies), seconds)
+    def published(self: SwarmDHT, progress: PeerProgress, seconds: float) -> None:
+        more = {"samples": int(times * progress.samples), "samples_per_sec": times * progress.samples_per_sec}
+        publish(self, replace(progress, **more | lies), seconds)
 
     SwarmDHT.publish_progress = published  # type: ignore[method-assign]
     SignedRecords.validate = lambda self, record: True  # type: ignore[method-assign]

@@ -39,12 +39,11 @@ def test_an_attacker_costs_honest_peers_10_percent_of_loss_at_most(
 def test_three_times_the_speed_claimed_buys_neither_harm_nor_credit(
     attack: str, undisturbed: float, commands: Commands
 ) -> None:
-    """Against the owner and one honest volunteer, by one who is honest for three rounds."""
+    """Against the owner and one honest volunteer, by one who is honest for three rounds. Audits find it out."""
     found = swarm(commands, attack, honest=1)
     assert found.is_as_good_as(undisturbed)
-    credit = {one.name: one.samples for one in Contributions.of(RunDir(found.run)).best_first()}
-    print(credit)
-    assert credit["mallory"] <= (1.1 if attack == "half" else 0.3) * credit["honest-0"]
+    assert found.names("peer_banned") == ["mallory"]
+    assert "mallory" not in {one.name for one in Contributions.of(RunDir(found.run)).best_first()}
 
 
 def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: float, commands: Commands) -> None:

@@ -12,12 +12,13 @@ from jobs import swarm
 from trainkit import fileio
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Contributions, Counted
 from trainkit.swarm.access import STRIKES, Ban, Bans, Excluded, banned_with, bans_list, read_bans
 from trainkit.swarm.admission import Admission, Member, own_pass, revoked_list
 from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
 from trainkit.swarm.link import Outcome
 from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.robust import Findings, Round, Sentry, Strikes, Verdict
+from trainkit.swarm.robust import Action, Findings, Round, Sentry, Strikes, Verdict
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -302,6 +303,29 @@ def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(
         watched.sentry.after_round(index, PEERS, Round(0, "own", "", 1.0, False, refused=refused, harmful=harmful))
     assert ([kind for kind, _ in watched.events], earned) == ([*["peer_dropped"] * 3, "peer_banned"], [0, 0, 0, 1, 0])
     assert watched.lines[0] == f"  eve has spoiled round 1: {spoiled.why}"
+
+
+@pytest.mark.parametrize(
+    ("action", "kinds", "lines"),
+    [
+        ("dropped", ["peer_dropped", "peer_banned"], 2),
+        ("left out", ["peer_left_out"], 1),
+        ("audited", ["peer_audited"], 0),
+    ],
+)
+def test_who_fails_one_audit_is_banned_and_has_contributed_nothing(
+    watched: Watched, action: Action, kinds: list[str], lines: int
+) -> None:
+    credits = Contributions()
+    credits.add(8.0, [Counted("eve", 640.0, 0), Counted("ann", 320.0, 0)])
+    watched.sentry.withdraw = credits.withdraw
+    watched.rounds()
+    watched.sentry.note_audit(0, Verdict("QmEve", action, "has not trained so"))
+    assert ([kind for kind, _ in watched.events], len(watched.lines)) == (kinds, lines)
+    assert [one.name for one in credits.best_first()] == (["ann"] if action == "dropped" else ["eve", "ann"])
+    if action == "dropped":
+        assert watched.lines[0] == "  The audit of eve in round 1: has not trained so"
+        assert watched.lines[1] == "  eve is banned. To lift it: python -m jobs.swarm unban eve"
 
 
 LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what it got (cosine -0.90)")

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import multiprocessing
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from trainkit.swarm.exchange import Exchange, _Averager, digest_of, in_order, re
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 from trainkit.swarm.link import PART, Codec, Outcome, Sending
 from trainkit.swarm.messages import CLIENT, NODE
+from trainkit.swarm.replay import Account, Accounts, Link
 from trainkit.swarm.robust import Limits, Screen
 from trainkit.swarm.sync import PROBE_SIZE
 
@@ -257,6 +259,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member),
         common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="", _possible={},
+        _verified={}, _is_drawn=False,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
         _report=lambda runner: None,
     )  # fmt: skip
@@ -353,6 +356,49 @@ def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
 
     monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", state)
     assert asyncio.run(run()) == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("peer", "pieces", "exchanged", "arrives"),
+    [
+        ("eve", [b"snap", b"shots"], True, True),
+        ("eve", [b"snap", b"shots"], False, False),  # it could show before it gives, and then give something else
+        ("eve", [b"x" * 8_000_000], True, False),
+        ("ann", [b"snap", b"shots"], True, False),
+    ],
+)
+def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
+    averager: Any, peer: str, pieces: list[bytes], exchanged: bool, arrives: bool
+) -> None:
+    link = Link(0, 0, "0" * 64, "0" * 64)
+    account = Account(round=3, links=[link, link], precision="fp32", micro_batch_size=1, probe="")
+    averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
+    averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
+    averager._accounts, averager._given, averager._is_drawn = Accounts(), {0: "given"}, not exchanged
+    averager._accounts.draw("eve", 3, True)
+
+    async def asked(who: str) -> list[int]:
+        request, context = averaging_pb2.DownloadData(metadata=data), SimpleNamespace(remote_id=who)
+        (answer,) = [answer async for answer in averager.rpc_account(request, context)]
+        return json.loads(answer.metadata)  # type: ignore[no-any-return]
+
+    async def show() -> None:
+        stream = as_aiter(*(averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=one)) for one in pieces))
+        async for _ in averager.rpc_show(stream, SimpleNamespace(remote_id=peer)):
+            pass
+
+    async def run() -> None:
+        assert await asked("ann") == []
+        assert await asked("eve") == [0, 1]
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(show(), 1.0)
+
+    data = account.model_dump_json().encode()
+    asyncio.run(run())
+    shown = averager.shown()
+    assert (shown is not None and (shown.peer, shown.data, shown.given)) == (
+        arrives and ("eve", b"snapshots", {0: "given"})
+    )
 
 
 # Whose state a newcomer takes over, and what it takes for one.

@@ -34,6 +34,7 @@ def screened(
     own: Tensor = ZEROS,
     together: Sequence[int] = (),
     possible: Mapping[str, float] = POSSIBLE,
+    verified: Mapping[str, float] = {},
 ) -> tuple[Tensor, dict[str, str]]:
     """The average that a reducer makes, the first of the ``trusted``, and what became of each sender that does not
     count in full, and why. ``together``: those who use one invitation.
@@ -41,7 +42,8 @@ def screened(
     names = [f"peer-{index}" for index in range(len(parts))]
     voices = {names[index]: 1 / len(together) for index in together}
     mine = [names[index] for index in trusted]
-    screen = Screen(names, Limits(frozenset(mine), possible, voices, "".join(mine[:1])), parameters)
+    limits = Limits(frozenset(mine), possible, voices, "".join(mine[:1]), verified=verified)
+    screen = Screen(names, limits, parameters)
     claims = [100.0] * len(parts) if weights is None else weights
     average = screen.average(0, dict(enumerate(parts)), dict(enumerate(claims)), own)
     return average, {verdict.peer: f"{verdict.action}: {verdict.why}" for verdict in screen.verdicts()}
@@ -51,7 +53,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-PARTS = contributions(8)
+PARTS, FAST = contributions(8), {"peer-3": 900.0}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,11 @@ PARTS = contributions(8)
         *(
             ({}, {"weights": [100.0, 100.0, 900.0], "possible": known}, [1, 1, 1], 0.05)
             for known in (POSSIBLE, {"peer-2": 9e9}, {})
+        ),
+        # But as far as audits have shown that it has trained on more: half as much again, for speeds vary.
+        *(
+            ({3: 3.0}, {"weights": [100.0] * 3 + [claim], "possible": FAST, "verified": {"peer-3": 200.0}}, by, 0.05)
+            for claim, by in ((300.0, [1, 1, 1, 3]), (900.0, [1, 1, 1, 3]))
         ),
         # Whose speed allows for nothing stops nobody, even if they are the most.
         ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 0.5, 0, 0, 0], 0.05),

@@ -486,6 +486,10 @@ class Contributions:
             total.bytes += max(item.bytes, 0)
             seen.add(name)
 
+    def withdraw(self, name: str) -> None:
+        """Who has cheated has contributed nothing."""
+        self._known.pop(name, None)
+
     def best_first(self) -> list[Contribution]:
         """Most samples first."""
         return sorted(self._known.values(), key=lambda item: (-item.samples, item.name))

@@ -463,7 +463,7 @@ class Watch:
     def __init__(
         self, dht: SwarmDHT, creator: str, oldest: float, *, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._dht, self._creator, self._oldest, self._now = dht, creator, oldest, now
+        self._dht, self.creator, self._oldest, self._now = dht, creator, oldest, now
         self._question: Any = None
         self._ask_at = 0.0
         self.peers: dict[str, messages.PeerProgress] = {}
@@ -505,7 +505,7 @@ class Watch:
             self.peers = messages.records_in(key, found)
         elif key in (REVOKED, BANNED):
             self._dht.excluded.take(key, found)
-        elif (manifest := messages.records_in(key, found).get(self._creator)) is None:
+        elif (manifest := messages.records_in(key, found).get(self.creator)) is None:
             self.stopped = False
         else:
             self.stopped, self.first_round = manifest.stopped, manifest.first_round

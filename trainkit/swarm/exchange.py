@@ -12,8 +12,10 @@ import math
 import multiprocessing
 import random
 import struct
+import threading
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemind tells streams from messages
@@ -39,6 +41,7 @@ from trainkit.swarm.admission import Admission, Guard, Member, remember
 from trainkit.swarm.invitations import Pass, UntrustedError, parsed
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, plain_msgpack, read_gathered
+from trainkit.swarm.replay import Accounts, Shown, Told, most_bytes, read_wanted
 from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, has_drifted, voices_of
 from trainkit.swarm.sync import CommonState
 
@@ -51,6 +54,9 @@ _MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
 _MOST_REMEMBERED = 1000
 # After a peer was given the state it gets none for as long as that has taken, and at least so long.
 _FETCH_SECONDS = 0.5
+# An owner that has not answered an account for so long does not want to see anything.
+_ACCOUNT_SECONDS = 20.0
+_PIECE = 1 << 18  # bytes of a message
 # Refusals to report of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
 
@@ -463,7 +469,7 @@ class Averaged(NamedTuple):
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
     """hivemind's averager, for members only. Its class name is part of the protocol between peers.
 
-    It lives in a process of its own; `expect`, `findings`, `alone` and `get_current_state` are for the peer's own.
+    It lives in a process of its own; what is for the peer's own comes first.
     """
 
     def __init__(self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, **options: Any) -> None:
@@ -472,7 +478,15 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self.plan = torch.zeros(1 + num_parts(values), dtype=torch.float64).share_memory_()
         """The codec of this peer's parts, then each part's weight."""
         self._found, self._tell = multiprocessing.Pipe(duplex=False)
+        self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
+        self._to_show, self._show = multiprocessing.Pipe(duplex=False)
         self._possible: Mapping[str, float] = {}
+        self._verified: Mapping[str, float] = {}
+        self._accounts = Accounts()
+        self._given: Mapping[int, Any] = {}
+        """What the peer that was drawn has given."""
+        self._is_drawn = False
+        """It is drawn for the exchange that comes next."""
         self._refused: dict[str, Verdict] = {}
         self._screen: Screen | None = None
         """Of the last round, with what each has put into it."""
@@ -484,9 +498,30 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     # In the peer's own process.
 
-    def expect(self, possible: Mapping[str, float]) -> None:
-        """Say what peers can have trained on in this round, see `Limits`."""
-        self._outer_pipe.send(("_expect", [], {"possible": dict(possible)}))
+    def expect(self, possible: Mapping[str, float], **proven: Any) -> None:
+        """Say what peers can have trained on in this round, see `Limits`; and how they have passed audits.
+
+        Args:
+            proven: ``verified``, see `Limits`; ids that are ``unproven``, which do not count; the id that is
+                ``drawn`` to show its work of ``round_index``, or none; and whether that ``trains`` some of it again.
+        """
+        self._outer_pipe.send(("_expect", [], {"possible": dict(possible), **proven}))
+
+    def account(self, to: str, told: Told) -> None:
+        """Tell the owner of a round, and show what it then wants to see, while this peer goes on."""
+        asked: Any = MPFuture()
+        self._outer_pipe.send(("_account", [], {"to": to, "account": told.account, "asked": asked}))
+
+        def show() -> None:
+            with suppress(FutureTimeoutError, OSError):
+                if wanted := asked.result(2 * _ACCOUNT_SECONDS):
+                    self._show.send_bytes(told.show(wanted))
+
+        threading.Thread(target=show, daemon=True).start()
+
+    def shown(self) -> Shown | None:
+        """What the peer that was drawn has shown since the last call."""
+        return self._shown.recv() if self._shown.poll() else None
 
     def findings(self) -> list[Findings]:
         """Those of the rounds since the last call."""
@@ -516,8 +551,35 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard)
         super().run()
 
-    async def _expect(self, possible: dict[str, float]) -> None:
-        self._possible = possible
+    async def _expect(
+        self,
+        possible: dict[str, float],
+        verified: Mapping[str, float] = {},
+        unproven: Collection[str] = (),
+        drawn: str = "",
+        round_index: int = -1,
+        trains: bool = False,
+    ) -> None:
+        self._possible, self._verified = possible | dict.fromkeys(unproven, 0.0), verified
+        self._is_drawn = bool(drawn)
+        if drawn:
+            self._accounts.draw(drawn, round_index, trains)
+            self._given = {}
+
+    async def _account(self, to: str, account: bytes, asked: Any) -> None:
+        stub, wanted = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix), tuple[int, ...]()
+        with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
+            stream = await stub.rpc_account(DownloadData(metadata=account))
+            wanted = read_wanted((await anext(aiter_with_timeout(stream, _ACCOUNT_SECONDS))).metadata)
+        asked.set_result(wanted)
+        if wanted:
+            data = await asyncio.get_running_loop().run_in_executor(None, self._to_show.recv_bytes)
+            with suppress(Exception):
+                pieces = (data[first : first + _PIECE] for first in range(0, len(data), _PIECE))
+                stream = await stub.rpc_show(
+                    as_aiter(*(DownloadData(tensor_part=runtime_pb2.Tensor(buffer=piece)) for piece in pieces))
+                )
+                await anext(stream)
 
     async def _alone(self, peer: str, asked: Any) -> None:
         found = self._screen.alone(peer) if self._screen is not None else []
@@ -558,6 +620,29 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         finally:
             now = time.monotonic()
             remember(self._may_fetch, peer, now + max(_FETCH_SECONDS, now - began), _MOST_REMEMBERED)
+
+    async def rpc_account(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
+        """A peer says what it has done in a round, and is told what to show of it."""
+        peer = str(context.remote_id)
+        is_member = await self.guard.member(peer) is not None
+        wanted = self._accounts.hear(peer, request.metadata) if is_member else ()
+        yield DownloadData(metadata=json.dumps(wanted).encode())
+
+    async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
+        """A peer shows what it was asked for."""
+        asked, data = self._accounts.asked, bytearray()
+        if asked is None or asked.peer != str(context.remote_id):
+            return
+        self._accounts.asked, most = None, most_bytes(self.common.theta.numel())
+        async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
+            data += message.tensor_part.buffer
+            if len(data) > most:
+                return
+        while self._is_drawn:  # who shows early shows beside what it has yet to give
+            await asyncio.sleep(0.1)
+        shown = asked._replace(data=bytes(data), given=self._given)
+        await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
+        yield DownloadData()
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: str) -> bool:
         is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP
@@ -636,7 +721,15 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
                     modes=modes,
                     sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
-                    limits=Limits(frozenset(trusted), self._possible, voices_of(known), own_id, keeps),
+                    limits=Limits(
+                        frozenset(trusted),
+                        self._possible,
+                        voices_of(known),
+                        own_id,
+                        keeps,
+                        self._verified,
+                        self._accounts.drawn if self._is_drawn else "",
+                    ),
                     **options,
                 )
                 self._running_groups[group_info.group_id].set_result(runner)
@@ -646,6 +739,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             return Averaged({peer: member.rate for peer, member in group.items()}, drifted, runner.outcome())
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
+        finally:
+            self._is_drawn = False
 
     def _report(self, runner: Exchange) -> None:
         """Tell the peer's own process what came of a round."""
@@ -655,6 +750,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
         self._screen = runner.screen
+        if self._is_drawn:
+            self._given = runner.screen.given
         self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 

@@ -21,7 +21,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.run.metrics import typed_contributions
 from trainkit.swarm import address
 
-PROTOCOL = 5
+PROTOCOL = 6
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 """Keys of the records in the DHT."""

@@ -77,8 +77,8 @@ _TINY = 1e-30  # nothing is divided by less
 # Bytes of a round that are kept to find out whose contribution does harm.
 _MOST_KEPT = 1 << 31
 
-Action = Literal["dropped", "left out", "clipped"]
-"""Dropped is who has sent what no honest peer sends; who is left out may be honest."""
+Action = Literal["dropped", "left out", "clipped", "audited"]
+"""Dropped is who has sent what no honest peer sends; who is left out may be honest; who was audited counts."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,10 @@ class Limits:
     """Id of the reducer: no majority says that its own contribution is wrong."""
     keeps: bool = False
     """What each has put into the average is kept, see `Screen.alone`."""
+    verified: Mapping[str, float] = field(default_factory=dict)
+    """Samples of a round that a peer has trained on beyond doubt, see `trainkit.swarm.replay`."""
+    drawn: str = ""
+    """Id of the peer that is to show its work: what it sends is kept."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,9 @@ class Screen:
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
         self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
-        self._own = limits.own
+        self._own, self._verified, self._drawn = limits.own, limits.verified, limits.drawn
+        self.given: dict[int, Any] = {}
+        """Position -> pseudo-gradients of the peer that is to show its work, as arrays."""
         self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
         self._voices = torch.tensor([limits.voices.get(peer, 1.0) for peer in senders], dtype=torch.float64)
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
@@ -211,8 +217,11 @@ class Screen:
         """
         result = own.clone()
         good: dict[int, Tensor] = {}
+        split = min(max(self._num_parameters - position, 0), result.numel())
         for sender, part in sorted(parts.items()):
             self._claims.setdefault(sender, weights[sender])
+            if self._senders[sender] == self._drawn:
+                self.given[position] = part[:split].numpy().copy()
             if part.numel() != result.numel():
                 self._drop(sender, "sent something of the wrong shape")
             elif not bool((part.abs() <= _LARGEST_VALUE).all()):
@@ -221,7 +230,6 @@ class Screen:
                 good[sender] = part
         weight = self._believed(good)
         good = {sender: good[sender] for sender in weight}
-        split = min(max(self._num_parameters - position, 0), result.numel())
         result[:split] = 0.0
         if split and good:
             result[:split] = self._parameters(position, {one: part[:split] for one, part in good.items()}, weight)
@@ -293,12 +301,14 @@ class Screen:
                 believed[sender] = claim
                 continue
             seen = self._possible.get(self._senders[sender])
-            # Who has said nothing about its speed yet counts as the others do; nobody counts for more than they.
+            # Who has said nothing about its speed yet counts as the others do; nobody counts for more than they, but
+            # who has shown what it did.
             possible = usual if seen is None else _SPEED_SLACK * seen
             if claim > _GROSS_CLAIM * max(possible, usual):
                 self._drop(sender, f"claims {claim:.3g} samples, {max(possible, usual):.3g} are possible")
             elif possible > 0.0:  # who counts for nothing is left out: nothing can be in proportion to it
-                believed[sender] = min(claim, possible, usual)
+                verified = _SPEED_SLACK * self._verified.get(self._senders[sender], 0.0)
+                believed[sender] = min(claim, possible, max(usual, verified))
         return believed
 
     def _parameters(self, position: int, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
@@ -594,7 +604,9 @@ class Round:
 # Of one round; a flood of liars must not become a flood of records.
 _MOST_EVENTS = 20
 _MOST_SUSPECTS = 1000
-_EVENTS: Mapping[Action, Remark] = {"dropped": "peer_dropped", "left out": "peer_left_out", "clipped": "peer_clipped"}
+_EVENTS: Mapping[Action, Remark] = {
+    "dropped": "peer_dropped", "left out": "peer_left_out", "clipped": "peer_clipped", "audited": "peer_audited",
+}  # fmt: skip
 
 
 class Strikes:
@@ -639,6 +651,8 @@ class Sentry:
     """Peer id -> what is banned with it: its invitation, or itself; empty for whom nobody bans."""
     credit: Callable[[Collection[Counted]], None] = lambda counted: None
     """Takes note of who has contributed to a round."""
+    withdraw: Callable[[str], None] = lambda name: None
+    """Takes back all that was noted of a name."""
     judges_reducers: bool = False
     """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
     _as_senders: Strikes = field(default_factory=Strikes, init=False)
@@ -650,17 +664,25 @@ class Sentry:
     _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
     _invited: dict[str, str] = field(default_factory=dict, init=False)
 
-    def before_round(self, peers: Mapping[str, PeerProgress], round_seconds: float) -> None:
+    def before_round(self, peers: Mapping[str, PeerProgress], round_seconds: float, **proven: Any) -> None:
         """Tell the averager what peers can have trained on, by the speed that they have published; before its first
-        round a peer has none to tell of."""
+        round a peer has none to tell of.
+
+        Args:
+            proven: what audits say, see `_Averager.expect`.
+        """
         known = {peer: own.samples_per_sec for peer, own in peers.items() if own.samples_per_sec > 0.0}
-        self.averager.expect({peer: speed * round_seconds for peer, speed in known.items()})
+        self.averager.expect({peer: speed * round_seconds for peer, speed in known.items()}, **proven)
         self.look()
 
-    def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> None:
-        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
-        self._peers, self._invited = peers, {}
+    def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> set[str]:
+        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``.
+
+        Who was in the group.
+        """
+        self._peers, self._invited, members = peers, {}, set[str]()
         for found in self.averager.findings():
+            members |= {*found.members}
             self._invited |= found.names
             received, counted = found.received, {} if result is not None and result.refused else found.counted
             self.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in counted.items()])
@@ -675,6 +697,15 @@ class Sentry:
             if self.judges_reducers:
                 self._ban(index, out)
         self.look()
+        return members
+
+    def note_audit(self, index: int, verdict: Verdict) -> None:
+        """Draw the consequences of an audit, of that round: who has been false is out, and has contributed nothing."""
+        name = self._name(verdict.peer)
+        self._tell(index, [verdict], "The audit of {} in round {}")
+        if verdict.action == "dropped":
+            self.withdraw(name)
+            self._ban(index, {verdict.peer: verdict.why}, "")
 
     def look(self) -> None:
         """Enforce the bans as they are by now: others pronounce them too, and a command lifts them. Cheap."""
@@ -700,10 +731,10 @@ class Sentry:
         for verdict in verdicts[:_MOST_EVENTS]:
             name = self._name(verdict.peer)
             self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
-            if verdict.action != "clipped":
+            if verdict.action in ("dropped", "left out"):
                 self.say(f"  {what.format(name, index + 1)}: {verdict.why}")
 
-    def _ban(self, index: int, out: Mapping[str, str]) -> None:
+    def _ban(self, index: int, out: Mapping[str, str], times: str = f" after {STRIKES} such rounds in a row") -> None:
         bans = {peer: self.invitation_of(peer) for peer in out}  # of a peer that is shut out nobody knows it any more
         for peer, banned in bans.items():
             name, why = self._name(peer), out[peer]
@@ -713,4 +744,4 @@ class Sentry:
             self._enforce(self._enforced | {banned})  # others' bans are told of by `look`
             self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
-            self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
+            self.say(f"  {name} is banned{times}. To lift it: {lift}")

@@ -197,9 +197,13 @@ class Creator(Session):
             self.credits.write(self.writer.run)
         self.dht.store(CREDITS, self.credits.rows()[:MOST_CREDITED], LOST_AFTER * seconds + 60.0)
 
+    def withdraw(self, name: str) -> None:
+        """Take back what was counted of a name; written with the next round."""
+        self.credits.withdraw(name)
+
     def train(self, rounds: RoundRecorder) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""
-        self.sentry.credit = self.credit
+        self.sentry.credit, self.sentry.withdraw = self.credit, self.withdraw
         with rounds.recorded(self.spec.env):
             ending = take_part(self)
             self.leave(ending)

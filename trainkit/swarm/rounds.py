@@ -11,7 +11,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -21,9 +22,10 @@ from trainkit.errors import RunFailedError
 from trainkit.swarm.admission import Member
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
+from trainkit.swarm.replay import Auditor, Journal, num_stretches
 from trainkit.swarm.robust import lower_median, voices_of
-from trainkit.swarm.session import LOST_AFTER, Session, together
-from trainkit.swarm.sync import GradientState
+from trainkit.swarm.session import LOST_AFTER, Session, data_seed, together
+from trainkit.swarm.sync import GradientState, OuterState
 from trainkit.training.build import TrainState
 from trainkit.training.optim import lr_at
 from trainkit.training.recorder import MOST_ROLLBACKS
@@ -38,6 +40,9 @@ NEWS_SECONDS = 1.0
 
 # By time: the share of a round that it may wait for its average; a later one arrives during the next round.
 _WAITING_SHARE = 0.02
+
+# Of a round that one audit may take.
+_AUDIT_SHARE = 0.2
 
 # By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
 _PUBLISH_SECONDS = 0.5
@@ -157,6 +162,15 @@ class TimedLoop(_Loop):
         super().__init__(peer, batches, peer.team.judge)
         self.done: PeerRound | None = None
         """The last round, until it is known what came of its exchange."""
+        self.auditor: Auditor | None = None
+        common, seconds, role = peer.common, peer.clock.seconds, peer.dht.own.grant.role
+        stretches = num_stretches(common.theta.numel()) if peer.spec.trains else 0
+        if stretches and isinstance(common, OuterState):
+            if role == "owner":
+                seed_of = partial(data_seed, self.config)
+                self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, _AUDIT_SHARE * seconds)
+            elif role == "volunteer" and peer.journal is None:
+                peer.journal = Journal(peer.team.state, common, seconds / stretches)
 
     def run(self) -> Ending:
         """Round after round."""
@@ -193,9 +207,11 @@ class TimedLoop(_Loop):
                 self.hear()
                 news_at = now + NEWS_SECONDS
             self.settle(0.0)
+            if self.auditor is not None and now + self.auditor.seconds < search_at:
+                self.audit(self.auditor, index)
             if not averaging.begun and now + peer.step_seconds >= search_at:
                 self.settle(math.inf)
-                peer.sentry.before_round(peer.watch.peers, clock.seconds)
+                self.before_exchange(index)
                 averaging.begin(boundary, samples / seconds if seconds else 0.0)
             if now + peer.step_seconds >= boundary:
                 break
@@ -208,19 +224,51 @@ class TimedLoop(_Loop):
         time.sleep(max(0.0, boundary - time.time()))
         others = peer.watch.others(time.time() - LOST_AFTER * clock.seconds)
         metrics = peer.team.read(self.update.meter)
+        told = peer.journal.close(index) if peer.journal is not None else None
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, alone=not others, loss=loss)
+        if told is not None:
+            averaging.averager.account(peer.watch.creator, told)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
         if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:
             self.settle(_WAITING_SHARE * clock.seconds)
         return None
 
+    def before_exchange(self, index: int) -> None:
+        """Say what is known of the others, and who is to show its work of this round."""
+        peer, proven = self.peer, dict[str, Any]()
+        if (auditor := self.auditor) is not None:
+            heard = peer.watch.others(time.time() - LOST_AFTER * peer.clock.seconds)
+            volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
+            drawn, trains = auditor.draw(volunteers, index)
+            proven = {"verified": dict(auditor.verified), "unproven": [*auditor.unproven]}
+            proven |= {"drawn": drawn, "round_index": index, "trains": trains}
+        peer.sentry.before_round(peer.watch.peers, peer.clock.seconds, **proven)
+
+    def audit(self, auditor: Auditor, index: int) -> None:
+        """Look at what has been shown, if anything has."""
+        shown = self.peer.averaging.averager.shown()
+        if shown is not None and (verdict := auditor.audit(shown)) is not None:
+            self.peer.sentry.note_audit(index, verdict)
+
+    def rate_at(self, now: float) -> float:
+        """The learning rate at that time."""
+        config = self.config
+        step, per_epoch, total = self.peer.clock.grid(now, config.train.epochs)
+        return lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+
+    def rates_of(self, index: int) -> tuple[float, float]:
+        """The lowest and the highest learning rate of a round and the one before, for clocks differ."""
+        end, seconds = self.peer.clock.boundary(index), self.peer.clock.seconds
+        rates = [self.rate_at(end - seconds * step / 16) for step in range(-1, 33)]
+        return min(rates), max(rates)
+
     def step(self, now: float) -> tuple[float, float]:
         """One update; its learning rate, and how long it took."""
-        peer, config, device = self.peer, self.config, self.peer.team.judge.dist.device
-        step, per_epoch, total = peer.clock.grid(now, config.train.epochs)
-        lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-        seed = derive_seed(peer.data_seed, peer.progress.position)
+        peer, device = self.peer, self.peer.team.judge.dist.device
+        lr, seed = self.rate_at(now), derive_seed(peer.data_seed, peer.progress.position)
+        if peer.journal is not None:
+            peer.journal.before_update(peer.progress.position, lr, now)
         with together(peer.team.size):
             peer.team.before_update(lr, seed)
             made = self.update(self.batches, lr=lr, seed=seed)
@@ -241,7 +289,9 @@ class TimedLoop(_Loop):
         if result is None:
             return
         self.done, peer.exchange_seconds = None, result.seconds
-        peer.sentry.after_round(done.index, peer.watch.peers, result)
+        members = peer.sentry.after_round(done.index, peer.watch.peers, result)
+        if self.auditor is not None and (verdict := self.auditor.overdue(members, done.index)) is not None:
+            peer.sentry.note_audit(done.index, verdict)
         done = replace(done, result=result)
         self.publish(done)
         peer.after_round(done)

@@ -50,6 +50,7 @@ from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
+from trainkit.swarm.replay import Journal
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
@@ -218,7 +219,7 @@ _MODEL_LIBRARIES = ("timm", "torchvision")
 _DATA, _CODE = "data", "code of "
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
-_ROUNDS = ("exchange", "link", "messages", "sync")
+_ROUNDS = ("exchange", "link", "messages", "replay", "sync")
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:
@@ -348,6 +349,8 @@ class Session:
         self.round_seconds = 0.0
         """How long the last round was, where it is not the clock that says so."""
         self.rounds_alone = 0
+        self.journal: Journal | None = None
+        """Of a volunteer, also when it has lost the swarm meanwhile."""
 
     def open_node(self, own: Pass, admission: Admission, identity: Path | None, peers: Sequence[str] = ()) -> None:
         """Come into the DHT of the swarm at ``peers``; of a new one without any."""

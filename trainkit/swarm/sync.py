@@ -43,7 +43,7 @@ from __future__ import annotations
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -120,6 +120,8 @@ class CommonState(ABC):
         self.round = 0
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before the common weights change, and the model with them."""
 
     @abstractmethod
     def give(self, samples: int) -> Given:
@@ -147,9 +149,7 @@ class CommonState(ABC):
     def probe(self) -> Tensor:
         """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
         peer that gives away other weights cannot know for long which differences stay unseen."""
-        rows, generator = -(-self.theta.numel() // PROBE_SIZE), torch.Generator().manual_seed(self.round)
-        signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
-        return pad(self.theta, (0, rows * PROBE_SIZE - self.theta.numel())).view(PROBE_SIZE, rows) @ signs
+        return probe_of(self.theta, self.round)
 
     @contextmanager
     def in_model(self, theta: Tensor | None = None) -> Iterator[None]:
@@ -190,11 +190,19 @@ class CommonState(ABC):
             raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
         if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
             raise ValueError("it is not finite")
+        self.before_change()
         with self.lock:
             self.theta.copy_(theta)
             self.momentum.copy_(momentum)
             self.round = round_index
         self.forget()
+
+
+def probe_of(theta: Tensor, round_index: int) -> Tensor:
+    """What `CommonState.probe` says of those weights in that round."""
+    rows, generator = -(-theta.numel() // PROBE_SIZE), torch.Generator().manual_seed(round_index)
+    signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
+    return pad(theta, (0, rows * PROBE_SIZE - theta.numel())).view(PROBE_SIZE, rows) @ signs
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -258,6 +266,7 @@ class OuterState(CommonState):
         for a later round.
         """
         size, before, (theta, momentum) = self.num_parameters, self.theta.clone(), self.stepped(average)
+        self.before_change()
         with self.lock:
             self.theta.copy_(theta)
             self.momentum.copy_(momentum)
@@ -286,6 +295,7 @@ class OuterState(CommonState):
 
     def forget(self) -> None:
         """Drop what is in no average yet: the model is as the peers have it in common."""
+        self.before_change()
         self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
         self.into_model()
 

@@ -1,0 +1,264 @@
+"""Audits by replay: what honest volunteers show is true, on whatever machine; and what is found of those that cheat."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from tests.rank_functions import QUICK
+from trainkit.config.loading import load
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.data.base import derive_seed
+from trainkit.distributed.process_group import Distributed
+from trainkit.ranks import RankEnv
+from trainkit.swarm.link import cuts, decode, encode
+from trainkit.swarm.replay import Accounts, Auditor, Journal, Shown, num_stretches
+from trainkit.swarm.sync import Average, Given, OuterState, flatten
+from trainkit.training.build import TrainState, alone, build
+from trainkit.training.update import Updater
+
+CONFIG = load("hivemind", [*QUICK, "data.workers=0", "train.precision=fp32", "train.global_batch_size=32"]).config
+CPU = Distributed(RankEnv.single(), torch.device("cpu"))
+SPLITS = build_data(CONFIG.data)
+RATE, SEED = 3e-3, 7
+
+
+def made(config: Config) -> tuple[TrainState, OuterState]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    return build(alone(config), CPU, SPLITS, model=model), OuterState(model, lr=0.7, momentum=0.5)
+
+
+class Swarm:
+    """The owner and one volunteer, ben, whose clock goes by the updates: it takes a snapshot after every eighth."""
+
+    def __init__(self, *, precision: str = "fp32", micro_batch_size: int = 32) -> None:
+        settings = {"precision": precision, "micro_batch_size": micro_batch_size}
+        theirs = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update=settings)})
+        (owner, self.owner), (self.state, self.common) = made(CONFIG), made(theirs)
+        self.auditor = Auditor(owner, self.owner, lambda peer: SEED, lambda index: (RATE, RATE), 60.0)
+        with owner.batches(0, 1, seed=0, workers=0) as batches:
+            Updater(owner)(batches, lr=RATE, seed=0)
+        self.owner.into_model()
+        self.accounts, self.journal = Accounts(), Journal(self.state, self.common, 8.0)
+        self.update, self.round, self.position = Updater(self.state), 0, 0
+        self.late: tuple[Average, Given] | None = None
+        # What a cheat changes.
+        self.rate = RATE
+        self.labels: Callable[[Tensor], Tensor] = lambda labels: labels
+        self.after_update: Callable[[], None] = lambda: None
+
+    def train(self, updates: int) -> None:
+        with self.state.batches(self.position, self.position + updates, seed=SEED, workers=0) as batches:
+            wanted = (batch._replace(labels=self.labels(batch.labels)) for batch in batches)
+            for _ in range(updates):
+                self.journal.before_update(self.position, self.rate, self.position)
+                self.update(wanted, lr=self.rate, seed=derive_seed(SEED, self.position))
+                self.position += 1
+                self.after_update()
+
+    def round_of(
+        self,
+        *,
+        settles_after: int = 0,
+        sent: Callable[[Tensor], Tensor] = lambda vector: vector,
+        counts: bool = True,
+        trains: bool = True,
+    ) -> Shown | None:
+        """A round of 24 updates, of which some come before the last round's average; what the volunteer shows.
+
+        Args:
+            counts: its contribution is in the average.
+            trains: the owner has time to train some of it again.
+        """
+        self.state.model.train()
+        if self.late is not None:
+            self.train(settles_after)
+            self.common.step(*self.late, trained_on=settles_after > 0)
+        self.train(24 - settles_after)
+        self.auditor._free_at = 0.0 if trains else math.inf
+        self.accounts.draw(*self.draw())
+        told, given = self.journal.close(self.round), self.common.give(24 * 32)
+        assert told is not None
+        vector, size = sent(given.vector.clone()), self.common.num_parameters
+        arrived = {
+            part.start: decode(encode(vector[:size][part], "8bit"), "8bit", len(vector[:size][part])).numpy()
+            for part in cuts(size)
+        }
+        wanted = self.accounts.hear("ben", told.account)
+        asked, self.round = self.accounts.asked, self.round + 1
+        average = Average(0.5 * given.vector, self.round, (True,), (counts,))
+        self.owner.step(average, self.owner.nothing(sound=True))
+        self.late = average, given
+        return asked._replace(data=told.show(wanted), given=arrived) if asked is not None else None
+
+    def draw(self) -> tuple[str, int, bool]:
+        drawn, trains = self.auditor.draw(["ben"], self.round)
+        return drawn, self.round, trains
+
+    def audited(self, **how: Any) -> tuple[str, str]:
+        shown = self.round_of(**how)
+        assert shown is not None
+        verdict = self.auditor.audit(shown)
+        return (verdict.action, verdict.why) if verdict is not None else ("", "")
+
+
+TRUE = "true, as was seen in "
+
+
+@pytest.mark.parametrize("how", [{}, {"settles_after": 5}, {"counts": False}, {"settles_after": 5, "counts": False}])
+def test_what_an_honest_volunteer_shows_is_true(how: dict[str, Any]) -> None:
+    swarm = Swarm()
+    for number in range(10):
+        action, why = swarm.audited(**how)
+        assert (action, why[: len(TRUE)]) == ("audited", TRUE)
+        assert swarm.auditor.verified == ({"ben": 24 * 32} if number else {})
+
+
+@pytest.mark.parametrize("other", [{"precision": "bf16"}, {"micro_batch_size": 8}])
+def test_volunteers_with_other_hardware_are_believed(other: dict[str, Any]) -> None:
+    swarm = Swarm(**other)
+    assert {swarm.audited()[1][: len(TRUE)] for _ in range(6)} == {TRUE}
+
+
+def half_turned(vector: Tensor) -> Tensor:
+    return torch.cat([vector[: len(vector) // 2], -vector[len(vector) // 2 :]])
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("sent", [half_turned, torch.zeros_like, lambda vector: 3 * vector])
+def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
+    sent: Callable[[Tensor], Tensor], trains: bool
+) -> None:
+    swarm = Swarm()
+    assert swarm.audited(trains=trains)[0] == ("audited" if trains else "")
+    action, why = swarm.audited(trains=trains, sent=sent)
+    assert (action, why[:53]) == ("dropped", "has given something else than it has trained (cosine ")
+
+
+def other_labels(swarm: Swarm) -> None:
+    swarm.labels = lambda labels: torch.where(labels == 7, 3, labels)
+
+
+def other_rates(swarm: Swarm) -> None:
+    swarm.rate = 5 * RATE
+
+
+def turned(swarm: Swarm) -> None:
+    """Once in a round, between two updates, the model is moved against what it has learned."""
+
+    @torch.no_grad()
+    def move() -> None:
+        if swarm.position % 24 == 13:
+            swarm.journal.note()
+            theta = flatten(swarm.common._tensors())
+            swarm.common.into_model(theta + 0.5 * (swarm.common.theta - theta))
+
+    swarm.after_update = move
+
+
+def poisoned(swarm: Swarm) -> None:
+    """Once in a round the optimizer is told to remember what it has not seen."""
+
+    def poison() -> None:
+        if swarm.position % 24 == 13:
+            for state in swarm.state.optimizer.state.values():
+                state["exp_avg"].mul_(-1.0)
+
+    swarm.after_update = poison
+
+
+@pytest.mark.parametrize(
+    ("cheat", "why"),
+    [
+        (other_labels, "has not trained so: "),
+        (other_rates, "has trained with other learning rates than the run's"),
+        (turned, "has other weights than those that it had trained and those that all have in common"),
+        (poisoned, "has not trained so: "),
+    ],
+)
+def test_who_trains_otherwise_is_caught_when_that_is_drawn(cheat: Callable[[Swarm], None], why: str) -> None:
+    swarm = Swarm()
+    cheat(swarm)
+    said = TRUE
+    for _ in range(200):  # one link of six is drawn in each
+        said = swarm.audited()[1]
+        if not said.startswith(TRUE):
+            break
+    assert said.startswith(why)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("cheat", "links"), [(other_labels, 3), (poisoned, 1)])
+def test_cheats_are_caught_as_often_as_the_security_page_says(cheat: Callable[[Swarm], None], links: int) -> None:
+    """Of four rounds every second one is false, in so many of its four links, and one volunteer is asked in each."""
+    trials, caught = 200, 0
+    for number in range(trials):
+        swarm, chance = Swarm(), random.Random(number)
+        swarm.audited()
+        for _ in range(4):
+            swarm.labels, swarm.after_update = (lambda labels: labels), (lambda: None)
+            if chance.random() < 0.5:
+                cheat(swarm)
+            if swarm.audited()[0] == "dropped":
+                caught += 1
+                break
+    expected = 1.0 - (1.0 - 0.5 * links / 4) ** 4
+    print(f"caught {caught / trials:.3f} of {trials}, expected {expected:.3f}")
+    assert abs(caught / trials - expected) < 4 * math.sqrt(expected * (1 - expected) / trials)
+
+
+def test_who_shows_nothing_three_times_does_not_count_until_it_passes() -> None:
+    swarm, verdicts = Swarm(), list[str]()
+    while len(verdicts) < 3:
+        swarm.round_of()  # and nothing of it comes
+        if (verdict := swarm.auditor.overdue({"ben"}, swarm.round - 1)) is not None:
+            verdicts.append(f"{verdict.action}: {verdict.why}")
+    assert verdicts == [*["audited: has shown nothing"] * 2, verdicts[-1]]
+    assert verdicts[-1].startswith("left out: has shown nothing; after 3 such audits")
+    assert [*swarm.auditor.unproven] == ["ben"]
+    swarm.audited()
+    assert not swarm.auditor.unproven
+
+
+def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> None:
+    """Else it could forget what it has done, and begin with an optimizer that nobody has trained."""
+    swarm = Swarm()
+    swarm.audited()
+    swarm.journal._kept[-1] = replace(swarm.journal._kept[-1], link=swarm.journal._kept[-1].link._replace(position=3))
+    assert swarm.round_of() is None
+    swarm.auditor._drawn = "", -1
+    assert swarm.audited()[0] == "audited"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", b"[]", b"x" * 70_000, b'{"round": 1, "links": []}', b'{"round": -1, "links": [[0, 0, "a", "b"]]}'],
+)
+def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
+    accounts = Accounts()
+    accounts.draw("ben", 0, True)
+    assert accounts.hear("ben", data) == ()
+    assert accounts.asked is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 100, safetensors.torch.save({"rates": torch.zeros(1)})])
+def test_garbage_in_the_place_of_snapshots_is_a_lie(data: bytes) -> None:
+    swarm = Swarm()
+    shown = swarm.round_of()
+    assert shown is not None
+    verdict = swarm.auditor.audit(shown._replace(data=data))
+    assert verdict is not None
+    assert verdict.action == "dropped"
+
+
+@pytest.mark.parametrize(("values", "stretches"), [(10_000, 16), (11_200_000, 5), (25_600_000, 1), (86_000_000, 0)])
+def test_larger_models_have_fewer_snapshots_and_the_largest_none(values: int, stretches: int) -> None:
+    assert num_stretches(values) == stretches

@@ -1,0 +1,563 @@
+"""Audits by replay: the owner trains a stretch of a volunteer's round once more, and compares.
+
+Training is a function of weights, optimizer, order of the data and learning rates. So a volunteer keeps *snapshots* of
+its model and optimizer, a few in each round, and commits itself to them by their digests in an *account* of the round.
+Only then the owner says which of them it wants to see, of the peer that it has drawn before the round's exchange and
+has told nobody: two neighbours, and those at which the contributions of this round and of the one before were made. It
+checks three things:
+
+- What the peer has given is how far its last snapshot is from the common weights.
+- Updates lead from the first neighbour to the second; or, where the common weights have moved in between, they have
+  moved the model as they should.
+- The round goes on where the one before ended, or with an optimizer that knows nothing yet.
+
+Whoever gives something else than it has trained is caught by every audit; whoever cheats between two snapshots only, by
+one in as many as there are neighbours. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which
+has them checked where the weights have moved most: a peer could cheat elsewhere.
+
+Who trains by the same settings on like hardware gets the very same bits; other numbers of threads, micro batches and
+number formats get others (docs/security.md has what was measured). What passes is compared by the length of the
+difference, over that of what was trained.
+"""
+
+import hashlib
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
+
+import safetensors.torch
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trainkit.checkpoint.state import Entry, Held, load_moments, load_weights, moments_of, plain_name, weights_of, write
+from trainkit.data.base import derive_seed
+from trainkit.errors import TrainkitError
+from trainkit.swarm.admission import remember
+from trainkit.swarm.link import cuts
+from trainkit.swarm.robust import Verdict
+from trainkit.swarm.sync import OuterState, probe_of
+from trainkit.training.build import TrainState
+from trainkit.training.precision import Precision
+from trainkit.training.update import Updater
+
+# Between snapshots, in a round; and bytes of those of a round, which take a second to be hashed.
+_STRETCHES = 16
+_MOST_BYTES = 1 << 30
+# Of an update's sum of squares and the like there are two values a weight, of some optimizers one.
+_VALUES_A_WEIGHT = 3
+SHARE = 0.05
+"""Of its time that the owner gives to audits at most."""
+_LONGEST_CHAIN, _LONGEST_ACCOUNT = 128, 1 << 16
+_MOST_PEERS = 1000
+# Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
+# weights that are off by this share of them: in the same number format, and in another one.
+_ALIKE, _AS_FAR = 0.02, 4.0
+_NOISE, _OTHER_NOISE = 1e-6, 1e-3
+# Of what was learned, by which a contribution may differ, which was rounded on its way; and how much longer it may be.
+_ROUNDED, _LONGER = 0.1, 1.1
+_HALF = 2.0**-24  # the smallest number of fp16
+# The same of a model that has followed the common weights; and of the common weights, which are rounded as well.
+_MOVED, _ROUNDING = 0.01, 1e-6
+# Messages get lost: so many audits in a row may come to nothing. And so many must be passed for a speed to be known.
+_MOST_IN_VAIN, _LEAST_PASSED = 3, 2
+_ROUNDS_TO_SHOW = 3
+_TINY = 1e-30
+_EVERYWHERE = ("fp32", "bf16")
+"""Number formats that every device has."""
+
+
+class Link(NamedTuple):
+    """A snapshot as its owner commits itself to it."""
+
+    position: Annotated[int, Field(ge=0, le=1 << 50)]
+    """Updates before it."""
+    base: Annotated[int, Field(ge=0, le=1 << 50)]
+    """The common weights that the model goes on from are those before this round."""
+    weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Digest."""
+    moments: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Digest of what the optimizer remembers."""
+
+
+class Account(BaseModel):
+    """What a volunteer says about a round."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    round: Annotated[int, Field(ge=0, le=1 << 50)]
+    links: Annotated[list[Link], Field(min_length=1, max_length=_LONGEST_CHAIN)]
+    """The first one is the last one of the round before."""
+    precision: Annotated[str, Field(max_length=8)]
+    micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
+    probe: Annotated[str, Field(max_length=4096)]
+    """Of the common weights that the last one goes on from, in hex."""
+
+
+def read_account(data: bytes) -> Account | None:
+    """What a peer has sent; None for anything else."""
+    if len(data) <= _LONGEST_ACCOUNT:
+        with suppress(ValueError):
+            return Account.model_validate_json(data)
+    return None
+
+
+def num_stretches(values: int) -> int:
+    """Into how many a round is cut of a model with so many values; 0: its snapshots would be too large."""
+    return max(0, min(_STRETCHES, _MOST_BYTES // (4 * _VALUES_A_WEIGHT * values) - 2))
+
+
+def most_bytes(values: int) -> int:
+    """What a peer may show at once: two snapshots, and the weights of two more."""
+    return 4 * values * (2 * _VALUES_A_WEIGHT + 2 + 2) + (1 << 22)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+_NO_MOMENTS = _digest({})
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    link: Link
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What a peer can show of a round."""
+
+    snapshots: Sequence[_Snapshot]
+    rates: Mapping[int, float]
+    """Learning rate of the update at each position."""
+
+    def show(self, wanted: Sequence[int]) -> bytes:
+        """Their weights and, of the first two, which are neighbours, all; as a safetensors file in memory."""
+        pair = [self.snapshots[index].link.position for index in wanted[:2]]
+        rates = [self.rates[position] for position in range(*pair)] if wanted[1:] else []
+        tensors = {"rates": torch.tensor(rates, dtype=torch.float64)}
+        for place, index in enumerate(wanted):
+            shown = self.snapshots[index]
+            tensors |= {f"{index}.weights.{name}": value for name, value in shown.weights.items()}
+            if wanted[1:] and place < 2:
+                tensors |= {f"{index}.moments.{name}": value for name, value in shown.moments.items()}
+        out = bytearray()
+        write(out.extend, [Entry.of(name, v.dtype, v.shape) for name, v in tensors.items()], lambda e: tensors[e.name])
+        return bytes(out)
+
+
+class Told(NamedTuple):
+    """What a volunteer says after a round, and how it shows snapshots."""
+
+    account: bytes
+    show: Callable[[Sequence[int]], bytes]
+
+
+class Journal:
+    """A volunteer's snapshots of the round that it trains, and of the one before.
+
+    Args:
+        seconds: between two of them.
+    """
+
+    def __init__(self, state: TrainState, common: OuterState, seconds: float) -> None:
+        self._state, self._common, self._seconds = state, common, seconds
+        self._kept: list[_Snapshot] = []
+        self._rates: dict[int, float] = {}
+        self._position, self._due = 0, 0.0
+        self._known = (-1, -1)
+        """Position and version of the newest snapshot."""
+        common.before_change = self.note
+
+    def before_update(self, position: int, lr: float, now: float) -> None:
+        """The update at ``position`` of the data comes next."""
+        self._position = position
+        if now >= self._due or self._known[1] != self._common.version:
+            self.note()
+            self._due = now + self._seconds
+        self._rates[position] = lr
+        self._position = position + 1
+
+    def note(self) -> None:
+        """Take a snapshot, if anything has changed since the last one."""
+        if self._known == (now := (self._position, self._common.version)):
+            return
+        self._known, state = now, self._state
+        weights, moments = _copies(weights_of(state.model)), _copies(moments_of(state.model, state.optimizer))
+        link = Link(self._position, self._common.round, _digest(weights), _digest(moments))
+        self._kept.append(_Snapshot(link, weights, moments))
+
+    def close(self, round_index: int) -> Told | None:
+        """The round is over; None where there is nothing to tell."""
+        self.note()
+        last = _Round(self._kept, self._rates)
+        self._kept, self._rates = self._kept[-1:], {}
+        if len(last.snapshots) > _LONGEST_CHAIN:
+            return None
+        state, common = self._state, self._common
+        account = Account(
+            round=round_index,
+            links=[snapshot.link for snapshot in last.snapshots],
+            precision=state.precision.name,
+            micro_batch_size=state.micro_batch_size,
+            probe=common.probe().numpy().tobytes().hex(),
+        )
+        return Told(account.model_dump_json().encode(), last.show)
+
+
+def read_wanted(data: bytes) -> tuple[int, ...]:
+    """Which snapshots the owner wants to see, as it has sent that. Raises ValueError for anything else."""
+    return TypeAdapter(tuple[Annotated[int, Field(ge=0, lt=_LONGEST_CHAIN)], ...]).validate_json(data)
+
+
+class Shown(NamedTuple):
+    """What the peer that was drawn has shown."""
+
+    peer: str
+    account: Account
+    wanted: Sequence[int]
+    """Two neighbours, the last one and the first; or the last one alone."""
+    data: bytes
+    goes_on: bool
+    """It goes on from the last round's account; else it may have forgotten what it has done."""
+    given: Mapping[int, Any]
+    """Position -> what it has given there, an array, as far as this peer has reduced it."""
+
+
+class Accounts:
+    """Hears accounts, and asks the peer that was drawn for what it has to show; in the averager's process."""
+
+    def __init__(self) -> None:
+        self.drawn, self._round, self._trains = "", -1, False
+        self.asked: Shown | None = None
+        """What the peer has yet to show, without that."""
+        self._ends: dict[str, tuple[int, Link]] = {}
+        """Of each peer the last account's round, and where it has ended."""
+
+    def draw(self, peer: str, round_index: int, trains: bool) -> None:
+        """Want an account of that round from ``peer``; and to train some of it again, or only see what came of it."""
+        self.drawn, self._round, self._trains, self.asked = peer, round_index, trains, None
+
+    def hear(self, peer: str, data: bytes) -> tuple[int, ...]:
+        """Which snapshots the peer has to show; nothing, if none."""
+        account = read_account(data)
+        if account is None:
+            return ()
+        before, begins = self._ends.get(peer), account.links[0]
+        remember(self._ends, peer, (account.round, account.links[-1]), _MOST_PEERS)
+        goes_on = before in (None, (account.round - 1, begins))
+        # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
+        is_vouched_for = goes_on or begins.moments == _NO_MOMENTS
+        if not is_vouched_for or self.asked or (peer, account.round) != (self.drawn, self._round):
+            return ()
+        last, wanted = len(account.links) - 1, tuple[int, ...]()
+        if last and self._trains:
+            first = random.SystemRandom().randrange(last)
+            wanted = first, first + 1
+        wanted = tuple(dict.fromkeys((*wanted, last, *([0] if wanted else []))))
+        self.asked = Shown(peer, account, wanted, b"", goes_on, {})
+        return wanted
+
+
+class _Inconclusive(Exception):
+    """Nothing can be said, for this reason."""
+
+
+class _Unable(Exception):
+    """This machine cannot say anything, and the peer is not to blame."""
+
+
+@dataclass
+class Auditor:
+    """The owner's: whom to draw, and whether what a peer shows is true.
+
+    Args:
+        state: the model for this rank alone.
+        seed_of: a peer's order of the data.
+        rates: the lowest and the highest learning rate that a peer can have used for a round.
+        seconds: that one audit may take.
+    """
+
+    state: TrainState
+    common: OuterState
+    seed_of: Callable[[str], int]
+    rates: Callable[[int], tuple[float, float]]
+    seconds: float
+    verified: dict[str, float] = field(default_factory=dict, init=False)
+    """Samples of a round that a peer has trained on beyond doubt."""
+    unproven: dict[str, str] = field(default_factory=dict, init=False)
+    """Who has shown nothing too often, and does not count until it has; and what it was asked for."""
+    _passed: Counter[str] = field(default_factory=Counter, init=False)
+    _times: Counter[str] = field(default_factory=Counter, init=False)
+    """Audits in a row of which nothing came."""
+    _thetas: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _drawn: tuple[str, int] = field(default=("", -1), init=False)
+    _free_at: float = field(default=0.0, init=False)
+
+    def draw(self, volunteers: Iterable[str], round_index: int) -> tuple[str, bool]:
+        """The peer to ask about the round that ends, or nobody; and whether some of it is to be trained again, for
+        which there is not always time. Call it once in each round, before the exchange."""
+        remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
+        known = sorted(volunteers)
+        if not known or self._drawn[0]:
+            return "", False
+        self._drawn = random.SystemRandom().choice(known), round_index
+        return self._drawn[0], time.monotonic() >= self._free_at
+
+    def overdue(self, members: Collection[str], round_index: int) -> Verdict | None:
+        """The round is over, with these in the group: what to say of the peer that was drawn, if it keeps silent."""
+        peer, drawn = self._drawn
+        if not peer or (round_index < drawn + _ROUNDS_TO_SHOW and (peer in members or round_index > drawn)):
+            return None
+        self._drawn = "", -1
+        return self._in_vain(peer, "has shown nothing") if round_index > drawn else None
+
+    def _in_vain(self, peer: str, why: str) -> Verdict:
+        self._times[peer] += 1
+        if self._times[peer] < _MOST_IN_VAIN:
+            return Verdict(peer, "audited", why)
+        remember(self.unproven, peer, why, _MOST_PEERS)
+        return Verdict(peer, "left out", f"{why}; after {_MOST_IN_VAIN} such audits it counts when it has passed one")
+
+    def audit(self, shown: Shown) -> Verdict | None:
+        """Look at what a peer has shown: "audited" if it is true, or nothing can be said.
+
+        None: it is what the peer has given, and nothing was trained again.
+        """
+        peer, began = shown.peer, time.monotonic()
+        self._drawn = "", -1
+        try:
+            why = self._falsehood(shown)
+        except _Unable as reason:
+            return Verdict(peer, "audited", str(reason))
+        except _Inconclusive as reason:
+            return self._in_vain(peer, str(reason))
+        finally:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now + (now - began) / SHARE)
+        if why:
+            self.verified.pop(peer, None)
+            return Verdict(peer, "dropped", why)
+        self._times.pop(peer, None)
+        self.unproven.pop(peer, None)
+        if len(shown.wanted) == 1:
+            return None
+        self._passed[peer] += 1
+        if self._passed[peer] >= _LEAST_PASSED:
+            links = shown.account.links
+            samples = (links[-1].position - links[0].position) * self.state.config.train.global_batch_size
+            remember(self.verified, peer, float(samples), _MOST_PEERS)
+        return Verdict(peer, "audited", f"true, as was seen in {now - began:.2f} s")
+
+    def _falsehood(self, shown: Shown) -> str:
+        """Why it is false; empty if it is true. Raises `_Inconclusive` and `_Unable`."""
+        links, last = shown.account.links, len(shown.account.links) - 1
+        try:
+            found, rates = self._read(shown)
+        except (SafetensorError, LookupError, ValueError) as error:
+            return f"has shown something else than it had committed itself to: {error}"[:200]
+        vectors = {index: self._vector(snapshot) for index, snapshot in found.items()}
+        learned = {index: vector - self._theta(links[index].base) for index, vector in vectors.items()}
+        self._require_same(shown.account, float(learned[last].norm()))
+        if why := misgiven(shown.given, learned[last]):
+            return why
+        if len(shown.wanted) == 1:
+            return ""
+        if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * float(learned[last].norm()):
+            raise _Inconclusive("has begun anew with other weights than the run's")
+        first, second = shown.wanted[:2]
+        if links[first].position < links[second].position:
+            return self._retrained(shown, found[first], found[second], rates)
+        if links[first].moments != links[second].moments:
+            return "has changed its optimizer without an update"
+        theta = self._theta(links[second].base)
+        return misled(vectors[second] - theta, learned[first], learned[0], float(theta.norm()))
+
+    def _read(self, shown: Shown) -> tuple[dict[int, _Snapshot], Tensor]:
+        """The snapshots, and the learning rates between the first two.
+
+        Raises SafetensorError, LookupError or ValueError for what is not what the peer has committed itself to, or no
+        state of this model and optimizer.
+        """
+        tensors, links, own = safetensors.torch.load(shown.data), shown.account.links, self.state
+        models, optimizers = (
+            {name: (value.dtype, value.shape) for name, value in tensors_of.items()}
+            for tensors_of in (weights_of(own.model), moments_of(own.model, own.optimizer))
+        )
+        found = dict[int, _Snapshot]()
+        for place, index in enumerate(shown.wanted):
+            weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
+            is_whole = place < 2 and len(shown.wanted) > 1
+            for what, kept, digest, like in (
+                ("weights", weights, links[index].weights, models),
+                ("optimizer", moments, links[index].moments if is_whole else _digest(moments), optimizers),
+            ):
+                if _digest(kept) != digest:
+                    raise ValueError(f"its {what} {links[index].position} updates after its start")
+                if kept and not like:
+                    raise _Unable("has trained when nothing had been trained here")
+                if kept and {name: (value.dtype, value.shape) for name, value in kept.items()} != like:
+                    raise ValueError(f"the {what} of another model")
+            found[index] = _Snapshot(links[index], weights, moments)
+        return found, tensors["rates"]
+
+    def _theta(self, base: int) -> Tensor:
+        """The common weights before that round, without buffers."""
+        if base not in self._thetas:
+            raise _Inconclusive("went on from other rounds' weights")
+        return self._thetas[base][: self.common.num_parameters]
+
+    def _require_same(self, account: Account, learned: float) -> None:
+        """Raises `_Inconclusive` where that peer has other common weights, as far as matters beside what it learned."""
+        base = account.links[-1].base
+        theirs, own = bytearray.fromhex(account.probe), probe_of(self._thetas[base], base)
+        if len(theirs) != 4 * len(own) or not (
+            float((torch.frombuffer(theirs, dtype=torch.float32) - own).norm()) <= _MOVED * learned
+        ):  # also for not-a-number
+            raise _Inconclusive("went on from other weights than the run's")
+
+    def _vector(self, snapshot: _Snapshot) -> Tensor:
+        named, weights = self.state.model.named_parameters(), snapshot.weights
+        return torch.cat([weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad])
+
+    def _retrained(self, shown: Shown, start: _Snapshot, end: _Snapshot, rates: Tensor) -> str:
+        """Train from one snapshot to the next; what does not agree."""
+        lowest, highest = self.rates(shown.account.round)
+        is_right = (rates >= lowest / _LONGER) & (rates <= highest * _LONGER)
+        if len(rates) != end.link.position - start.link.position or not bool(is_right.all()):
+            return "has trained with other learning rates than the run's"
+        try:
+            replica, seed = self._replica(shown.account), self.seed_of(shown.peer)
+            ours = _trained(replica, start, rates, seed, self.seconds)
+            if (error := self._apart(end, ours, start)) <= _ALIKE:
+                return ""
+            # How far rounding leads in these updates: the same from weights that are off by that.
+            is_same = replica.precision.name == shown.account.precision and not replica.precision.scales_loss
+            noise = _NOISE if is_same else _OTHER_NOISE
+            noisy = _trained(replica, start, rates, seed, self.seconds, noise=noise)
+        except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
+            raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
+        finally:
+            Precision(self.state.precision.name, self.state.dist)  # it sets torch's switches as they were
+        if error <= _AS_FAR * self._apart(noisy, ours, start):
+            return ""
+        return f"has not trained so: its {len(rates)} updates, made again, lead elsewhere by {100 * error:.0f} %"
+
+    def _apart(self, one: _Snapshot, other: _Snapshot, start: _Snapshot) -> float:
+        """By how much of their length two ways from ``start`` differ, or what their optimizers remember."""
+        before, there, here = (self._vector(snapshot) for snapshot in (start, one, other))
+        errors = [distance(there - before, here - before)]
+        if one.moments.keys() != other.moments.keys():
+            return math.inf
+        for kind in {name.rpartition(".")[2] for name in other.moments}:
+            pairs = [
+                (one.moments[name].float().view(-1), value.float().view(-1))
+                for name, value in other.moments.items()
+                if name.rpartition(".")[2] == kind and value.dim()
+            ]
+            if pairs:
+                errors.append(distance(*map(torch.cat, zip(*pairs, strict=True))))
+        return max(errors) if all(error >= 0.0 for error in errors) else math.inf  # also for not-a-number
+
+    def _replica(self, account: Account) -> TrainState:
+        """The model once more, as that peer trains it."""
+        own, size = self.state, account.micro_batch_size
+        if own.config.train.global_batch_size % size:
+            raise ValueError(f"micro batches of {size}")
+        precision = account.precision if account.precision in _EVERYWHERE else own.precision.name
+        train = own.config.train.model_copy(update={"micro_batch_size": size})
+        model = deepcopy(own.model)
+        model.zero_grad()
+        config, precise = own.config.model_copy(update={"train": train}), Precision(precision, own.dist)
+        return replace(own, config=config, model=model, precision=precise)
+
+
+def _trained(
+    replica: TrainState, start: _Snapshot, rates: Tensor, seed: int, seconds: float, noise: float = 0.0
+) -> _Snapshot:
+    """Where updates from ``start`` on lead, from weights that are off by a share of ``noise``. Raises `_Unable`."""
+    generator, weights, first = torch.Generator().manual_seed(seed), dict(start.weights), start.link.position
+    for name, value in weights.items():
+        if noise and value.is_floating_point():
+            weights[name] = value * (1.0 + noise * torch.randn(value.shape, generator=generator))
+    load_weights(replica.model, Held(weights), replica.dist)
+    replica.optimizer.state.clear()
+    load_moments(replica.model, replica.optimizer, Held(_copies(start.moments)), replica.dist)  # it keeps them
+    update, until = Updater(replica), time.monotonic() + seconds
+    replica.model.train()
+    with replica.batches(first, first + len(rates), seed=seed, workers=0) as batches:
+        for position, rate in enumerate(rates.tolist(), first):
+            if time.monotonic() > until:
+                raise _Unable(f"trains more than can be trained again here in {seconds:.0f} s")
+            update(batches, lr=rate, seed=derive_seed(seed, position))
+    return _Snapshot(
+        start.link, _copies(weights_of(replica.model)), _copies(moments_of(replica.model, replica.optimizer))
+    )
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """How far they are apart, over the length of the second."""
+    return float((one - other).norm()) / max(float(other.norm()), _TINY)
+
+
+def misgiven(given: Mapping[int, Any], learned: Tensor) -> str:
+    """What is wrong with a contribution; empty if it is what was learned, or the mean of that over several rounds.
+
+    Args:
+        given: position -> pseudo-gradients from there on, as they have arrived, an array.
+        learned: how far the model is from the common weights.
+    """
+    for position, values in sorted(given.items()):
+        there, wanted = torch.from_numpy(values).double(), -learned[position : position + len(values)].double()
+        factor, smallest = float(there @ wanted) / max(float(wanted @ wanted), _TINY), _HALF * math.sqrt(len(values))
+        is_part = 0.0 < factor <= _LONGER and float((there - factor * wanted).norm()) <= (
+            _ROUNDED * float(there.norm()) + smallest
+        )
+        if not (is_part or float(there.norm()) + float(wanted.norm()) <= 2 * smallest):  # also for not-a-number
+            return f"has given something else than it has trained (cosine {_cosine(there, wanted):.2f})"
+    return ""
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(one @ other) / max(float(one.norm() * other.norm()), _TINY)
+
+
+def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float) -> str:
+    """What is wrong with how a model has moved with the common weights; empty if nothing is.
+
+    What was learned is kept, but for what was contributed to the last average where that counted; or all is given up.
+
+    Args:
+        now: how far the model is from the new common weights; ``before``: from the old ones.
+        contributed: what was contributed to the last average, alike.
+        length: of the common weights.
+    """
+    for part in cuts(now.numel()):
+        may_be = (before[part] - contributed[part], before[part], torch.zeros_like(now[part]))
+        error = min(float((now[part] - one).norm()) for one in may_be)
+        if not error <= _MOVED * float(before[part].norm() + contributed[part].norm()) + _ROUNDING * length:
+            return "has other weights than those that it had trained and those that all have in common"
+    return ""
