@@ -103,7 +103,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     place = place_of(args, port=loaded.config.collaborative.port)
-    with terminal_peer(lambda config, _: make_run(config, args.run_dir, loaded.name, env)) as hooks:
+    with terminal_peer(lambda config, _: make_run(config, args.run_dir, loaded.name, env), _again(args)) as hooks:
         ending, run = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
     say_end(ending, run)
     return 0
@@ -206,13 +206,18 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return _go_on(run, PeerSpec(name, host=args.host, port=args.port, announce=args.announce, trains=trains), args)
 
 
+def _again(args: argparse.Namespace) -> list[str]:
+    """What a creator is told once more when it comes back; all else is in its run folder."""
+    return [flag for flag in ("--allow-code", "--no-train") if getattr(args, flag[2:].replace("-", "_"), False)]
+
+
 def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
     require_no_job(run, force=args.force)
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=args.allow_code)
     from trainkit.swarm.peer import resume_swarm, terminal_peer
 
-    with terminal_peer(lambda config, _: run) as hooks:
+    with terminal_peer(lambda config, _: run, _again(args)) as hooks:
         ending, ended = resume_swarm(run, loaded.config, place, hooks)
     say_end(ending, ended)
     return 0

@@ -51,7 +51,7 @@ def settle(averaging: Averaging, given: Given, averaged: Averaged, *, next_round
     """A round in which a peer has given that, and its averager says this."""
     averaging._exchange = _Exchange(
         control=SimpleNamespace(result=lambda seconds: averaged), given=given, sent=given.weights, trained=1.0,
-        next_round=next_round, alone=False, began=time.monotonic(), failed="",
+        next_round=next_round, began=time.monotonic(), failed="",
     )  # fmt: skip
     result = averaging.settle(1.0, trained_on=False, leads=leads)
     assert result is not None

@@ -74,6 +74,31 @@ def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
         processes.answer_of(unreachable, "node of the DHT", os.getpid())
 
 
+@pytest.mark.parametrize(
+    ("load", "cores", "longer"),
+    [
+        ("0.50 0.30 0.20 1/300 4711", 2, 1.0),
+        ("25.00 9.00 3.00 2/300 4711", 2, 12.5),
+        ("1.00 1.00 1.00 8/300 4711", 2, 4.0),  # it has only just begun
+        ("8.00 8.00 8.00 8/300 4711", 64, 1.0),
+        ("900.00 800.00 700.00 1/300 4711", 2, 20.0),
+    ],
+)
+def test_limits_are_longer_by_the_load_of_a_core(load: str, cores: int, longer: float) -> None:
+    assert processes.slowness(load, cores) == longer
+
+
+def test_a_machine_with_much_to_do_is_given_more_time() -> None:
+    cores = len(os.sched_getaffinity(0))
+    busy = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(3 * cores)]
+    try:
+        wait_for(lambda: processes.at_load(10.0) >= 25.0, 10, "a limit that is longer")
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+
+
 async def waiting(dht: Any, node: Any) -> str:
     """Wait for a moment, as long as anybody but the garbage collector knows of it; the collector comes first."""
     moment, loop = asyncio.Event(), asyncio.get_running_loop()

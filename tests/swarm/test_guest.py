@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.swarm.test_exchange import KEY, RUN, STATE, by
 from trainkit.config.loading import load
 from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.swarm.admission import Admission
+from trainkit.swarm.exchange import digest_of, sign_digest
 from trainkit.swarm.messages import Manifest, RoundClock
 from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec
 
@@ -23,7 +27,7 @@ def a_guest(hooks: Hooks, patience: float = PATIENCE_SECONDS) -> Any:
 
     entry: Any = SimpleNamespace(addresses=("/ip4/203.0.113.7/tcp/4711/p2p/Qm",))
     guest: Any = Guest(ExitStack(), entry, PeerSpec("me", patience=patience), hooks)
-    guest.watch = SimpleNamespace(poll=lambda: None, stopped=False)
+    guest.watch = SimpleNamespace(poll=lambda: None, stopped=False, creator="QmCreator", peers={})
     return guest
 
 
@@ -87,10 +91,14 @@ OLD = RoundClock.starting(time.time() - 400.0, 4.0, 1000)
 MANIFEST = Manifest("id", "run", "", OLD.first + 3, "", 10, 1, 8, facts={"seed": "0"})
 
 
-def finds_run(manifests: Sequence[Manifest], *, gives: bool = True) -> tuple[tuple[bool, int], list[str]]:
+def finds_run(
+    manifests: Sequence[Manifest], *, gives: bool = True, clock: RoundClock = OLD
+) -> tuple[tuple[bool, int], list[str]]:
     """Whether a guest comes back into the swarm that it has lost, and by which clock; and what it has asked of it.
 
-    ``gives``: it gives its state to those who have said who they are.
+    Args:
+        gives: it gives its state to those who have said who they are.
+        clock: that of the guest.
     """
     done: list[str] = []
 
@@ -99,8 +107,9 @@ def finds_run(manifests: Sequence[Manifest], *, gives: bool = True) -> tuple[tup
         return gives and "introduced" in done
 
     guest = a_guest(Hooks(lambda: len(done) > 5, print))
-    guest.manifest, guest.config, guest.clock = MANIFEST, CONFIG, OLD
+    guest.manifest, guest.config, guest.clock = MANIFEST, CONFIG, clock
     guest.averaging, guest.common = SimpleNamespace(adopt=adopt), SimpleNamespace(round=1000)
+    guest.averaging.give_back = lambda peer, proofs: done.append(f"given back to {peer}")
     guest.dht = SimpleNamespace(
         require_welcome=lambda: done.append("welcome"),
         introduce_myself=lambda seconds, wait: done.append("introduced" if wait else "told"),
@@ -111,7 +120,57 @@ def finds_run(manifests: Sequence[Manifest], *, gives: bool = True) -> tuple[tup
 
 def test_it_says_who_it_is_before_it_asks_for_the_state() -> None:
     """Strangers are not given it."""
-    assert finds_run([MANIFEST]) == ((True, MANIFEST.first_round), ["welcome", "introduced", "adopted"])
+    asked = ["welcome", "introduced", "given back to QmCreator", "adopted"]
+    assert finds_run([MANIFEST]) == ((True, MANIFEST.first_round), asked)
+
+
+def test_it_gives_nothing_back_to_a_creator_that_was_not_away() -> None:
+    same = replace(OLD, first=MANIFEST.first_round)
+    assert finds_run([MANIFEST], clock=same) == ((True, same.first), ["welcome", "introduced", "adopted"])
+
+
+def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
+    world = World(back_at=200.0, ready_at=200.0)
+    guest = a_guest(Hooks(lambda: False, world.said.append))
+    guest.dht, guest.clock, asked = SimpleNamespace(reconnect=world.look), OLD, []
+    guest.adopt = lambda seconds, fits: asked.append(seconds)
+
+    def finds_run() -> bool:
+        guest.watch.stopped = world.now >= 250.0
+        return False
+
+    guest.finds_run = finds_run
+    with pytest.MonkeyPatch.context() as patch:
+        from trainkit.swarm import roles
+
+        clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=time.time)
+        patch.setattr(roles, "time", clock)
+        assert guest.take_part() == "ended"  # as its creator said when it came back
+    assert asked == [60.0]
+    assert world.said[0].startswith("No peer gives away the weights of the run")
+    assert "Waiting for it for up to 1 d" in world.said[1]
+
+
+def test_it_says_what_it_has_when_nobody_has_come_back(tmp_path: Path) -> None:
+    guest = a_guest(Hooks(lambda: False, print), patience=0.0)
+    guest.dht, guest.common = SimpleNamespace(reconnect=lambda peers: 0), SimpleNamespace(round=7)
+    guest.rounds, guest.writer = object(), SimpleNamespace(run=SimpleNamespace(path=tmp_path))
+    with pytest.raises(RunFailedError, match="has not answered") as ended:
+        guest.wait_until_back()
+    assert ended.value.fix.startswith(f"The weights of round 7 are in {tmp_path}. Ask whoever runs")
+
+
+def test_it_keeps_the_newest_words_on_the_state_that_the_owners_side_has_signed() -> None:
+    guest, told = a_guest(Hooks(lambda: False, print)), SimpleNamespace
+    guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(run_id=RUN))
+    guest.dht = SimpleNamespace(admission=Admission(KEY.public))
+    owner, volunteer = by("owner"), by("volunteer")
+    said = [sign_digest(owner, digest_of(RUN, number, STATE)) for number in range(10)]
+    for statement in said:
+        lie = sign_digest(volunteer, digest_of(RUN, 99, STATE))
+        guest.watch.peers = {"o": told(signed=statement), "v": told(signed=lie), "old": told(signed=b"")}
+        guest.hear()
+    assert list(guest.signed.values()) == said[-8:]
 
 
 @pytest.mark.parametrize(

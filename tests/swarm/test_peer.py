@@ -1,16 +1,22 @@
 """A peer of two ranks in a swarm: real commands, DDP on the CPU."""
 
+import os
 import signal
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tests.swarm.conftest import Command, Commands, wait_for
+from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.ranks import ForgedError, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag
+from trainkit.run.folder import RunDir
+from trainkit.swarm import peer, processes
 from trainkit.swarm.peer import hidden, ranks_of_peer, run_swarm_rank
 
 
@@ -44,6 +50,35 @@ def test_a_rank_takes_no_token_from_who_does_not_know_the_secret(
     env, secret = RankEnv.from_mapping(launched(1, 2)), Secret.generate()
     with pytest.raises(ForgedError):
         run_swarm_rank(load("hivemind").config, env, StopFlag(), writer=None, secret=secret)
+
+
+@pytest.mark.parametrize(
+    ("least", "flags", "words"),
+    [
+        (0.0, ["--no-train"], ["-m", "trainkit", "swarm", "create", "--resume", "RUN", "--no-train"]),
+        (60.0, [], []),  # it would die again, and again
+        (0.0, None, []),
+    ],
+    ids=["a creator", "that has just started", "a volunteer"],
+)
+def test_who_comes_back_after_the_death_of_a_helper(
+    least: float, flags: list[str] | None, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become: list[str] = []
+    monkeypatch.setattr(peer, "_WORTH_ANOTHER_SECONDS", least)
+    monkeypatch.setattr(os, "execv", lambda path, given: become.extend(given[1:]))
+    run = RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n")
+
+    def lose_the_averager() -> None:
+        with peer.terminal_peer(lambda config, name: run, flags) as hooks:
+            assert hooks.open_run is not None
+            hooks.open_run(load("hivemind").config, "")
+            raise processes.helper_has_died("averager")
+
+    with nullcontext() if words else pytest.raises(processes.HelperDiedError):
+        lose_the_averager()
+    assert become == [str(run.path) if word == "RUN" else word for word in words]
+    assert [*fileio.read_jsonl(run.path / "events.jsonl")][-1]["state"] == "FAILED"
 
 
 def second_rank(command: Command) -> psutil.Process:

@@ -38,7 +38,8 @@ class Slow(Recorder):
         time.sleep(0.02)
         return True
 
-    def save(self, **options: Any) -> None: ...
+    def save(self, **options: Any) -> None:
+        self.writer.saved.append(self.progress.step)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Session:
     """A peer's, that notes what it validates, says and writes as an event."""
 
     validated: list[Any] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
 
@@ -56,7 +58,7 @@ class Session:
             self.events.append((kind, facts["round"], facts["why"]))
 
         nothing: Any = SimpleNamespace(over=lambda: None, go_on=lambda over: None, log=lambda record: None)
-        writer: Any = SimpleNamespace(attempt=SimpleNamespace(remark=remark), run=None)
+        writer: Any = SimpleNamespace(attempt=SimpleNamespace(remark=remark), run=None, saved=self.saved)
         state: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
         progress = Progress(val={"loss": 1.0, "acc1": 10.0})
         session: Any = SimpleNamespace(
@@ -82,6 +84,9 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
         time.sleep(0.003)
     assert 3 <= len(session.validated) <= 7  # 0.5 s / 4 / 20 ms
     assert index > 3 * len(session.validated)
+    # What is not saved is lost with the creator; and no step is saved twice, also of a peer that makes no updates.
+    assert len(session.saved) > 3 * len(session.validated)
+    assert session.saved == sorted(set(session.saved))
 
 
 WHY = "by it the loss goes from 0.1 to 2"

@@ -84,7 +84,12 @@ class Swarm:
     def withdraw(self) -> None:
         self.begun = self.found = False
 
-    def exchange(self, *, samples: int, trained: float, next_round: int, alone: bool) -> None:
+    def require_helpers(self) -> None: ...
+
+    def signed(self) -> bytes:
+        return b"by me"
+
+    def exchange(self, *, samples: int, trained: float, next_round: int) -> None:
         self.begun = False
         self.given.append(self.common.give(samples))
 
@@ -291,7 +296,7 @@ def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], 
     for number, (way, loss) in enumerate(rounds):
         with torch.no_grad():
             model.weight.add_(way)
-        averaging.exchange(samples=64, trained=1.0, next_round=number + 1, alone=True, loss=loss)
+        averaging.exchange(samples=64, trained=1.0, next_round=number + 1, loss=loss)
         result = averaging.settle(0.0, trained_on=False, leads=True)
         assert result is not None
         ended.append(result)

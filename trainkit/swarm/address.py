@@ -227,7 +227,7 @@ async def _ahead_of(p2p: Any, name: str) -> float:
 
     began = time.time()
     answer = p2p.call_protobuf_handler(PeerID.from_base58(name), _TIME_HANDLER, DoubleValue(), DoubleValue)
-    told = (await asyncio.wait_for(answer, _ASK_SECONDS)).value
+    told = (await asyncio.wait_for(answer, processes.at_load(_ASK_SECONDS))).value
     return ahead_by(began, told, time.time())
 
 
@@ -265,6 +265,7 @@ async def _daemon(peers: Sequence[str], seconds: float) -> AsyncIterator[Any]:
     """A libp2p daemon that is connected to these peers, and ends with the block."""
     from hivemind.p2p import P2P
 
+    seconds = processes.at_load(seconds)
     options = {"dht_mode": "client", "auto_nat": False, "nat_port_map": False, "startup_timeout": seconds}
     with processes.private_sockets():
         p2p = await asyncio.wait_for(P2P.create(initial_peers=peers, **options), seconds + 2.0)

@@ -23,7 +23,7 @@ from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
 from trainkit.swarm.dht import SwarmDHT
-from trainkit.swarm.exchange import Averaged, _Averager
+from trainkit.swarm.exchange import Averaged, Digest, _Averager, digest_of
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given
@@ -62,15 +62,16 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfi
     )
     try:
         with processes.private_sockets():
-            averager.run_in_background(await_ready=True, timeout=30.0)
+            averager.run_in_background(await_ready=True, timeout=processes.at_load(30.0))
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, interrupt)  # hivemind has switched Ctrl-C off in this process
         yield averager
     finally:
         mine = processes.family(averager.pid)
         with suppress(OSError, ValueError):
-            averager.shutdown()
-        processes.end(mine)
+            if dht.alive:  # else it would end by an error of hivemind's, at length
+                averager.shutdown()
+        processes.end(mine, patience=1.0 if dht.alive else 0.0)
 
 
 # Of a round: time to find out who has done harm.
@@ -87,7 +88,6 @@ class _Exchange:
     """Weight of each part that this peer sends."""
     trained: float
     next_round: int
-    alone: bool
     began: float
     failed: str
     """Why there is no exchange; empty if there is one."""
@@ -115,6 +115,7 @@ class Averaging:
         self._searched = -2  # the round in which it was last asked who does harm
         self._control: Any = None
         self._exchange: _Exchange | None = None
+        self._signed = -1, b""  # the version of the state, and what is said of it
         self._usual_norm = 0.0  # of the last average that was used
         self._rounds = OwnRounds()
 
@@ -136,6 +137,33 @@ class Averaging:
                 return True
         return False
 
+    def signed(self) -> bytes:
+        """What this peer says of its state, if it is of the owner's side: others may have to prove that it is the
+        run's."""
+        if self._dht.own.grant.role != "volunteer" and self._signed[0] != self._common.version:
+            self._signed = self._common.version, self.averager.get_current_state()[0]["digest"]
+        return self._signed[1]
+
+    def give_back(self, peer: str, signed: Mapping[Digest, bytes]) -> None:
+        """Give the state to the creator, which may have come back with an earlier one; a volunteer's must be ``signed``
+        by the owner's side."""
+        round_index, *tensors = self._common.copy()
+        own = digest_of(self.averager.run_id, round_index, tensors)
+        if own in signed or self._dht.own.grant.role != "volunteer":
+            self.averager.give_back(peer, signed.get(own, b""))
+
+    def take_back(self, newer_than: float) -> int | None:
+        """Take over a state that somebody gives back, and which round it was of; None if nobody does.
+
+        In this peer's clock it is of the present round. ``newer_than``: infinity refuses all from now on.
+        """
+        found = None if self.pending else self.averager.given_back(newer_than)
+        if found is None:
+            return None
+        signed, (theta, momentum) = found
+        self._common.load(theta, momentum, signed.round if self._common.same_weights else self._common.round)
+        return int(signed.round)
+
     def begin(self, boundary: float, samples_per_sec: float, *, grace: float = GRACE) -> None:
         """Look for the others, while training goes on.
 
@@ -145,9 +173,6 @@ class Averaging:
         """
         assert self._control is None
         assert self._exchange is None
-        for helper, alive in (("node of the DHT", self._dht.alive), ("averager", self.averager.is_alive())):
-            if not alive:
-                raise processes.helper_has_died(helper)
         about = {
             "shares": self._can_share,
             "rate": float(samples_per_sec),
@@ -173,6 +198,12 @@ class Averaging:
         threading.Thread(target=search, daemon=True).start()
         self._control = processes.answer_of(control, "averager", self.averager.pid)
 
+    def require_helpers(self) -> None:
+        """Raises HelperDiedError when one is gone: without them this peer would go on as if it were the only one."""
+        for helper, alive in (("node of the DHT", self._dht.alive), ("averager", self.averager.is_alive())):
+            if not alive:
+                raise processes.helper_has_died(helper)
+
     @property
     def begun(self) -> bool:
         """Whether this round's search is under way."""
@@ -194,15 +225,12 @@ class Averaging:
         """Whether the average of the last round is still under way."""
         return self._exchange is not None
 
-    def exchange(
-        self, *, samples: int, trained: float, next_round: int, alone: bool, loss: float | None = None
-    ) -> None:
+    def exchange(self, *, samples: int, trained: float, next_round: int, loss: float | None = None) -> None:
         """The round is over: give this peer's part to the group. `settle` says what came of it.
 
         Args:
             samples: how many this peer has trained on in the round; its weight in the average.
             trained: the share of the round in which it did.
-            alone: nobody else has shown up lately, so there is little to wait for.
             loss: of the round; None: not to be judged by.
         """
         assert self._exchange is None
@@ -210,14 +238,15 @@ class Averaging:
         given = self._rounds.give(self._common, samples, trained, loss)
         sent = self._link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
-        self._exchange = _Exchange(control, given, sent, trained, next_round, alone, began, failed)
+        self._exchange = _Exchange(control, given, sent, trained, next_round, began, failed)
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round | None:
         """Wait for the average, at most this long; judge it, and make the outer step. None when it is still under way.
 
         Args:
             trained_on: the model has been trained since the round ended.
-            leads: without an average this peer goes on by itself; else it waits for the next.
+            leads: without an average this peer goes on by itself; else it waits for the next, and keeps till then the
+                state that all have in common: the owner's side may need it.
         """
         assert self._exchange is not None
         now, ended = self._exchange, self._await(self._exchange, seconds)
@@ -243,7 +272,7 @@ class Averaging:
             if false and not outcome.sources:
                 used, why = "nothing", "all that has arrived was refused"
         else:
-            alone = given.usable and (leads or now.alone)
+            alone = given.usable and leads
             used, step = "own" if alone else "nothing", now.own(alone)
         common.step(step, given, trained_on=trained_on)
         advice = self._link.learn(now.sent, received) if received.reducers else ""

@@ -56,7 +56,8 @@ _MOST_REMEMBERED = 1000
 _FETCH_SECONDS = 0.5
 # An owner that has not answered an account for so long does not want to see anything.
 _ACCOUNT_SECONDS = 20.0
-_PIECE = 1 << 18  # bytes of a message
+# A state is given back, and work is shown, in pieces of so many bytes; a state in so many seconds.
+_PIECE, _GIVE_SECONDS = 1 << 16, 120.0
 # Refusals to report of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
 
@@ -125,32 +126,39 @@ async def in_order(
     return sorted(donors, key=lambda peer: donors[peer])
 
 
-async def read_state(messages: AsyncIterable[Any], sizes: Sequence[int], admission: Admission, run_id: str) -> State:
+async def read_state(
+    messages: AsyncIterable[Any], sizes: Sequence[int], admission: Admission, run_id: str, *, newer_than: float = -1
+) -> State:
     """Read a state as it comes from a donor.
 
     Args:
-        messages: hivemind's, each with a piece of a tensor, one after the other.
+        messages: hivemind's, each with a piece of a tensor, one after the other; the first also with the signature.
         sizes: values of each tensor.
+        newer_than: the state must be of a later round.
 
-    Raises ValueError when it is too long or another number of values, UntrustedError when nobody of the owner's side
-    has signed it.
+    Raises ValueError when it is too long or another number of values, or too old; UntrustedError when nobody of the
+    owner's side has signed it.
     """
-    most, metadata, buffer = sum(sizes) * 4, b"", bytearray()
+    most, buffer, signed = sum(sizes) * 4, bytearray(), None
     async for message in messages:
-        metadata = message.metadata or metadata
+        if signed is None and (signed := _signed(message.metadata, admission, run_id)).round <= newer_than:
+            raise ValueError("it is of no later round")
         buffer += message.tensor_part.buffer
-        if len(buffer) > most or len(metadata) > _LONGEST_METADATA:
+        if len(buffer) > most:
             raise ValueError("it is longer than the state of this run")
-    if len(buffer) < most:
+    if signed is None or len(buffer) < most:
         raise ValueError("it is shorter than the state of this run")
     tensors = list(torch.frombuffer(buffer, dtype=torch.float32).split(list(sizes)))
-    told = plain_msgpack(metadata)
-    if not (isinstance(told, dict) and isinstance(told.get("digest"), bytes)):
-        raise ValueError("nobody has signed it")
-    signed = read_digest(admission, told["digest"], run_id=run_id)
     if digest_of(signed.run_id, signed.round, tensors) != signed:
         raise ValueError("it is not what was signed")
     return signed, tensors
+
+
+def _signed(metadata: bytes, admission: Admission, run_id: str) -> Digest:
+    told = plain_msgpack(metadata) if len(metadata) <= _LONGEST_METADATA else None
+    if not (isinstance(told, dict) and isinstance(told.get("digest"), bytes)):
+        raise ValueError("nobody has signed it")
+    return read_digest(admission, told["digest"], run_id=run_id)
 
 
 # In an answer: how many contributions are in the average, and how many were announced.
@@ -469,7 +477,7 @@ class Averaged(NamedTuple):
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
     """hivemind's averager, for members only. Its class name is part of the protocol between peers.
 
-    It lives in a process of its own; what is for the peer's own comes first.
+    It lives in a process of its own; what asks it, `expect` to `given_back`, is for the peer's own.
     """
 
     def __init__(self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, **options: Any) -> None:
@@ -483,11 +491,15 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._possible: Mapping[str, float] = {}
         self._verified: Mapping[str, float] = {}
         self._accounts = Accounts()
-        self._given: Mapping[int, Any] = {}
+        self._arrived: Mapping[int, Any] = {}
         """What the peer that was drawn has given."""
         self._is_drawn = False
         """It is drawn for the exchange that comes next."""
         self._refused: dict[str, Verdict] = {}
+        self._proof = b""
+        """In the peer's own process: what the owner's side has said of the state that it gives back."""
+        self._given: State | None = None
+        self._wanted, self._taking = math.inf, asyncio.Lock()
         self._screen: Screen | None = None
         """Of the last round, with what each has put into it."""
         self._late: dict[str, tuple[int, float]] = {}
@@ -532,15 +544,33 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def alone(self, peer: str) -> Tensor | None:
         """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
-        asked: Any = MPFuture()
-        self._outer_pipe.send(("_alone", [], {"peer": peer, "asked": asked}))
-        is_known = processes.answer_of(asked, "averager", self.pid)
-        return self._averaged_tensors[0].clone() if is_known else None
+        return self._averaged_tensors[0].clone() if self._ask("_alone", peer=peer) else None
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
         round_index, *tensors = self.common.copy()
-        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, tuple(tensors), None
+        proof = self._proof or sign_digest(self.own, digest_of(self.run_id, round_index, tensors))
+        return {"digest": proof}, tuple(tensors), None
+
+    def give_back(self, peer: str, proof: bytes = b"") -> None:
+        """Give the state to a peer that has come back with an earlier one, if it wants it.
+
+        ``proof``: what the owner's side has said of it; without it this peer says so.
+        """
+        self._proof = proof
+        self._ask("_give_back", peer=peer)
+        self._proof = b""
+
+    def given_back(self, newer_than: float) -> State | None:
+        """The state that somebody has given back by now; until the next call another one, of a later round than that,
+        is taken. Infinity: none."""
+        found: State | None = self._ask("_given_back", newer_than=newer_than)
+        return found
+
+    def _ask(self, method: str, **what: Any) -> Any:
+        asked: Any = MPFuture()
+        self._outer_pipe.send((method, [], {**what, "asked": asked}))
+        return processes.answer_of(asked, "averager", self.pid)
 
     # In the averager's process.
 
@@ -564,7 +594,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._is_drawn = bool(drawn)
         if drawn:
             self._accounts.draw(drawn, round_index, trains)
-            self._given = {}
+            self._arrived = {}
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:
         stub, wanted = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix), tuple[int, ...]()
@@ -586,6 +616,24 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         for position, values in found:
             self._averaged_tensors[0][position : position + len(values)] = values
         asked.set_result(bool(found))
+
+    async def _give_back(self, peer: str, asked: Any) -> None:
+        async def pieces() -> AsyncIterator[DownloadData]:
+            metadata, tensors, _ = await self._get_current_state_from_host_process()
+            for data in (memoryview(tensor.numpy()).cast("B") for tensor in tensors):
+                for place in range(0, len(data), _PIECE):
+                    piece = runtime_pb2.Tensor(buffer=bytes(data[place : place + _PIECE]))
+                    yield DownloadData(tensor_part=piece, metadata=metadata)
+                    metadata = b""
+
+        with suppress(Exception):  # of libp2p, or of a peer that wants none
+            stub = self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
+            await stub.rpc_give_back(pieces(), timeout=_GIVE_SECONDS)
+        asked.set_result(None)
+
+    async def _given_back(self, newer_than: float, asked: Any) -> None:
+        self._wanted, found, self._given = newer_than, self._given, None
+        asked.set_result(found)
 
     async def _step(self, **options: Any) -> None:
         # What came of it is in its control; hivemind raises it once more, where nobody waits for it.
@@ -640,9 +688,22 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                 return
         while self._is_drawn:  # who shows early shows beside what it has yet to give
             await asyncio.sleep(0.1)
-        shown = asked._replace(data=bytes(data), given=self._given)
+        shown = asked._replace(data=bytes(data), given=self._arrived)
         await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
         yield DownloadData()
+
+    async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
+        """A peer has a later state than this one, which has come back; answered once this one has taken it."""
+        if self._wanted == math.inf or self._taking.locked() or await self.guard.member(str(context.remote_id)) is None:
+            return DownloadRequest()
+        async with self._taking:
+            messages, admission = aiter_with_timeout(stream, self.next_chunk_timeout), self.guard.admission
+            sizes, began = [self.common.theta.numel(), self.common.momentum.numel()], time.monotonic()
+            reading = read_state(messages, sizes, admission, self.run_id, newer_than=self._wanted)
+            self._given = await asyncio.wait_for(reading, _GIVE_SECONDS)
+            while self._given is not None and time.monotonic() < began + _GIVE_SECONDS:
+                await asyncio.sleep(0.1)
+        return DownloadRequest()
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: str) -> bool:
         is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP
@@ -751,7 +812,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
         self._screen = runner.screen
         if self._is_drawn:
-            self._given = runner.screen.given
+            self._arrived = runner.screen.given
         self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 

@@ -92,6 +92,8 @@ class PeerProgress:
     """And the metric that the task is judged by."""
     addresses: Annotated[Sequence[Annotated[str, Field(strict=True, max_length=200)]], Field(max_length=8)] = ()
     """Where others reach the peer; empty if they cannot."""
+    signed: Annotated[bytes, Field(strict=True, max_length=2000)] = b""
+    """What somebody of the owner's side says of the state that it has now."""
 
 
 _STATEMENT: TypeAdapter[bytes] = TypeAdapter(Annotated[bytes, Field(strict=True)])

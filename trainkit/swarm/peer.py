@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -276,8 +277,12 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     return roles.create(config, spec, hooks, opened)[0]
 
 
+# A peer whose helpers die sooner than this after its start would not do better the next time.
+_WORTH_ANOTHER_SECONDS = 30.0
+
+
 @contextmanager
-def terminal_peer(make: Callable[[Config, str], RunDir]) -> Iterator[Hooks]:
+def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[str] | None = None) -> Iterator[Hooks]:
     """A peer that a person has started in a terminal: `status`, `logs` and `cancel` know its run like a submitted one.
 
     It leaves on Ctrl-C and on signals. What is said goes to the terminal, and into the run's log once there is a run;
@@ -285,8 +290,11 @@ def terminal_peer(make: Callable[[Config, str], RunDir]) -> Iterator[Hooks]:
 
     Args:
         make: makes or opens its run folder.
+        comes_back: of a creator, flags of ``swarm create --resume``: when a helper of hivemind's has died, this process
+            becomes that command, for without a creator nobody trains. Not in the same process: it has used CUDA.
     """
     attempts: list[Attempt] = []  # one, once there is a run
+    began = time.monotonic()
 
     def say(line: str) -> None:
         print(line, flush=True)  # at once, also into a pipe
@@ -308,17 +316,25 @@ def terminal_peer(make: Callable[[Config, str], RunDir]) -> Iterator[Hooks]:
         stop.requested = True
         say("Leaving the swarm; Ctrl-C once more to leave at once.")
 
-    with ExitStack() as held, stop_on_signal() as stop:
-        state, before = "FAILED", signal.signal(signal.SIGINT, interrupt)
-        step = held.enter_context(telling(say, "Loading PyTorch and hivemind"))
-        try:
-            yield Hooks(lambda: stop.requested, say, open_run, step=step)
-            came_to_its_end = any(history_of(attempt.run).finished for attempt in attempts)
-            state = "COMPLETED" if came_to_its_end else "CANCELLED"
-        except KeyboardInterrupt:
-            state = "CANCELLED"
+    try:
+        with ExitStack() as held, stop_on_signal() as stop:
+            state, before = "FAILED", signal.signal(signal.SIGINT, interrupt)
+            step = held.enter_context(telling(say, "Loading PyTorch and hivemind"))
+            try:
+                yield Hooks(lambda: stop.requested, say, open_run, step=step)
+                came_to_its_end = any(history_of(attempt.run).finished for attempt in attempts)
+                state = "COMPLETED" if came_to_its_end else "CANCELLED"
+            except KeyboardInterrupt:
+                state = "CANCELLED"
+                raise
+            finally:
+                signal.signal(signal.SIGINT, before)
+                for attempt in attempts:
+                    attempt.ended(state, job_id=str(os.getpid()))
+    except processes.HelperDiedError as error:
+        is_worth_it = time.monotonic() - began > _WORTH_ANOTHER_SECONDS and not stop.requested
+        if comes_back is None or not (attempts and is_worth_it):
             raise
-        finally:
-            signal.signal(signal.SIGINT, before)
-            for attempt in attempts:
-                attempt.ended(state, job_id=str(os.getpid()))
+        say(f"{error.what} This peer comes back by itself.")
+        words = ["trainkit", "swarm", "create", "--resume", str(attempts[0].run.path), *comes_back]
+        os.execv(sys.executable, [sys.executable, "-m", *words])

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -111,6 +112,24 @@ def all_alive(processes: list[psutil.Process]) -> bool:
     return False
 
 
+# A limit is longer by this much at most.
+_MOST_PATIENT = 20.0
+
+
+def at_load(seconds: float) -> float:
+    """How long to wait for what takes at most so long where enough cores are free: limits that do not know the load
+    take a busy machine for one that is not there."""
+    with suppress(OSError):
+        return seconds * slowness(Path("/proc/loadavg").read_text(), len(os.sched_getaffinity(0)))
+    return seconds
+
+
+def slowness(loadavg: str, cores: int) -> float:
+    """By how much everything takes longer, by Linux's words on its load: of the last minute, and of this moment."""
+    of_a_minute, _, _, now, _ = loadavg.split()
+    return min(max(1.0, float(of_a_minute) / cores, int(now.partition("/")[0]) / cores), _MOST_PATIENT)
+
+
 # A helper answers in milliseconds; on a machine with much too much to do it takes longer.
 _ANSWER_SECONDS = 180.0
 
@@ -139,9 +158,13 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
             )
 
 
-def helper_has_died(helper: str) -> RunFailedError:
+class HelperDiedError(RunFailedError):
+    """A peer has lost one of its helpers, and with it all others."""
+
+
+def helper_has_died(helper: str) -> HelperDiedError:
     """One of this peer's helpers is gone."""
-    return RunFailedError(
+    return HelperDiedError(
         f"A helper process of this peer has died: its {helper}.",
         why="Without it nobody can be reached; most often memory ran out.",
         fix="Start the peer again.",

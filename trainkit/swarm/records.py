@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 # Lines that wait for room; of more than these the oldest are given up, and that is said.
 _MOST_WAITING = 100_000
-# Validation and saving may take this share of the time; what takes long is done in fewer rounds.
-_SHARE_FOR_RECORDS = 0.25
+# They may take this share of the time; what takes long is done in fewer rounds. A state that was not saved is lost with
+# its peer, so saving does not wait for validation.
+_SHARES = {"validation": 0.2, "saving": 0.1}
 Role = Literal["judge", "anchor", "guest"]
 _NO_EXCHANGE = Round(group=0, used="nothing", why="", samples_per_sec=0.0, drifted=False)
 
@@ -147,16 +148,20 @@ class RoundRecorder:
         self._progress, self._run, self._common = session.progress, session.writer.run, session.common
         self._most_peers = 1
         self._known: dict[str, str] = {}
-        self._judges_from, self._unsaved = 0.0, False
+        self._due: dict[str, float] = {}
+        """When what takes much of the time may be done again."""
+        self._unsaved = False
 
     def after_round(self, done: PeerRound) -> None:
         """Record a round, and judge the model that came out of it if that is due."""
         checkpoints, result, number = self._recorder.checkpoints, done.result, done.index + 1
         if not self._record.attempt(lambda: checkpoints.go_on(checkpoints.over())):
-            self._unsaved, self._judges_from = True, 0.0  # what was on its way is lost: save again
+            self._unsaved, self._due = True, {}  # what was on its way is lost: save again
         self._progress.images += done.samples
         self._progress.train_seconds += done.seconds
         self._most_peers = max(self._most_peers, result.group)
+        if not done.samples and self._role != "guest":
+            self._progress.step += 1  # a checkpoint is known by its step, and takes the place of one with the same
         where = self._where(number)
         words = [f"round {number}/{self._session.clock.count}", done.outcome]
         if done.samples:
@@ -206,7 +211,8 @@ class RoundRecorder:
         with self._common.in_model():
             self._save(max(index, 1))
         if not self._unsaved and self._record.attempt(self._recorder.settle):
-            self._say(f"The weights of round {index} are kept in {self._run.checkpoints}.")
+            told = f"`{terminal.command('evaluate', self._run.path)}` says what they are worth"
+            self._say(f"The weights of round {index} are kept in {self._run.checkpoints}; {told}.")
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
@@ -247,26 +253,31 @@ class RoundRecorder:
             raise
 
     def _judge(self, number: int, where: Mapping[str, Any]) -> list[str]:
-        """Validate and save, unless that took much of the time lately; what to say of it."""
-        began = time.monotonic()
-        if began < self._judges_from and number < self._session.clock.count:
-            return []
-        if self._role == "judge":
-            self._recorder.validate(where)
-        self._save(number)
-        took = time.monotonic() - began
-        self._judges_from = 0.0 if self._unsaved else began + took / _SHARE_FOR_RECORDS
-        if self._role == "anchor":
+        """Validate and save, each unless that took much of the time lately; what to say of it."""
+        judged = self._role == "judge" and self._if_due(number, "validation", lambda: self._recorder.validate(where))
+        if judged:
+            self._due.pop("saving", None)  # it may be the best so far, and then must be there
+        self._if_due(number, "saving", lambda: self._save(number))
+        if self._unsaved:
+            self._due = {}
+        if not judged:
             return []
         metrics, val = self._recorder.state.metrics, self._progress.val
         shown = dict.fromkeys(("loss", metrics.headline))
         return [f"val {metrics.words(key, val[key])}" for key in shown if key in val]
 
+    def _if_due(self, number: int, what: str, action: Callable[[], object]) -> bool:
+        """Do it, unless it took much of the time lately and there are further rounds. Whether it was done."""
+        began = time.monotonic()
+        if began < self._due.get(what, 0.0) and number < self._session.clock.count:
+            return False
+        action()
+        self._due[what] = began + (time.monotonic() - began) / _SHARES[what]
+        return True
+
     def _save(self, rounds: int) -> None:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
         recorder, stored = self._recorder, {"theta": self._common.theta, "momentum": self._common.momentum}
-        if self._role == "anchor":
-            self._progress.step = rounds  # it makes no updates to count
         waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
 
         def save() -> None:

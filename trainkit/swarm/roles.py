@@ -3,6 +3,7 @@
 A creator also comes back after it was killed; a peer that loses the swarm comes back into it.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +21,10 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, dht, link, messages
 from trainkit.swarm.admission import Entry
-from trainkit.swarm.invitations import Key
+from trainkit.swarm.exchange import Digest, read_digest
+from trainkit.swarm.invitations import Key, UntrustedError
 from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
-from trainkit.swarm.records import RoundRecorder, take_over
+from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import LOST_AFTER, Session, require_same, without_data
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
@@ -68,6 +70,8 @@ class Creator(Session):
         self.config, folder = config, spec.folder
         self.own_addresses: list[str] = []
         self.since, self.has_warned = 0.0, False
+        self.back_at = math.inf
+        """The round with which it has come back, until somebody has averaged with it; else none."""
         self.saved = address.saved_peer(folder) if folder is not None else None
         self.memory = address.Memory(self.saved.others if self.saved is not None else ())
         self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
@@ -122,6 +126,8 @@ class Creator(Session):
         One that others have gone on by stays as it is; rounds that nobody trained in are made up.
         """
         agreed, common, saved, done = self.config.collaborative, self.common, self.saved, self.common.round
+        if saved is not None:
+            self.back_at = done
         if saved is not None and self.dht.reconnect(address.known_of(saved.others)):
             self.clock = self.clock_from(saved.first_round)
             if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
@@ -164,6 +170,21 @@ class Creator(Session):
         # From now on: a record only replaces one that would expire earlier.
         expires = self.clock.count * self.clock.seconds + 600.0
         self.dht.store(MANIFEST, asdict(replace(self.manifest, stopped=stopped)), expires, wait=wait)
+
+    def hear(self) -> None:
+        """Come back to what the others have reached, if somebody has kept it and the run folder has not."""
+        super().hear()
+        if self.back_at < math.inf and (given := self.averaging.take_back(self.back_at)) is not None:
+            self.back_at = given
+            self.remark("given_back", round=given)
+            self.hooks.say(f"  another peer has given back the weights of round {given}; this peer goes on from them")
+
+    def after_round(self, done: PeerRound) -> None:
+        """Take note of a round; whoever comes back after others is too late to give anything back."""
+        super().after_round(done)
+        if self.back_at < math.inf and done.result.used == "average":
+            self.back_at = math.inf
+            self.averaging.take_back(math.inf)
 
     def before_round(self) -> None:
         """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
@@ -260,6 +281,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 30.0
 _LOOK_SECONDS = 0.5
 # Seconds for which a newcomer asks for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
+_MOST_SIGNED = 8
 _ASK_THE_CREATOR = "Ask whoever runs `python -m jobs.swarm create`, and join again."
 
 
@@ -272,6 +294,16 @@ class Guest(Session):
         super().__init__(held, spec, hooks)
         self.entry, self.may_be_alone = entry, not spec.trains
         self.memory = address.Memory(entry.addresses)
+        self.signed: dict[Digest, bytes] = {}
+        """What the owner's side has said of the run's state, as it was lately."""
+
+    def hear(self) -> None:
+        """Keep what proves to a creator that comes back what the run's state is."""
+        super().hear()
+        for statement in {told.signed for told in self.watch.peers.values()} - {b"", *self.signed.values()}:
+            with suppress(UntrustedError):
+                digest = read_digest(self.dht.admission, statement, run_id=self.averaging.averager.run_id)
+                admission.remember(self.signed, digest, statement, _MOST_SIGNED)
 
     def prove_reachable(self) -> None:
         """Have this peer dialled back; one that cannot be reached only calls out.
@@ -355,8 +387,10 @@ class Guest(Session):
         # Last of all: the state of a round is of use until that round ends.
         self.hooks.step("Fetching the weights of the run")
         if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
-            why, fix = "The peers that could are gone, unreachable from here, or overloaded.", _ASK_THE_CREATOR
-            raise RunFailedError("No peer gives away the state of the run.", why=why, fix=fix)
+            self.hooks.step("")
+            self.hooks.say("No peer gives away the weights of the run: those that could are gone, or overloaded.")
+            if not self.wait_until_back() or self.watch.stopped:
+                return "ended" if self.watch.stopped else "stopped"
         self.hooks.step("")
         self._say_round("Joined {}")
         self.averaging.share()
@@ -388,8 +422,10 @@ class Guest(Session):
                     return True
                 if now >= deadline:
                     what = f"The swarm has not answered for {terminal.age(patience)}."
-                    why = "Its creator has gone without a word, or this machine has lost its network."
-                    raise RunFailedError(what, why=why, fix=_ASK_THE_CREATOR)
+                    why, fix = "Its creator has gone without a word, or this machine has lost its network.", ""
+                    if self.rounds is not None and self.common.round:
+                        fix = f"The weights of round {self.common.round} are in {self.writer.run.path}. "
+                    raise RunFailedError(what, why=why, fix=f"{fix}{_ASK_THE_CREATOR}")
                 if not ask_at:
                     until = f"Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
                     self.hooks.say(f"Nobody of the swarm answers. {until}")
@@ -418,6 +454,8 @@ class Guest(Session):
             return False
         require_same(manifest.facts, self.manifest.facts)
         clock = self.clock_from(manifest.first_round)
+        if clock.first > self.clock.first:  # its creator has come back, maybe with an older folder
+            self.averaging.give_back(self.watch.creator, self.signed)
         if not self._adopt(clock):
             return False
         self.clock = clock

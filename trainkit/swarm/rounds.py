@@ -82,8 +82,11 @@ class _Loop:
         self.addresses = [] if peer.spec.host is None else peer.dht.addresses()
 
     def hear(self) -> None:
-        """Take in news and bans. Raises RefusedError if this peer is banned."""
-        self.peer.watch.poll()
+        """Take in news and bans.
+
+        Raises RefusedError if this peer is banned, and HelperDiedError if nobody can be reached any more.
+        """
+        self.peer.hear()
         self.peer.sentry.look()
         self.peer.dht.excluded.require_welcome()
 
@@ -122,6 +125,7 @@ class _Loop:
             val_loss=fileio.finite(val.get("loss")),
             val_headline=fileio.finite(val.get(peer.team.judge.metrics.headline)),
             addresses=self.addresses,
+            signed=peer.averaging.signed(),
         )
         peer.dht.publish_progress(progress, LOST_AFTER * peer.clock.seconds + 5.0)
 
@@ -226,7 +230,7 @@ class TimedLoop(_Loop):
         metrics = peer.team.read(self.update.meter)
         told = peer.journal.close(index) if peer.journal is not None else None
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
-        averaging.exchange(samples=samples, trained=trained, next_round=index + 1, alone=not others, loss=loss)
+        averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
         if told is not None:
             averaging.averager.account(peer.watch.creator, told)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
@@ -522,7 +526,7 @@ class SampleLoop(_Loop):
         if others and not peer.averaging.begun:
             self.search(time.time() + self.config.collaborative.matchmaking_seconds)
         leads = peer.may_be_alone and (not others or self.tries >= _TRIES)
-        peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
+        peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1)
         while (result := peer.averaging.settle(_PUBLISH_SECONDS, trained_on=False, leads=leads)) is None:
             self.news()
         peer.round_seconds = time.time() - self.began

@@ -469,6 +469,11 @@ class Session:
         if self.rounds is not None:
             self.rounds.remark(kind, **facts)
 
+    def hear(self) -> None:
+        """Take in what the others say."""
+        self.averaging.require_helpers()
+        self.watch.poll()
+
     def before_round(self) -> None:
         """Remember the peers that can be reached."""
         self.memory.note(self.watch.reachable())
