@@ -129,6 +129,15 @@ def test_it_gives_nothing_back_to_a_creator_that_was_not_away() -> None:
     assert finds_run([MANIFEST], clock=same) == ((True, same.first), ["welcome", "introduced", "adopted"])
 
 
+@pytest.mark.parametrize(("trains", "peers", "looks"), [(False, {}, 1), (False, {"QmCreator": 0}, 0), (True, {}, 0)])
+def test_an_anchor_looks_for_a_creator_that_is_away(trains: bool, peers: dict[str, int], looks: int) -> None:
+    guest, world = a_guest(Hooks(lambda: False, print)), World()
+    guest.may_be_alone, guest.dht = not trains, SimpleNamespace(look_for=world.look)
+    guest.watch.peers, guest.watch.reachable = peers, tuple
+    guest.before_round()
+    assert len(world.asked) == looks
+
+
 def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
     world = World(back_at=200.0, ready_at=200.0)
     guest = a_guest(Hooks(lambda: False, world.said.append))
@@ -157,7 +166,7 @@ def test_it_says_what_it_has_when_nobody_has_come_back(tmp_path: Path) -> None:
     guest.rounds, guest.writer = object(), SimpleNamespace(run=SimpleNamespace(path=tmp_path))
     with pytest.raises(RunFailedError, match="has not answered") as ended:
         guest.wait_until_back()
-    assert ended.value.fix.startswith(f"The weights of round 7 are in {tmp_path}. Ask whoever runs")
+    assert ended.value.fix.startswith(f"Round 7 is kept in {tmp_path}. Ask whoever runs")
 
 
 def test_it_keeps_the_newest_words_on_the_state_that_the_owners_side_has_signed() -> None:

@@ -703,6 +703,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             self._given = await asyncio.wait_for(reading, _GIVE_SECONDS)
             while self._given is not None and time.monotonic() < began + _GIVE_SECONDS:
                 await asyncio.sleep(0.1)
+            self._given = None
         return DownloadRequest()
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: str) -> bool:

@@ -332,8 +332,8 @@ def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[st
                 for attempt in attempts:
                     attempt.ended(state, job_id=str(os.getpid()))
     except processes.HelperDiedError as error:
-        is_worth_it = time.monotonic() - began > _WORTH_ANOTHER_SECONDS and not stop.requested
-        if comes_back is None or not (attempts and is_worth_it):
+        lasted = time.monotonic() - began
+        if comes_back is None or not attempts or lasted < _WORTH_ANOTHER_SECONDS or stop.requested:
             raise
         say(f"{error.what} This peer comes back by itself.")
         words = ["trainkit", "swarm", "create", "--resume", str(attempts[0].run.path), *comes_back]

@@ -126,8 +126,7 @@ class Creator(Session):
         One that others have gone on by stays as it is; rounds that nobody trained in are made up.
         """
         agreed, common, saved, done = self.config.collaborative, self.common, self.saved, self.common.round
-        if saved is not None:
-            self.back_at = done
+        self.back_at = done if saved is not None else math.inf
         if saved is not None and self.dht.reconnect(address.known_of(saved.others)):
             self.clock = self.clock_from(saved.first_round)
             if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
@@ -305,6 +304,12 @@ class Guest(Session):
                 digest = read_digest(self.dht.admission, statement, run_id=self.averaging.averager.run_id)
                 admission.remember(self.signed, digest, statement, _MOST_SIGNED)
 
+    def before_round(self) -> None:
+        """Remember the others; and look for a creator that may have come back without knowing where they are."""
+        super().before_round()
+        if self.may_be_alone and self.watch.creator not in self.watch.peers:
+            self.dht.look_for(self.memory.others)
+
     def prove_reachable(self) -> None:
         """Have this peer dialled back; one that cannot be reached only calls out.
 
@@ -422,10 +427,9 @@ class Guest(Session):
                     return True
                 if now >= deadline:
                     what = f"The swarm has not answered for {terminal.age(patience)}."
-                    why, fix = "Its creator has gone without a word, or this machine has lost its network.", ""
-                    if self.rounds is not None and self.common.round:
-                        fix = f"The weights of round {self.common.round} are in {self.writer.run.path}. "
-                    raise RunFailedError(what, why=why, fix=f"{fix}{_ASK_THE_CREATOR}")
+                    why = "Its creator has gone without a word, or this machine has lost its network."
+                    kept = f"Round {self.common.round} is kept in {self.writer.run.path}. " if self.rounds else ""
+                    raise RunFailedError(what, why=why, fix=f"{kept}{_ASK_THE_CREATOR}")
                 if not ask_at:
                     until = f"Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
                     self.hooks.say(f"Nobody of the swarm answers. {until}")
