@@ -694,7 +694,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
         """A peer has a later state than this one, which has come back; answered once this one has taken it."""
-        if self._wanted == math.inf or self._taking.locked() or await self.guard.member(str(context.remote_id)) is None:
+        if self._taking.locked() or await self.guard.member(str(context.remote_id)) is None:
             return DownloadRequest()
         async with self._taking:
             messages, admission = aiter_with_timeout(stream, self.next_chunk_timeout), self.guard.admission
