@@ -40,7 +40,7 @@ from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
-from trainkit.swarm import access
+from trainkit.swarm import access, processes
 from trainkit.swarm.access import banned_with
 from trainkit.swarm.address import Memory, SavedPeer, keep_identity, write_addresses
 from trainkit.swarm.admission import Admission
@@ -457,7 +457,7 @@ class Session:
         """
         deadline, pause = time.monotonic() + seconds, 0.5
         while (left := deadline - time.monotonic()) > 0.0 and not self.hooks.stop_requested():
-            if self.averaging.adopt(min(left, _ASK_SECONDS), newer_than=newer_than) and fits():
+            if self.averaging.adopt(min(left, processes.at_load(_ASK_SECONDS)), newer_than=newer_than) and fits():
                 return True
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(min(pause, left))
