@@ -3,6 +3,7 @@
 Credit is counted from what was averaged, after the screen; claims are worth nothing.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
 from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
-from trainkit.swarm.robust import Findings, Sentry
+from trainkit.swarm.robust import Findings, Round, Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -81,6 +82,23 @@ def test_a_duplicate_is_told_of_once_and_a_peers_own_word_is_none(told: PeerProg
     for _ in range(3):
         creator.warn_of_duplicate(told)
     assert [f"at {THERE}: two swarms come of it" in line for line in said] == [True] * is_double
+
+
+def test_a_creator_takes_back_what_is_later_until_it_has_averaged() -> None:
+    from trainkit.swarm.records import PeerRound
+    from trainkit.swarm.roles import Creator
+
+    said, asked, given = list[str](), list[float](), iter([None, 9, None, None])
+    creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
+    creator.watch = SimpleNamespace(poll=lambda: None)
+    creator.averaging = SimpleNamespace(require_helpers=lambda: None)
+    creator.averaging.take_back = lambda newer_than: asked.append(newer_than) or next(given)
+    for back_at, used in ((5, "nothing"), (None, "own"), (None, "average"), (None, "average")):
+        creator.back_at = back_at or creator.back_at
+        creator.hear()
+        creator.after_round(PeerRound(9, result=Round(2, used, "", 0.0, False)))
+    assert asked == [5, 5, 9, math.inf]
+    assert ["the weights of round 9" in line for line in said] == [True]
 
 
 def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
