@@ -88,11 +88,16 @@ def test_a_creator_takes_back_what_is_later_until_it_has_averaged() -> None:
     from trainkit.swarm.records import PeerRound
     from trainkit.swarm.roles import Creator
 
-    said, asked, given = list[str](), list[float](), iter([None, 9, None, None])
+    said, asked, given = list[str](), list[float](), iter((None, 9, None, None))
     creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
     creator.watch = SimpleNamespace(poll=lambda: None)
     creator.averaging = SimpleNamespace(require_helpers=lambda: None)
-    creator.averaging.take_back = lambda newer_than: asked.append(newer_than) or next(given)
+
+    def take_back(newer_than: float) -> int | None:
+        asked.append(newer_than)
+        return next(given)
+
+    creator.averaging.take_back = take_back
     for back_at, used in ((5, "nothing"), (None, "own"), (None, "average"), (None, "average")):
         creator.back_at = back_at or creator.back_at
         creator.hear()
