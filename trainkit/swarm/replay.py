@@ -52,6 +52,8 @@ from trainkit.training.update import Updater
 # Between snapshots, in a round; and bytes of those of a round, which take a second to be hashed.
 _STRETCHES = 16
 _MOST_BYTES = 1 << 30
+# Of a volunteer's time; those where a round ends, or the common weights move, come on top.
+_SHARE_FOR_SNAPSHOTS = 0.01
 # Of an update's sum of squares and the like there are two values a weight, of some optimizers one.
 _VALUES_A_WEIGHT = 3
 SHARE = 0.05
@@ -176,7 +178,7 @@ class Journal:
     """A volunteer's snapshots of the round that it trains, and of the one before.
 
     Args:
-        seconds: between two of them.
+        seconds: between two of them, at least.
     """
 
     def __init__(self, state: TrainState, common: OuterState, seconds: float) -> None:
@@ -192,8 +194,9 @@ class Journal:
         """The update at ``position`` of the data comes next."""
         self._position = position
         if now >= self._due or self._known[1] != self._common.version:
+            began = time.monotonic()
             self.note()
-            self._due = now + self._seconds
+            self._due = now + max(self._seconds, (time.monotonic() - began) / _SHARE_FOR_SNAPSHOTS)
         self._rates[position] = lr
         self._position = position + 1
 
