@@ -174,7 +174,7 @@ def test_it_keeps_the_newest_words_on_the_state_that_the_owners_side_has_signed(
     guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(run_id=RUN))
     guest.dht = SimpleNamespace(admission=Admission(KEY.public))
     owner, volunteer = by("owner"), by("volunteer")
-    said = [sign_digest(owner, digest_of(RUN, number, STATE)) for number in range(10)]
+    said = [sign_digest(owner, digest_of(RUN, number, [STATE[0] + number])) for number in range(10)]
     for statement in said:
         lie = sign_digest(volunteer, digest_of(RUN, 99, STATE))
         guest.watch.peers = {"o": told(signed=statement), "v": told(signed=lie), "old": told(signed=b"")}

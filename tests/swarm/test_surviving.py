@@ -65,7 +65,7 @@ def give_back_and_die() -> None:
             give, known = volunteer.averager.give_back if raw else volunteer.give_back, dict[Any, bytes]()
             for statement in statements:
                 with suppress(UntrustedError):
-                    known[read_digest(volunteer._dht.admission, statement, run_id="run")] = statement
+                    known[read_digest(volunteer._dht.admission, statement, run_id="run").sha256] = statement
             thread = threading.Thread(target=give, args=(to, statements[0] if raw else known))
             thread.start()
             found, until = None, time.monotonic() + 10.0
@@ -80,11 +80,12 @@ def give_back_and_die() -> None:
             return sign_digest(own, digest_of("run", round_index, tensors))
 
         true = says(owner, 7, 0.7)
-        print("others'", given(3, says(owner, 7, 0.8), says(anna, 7, 0.7), says(owner, 6, 0.7)))
+        print("others'", given(3, says(owner, 7, 0.8), says(anna, 7, 0.7), says(owner, 7, 0.9)))
         print("forged", given(3, says(anna, 7, 0.7), raw=True))
         print("another", given(3, says(owner, 7, 0.8), raw=True))
         print("not wanted", given(math.inf, true, raw=True))
         print("too old", given(7, true, raw=True))
+        state.round = 12  # it has found nobody in five more
         print("given", given(3, says(owner, 6, 0.6), true), mine.round, round(float(mine.momentum[1]), 2))
         state.load(torch.full((2,), 0.9), torch.full((2,), 0.9), 9)
         print("moved on", given(7, true))

@@ -23,7 +23,7 @@ from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
 from trainkit.swarm.dht import SwarmDHT
-from trainkit.swarm.exchange import Averaged, Digest, _Averager, digest_of
+from trainkit.swarm.exchange import Averaged, _Averager, digest_of
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given
@@ -144,11 +144,14 @@ class Averaging:
             self._signed = self._common.version, self.averager.get_current_state()[0]["digest"]
         return self._signed[1]
 
-    def give_back(self, peer: str, signed: Mapping[Digest, bytes]) -> None:
-        """Give the state to the creator, which may have come back with an earlier one; a volunteer's must be ``signed``
-        by the owner's side."""
+    def give_back(self, peer: str, signed: Mapping[str, bytes]) -> None:
+        """Give the state to the creator, which may have come back with an earlier one.
+
+        ``signed``: what its side has said of states, by their hash. A volunteer must have such a one, and it says of
+        which round: rounds that came to nothing have passed since.
+        """
         round_index, *tensors = self._common.copy()
-        own = digest_of(self.averager.run_id, round_index, tensors)
+        own = digest_of(self.averager.run_id, round_index, tensors).sha256
         if own in signed or self._dht.own.grant.role != "volunteer":
             self.averager.give_back(peer, signed.get(own, b""))
 

@@ -21,7 +21,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, dht, link, messages
 from trainkit.swarm.admission import Entry
-from trainkit.swarm.exchange import Digest, read_digest
+from trainkit.swarm.exchange import read_digest
 from trainkit.swarm.invitations import Key, UntrustedError
 from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
@@ -293,8 +293,8 @@ class Guest(Session):
         super().__init__(held, spec, hooks)
         self.entry, self.may_be_alone = entry, not spec.trains
         self.memory = address.Memory(entry.addresses)
-        self.signed: dict[Digest, bytes] = {}
-        """What the owner's side has said of the run's state, as it was lately."""
+        self.signed: dict[str, bytes] = {}
+        """Hash of a state -> what the owner's side has said of it; the newest."""
 
     def hear(self) -> None:
         """Keep what proves to a creator that comes back what the run's state is."""
@@ -302,7 +302,7 @@ class Guest(Session):
         for statement in {told.signed for told in self.watch.peers.values()} - {b"", *self.signed.values()}:
             with suppress(UntrustedError):
                 digest = read_digest(self.dht.admission, statement, run_id=self.averaging.averager.run_id)
-                admission.remember(self.signed, digest, statement, _MOST_SIGNED)
+                admission.remember(self.signed, digest.sha256, statement, _MOST_SIGNED)
 
     def before_round(self) -> None:
         """Remember the others; and look for a creator that may have come back without knowing where they are."""
