@@ -5,7 +5,7 @@ Its "public" addresses exist nowhere else, and nothing leads out of it. Making i
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -40,6 +40,19 @@ class Internet:
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no slow links here: {getattr(error, 'stderr', None) or error}")
 
+    @contextmanager
+    def split(self, *machines: str) -> Iterator[None]:
+        """Cut those machines (``pub1``, ``nat1``) off the others, with no word to anybody, and connect them again."""
+        try:
+            self._plug(machines, "br1")
+            yield
+        finally:
+            self._plug(machines, "br0")
+
+    def _plug(self, machines: Sequence[str], switch: str) -> None:
+        for machine in machines:
+            _ip("-n", f"{self.tag}-inet", "link", "set", f"v-{machine}", "master", switch)
+
 
 @contextmanager
 def internet(*, public: int, homes: int) -> Iterator[Internet]:
@@ -64,8 +77,9 @@ def internet(*, public: int, homes: int) -> Iterator[Internet]:
                 pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
             made.append(name)
             _ip("-n", f"{net.tag}-{name}", "link", "set", "lo", "up")
-        _ip("-n", f"{net.tag}-inet", "link", "add", "br0", "type", "bridge")
-        _ip("-n", f"{net.tag}-inet", "link", "set", "br0", "up")
+        for switch in ("br0", "br1"):
+            _ip("-n", f"{net.tag}-inet", "link", "add", switch, "type", "bridge")
+            _ip("-n", f"{net.tag}-inet", "link", "set", switch, "up")
         for i in range(public):
             _attach(net, f"pub{i + 1}")
         for i in range(homes):

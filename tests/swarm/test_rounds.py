@@ -21,6 +21,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
+from trainkit.swarm import address
 from trainkit.swarm.address import Memory
 from trainkit.swarm.average import Averaging
 from trainkit.swarm.link import Link
@@ -261,6 +262,18 @@ def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(splits: Sp
             loop = SampleLoop(p, iter(()))
             loop.began -= 1.0
             assert loop.has_strayed({OWNER: told(round_index=0)}) is goes_back
+
+
+def test_peers_that_are_silent_are_looked_for_and_no_others(splits: Splits) -> None:
+    """hivemind forgets them: halves of a swarm that was cut in two never met again."""
+    anna, ben = (f"/ip4/45.0.0.1/tcp/{port}/p2p/Qm{letter * 44}" for port, letter in ((1, "a"), (2, "b")))
+    looked_for = list[Any]()
+    with peer(splits, others={address.peer_of(anna): replace(told(), time=math.inf)}) as (p, _):
+        p.memory, p.dht.look_for = Memory([anna, ben]), looked_for.append
+        p.before_round()
+        p.memory = Memory([anna])
+        p.before_round()
+    assert looked_for == [[ben]]
 
 
 def test_a_round_lasts_no_longer_than_its_limit(splits: Splits) -> None:

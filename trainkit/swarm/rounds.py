@@ -103,7 +103,6 @@ class _Loop:
             peer.rounds_alone = 0  # counted anew after the swarm has come back
             if not peer.may_be_alone:
                 return "lost"
-            peer.dht.look_for(peer.memory.others)  # this does not wait
         return None
 
     def publish(self, done: PeerRound) -> None:

@@ -42,7 +42,7 @@ from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access, processes
 from trainkit.swarm.access import banned_with
-from trainkit.swarm.address import Memory, SavedPeer, keep_identity, write_addresses
+from trainkit.swarm.address import Memory, SavedPeer, keep_identity, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.dht import Watch, open_dht
@@ -475,8 +475,14 @@ class Session:
         self.watch.poll()
 
     def before_round(self) -> None:
-        """Remember the peers that can be reached."""
+        """Remember the peers that can be reached, and look for those of them that are silent.
+
+        hivemind has forgotten them: the halves of a swarm whose network was cut for a while would stay two for ever.
+        """
         self.memory.note(self.watch.reachable())
+        heard = self.watch.others(time.time() - LOST_AFTER * self.clock.seconds)
+        if silent := [item for item in self.memory.others if peer_of(item) not in heard]:
+            self.dht.look_for(silent)  # this does not wait
 
     def after_round(self, done: PeerRound) -> None:
         """Take note of a round."""
