@@ -22,16 +22,20 @@ import hivemind
 import psutil
 import pytest
 from hivemind.p2p import PeerID
+from torch import nn
 
 from tests.shell import python
 from tests.swarm.conftest import Commands, wait_for
+from trainkit.config.loading import load
 from trainkit.errors import RunFailedError
 from trainkit.swarm import exchange, processes
 from trainkit.swarm.access import identity
 from trainkit.swarm.admission import Admission, own_pass
+from trainkit.swarm.average import open_averager
 from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance, SwarmDHT, Watch, measure_upload, open_dht, redial
 from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED, PeerProgress
+from trainkit.swarm.messages import BANNED, MANIFEST, MOST_PEERS, PROGRESS, REVOKED, PeerProgress
+from trainkit.swarm.sync import OuterState
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -116,6 +120,25 @@ def test_the_garbage_collector_ends_nothing_that_a_peer_waits_for() -> None:
     # In a process of its own: the node is a fork, and would collect what other tests have left here.
     done = python("-c", "from tests.swarm.test_dht import ask_while_collecting as ask; ask()")
     assert done.stdout.strip() == "answered", done.stderr
+
+
+def expect_many() -> None:
+    """Of so many peers whose names and ids are as long as real ones."""
+    key, config = Key.generate(), load("hivemind").config
+    own, common = own_pass(key, "me"), OuterState(nn.Linear(2, 2), lr=1.0, momentum=0.0)
+    with (
+        identity(None, own, Admission(key.public)) as me,
+        open_dht(me, host="127.0.0.1") as dht,
+        open_averager(dht, common, config.collaborative, "run") as averager,
+    ):
+        averager.expect({f"{index:046}": index / 3 for index in range(MOST_PEERS)})
+        print(averager.alone("nobody"))
+
+
+@pytest.mark.swarm
+def test_an_averager_is_told_of_a_thousand_peers_and_lives() -> None:
+    done = python("-c", "from tests.swarm.test_dht import expect_many as expect; expect()")
+    assert done.stdout.strip() == "None", done.stderr
 
 
 @pytest.mark.swarm

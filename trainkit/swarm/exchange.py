@@ -60,6 +60,9 @@ _ACCOUNT_SECONDS = 20.0
 _PIECE, _GIVE_SECONDS = 1 << 16, 120.0
 # Refusals to report of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
+# Peers in a message to the averager's process: it does not wait for the rest of one that comes in several pieces, as of
+# 16 KiB, and dies of it.
+_AT_ONCE = 100
 
 
 class Digest(NamedTuple):
@@ -510,14 +513,17 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     # In the peer's own process.
 
-    def expect(self, possible: Mapping[str, float], **proven: Any) -> None:
-        """Say what peers can have trained on in this round, see `Limits`; and how they have passed audits.
+    def expect(self, possible: Mapping[str, float], verified: Mapping[str, float]) -> None:
+        """Say what peers can have trained on in this round, and what they have without doubt, see `Limits`."""
+        known = list(possible.items())
+        for first in range(0, max(1, len(known)), _AT_ONCE):
+            some = dict(known[first : first + _AT_ONCE])
+            told = {"possible": some, "verified": {peer: verified[peer] for peer in some if peer in verified}}
+            self._outer_pipe.send(("_expect", [], {**told, "anew": not first}))
 
-        Args:
-            proven: ``verified``, see `Limits`; ids that are ``unproven``, which do not count; the id that is
-                ``drawn`` to show its work of ``round_index``, or none; and whether that ``trains`` some of it again.
-        """
-        self._outer_pipe.send(("_expect", [], {"possible": dict(possible), **proven}))
+    def draw(self, peer: str, round_index: int, trains: bool) -> None:
+        """Have that peer show its work of the round that ends, see `Accounts.draw`; empty: nobody has to."""
+        self._outer_pipe.send(("_draw", [], {"peer": peer, "round_index": round_index, "trains": trains}))
 
     def account(self, to: str, told: Told) -> None:
         """Tell the owner of a round, and show what it then wants to see, while this peer goes on."""
@@ -581,19 +587,14 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard)
         super().run()
 
-    async def _expect(
-        self,
-        possible: dict[str, float],
-        verified: Mapping[str, float] = {},
-        unproven: Collection[str] = (),
-        drawn: str = "",
-        round_index: int = -1,
-        trains: bool = False,
-    ) -> None:
-        self._possible, self._verified = possible | dict.fromkeys(unproven, 0.0), verified
-        self._is_drawn = bool(drawn)
-        if drawn:
-            self._accounts.draw(drawn, round_index, trains)
+    async def _expect(self, possible: dict[str, float], verified: dict[str, float], anew: bool) -> None:
+        self._possible = possible if anew else {**self._possible, **possible}
+        self._verified = verified if anew else {**self._verified, **verified}
+
+    async def _draw(self, peer: str, round_index: int, trains: bool) -> None:
+        self._is_drawn = bool(peer)
+        if peer:
+            self._accounts.draw(peer, round_index, trains)
             self._arrived = {}
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:

@@ -58,7 +58,7 @@ _SHARE_FOR_SNAPSHOTS = 0.01
 _VALUES_A_WEIGHT = 3
 SHARE = 0.05
 """Of its time that the owner gives to audits at most."""
-_LONGEST_CHAIN, _LONGEST_ACCOUNT = 128, 1 << 16
+_LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
 _MOST_PEERS = 1000
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
 # weights that are off by this share of them: in the same number format, and in another one.

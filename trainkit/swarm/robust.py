@@ -38,6 +38,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -664,15 +665,24 @@ class Sentry:
     _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
     _invited: dict[str, str] = field(default_factory=dict, init=False)
 
-    def before_round(self, peers: Mapping[str, PeerProgress], round_seconds: float, **proven: Any) -> None:
+    def before_round(
+        self,
+        peers: Mapping[str, PeerProgress],
+        round_seconds: float,
+        *,
+        verified: Mapping[str, float] = MappingProxyType({}),
+        unproven: Iterable[str] = (),
+    ) -> None:
         """Tell the averager what peers can have trained on, by the speed that they have published; before its first
         round a peer has none to tell of.
 
         Args:
-            proven: what audits say, see `_Averager.expect`.
+            verified: samples of a round that a peer has trained on beyond doubt.
+            unproven: who does not count, whatever it says.
         """
         known = {peer: own.samples_per_sec for peer, own in peers.items() if own.samples_per_sec > 0.0}
-        self.averager.expect({peer: speed * round_seconds for peer, speed in known.items()}, **proven)
+        possible = {peer: speed * round_seconds for peer, speed in known.items()} | dict.fromkeys(unproven, 0.0)
+        self.averager.expect(possible, verified)
         self.look()
 
     def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -239,14 +239,15 @@ class TimedLoop(_Loop):
 
     def before_exchange(self, index: int) -> None:
         """Say what is known of the others, and who is to show its work of this round."""
-        peer, proven = self.peer, dict[str, Any]()
-        if (auditor := self.auditor) is not None:
-            heard = peer.watch.others(time.time() - LOST_AFTER * peer.clock.seconds)
-            volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
-            drawn, trains = auditor.draw(volunteers, index)
-            proven = {"verified": dict(auditor.verified), "unproven": [*auditor.unproven]}
-            proven |= {"drawn": drawn, "round_index": index, "trains": trains}
-        peer.sentry.before_round(peer.watch.peers, peer.clock.seconds, **proven)
+        peer, auditor, seconds = self.peer, self.auditor, self.peer.clock.seconds
+        if auditor is None:
+            peer.sentry.before_round(peer.watch.peers, seconds)
+            return
+        heard = peer.watch.others(time.time() - LOST_AFTER * seconds)
+        volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
+        drawn, trains = auditor.draw(volunteers, index)
+        peer.averaging.averager.draw(drawn, index, trains)
+        peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=auditor.unproven)
 
     def audit(self, auditor: Auditor, index: int) -> None:
         """Look at what has been shown, if anything has."""
