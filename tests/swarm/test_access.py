@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer
+from hivemind.utils import MSGPackSerializer, auth
 
 from trainkit.errors import RefusedError, UserError
 from trainkit.swarm import access, invitations
@@ -106,6 +107,13 @@ def test_a_volunteer_tells_of_itself_and_of_nothing_else(key: str, value: object
     assert tuple(one for one in SPEAKERS if checks.validate(told[one])) == writers
 
 
+def test_addresses_of_a_volunteer_are_told_to_nobody(peers: dict[str, Any]) -> None:
+    """All would dial them, and forget the peers that are there for them."""
+    checks, value = checks_of(peers["eve"]), {**PROGRESS_VALUE, "addresses": ["/ip4/45.0.0.1/tcp/1"]}
+    told = {one: signed(peers[one], record(peers[one], PROGRESS, value)) for one in SPEAKERS}
+    assert tuple(one for one in SPEAKERS if checks.validate(told[one])) == SPEAKERS[1:]
+
+
 def test_at_an_open_run_strangers_tell_of_themselves(peers: dict[str, Any]) -> None:
     with peer("owner", open_run=True) as owner:
         told = [(PROGRESS, PROGRESS_VALUE), ("run_outer.all_averagers", 1e9)]
@@ -190,6 +198,21 @@ def test_a_member_asks_for_so_many_records_at_once_and_no_more(peers: dict[str, 
         assert validated(peers["volunteer"], peers["owner"], *requests) == [answered] * 2
 
 
+@pytest.mark.parametrize(("sender", "kept"), [("volunteer", 0), ("reducer", 1)])
+def test_only_the_owners_side_stores_whole_dictionaries(sender: str, kept: int, peers: dict[str, Any]) -> None:
+    request = dht_pb2.StoreRequest(keys=[b"x"], subkeys=[DHTProtocol.IS_DICTIONARY], values=[b"x"])
+    assert validated(peers[sender], peers["owner"], request) == [True]
+    assert len(request.keys) == len(request.values) == kept
+
+
+@pytest.mark.parametrize(("size", "answered"), [(64, True), (65, False), (1 << 20, False)])
+def test_no_node_remembers_a_long_nonce(
+    size: int, answered: bool, peers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth.secrets, "token_bytes", lambda _: bytes(random.randbytes(size)))
+    assert validated(peers["volunteer"], peers["owner"], dht_pb2.PingRequest()) == [answered]
+
+
 @pytest.mark.parametrize(("role", "passes_on"), [("volunteer", False), ("reducer", True)])
 def test_who_is_out_is_told_so_and_a_reducer_passes_it_on(role: invitations.Role, passes_on: bool) -> None:
     def named(name: str, role: invitations.Role) -> Excluded:
@@ -216,6 +239,11 @@ def test_who_is_out_is_told_so_and_a_reducer_passes_it_on(role: invitations.Role
 # What a node keeps and reads of a DHT that somebody floods.
 
 
+def stored(name: str, role: invitations.Role = "volunteer", value: bytes = b"x") -> bytes:
+    """What a node keeps of a record: the value, by whose invitation, and a signature."""
+    return invitations.pack([value, invitations.grant(OWNER, "run", name, role, SOON).state("peer", b"key"), b""])
+
+
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Bounds this process as that of a node, for one test."""
@@ -228,17 +256,40 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_node_keeps_so_many_records_for_so_long(bound: Callable[[], None]) -> None:
     """The newest of each peer, which nobody displaces who sends an older one again, signature and all."""
     bound()
-    news, other, now = DHTID.generate(source=PROGRESS), DHTID.generate(source="other"), time.time()
-    storage = DHTLocalStorage()
-    kept = sum(storage.store(news, b"x", now + 60.0, subkey=index) for index in range(2 * MOST_PEERS))
+    news, now = DHTID.generate(source=PROGRESS), time.time()
+    storage, (old, new) = DHTLocalStorage(), (stored("anna", "reducer", value) for value in (b"old", b"new"))
+    kept = sum(storage.store(news, old, now + 60.0, subkey=index) for index in range(2 * MOST_PEERS))
     assert (kept, len(storage.get(news).value)) == (MOST_PEERS, MOST_PEERS)
-    assert storage.store(news, b"y", now + 90.0, subkey=7)  # one that is there may stay
-    assert not storage.store(news, b"x", now + 90.0, subkey=20_000)
-    assert not storage.store(news, b"old", time.time() + 0.3, subkey=7)
+    assert storage.store(news, new, now + 90.0, subkey=7)  # one that is there may stay
+    assert not storage.store(news, new, now + 90.0, subkey=20_000)
+    assert not storage.store(news, old, time.time() + 0.3, subkey=7)
     time.sleep(0.4)  # hivemind would drop the newer one when the older one expires
-    assert storage.get(news).value.get(7).value == b"y"
-    assert not storage.store(news, b"y", now + 9e9, subkey=8)  # news do not outlast an hour
-    assert storage.store(other, b"x", now + 9e9, subkey=8)
+    assert storage.get(news).value.get(7).value == new
+
+
+def test_one_invitation_has_so_many_peers_at_a_node_and_for_an_hour(
+    bound: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has one can make up peers without end; the others keep their places."""
+    bound()
+    storage, now = DHTLocalStorage(), time.time()
+    monkeypatch.setattr(access, "time", SimpleNamespace(time=lambda: now))
+
+    def kept(invited: bytes, peers: range, seconds: float = 100.0) -> int:
+        """Each has a record with the others, and one of its own."""
+        keys = [(key, peer) for peer in peers for key in (PROGRESS, f"peer {peer}")]
+        places = [(DHTID.generate(source=key), peer) for key, peer in keys]
+        return sum(storage.store(key, invited, now + seconds, subkey=peer) for key, peer in places)
+
+    mallory, guest, anna = stored("mallory"), stored(invitations.GUESTS), stored("anna")
+    assert kept(mallory, range(1, 201), 100.0) == 2 * 64
+    assert kept(guest, range(1000, 2000)) == 2 * 800
+    assert kept(anna, range(3000, 3001)) == 2
+    assert kept(mallory, range(64, 66), 200.0) == 2  # one that is there may stay
+    assert kept(anna, range(3000, 3001), 3700.0) == 0
+    now += 150.0
+    assert kept(mallory, range(65, 200)) == 2 * 63  # all others are gone
+    assert kept(stored("ben", "reducer"), range(4000, 4001), 9e9) == 2
 
 
 def test_of_a_flood_a_reader_looks_at_the_first_and_keeps_the_valid(

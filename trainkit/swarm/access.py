@@ -43,7 +43,7 @@ from trainkit.process import end_with_parent
 from trainkit.swarm import admission, invitations, messages
 from trainkit.swarm.admission import Admission, Member
 from trainkit.swarm.invitations import Pass, UntrustedError, pack, unpack
-from trainkit.swarm.messages import BANNED, CREDITS, MANIFEST, MOST_PEERS, PROGRESS, REVOKED
+from trainkit.swarm.messages import BANNED, CREDITS, MANIFEST, MOST_PEERS, PROGRESS, REVOKED, PeerProgress
 
 _LONGEST_VALUE = 8192  # bytes
 
@@ -90,12 +90,15 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             if len(value) > longest:
                 return False
             writer = self._identity.admission.invited(credential, record.expiration_time)
-            return (
+            if not (
                 record.subkey == _subkey(writer.peer_id)
                 and _may_write(record.key, writer)
                 and _public_key(writer.public_key).verify(_content(record, value), signature)
-                and (shape is None or shape.validate_python(MSGPackSerializer.loads(value)) is not None)
-            )
+            ):
+                return False
+            told = shape.validate_python(MSGPackSerializer.loads(value)) if shape is not None else None
+            # Nobody calls a volunteer: whom it names would be dialled by everybody, and remembered for who is there.
+            return writer.trusted or not (isinstance(told, PeerProgress) and told.addresses)
         except Exception:  # whatever the parsers of a stranger's bytes raise
             return False
 
@@ -141,6 +144,7 @@ _NOTHING = bytes(DHTID.HASH_NBYTES)  # a key under which nobody stores
 # A peer of ours asks for one at a time. A message has room for 200,000, and meanwhile nobody else gets an answer.
 _MOST_KEYS = 16
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 725 in this form
+_LONGEST_NONCE = 64  # bytes; hivemind's have 8, and a node remembers each for minutes
 
 
 class Authorizer(auth.TokenAuthorizerBase):  # type: ignore[misc]
@@ -170,12 +174,17 @@ class Authorizer(auth.TokenAuthorizerBase):  # type: ignore[misc]
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer."""
-        if len(getattr(request, "keys", ())) > _MOST_KEYS or not await super().validate_request(request):
+        if len(getattr(request, "keys", ())) > _MOST_KEYS or len(request.auth.nonce) > _LONGEST_NONCE:
+            return False
+        if not await super().validate_request(request):
             return False
         member = _holder(request.auth.client_access_token, self.admission.introduce)
         if member is None or not member.trusted:
             # Not into the routing tables: others would ask it for records.
             request.ClearField("peer")
+            # Whole dictionaries are copies, which others keep; one of 2.6 MB took seconds to read.
+            if DHTProtocol.IS_DICTIONARY in getattr(request, "subkeys", ()):
+                request.CopyFrom(dht_pb2.StoreRequest(auth=request.auth))
         if member is None:
             _keep_who_is_out(request)
         return True
@@ -265,21 +274,45 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
 
 # A round, and three more in which nobody has heard of a peer, are shorter.
 _LONGEST_NEWS = 3600.0
+# Peers that use one invitation, by name and for guests.
+_MOST_OF_ONE, _MOST_OF_GUESTS = 64, 800
+_MOST_INVITATIONS = 1000
+
+
+class Places:
+    """Which volunteers a node keeps records of, by their invitation: whoever has one can make up peers without end."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, dict[Any, float]] = {}
+
+    def take(self, value: bytes, subkey: Any, until: float) -> bool:
+        """Whether a record, valid as it is, may stay until then."""
+        grant = invitations.Grant.from_bytes(unpack(unpack(value, 3)[1], 4)[0])
+        if grant.role != "volunteer":
+            return True
+        taken, now = self._until.get(grant.id, {}), time.time()
+        if subkey not in taken:
+            taken = {one: ends for one, ends in taken.items() if ends > now}
+        most = _MOST_OF_GUESTS if grant.name == invitations.GUESTS else _MOST_OF_ONE
+        if until > now + _LONGEST_NEWS or (subkey not in taken and len(taken) >= most):
+            return False
+        taken[subkey] = max(until, taken.get(subkey, 0.0))
+        admission.remember(self._until, grant.id, taken, _MOST_INVITATIONS)
+        return True
 
 
 def bound_node() -> None:
     """Bound the records that this process keeps and reads. Call it before the node starts; there is one in a process.
 
     hivemind's nodes keep every record that is valid, and read as many as somebody sends; of many they refuse all as
-    soon as one is not valid. Records of progress must not outlast an hour: whoever floods them gives up their place by
-    then. Every program that the process starts through asyncio is killed when it dies: hivemind starts libp2p's daemon
-    so, and has no hook.
+    soon as one is not valid. A volunteer's records must not outlast an hour: whoever floods a node gives up their place
+    by then. Every program that the process starts through asyncio is killed when it dies: hivemind starts libp2p's
+    daemon so, and has no hook.
     """
-    validate, store = DHTProtocol._validate_record, DHTLocalStorage.store_subkey
-    progress = DHTID.generate(source=PROGRESS)
+    validate, store, places = DHTProtocol._validate_record, DHTLocalStorage.store_subkey, Places()
 
     def store_bounded(self: Any, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
-        if key == progress and expiration_time > time.time() + _LONGEST_NEWS:
+        if not places.take(value, subkey, expiration_time):
             return False
         known = self.get(key)
         there = known.value if known is not None and isinstance(known.value, DictionaryDHTValue) else {}
