@@ -62,7 +62,7 @@ def swarm(
         return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
 
     # Whom the owner has trusted to average for others; with an invitation of her own, for a ban is of all who use it.
-    reduces = "reduces" in attacks
+    reduces = any(attack.startswith("reduces") for attack in attacks)
     hers = commands.invite("mallory", *(("--reduce",) if reduces else ()))
     where = ("--public", "--host", "127.0.0.1") if reduces else ()
     peers = [commands.start(*join(f"honest-{index}", token)) for index in range(honest)]

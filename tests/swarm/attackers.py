@@ -108,8 +108,16 @@ def impostor() -> None:
     progress(round=1 << 40, client=False)
 
 
-def reduces_turned() -> None:
-    """As a reducer give back nine times the opposite of the average, of as much of the vector as one can get."""
+def within_norm(average: Any) -> Any:
+    """As long as the average and hardly against it, but across it, the same way in each round."""
+    along = average / average.norm().clamp_min(1e-30)
+    across = torch.randn(average.shape, generator=torch.Generator().manual_seed(average.numel()))
+    across -= (across @ along) * along
+    return average.norm() * (0.1 * along + 0.995 * across / across.norm())
+
+
+def reduces(change: Callable[[Any], Any]) -> None:
+    """As a reducer give back something else than the average, of as much of the vector as one can get."""
 
     patched: Any = Exchange
     honest, settled = patched.rpc_aggregate_part, Averaging.settle
@@ -121,7 +129,7 @@ def reduces_turned() -> None:
                 own = self.parts_for_local_averaging[index].reshape(-1)
                 average = exchange.read_part(answer.tensor_part, own.numel())
                 codec = self._sending.codec_of(self._own_first + index, self._sending.codec_back)
-                answer.tensor_part.CopyFrom(exchange.written_part(-9 * average, codec))
+                answer.tensor_part.CopyFrom(exchange.written_part(change(average), codec))
                 print("GAVE BACK what is no average", flush=True)
             index += 1
             yield answer
@@ -166,7 +174,8 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
-    "reduces": reduces_turned,
+    "reduces": lambda: reduces(lambda average: -9 * average),
+    "reduces-within": lambda: reduces(within_norm),
     "stall": stall,
     "deaf": deaf,
     "other-torch": other_torch,

@@ -21,7 +21,7 @@ from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
 from trainkit.swarm.average import Averaging
 from trainkit.swarm.exchange import Averaged
-from trainkit.swarm.link import Outcome
+from trainkit.swarm.link import PART, Outcome
 from trainkit.swarm.robust import Round, has_drifted
 from trainkit.swarm.sync import Average, OuterState
 from trainkit.swarm.trial import Trial
@@ -37,10 +37,12 @@ OWNER = Member("owner", "owner", "owner", 0, "", b"")
 class Owner:
     """The creator of a swarm of anna, ben, mallory and itself, a round after it has begun; all of them are honest."""
 
-    def __init__(self, seconds: float = 60.0) -> None:
+    def __init__(self, seconds: float = 60.0, width: int = 32) -> None:
         splits = build_data(CONFIG.data)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10)
+        )
         self.state = build(alone(CONFIG), CPU, splits, model=model)
         self.common = OuterState(model, lr=0.7, momentum=0.0)
         link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
@@ -69,12 +71,16 @@ class Owner:
             [vector for vector in sent.values() if float(vector[: self.common.num_parameters].norm())]
         ).mean(0)
 
-    def settled(self, *, turned: float = 1.0, trains: bool = True) -> Round:
-        """A round of what all have trained, with mallory's so many times as long."""
+    def settled(self, *, turned: float = 1.0, trains: bool = True, by_bob: float = 1.0) -> Round:
+        """A round of what all have trained, with mallory's so many times as long; and the second part of the average,
+        if there is one, which bob has made."""
         given = self.given if trains else self.common.nothing(sound=True)
         self.sent |= {"owner": given.vector, "mallory": turned * self.given.vector}
-        self.averaging.averager._averaged_tensors = [self.mean(self.sent)]
-        outcome = Outcome(*([item] * len(given.weights) for item in (4, 4, True, "owner")))  # type: ignore[arg-type]
+        average, parts = self.mean(self.sent), len(given.weights)
+        average[PART : self.common.num_parameters] *= by_bob
+        self.averaging.averager._averaged_tensors = [average]
+        reducers = ("owner", "bob")[:parts]
+        outcome = Outcome((4,) * parts, (4,) * parts, (True,) * parts, reducers)
         averaged = Averaged(dict.fromkeys(self.sent, 80.0), False, outcome)
         return settle(self.averaging, given, averaged, next_round=self.common.round + 1, leads=True)
 
@@ -91,6 +97,15 @@ def test_an_average_that_does_harm_is_refused_and_its_author_named(turned: float
     named = None if result.harmful is None else [(verdict.peer, verdict.action) for verdict in result.harmful]
     assert named == (None if used == "average" else [("mallory", "dropped")])
     assert result.why.startswith("by it the loss of 269 validation samples goes from 0." if named else "")
+
+
+@pytest.mark.parametrize(("by_bob", "named"), [(1.0, None), (-12.0, ["bob"])])
+def test_a_reducer_by_whose_part_alone_the_loss_rises_is_named(by_bob: float, named: list[str] | None) -> None:
+    owner = Owner(width=1024)
+    owner.averaging._audit = lambda *_: ()  # type: ignore[method-assign]  # as if it were as long as others
+    result = owner.settled(by_bob=by_bob)
+    assert (None if result.harmful is None else [verdict.peer for verdict in result.harmful]) == named
+    assert result.refused == bool(named)
 
 
 def test_all_have_the_owners_weights_again_before_anybody_is_named() -> None:

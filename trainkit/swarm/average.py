@@ -306,7 +306,8 @@ class Averaging:
         if now.next_round < self._searched + 2:
             return harm, None  # all others have trained on from the average that was refused, the honest ones, too
         self._searched, buffers = now.next_round, slice(self._common.num_parameters, None)
-        mine = tuple(there and peer == own_id for peer, there in zip(outcome.reducers, average.arrived, strict=True))
+        parts = list(zip(outcome.reducers, average.arrived, strict=True))
+        mine = tuple(there and peer == own_id for peer, there in parts)
         suspects = [one for one in members if one != own_id and not ((who := self._dht.member(one)) and who.trusted)]
         until = time.monotonic() + _SEARCH_SHARE * self._config.round_seconds
         for peer in random.sample(suspects, len(suspects)):
@@ -314,6 +315,12 @@ class Averaging:
                 alone[buffers] = own.vector[buffers]  # nobody has a part of its own in a median
                 if why := self.trial.harm(Average(alone, now.next_round, mine, mine), own):
                     found.append(Verdict(peer, "dropped", why))
+        if not found and not self.trial.harm(Average(average.vector, now.next_round, mine, mine), own):
+            # Nobody has sent harm, and what is averaged here does none: so it is what others have averaged.
+            for peer in outcome.sources - {own_id}:
+                theirs = tuple(there and one in (own_id, peer) for one, there in parts)
+                if why := self.trial.harm(Average(average.vector, now.next_round, theirs, theirs), own):
+                    found.append(Verdict(peer, "dropped", f"as a reducer gave back what does harm: {why}"))
         # Where the owner has trained nothing itself, most are no liars: then it is the run, or its schedule.
         is_run = not now.given.usable and 2 * len(found) > len(suspects) > 1
         return ("", None) if is_run else (harm, tuple(found))
