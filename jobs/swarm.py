@@ -114,13 +114,16 @@ def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     seconds, run = admission.seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
     owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
     role: Role = "reducer" if args.reduce else "volunteer"
-    print(*admission.invite(owner, addresses, args.name, seconds, role), sep="\n")
+    with admission.room_in(run):
+        print(*admission.invite(owner, addresses, args.name, seconds, role), sep="\n")
     return 0
 
 
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End the invitations of a name, in a swarm that was created here."""
-    print(admission.revoke(run_with(KEY_FILE, args.run, env), args.name))
+    run = run_with(KEY_FILE, args.run, env)
+    with admission.room_in(run):
+        print(admission.revoke(run, args.name))
     return 0
 
 

@@ -13,9 +13,12 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from trainkit.errors import UserError
+from jobs import swarm
+from trainkit import fileio
+from trainkit.errors import DiskError, UserError
+from trainkit.run.folder import RunDir
 from trainkit.swarm import admission
-from trainkit.swarm.address import EXAMPLE
+from trainkit.swarm.address import EXAMPLE, write_addresses
 from trainkit.swarm.admission import KEY_FILE, Admission, Board, Owner, entry_of, keep_key, key_of, owner_of, revoked_in
 from trainkit.swarm.invitations import GUESTS, Key, Pass, Role, UntrustedError, grant, open_pass, write_token
 
@@ -342,3 +345,21 @@ def test_everybody_of_a_name_is_revoked_and_stays_so(owner: Owner, tmp_path: Pat
     with pytest.raises(UserError) as caught:
         owner.revoke("ana")
     assert caught.value.why == f"Invited to {tmp_path.name}: anna, bo."
+
+
+@pytest.mark.parametrize(("number", "error"), [(28, DiskError), (13, OSError)])
+def test_a_full_disk_is_said_in_words_and_nothing_else_is_taken_for_one(
+    number: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, record: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    run = RunDir.create(tmp_path / "swarm-1", "seed: 0")
+    keep_key(run.path, OWNER)
+    write_addresses(run, [EXAMPLE])
+    monkeypatch.setattr(fileio, "append_jsonl", full)
+    owner_of(run.path)._invited.write_text('{"name": "anna", "id": "x"}\n')
+    for verb in ("invite", "revoke"):
+        with pytest.raises(error) as caught:
+            swarm.main([verb, "anna", str(run.path)], {})
+        assert not isinstance(caught.value, DiskError) or caught.value.what == f"There is no room in {run.path}."

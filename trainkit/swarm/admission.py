@@ -14,6 +14,7 @@ kept nowhere.
 import asyncio
 import base64
 import ctypes
+import errno
 import hashlib
 import json
 import math
@@ -22,8 +23,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +36,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
-from trainkit.errors import TrainkitError, UserError
+from trainkit.errors import DiskError, TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, invitations, processes
 from trainkit.swarm.invitations import Pass, UntrustedError
@@ -519,6 +520,19 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
         raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started, or it has none.", fix=fix)
     saved = address.saved_peer(run)  # which knows its anchors
     return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
+
+
+@contextmanager
+def room_in(run: RunDir) -> Iterator[None]:
+    """Say in words that the disk of the run's folder is full. Raises DiskError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        why = f"{error.strerror}. The run itself goes on, and this has no effect."
+        fix = "Free some space, and type the same again."
+        raise DiskError(f"There is no room in {run.path}.", why=why, fix=fix) from None
 
 
 def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
