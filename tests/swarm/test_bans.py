@@ -190,6 +190,7 @@ class Watched:
 
     pending: list[Findings] = field(default_factory=list)
     expected: Mapping[str, float] = field(default_factory=dict)
+    verified: Mapping[str, float] = field(default_factory=dict)
     bans: Bans = field(default_factory=lambda: Bans(None))
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -205,8 +206,8 @@ class Watched:
             invitation_of=lambda peer: f"invitation of {peer}",
         )
 
-    def expect(self, possible: Mapping[str, float]) -> None:
-        self.expected = possible
+    def expect(self, possible: Mapping[str, float], verified: Mapping[str, float]) -> None:
+        self.expected, self.verified = possible, verified
 
     def findings(self) -> Collection[Any]:
         found, self.pending = self.pending, []
@@ -258,6 +259,8 @@ def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) ->
     """Of a newcomer nothing is expected until it has told of a round."""
     watched.sentry.before_round({**PEERS, "QmNew": PeerProgress("new", 3, 0, 0.0, 0.0, 0, 0.0)}, 4.0)
     assert watched.expected == {"QmEve": 320.0}
+    watched.sentry.before_round(PEERS, 4.0, verified={"QmEve": 300.0}, unproven=["QmEve", "QmBob"])
+    assert (watched.expected, watched.verified) == ({"QmEve": 0.0, "QmBob": 0.0}, {"QmEve": 300.0})
 
 
 @pytest.mark.parametrize(("age", "is_news"), [(0, True), (60, False)])

@@ -129,7 +129,7 @@ class Account:
         creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
         creator.dht = SimpleNamespace(store=lambda key, value, seconds: self.told.append((key, value)))
         creator.credits = Contributions.of(self.run)
-        averager = SimpleNamespace(expect=lambda possible: None, findings=lambda: [self.found.pop()])
+        averager = SimpleNamespace(expect=lambda possible, verified: None, findings=lambda: [self.found.pop()])
         self.sentry = Sentry(averager, Bans(None), credit=creator.credit)
 
     def after_round(self, found: Findings, peers: Mapping[str, PeerProgress] = PEERS) -> list[Contribution]:

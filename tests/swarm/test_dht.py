@@ -131,7 +131,8 @@ def expect_many() -> None:
         open_dht(me, host="127.0.0.1") as dht,
         open_averager(dht, common, config.collaborative, "run") as averager,
     ):
-        averager.expect({f"{index:046}": index / 3 for index in range(MOST_PEERS)})
+        known = {f"{index:046}": index / 3 for index in range(MOST_PEERS)}
+        averager.expect(known, known)
         print(averager.alone("nobody"))
 
 

@@ -129,15 +129,6 @@ def test_it_gives_nothing_back_to_a_creator_that_was_not_away() -> None:
     assert finds_run([MANIFEST], clock=same) == ((True, same.first), ["welcome", "introduced", "adopted"])
 
 
-@pytest.mark.parametrize(("trains", "peers", "looks"), [(False, {}, 1), (False, {"QmCreator": 0}, 0), (True, {}, 0)])
-def test_an_anchor_looks_for_a_creator_that_is_away(trains: bool, peers: dict[str, int], looks: int) -> None:
-    guest, world = a_guest(Hooks(lambda: False, print)), World()
-    guest.may_be_alone, guest.dht = not trains, SimpleNamespace(look_for=world.look)
-    guest.watch.peers, guest.watch.reachable = peers, tuple
-    guest.before_round()
-    assert len(world.asked) == looks
-
-
 def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
     world = World(back_at=200.0, ready_at=200.0)
     guest = a_guest(Hooks(lambda: False, world.said.append))

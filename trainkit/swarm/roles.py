@@ -304,12 +304,6 @@ class Guest(Session):
                 digest = read_digest(self.dht.admission, statement, run_id=self.averaging.averager.run_id)
                 admission.remember(self.signed, digest.sha256, statement, _MOST_SIGNED)
 
-    def before_round(self) -> None:
-        """Remember the others; and look for a creator that may have come back without knowing where they are."""
-        super().before_round()
-        if self.may_be_alone and self.watch.creator not in self.watch.peers:
-            self.dht.look_for(self.memory.others)
-
     def prove_reachable(self) -> None:
         """Have this peer dialled back; one that cannot be reached only calls out.
 
