@@ -295,6 +295,19 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
     assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (banned, banned)
 
 
+def test_who_is_out_with_another_of_its_invitation_is_not_banned_again(watched: Watched) -> None:
+    """An audit bans at once, when others of that invitation may have two strikes each."""
+    watched.sentry.invitation_of = lambda peer: peer if watched.shut_out else "invitation of eve"
+    second = Verdict("QmSecond", "dropped", DROPPED.why)
+    watched.pending.append(Findings(("QmEve", "QmSecond"), (second,)))
+    watched.sentry.after_round(0, PEERS)
+    watched.sentry.note_audit(0, DROPPED)
+    for index in (1, 2):
+        watched.pending.append(Findings(("QmSecond",), (second,)))
+        watched.sentry.after_round(index, PEERS)
+    assert list(watched.bans.read()) == ["invitation of eve"]
+
+
 def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(
     watched: Watched,
 ) -> None:

@@ -664,6 +664,8 @@ class Sentry:
     _began: float = field(default_factory=time.time, init=False)
     _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
     _invited: dict[str, str] = field(default_factory=dict, init=False)
+    _banned_with: dict[str, str] = field(default_factory=dict, init=False)
+    """Of peers in the rounds so far: of one that is shut out nobody knows its invitation any more."""
 
     def before_round(
         self,
@@ -693,6 +695,8 @@ class Sentry:
         self._peers, self._invited, members = peers, {}, set[str]()
         for found in self.averager.findings():
             members |= {*found.members}
+            for peer in {*found.members} - self._banned_with.keys():
+                remember(self._banned_with, peer, self.invitation_of(peer), _MOST_SUSPECTS)
             self._invited |= found.names
             received, counted = found.received, {} if result is not None and result.refused else found.counted
             self.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in counted.items()])
@@ -745,7 +749,7 @@ class Sentry:
                 self.say(f"  {what.format(name, index + 1)}: {verdict.why}")
 
     def _ban(self, index: int, out: Mapping[str, str], times: str = f" after {STRIKES} such rounds in a row") -> None:
-        bans = {peer: self.invitation_of(peer) for peer in out}  # of a peer that is shut out nobody knows it any more
+        bans = {peer: self._banned_with.get(peer) or self.invitation_of(peer) for peer in out}
         for peer, banned in bans.items():
             name, why = self._name(peer), out[peer]
             if not banned or banned in self.bans.read():
