@@ -14,7 +14,9 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 import pytest
@@ -212,6 +214,133 @@ def test_the_diff_of_python_is_read_as_python(run: RunDir, monkeypatch: pytest.M
 def test_without_git_the_manifest_says_the_rest(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert manifest(run)["git"] == {"commit": None, "diff": "", "untracked": []}
+
+
+# Where others get the same program
+
+PUBLIC = "https://git.example/anna/kit"
+KIT = {"trainkit/data/order.py": "x = 1\n", "trainkit/report/page.py": "x = 1\n"}
+INSTALLED_AS = "trainkit_vision-0.1.0.dist-info"
+
+
+def at(commit: str) -> tuple[str, str]:
+    return f"commit {commit} of {PUBLIC}", f"trainkit-vision @ git+{PUBLIC}@{commit}"
+
+
+class Clone:
+    """Of a repository that everybody reads at `PUBLIC`: git is told that it lies in a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.top = folder / "clone"
+        rewritten = {"COUNT": "1", "KEY_0": f"url.file://{folder / 'public'}.insteadOf", "VALUE_0": PUBLIC}
+        who = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        for name, value in {**{f"GIT_CONFIG_{key}": value for key, value in rewritten.items()}, **who}.items():
+            monkeypatch.setenv(name, value)
+        self("init", "-q", "--bare", str(folder / "public"), at=folder)
+        self("clone", "-q", str(folder / "public"), str(self.top), at=folder)
+        for name, text in KIT.items():
+            (self.top / name).parent.mkdir(parents=True)
+            (self.top / name).write_text(text)
+        self("config", "remote.origin.url", PUBLIC)
+        self.commit()
+        self("push", "-q", "origin", "HEAD")
+        monkeypatch.setattr(snapshot, "INSTALLED", self.top)
+
+    def __call__(self, *words: str, at: Path | None = None) -> str:
+        return subprocess.run(["git", *words], cwd=at or self.top, check=True, capture_output=True, text=True).stdout
+
+    def commit(self) -> str:
+        self("add", "-A")
+        self("commit", "-qm", "x", "--allow-empty")
+        return self("rev-parse", "HEAD").strip()
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
+    return Clone(tmp_path, monkeypatch)
+
+
+def test_a_pushed_commit_is_had_from_its_public_place_also_a_shallow_one(clone: Clone) -> None:
+    commit = clone("rev-parse", "HEAD").strip()
+    assert snapshot.origin(["trainkit/data"]) == at(commit)
+    (clone.top / "trainkit/report/page.py").write_text("x = 2\n")  # decides about nothing that peers have alike
+    assert snapshot.origin(["trainkit/data"]) == at(commit)
+    (clone.top / ".git" / "shallow").write_text(f"{commit}\n")  # as `git clone --depth 1` leaves it
+    assert snapshot.origin(["trainkit/data"]) == at(commit)
+    for url in ("git@git.example:anna/kit", "ssh://git@git.example/anna/kit"):
+        clone("config", "remote.origin.url", url)
+        assert snapshot.origin(["trainkit/data"]) == at(commit)
+
+
+@pytest.mark.parametrize("change", ["trainkit/data/order.py", "trainkit/data/new.py"])
+def test_what_was_changed_or_not_pushed_or_needs_a_password_is_nowhere(clone: Clone, change: str) -> None:
+    commit = clone("rev-parse", "HEAD").strip()
+    for url in ("https://me:secret@git.example/anna/kit", "https://git.example/other", "--upload-pack=x", "/a/folder"):
+        clone("config", "remote.origin.url", url)
+        assert snapshot.origin(["trainkit/data"]) == (f"commit {commit}", "")
+    clone("config", "remote.origin.url", PUBLIC)
+    (clone.top / change).write_text("x = 2\n")
+    assert snapshot.origin(["trainkit/data"]) == (f"commit {commit} with changes of its own", "")
+    commit = clone.commit()
+    assert snapshot.origin(["trainkit/data"]) == (f"commit {commit}", "")
+
+
+def test_without_git_nothing_is_known_of_a_checkout(clone: Clone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert snapshot.origin(["trainkit/data"]) == ("", "")
+
+
+def test_a_repository_is_public_if_nobody_is_asked_who_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    class Private(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Basic")
+            self.end_headers()
+
+        def log_message(self, *words: Any) -> None: ...
+
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Private) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert not snapshot._is_public(f"http://127.0.0.1:{server.server_port}/anna/kit")
+        server.shutdown()
+    assert asked
+    assert not any(asked)
+
+
+COMMIT = "ab" * 20
+BY_GIT = {"vcs_info": {"vcs": "git", "commit_id": COMMIT}}
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (None, ("trainkit-vision 0.1.0", "trainkit-vision==0.1.0")),
+        ({"url": PUBLIC, **BY_GIT}, at(COMMIT)),
+        ({"url": "https://${PASSWORD}@git.example/anna/kit", **BY_GIT}, (f"commit {COMMIT}", "")),
+        ({"url": "file:///home/anna/trainkit_vision-0.1.0-py3-none-any.whl", "archive_info": {}}, ("", "")),
+    ],
+)
+def test_what_pip_has_installed_is_had_by_version_or_where_it_came_from(
+    clone: Clone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any] | None, found: tuple[str, str]
+) -> None:
+    place, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    (place / "trainkit").mkdir(parents=True)
+    (place / INSTALLED_AS).mkdir()
+    (place / INSTALLED_AS / "METADATA").write_text("Metadata-Version: 2.1\nName: trainkit-vision\nVersion: 0.1.0\n")
+    if told is not None:
+        (place / INSTALLED_AS / "direct_url.json").write_text(json.dumps(told))
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(snapshot, "INSTALLED", place)
+    assert snapshot.origin([]) == found
+    monkeypatch.setattr(snapshot, "INSTALLED", elsewhere)  # a copy of a job's, say
+    assert snapshot.origin([]) == ("", "")
 
 
 # Code that runs share

@@ -123,7 +123,7 @@ def test_at_an_open_run_strangers_tell_of_themselves(peers: dict[str, Any]) -> N
 
 WRONG_MANIFEST: tuple[dict[str, Any], ...] = (
     *({size: 1 << 30} for size in ("num_classes", "in_chans", "image_size")),  # it fills a machine
-    *({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"}, {"more": 1}, {"facts": {"a": 1}}, {"stopped": 1}),
+    *({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"}, {"facts": {"a": 1}}, {"stopped": 1}),
 )
 WRONG_PROGRESS: tuple[dict[str, Any], ...] = ({"round": -1}, {"name": "x" * 200}, {"more": "x" * 9000})
 
@@ -133,7 +133,8 @@ WRONG_PROGRESS: tuple[dict[str, Any], ...] = ({"round": -1}, {"name": "x" * 200}
     [
         (MANIFEST, MANIFEST_VALUE, True),
         *((MANIFEST, {**MANIFEST_VALUE, **change}, False) for change in WRONG_MANIFEST),
-        (PROGRESS, {**PROGRESS_VALUE, "more": 1}, True),  # of a later version
+        (MANIFEST, {**MANIFEST_VALUE, "more": 1}, True),  # of a later version
+        (PROGRESS, {**PROGRESS_VALUE, "more": 1}, True),
         *((PROGRESS, {**PROGRESS_VALUE, **change}, False) for change in WRONG_PROGRESS),
         (CREDITS, [{"name": "anna"}], True),
         *((CREDITS, rows, False) for rows in (5, [5], [{"name": "anna"}] * 201)),

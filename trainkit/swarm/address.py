@@ -482,7 +482,8 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             messages.require_going_on(manifest, rounds)
             yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
             what, ours = "versions", session.installed()
-            session.require_same({name: version for name, version in manifest.facts.items() if name in ours}, ours)
+            theirs = {name: version for name, version in manifest.facts.items() if name in ours}
+            session.require_same(theirs, ours, manifest)
             yield Finding(what, "those of the creator")
             parameters = session.parameters_in(manifest.facts)
             yield _disk(env, parameters)

@@ -375,6 +375,8 @@ def is_setting(word: str) -> bool:
 KEY_FILE = "owner.key"
 _INVITED_FILE = "invited.jsonl"
 _REVOKED_FILE = "revoked"
+NEEDS_FILE = "requirements.txt"
+"""What the run's creator has, as `pip install -r` takes it."""
 # What the owner grants itself lasts longer than any run.
 _FOR_EVER = 20 * _A_YEAR
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -384,7 +386,7 @@ class Owner:
     """The owner of a run, by its folder."""
 
     def __init__(self, folder: Path, key: invitations.Key) -> None:
-        self.key, self._folder, self._invited = key, folder, folder / _INVITED_FILE
+        self.key, self.folder, self._invited = key, folder, folder / _INVITED_FILE
 
     def invite(self, name: str, role: invitations.Role, seconds: float) -> Pass:
         """An invitation that is valid for a time, and a line about it in the list.
@@ -394,7 +396,7 @@ class Owner:
         if not (0 < len(name) <= terminal.LONGEST_NAME and name.isprintable() and name == terminal.name(name)):
             why = f"It has 1 to {terminal.LONGEST_NAME} letters, single spaces between words, and nothing invisible."
             raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
-        made = invitations.grant(self.key, self._folder.name, name, role, time.time() + seconds)
+        made = invitations.grant(self.key, self.folder.name, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
         fileio.append_jsonl(self._invited, about)
         return made
@@ -408,7 +410,7 @@ class Owner:
         ids = [str(line["id"]) for line in invited if line.get("name") == name]
         if not ids:
             names = sorted({str(line["name"]) for line in invited if "name" in line})
-            why = f"Invited to {self._folder.name}: {', '.join(names) or 'nobody'}."
+            why = f"Invited to {self.folder.name}: {', '.join(names) or 'nobody'}."
             fix = "Give the name of an invitation, as `python -m jobs.swarm invite` was given it."
             raise UserError(f"Nobody was invited as '{name}'.", why=why, fix=fix)
         for item in ids:
@@ -419,7 +421,7 @@ class Owner:
         # Time makes a good serial: it grows, whichever machine with this folder it is.
         serial = time.time_ns() // 1_000_000
         statement = revoked_list(own_pass(self.key, "owner"), serial, revoked - expired)
-        fileio.write(self._folder / _REVOKED_FILE, base64.b64encode(statement), self._folder)
+        fileio.write(self.folder / _REVOKED_FILE, base64.b64encode(statement), self.folder)
         return statement
 
 
@@ -428,6 +430,11 @@ def revoked_in(folder: Path) -> bytes:
     with suppress(OSError, ValueError):
         return base64.b64decode(fileio.read_bytes(folder / _REVOKED_FILE))
     return b""
+
+
+def keep_needs(folder: Path, needs: Sequence[str]) -> None:
+    """Write what tokens say of what to install; see `invite`."""
+    fileio.write(folder / NEEDS_FILE, "".join(f"{item}\n" for item in needs), folder)
 
 
 def own_pass(key: invitations.Key, name: str, role: invitations.Role = "owner") -> Pass:
@@ -539,7 +546,11 @@ def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, 
     """Make a token; the lines that hold it. They are for a terminal and for nothing that is kept."""
     made = owner.invite(name, role, seconds)
     may = "average for others and give away the state" if role == "reducer" else "train"
-    until, token = invitations.date(made.grant.expires), invitations.write_token(made, addresses)
+    needs: list[str] = []
+    with suppress(OSError, ValueError):  # a run of before, or changed by hand: nobody would take it
+        text = fileio.read_text(owner.folder / NEEDS_FILE, _LONGEST_FILE)
+        needs = invitations.NEEDS.validate_python(text.splitlines())
+    until, token = invitations.date(made.grant.expires), invitations.write_token(made, addresses, needs)
     return [
         f"Until {until} {name} may {may}. Whoever has this line may, so send it as you would a key:",
         # Not as an argument: everybody on a machine sees those of all processes.

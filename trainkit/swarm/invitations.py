@@ -10,9 +10,9 @@ Signatures are Ed25519 (RFC 8032) over exact bytes. A message carries the bytes 
 a text anew in the very same form to check it. The purpose is part of what is signed: an invitation's signature is none
 of a state's digest.
 
-A *token* is the invitation as one line of text: the grant, its secret key, and where the swarm is. Whoever has it is
-in, as with a house key, so it is treated like a password. Several machines may use one; they go by one name and are
-revoked together.
+A *token* is the invitation as one line of text: the grant, its secret key, where the swarm is, and what is installed
+there, so that a newcomer can read it before there is a trainkit. Whoever has it is in, as with a house key, so it is
+treated like a password. Several machines may use one; they go by one name and are revoked together.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trainkit.errors import UserError
+from trainkit.run.snapshot import DISTRIBUTION, LONGEST_URL, PUBLIC_URL
 from trainkit.swarm import address
 from trainkit.terminal import LONGEST_NAME
 
@@ -130,7 +131,17 @@ _TOKEN = re.compile(r"(?<![\w/.-])trainkit\d+\.(?:(?!\s+python\b).)*", re.DOTALL
 _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
-_ADDRESSES: TypeAdapter[list[str]] = TypeAdapter(Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES)])
+_BY_COMMIT = rf"{DISTRIBUTION} @ git\+{PUBLIC_URL}@[0-9a-f]{{40}}([0-9a-f]{{24}})?"
+_BY_VERSION = rf"({DISTRIBUTION}|torch|torchvision|timm|hivemind)==[0-9][0-9a-z.]{{0,30}}(\.\*)?"
+Requirement = Annotated[
+    str, Field(strict=True, max_length=LONGEST_URL + 100, pattern=f"^({_BY_COMMIT}|{_BY_VERSION})$")
+]
+"""What pip installs of what the run's creator has: trainkit at a commit of a public place, or a version."""
+MOST_NEEDS = 8
+NEEDS: TypeAdapter[list[Requirement]] = TypeAdapter(Annotated[list[Requirement], Field(max_length=MOST_NEEDS)])
+# Addresses, which begin with a slash, and requirements.
+_Words = Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES + MOST_NEEDS)]
+_WORDS: TypeAdapter[list[str]] = TypeAdapter(_Words)
 # Of a grant: run, owner, key, name, role, and the second since 1970 at which it expires.
 _GRANT = TypeAdapter(tuple[str, str, str, str, Role, Annotated[int, Field(gt=0, lt=1 << 40)]])
 
@@ -238,9 +249,9 @@ def read_statement(
     return Statement(grant, content)
 
 
-def write_token(own: Pass, addresses: Sequence[str]) -> str:
-    """An invitation as one line of text."""
-    where = json.dumps(list(addresses[:_MOST_ADDRESSES])).encode()
+def write_token(own: Pass, addresses: Sequence[str], needs: Sequence[str] = ()) -> str:
+    """An invitation as one line of text; ``needs``: what the run's creator has, as pip installs it."""
+    where = json.dumps([*addresses[:_MOST_ADDRESSES], *needs], separators=(",", ":")).encode()
     body = pack([own.grant.to_bytes(), own.signature, own.key.seed, where])
     # Signed as a whole as well: a token that lost a letter on its way is told from one that leads nowhere.
     return PREFIX + _text(pack([body, own.key.sign("token", body)]))
@@ -269,7 +280,11 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         is_whole = own.key.public == own.grant.key and is_signed(own.grant.key, signature, "token", body)
         _require(is_whole, "it has been changed")
         _require(is_signed(own.grant.owner, owners, "grant", granted), "the owner of the run has not signed it")
-        found = tuple(address.check(item) for item in parsed(_ADDRESSES, where, "way to the run"))
+        words = parsed(_WORDS, where, "way to the run")
+        needs = json.dumps([item for item in words if not item.startswith("/")]).encode()
+        parsed(NEEDS, needs, "list of what to install")  # which whoever has no trainkit yet reads and installs
+        found = tuple(address.check(item) for item in words if item.startswith("/"))
+        _require(bool(found), "it leads nowhere")
     except UntrustedError as error:
         why, fix = f"It is mistyped or not copied to its end: {error}.", "Copy the whole line again; it is one word."
         raise UserError("This is no token.", why=why, fix=fix) from None

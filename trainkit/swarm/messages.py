@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,8 +18,10 @@ from trainkit import terminal
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.data.base import DataInfo, Splits
 from trainkit.errors import RefusedError, UserError
+from trainkit.run import snapshot
 from trainkit.run.metrics import typed_contributions
 from trainkit.swarm import address
+from trainkit.swarm.invitations import MOST_NEEDS, Requirement
 
 PROTOCOL = 6
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
@@ -28,6 +30,8 @@ CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_ban
 MOST_PEERS = 1000
 """Most peers whose records a node keeps, and a reader reads, under one key."""
 MOST_CREDITED = 200
+CODE = "code of "
+"""With what it is the code of: names of facts, see `facts_of`."""
 
 Text = Annotated[str, Field(strict=True, max_length=128)]
 Name = Annotated[Text, AfterValidator(lambda text: terminal.name(text) or "?")]
@@ -39,9 +43,12 @@ Value = Annotated[Number, Field(ge=-1e6, le=1e6)]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What all peers of a run have in common. No node keeps one whose fields are not of these types and bounds."""
+    """What all peers of a run have in common. No node keeps one whose fields are not of these types and bounds.
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    Fields of later versions are passed over: who has another version than the creator reads at least which.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
 
     run_id: Text
     name: Text
@@ -63,6 +70,34 @@ class Manifest:
     stopped: Flag = False
     """The creator has ended the run before its last round."""
     protocol: Count = PROTOCOL
+    origin: Annotated[str, Field(strict=True, max_length=300)] = ""
+    """Which trainkit the creator runs, as a person is told."""
+    needs: Annotated[list[Requirement], Field(max_length=MOST_NEEDS)] = field(default_factory=list)
+    """What pip installs of what the creator has."""
+
+    def runs(self) -> str:
+        """A sentence that says which trainkit the creator has; empty if it does not."""
+        return f" The creator runs {terminal.one_line(self.origin, 300)}." if self.origin else ""
+
+    def way_to(self, different: Collection[str]) -> str:
+        """What to type to have those facts as the creator has them; empty where nothing that is known would do."""
+        kits = [item for item in self.needs if item.startswith(snapshot.DISTRIBUTION)]
+        libraries = {item: item.partition("==")[0] for item in self.needs if item not in kits}
+        here, commands = snapshot.INSTALLED, []
+        if kits and f"{CODE}trainkit" in different:
+            url, _, commit = kits[0].partition(" @ git+")[2].rpartition("@")
+            if url and (here / ".git").exists():  # which Python finds before what pip installs
+                git = f"git -C {terminal.word_for_shell(str(here))}"
+                commands.append(f"{git} fetch {url} {commit} && {git} checkout {commit}")
+            else:  # another commit with the same version is none to pip
+                commands.append(_pip("--force-reinstall", "--no-deps", kits[0]))
+        if not set(different).isdisjoint(libraries.values()):  # all of them, for they go together
+            commands.append(_pip(*libraries))
+        return " && ".join(commands)
+
+
+def _pip(*words: str) -> str:
+    return f"python -m pip install {' '.join(map(terminal.word_for_shell, words))}"
 
 
 @dataclass(frozen=True)
@@ -141,8 +176,8 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
     if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
-            why="Its creator has another trainkit.",
-            fix="Install the creator's version.",
+            why=f"Its creator has another trainkit.{manifest.runs()}",
+            fix=manifest.way_to([f"{CODE}trainkit"]) or "Install the creator's version.",
         )
     return creator, manifest
 

@@ -26,7 +26,7 @@ from trainkit.swarm.invitations import Key, UntrustedError
 from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
-from trainkit.swarm.session import LOST_AFTER, Session, require_same, without_data
+from trainkit.swarm.session import LOST_AFTER, Session, provenance, require_same, without_data
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
@@ -141,6 +141,8 @@ class Creator(Session):
     def admit_others(self, opened: Callable[..., None]) -> None:
         """Publish the run, and say where others join it; ``opened``: see `create`."""
         info, config = self.splits.info, self.config
+        origin, needs = provenance(self.facts)
+        admission.keep_needs(self.writer.run.path, needs)
         self.manifest = Manifest(
             run_id=self.run_id,
             name=self.writer.run.name,
@@ -152,6 +154,8 @@ class Creator(Session):
             image_size=info.image_size,
             open_run=config.collaborative.open,
             facts=self.facts,
+            origin=origin,
+            needs=needs,
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
@@ -336,7 +340,7 @@ class Guest(Session):
             self.hooks.say(link.in_words(link.load_for(limit, values, self.config.collaborative), limit))
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
-        require_same(theirs, self.facts)
+        require_same(theirs, self.facts, self.manifest)
 
     def slow_upload(self) -> float | None:
         """Bytes per second that this peer can send; None if they are enough, or not known.
@@ -450,7 +454,7 @@ class Guest(Session):
         manifest = max(same, key=lambda one: one.first_round, default=None)
         if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
             return False
-        require_same(manifest.facts, self.manifest.facts)
+        require_same(manifest.facts, self.manifest.facts, manifest)
         clock = self.clock_from(manifest.first_round)
         if clock.first > self.clock.first:  # its creator has come back, maybe with an older folder
             self.averaging.give_back(self.watch.creator, self.signed)

@@ -38,6 +38,7 @@ from trainkit.errors import RefusedError, RunFailedError
 from trainkit.models import build_model
 from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_hardware
+from trainkit.run import snapshot
 from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access, processes
@@ -48,7 +49,7 @@ from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link
-from trainkit.swarm.messages import RoundClock, UpdateClock
+from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.replay import Journal
 from trainkit.swarm.robust import Sentry
@@ -216,7 +217,7 @@ _SAMPLES = 16
 # The third digit of their versions mends errors, and does not change what is computed.
 _LIBRARIES = ("torch", "hivemind")
 _MODEL_LIBRARIES = ("timm", "torchvision")
-_DATA, _CODE = "data", "code of "
+_DATA = "data"
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
 _ROUNDS = ("exchange", "link", "messages", "replay", "sync")
@@ -239,14 +240,28 @@ def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]
 
 def without_data(ours: Mapping[str, str], theirs: Mapping[str, str], config: Config) -> dict[str, str]:
     """``ours`` of a peer that does not train: what only says which data set it is, is the run's."""
-    about = {_DATA, _CODE + config.data.name.partition(":")[0]} - {_CODE + config.model.name.partition(":")[0]}
+    about = {_DATA, CODE + config.data.name.partition(":")[0]} - {CODE + config.model.name.partition(":")[0]}
     kept = {key: value for key, value in ours.items() if key not in about}
     return kept | {key: value for key, value in theirs.items() if key in about}
 
 
 def installed() -> dict[str, str]:
     """Versions of the libraries that every run needs, by which what is computed may change."""
-    return {name: ".".join(metadata.version(name).split("+")[0].split(".")[:2]) for name in _LIBRARIES}
+    return {name: _minor(name) for name in _LIBRARIES}
+
+
+def _minor(library: str) -> str:
+    return ".".join(metadata.version(library).split("+")[0].split(".")[:2])
+
+
+def provenance(facts: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Which trainkit this is, in words; and what pip installs elsewhere so that a peer there has these ``facts``."""
+    rounds = (f"swarm/{name}.py" for name in _ROUNDS)
+    words, kit = snapshot.origin([f"{_PACKAGE.name}/{name}" for name in (*_ROOMS, *rounds)])
+    # A release of torchvision fits one of torch.
+    libraries = {name: f"{_minor(name)}.*" for name in (*_LIBRARIES, "torchvision")}
+    libraries |= {name: facts[name] for name in _MODEL_LIBRARIES if name in facts}
+    return words, [*filter(None, [kit]), *(f"{name}=={it}" for name, it in libraries.items())]
 
 
 def in_words(versions: Mapping[str, str]) -> str:
@@ -260,8 +275,11 @@ def parameters_in(facts: Mapping[str, str]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def require_same(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+def require_same(theirs: Mapping[str, str], ours: Mapping[str, str], manifest: Manifest | None = None) -> None:
     """Refuse to take part with something else than the run has.
+
+    Args:
+        manifest: the run's, which says how to have the same.
 
     Raises RefusedError that names everything in which they differ.
     """
@@ -271,8 +289,9 @@ def require_same(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
     said = (f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
     raise RefusedError(
         f"This peer differs from the run in: {', '.join(different)}.",
-        why=f"{'; '.join(said)}.",
-        fix="Use the very same: data set in data.root, version of trainkit and of the creator's own code, libraries.",
+        why=f"{'; '.join(said)}.{manifest.runs() if manifest is not None else ''}",
+        fix=(manifest.way_to(different) if manifest is not None else "")
+        or "Use the very same: data set in data.root, version of trainkit and of the creator's own code, libraries.",
     )
 
 
@@ -307,10 +326,10 @@ def code_facts(package: Path, names: Iterable[str]) -> dict[str, str]:
     The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
     """
     kit = [file for room in _ROOMS for file in sorted((package / room).rglob("*.py"))]
-    found = {f"{_CODE}trainkit": [*kit, *(package / "swarm" / f"{name}.py" for name in _ROUNDS)]}
+    found = {f"{CODE}trainkit": [*kit, *(package / "swarm" / f"{name}.py" for name in _ROUNDS)]}
     for module in sorted(name.partition(":")[0] for name in names if ":" in name):
         if (file := plugins.find_module(module)) is not None:
-            found[_CODE + module] = [file]
+            found[CODE + module] = [file]
     return {key: _hash(fileio.read_bytes(file, follow=True) for file in files) for key, files in found.items()}
 
 
