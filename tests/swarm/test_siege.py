@@ -1,0 +1,40 @@
+"""A swarm of real peers whose network is cut for a while."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.conftest import FAST, TOKEN, started_in
+from tests.swarm.internet import internet
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
+
+ROUND_SECONDS = 4
+SETTINGS = (*FAST, f"collaborative.round_seconds={ROUND_SECONDS}", "collaborative.rounds=60")
+CREATE = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *SETTINGS)
+
+
+def test_the_halves_of_a_network_that_was_cut_become_one_swarm_again(tmp_path: Path) -> None:
+    """For three rounds the anchor and a volunteer do not reach the creator and another volunteer. All train on."""
+    with internet(public=2, homes=2) as net, started_in(tmp_path) as commands:
+        creator = commands.start(*CREATE, on=net.on("pub1"))
+        token = creator.says(TOKEN)[1]
+        trusted = commands.invite("anchors", "--reduce")
+        anchoring = ("swarm", "anchor", trusted, "--allow-code", "--port", "4712", "--name", "anchor")
+        anchor = commands.start(*anchoring, on=net.on("pub2"))
+        volunteers = [commands.join(token, "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
+        creator.says(r"4 peers averaged.*\n(.*\n)*round .* 4 peers averaged", 150)
+        with net.split("pub2", "nat2"):
+            time.sleep(3 * ROUND_SECONDS)
+        cut = len(creator.output)
+        creator.says(rf"(?s)\A.{{{cut}}}.*4 peers averaged", 15 * ROUND_SECONDS)
+        creator.process.send_signal(signal.SIGINT)
+        assert [command.ends() for command in (creator, anchor, *volunteers)] == [0] * 4
+
+    # Each half has gone on by itself, and the owner's has been taken over by the other.
+    assert "2 peers averaged" in creator.output.partition("4 peers averaged")[2]
+    assert "2 peers averaged" in volunteers[1].output
+    assert "taking over their state" not in creator.output
+    assert "taking over their state" in anchor.output + volunteers[1].output
