@@ -298,7 +298,8 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
 def test_who_is_out_with_another_of_its_invitation_is_not_banned_again(watched: Watched) -> None:
     """An audit bans at once, when others of that invitation may have two strikes each."""
     watched.sentry.invitation_of = lambda peer: peer if watched.shut_out else "invitation of eve"
-    second = Verdict("QmSecond", "dropped", DROPPED.why)
+    second, undone = Verdict("QmSecond", "dropped", DROPPED.why), list[set[str]]()
+    watched.sentry.undo = lambda peers: undone.append(set(peers))
     watched.pending.append(Findings(("QmEve", "QmSecond"), (second,)))
     watched.sentry.after_round(0, PEERS)
     watched.sentry.note_audit(0, DROPPED)
@@ -306,6 +307,7 @@ def test_who_is_out_with_another_of_its_invitation_is_not_banned_again(watched: 
         watched.pending.append(Findings(("QmSecond",), (second,)))
         watched.sentry.after_round(index, PEERS)
     assert list(watched.bans.read()) == ["invitation of eve"]
+    assert undone == [{"QmEve", "QmSecond"}]  # what both have put into the weights
 
 
 def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(

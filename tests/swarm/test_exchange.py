@@ -333,6 +333,22 @@ def test_the_owner_gets_its_average_as_one_peer_would_have_made_it(
     assert averager.alone("eve") is None
 
 
+def test_what_a_peer_has_moved_is_added_up_over_the_rounds_that_were_used(averager: Any) -> None:
+    averager.common, averager._moved = SimpleNamespace(num_parameters=4), {}
+    averager._taken_back, asked = torch.zeros(4), list[Any]()
+
+    async def rounds(*of: tuple[int, list[float]] | None) -> None:
+        for by in of:
+            moved = [] if by is None else [("eve", by[0], torch.tensor(by[1]))]
+            averager._screen = SimpleNamespace(moved=lambda moved=moved: moved)
+            await averager._note_used()
+        for peer in ("ann", "eve", "eve"):
+            await averager._take_back(peer, SimpleNamespace(set_result=asked.append))
+
+    asyncio.run(rounds((0, [1.0, 2.0]), None, (1, [5.0, 6.0])))
+    assert (averager._taken_back.tolist(), asked) == ([1.0, 7.0, 6.0, 0.0], [False, True, False])
+
+
 def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
     averager: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,18 @@ def test_claims_buy_no_say_and_no_credit_for_what_is_turned_or_zero(first: float
     assert screen.counted()["peer-3"] == pytest.approx(credit, rel=0.1)
 
 
+def test_what_a_peer_has_moved_is_what_the_average_has_more_than_that_of_the_others() -> None:
+    names, claims = list(POSSIBLE)[:4], {0: 100.0, 1: 100.0, 2: 50.0, 3: 100.0}
+    limits = Limits(frozenset({"peer-0"}), own="peer-0", keeps=True)
+    screen = Screen(names, limits, SIZE)
+    average = screen.average(0, dict(enumerate(PARTS[:4])), claims, ZEROS)
+    moved = {peer: by for peer, position, by in screen.moved() if position == 0}
+    assert moved.keys() == {"peer-1", "peer-2", "peer-3"}  # nobody takes back what the owner has trained
+    without = Screen(names[:3], limits, SIZE).average(0, dict(enumerate(PARTS[:3])), claims, ZEROS)
+    assert distance(average - moved["peer-3"], without) < 0.05  # the median length is another one without it
+    assert distance(average, without) > 0.2
+
+
 def test_two_of_six_that_train_a_backdoor_do_not_get_it_into_the_weights() -> None:
     """Digits with a bright edge are to be zeros. The two claim to be three times as fast, and wait until they count."""
     torch.manual_seed(0)

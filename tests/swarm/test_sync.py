@@ -127,6 +127,22 @@ def test_what_was_not_counted_is_in_the_mean_of_a_later_contribution(trained_on:
     assert outer.give(4).weights == (4.0,)
 
 
+@pytest.mark.parametrize("rounds_since", [0, 3])
+def test_what_a_peer_has_moved_is_taken_back_with_what_momentum_makes_of_it(rounds_since: int) -> None:
+    made = [outer_state(lr=0.7, momentum=0.5) for _ in range(2)]
+    harm = torch.linspace(-1, 1, made[0][1].num_parameters)
+    for (_, outer), is_harmed in zip(made, (True, False), strict=True):
+        nothing = outer.nothing(sound=True)
+        step(outer, torch.cat([0.1 + harm * is_harmed, outer.theta[outer.num_parameters :]]), nothing)
+        for number in range(40):
+            if is_harmed and number == rounds_since:
+                outer.undo(harm)
+            step(outer, nothing.vector, nothing)
+    (harmed, first), (spared, second) = made
+    torch.testing.assert_close(weights(first), weights(second))
+    torch.testing.assert_close(flat(harmed), flat(spared))
+
+
 def test_where_nothing_has_arrived_common_weights_and_momentum_stay() -> None:
     outer = OuterState(nn.Linear(PART // 64, 128, bias=False), lr=1.0, momentum=0.9)  # of two parts
     before = outer.theta.clone()

@@ -49,6 +49,8 @@ class Owner:
         dht: Any = SimpleNamespace(member=lambda peer: OWNER if peer == "owner" else None)
         averager: Any = SimpleNamespace(client_mode=False, peer_id="owner", lock_averaged_tensors=threading.Lock())
         self.sent: dict[str, Tensor] = {}
+        self.noted = list[int]()
+        averager.note_used = lambda: self.noted.append(self.common.round)
         averager.alone = lambda peer: self.mean({name: self.sent[name] for name in ("owner", peer)})
         self.averaging = Averaging(averager, dht, self.common, CONFIG.collaborative, link)
         self.averaging.trial = self.trial = Trial(self.state, self.common, seconds)
@@ -93,6 +95,7 @@ def test_an_average_that_does_harm_is_refused_and_its_author_named(turned: float
     theta = owner.common.stepped(owner.average)[0] if used != "nothing" else owner.common.theta.clone()
     result = owner.settled(turned=turned, trains=trains)
     assert (result.used, result.refused, owner.common.round) == (used, used != "average", 2)
+    assert owner.noted == [1] * (used == "average")  # only what was used is ever taken back
     assert torch.allclose(owner.common.theta, theta, atol=1e-6)
     named = None if result.harmful is None else [(verdict.peer, verdict.action) for verdict in result.harmful]
     assert named == (None if used == "average" else [("mallory", "dropped")])
@@ -106,6 +109,17 @@ def test_a_reducer_by_whose_part_alone_the_loss_rises_is_named(by_bob: float, na
     result = owner.settled(by_bob=by_bob)
     assert (None if result.harmful is None else [verdict.peer for verdict in result.harmful]) == named
     assert result.refused == bool(named)
+
+
+def test_what_somebody_has_put_into_the_weights_is_taken_out_at_the_owners() -> None:
+    owner, harm = Owner(), torch.ones(Owner().common.num_parameters)
+    theta, known = owner.common.theta.clone(), {"mallory": harm}
+    owner.averaging.averager.taken_back = known.get
+    owner.averaging.undo(["ann", "mallory"])
+    assert torch.allclose(owner.common.theta[: len(harm)] - theta[: len(harm)], owner.common.lr * harm, atol=1e-6)
+    owner.averaging.trial = None  # as at anybody else's
+    owner.averaging.undo(["mallory"])
+    assert torch.allclose(owner.common.theta[: len(harm)] - theta[: len(harm)], owner.common.lr * harm, atol=1e-6)
 
 
 def test_all_have_the_owners_weights_again_before_anybody_is_named() -> None:

@@ -26,7 +26,7 @@ from trainkit.swarm.dht import SwarmDHT
 from trainkit.swarm.exchange import Averaged, _Averager, digest_of
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
-from trainkit.swarm.sync import Average, CommonState, Given
+from trainkit.swarm.sync import Average, CommonState, Given, OuterState
 from trainkit.swarm.trial import Trial
 
 
@@ -277,6 +277,8 @@ class Averaging:
         else:
             alone = given.usable and leads
             used, step = "own" if alone else "nothing", now.own(alone)
+        if used == "average" and self.trial is not None:
+            self.averager.note_used()
         common.step(step, given, trained_on=trained_on)
         advice = self._link.learn(now.sent, received) if received.reducers else ""
         self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
@@ -324,6 +326,16 @@ class Averaging:
         # Where the owner has trained nothing itself, most are no liars: then it is the run, or its schedule.
         is_run = not now.given.usable and 2 * len(found) > len(suspects) > 1
         return ("", None) if is_run else (harm, tuple(found))
+
+    def undo(self, peers: Iterable[str]) -> None:
+        """At the owner's: take out of the weights what these have put into them, as far as this peer has reduced it.
+
+        The others find out that they have other weights, as after an average that was refused.
+        """
+        if self.trial is not None and isinstance(self._common, OuterState):
+            for peer in peers:
+                if (moved := self.averager.taken_back(peer)) is not None:
+                    self._common.undo(moved)
 
     def _audit(
         self, now: _Exchange, rates: Mapping[str, float], outcome: Outcome, average: Tensor

@@ -42,7 +42,7 @@ from trainkit.swarm.invitations import Pass, UntrustedError, parsed
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, decode, encode, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, plain_msgpack, read_gathered
 from trainkit.swarm.replay import Accounts, Shown, Told, most_bytes, read_wanted
-from trainkit.swarm.robust import Findings, Limits, Screen, Verdict, has_drifted, voices_of
+from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
 from trainkit.swarm.sync import CommonState
 
 _LONGEST_METADATA = 16_384
@@ -505,6 +505,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._wanted, self._taking = math.inf, asyncio.Lock()
         self._screen: Screen | None = None
         """Of the last round, with what each has put into it."""
+        self._moved: dict[str, Tensor] = {}
+        """Peer -> by what it has moved the averages that were used."""
+        self._taken_back = torch.zeros(common.num_parameters if own.grant.role == "owner" else 0).share_memory_()
         self._late: dict[str, tuple[int, float]] = {}
         """Peer -> how often in a row it was late, and when it may come again."""
         self._may_fetch: dict[str, float] = {}
@@ -551,6 +554,14 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     def alone(self, peer: str) -> Tensor | None:
         """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
         return self._averaged_tensors[0].clone() if self._ask("_alone", peer=peer) else None
+
+    def note_used(self) -> None:
+        """The last average has become part of the weights."""
+        self._outer_pipe.send(("_note_used", [], {}))
+
+    def taken_back(self, peer: str) -> Tensor | None:
+        """By what a peer has moved the averages that were used, once; None if that is not known."""
+        return self._taken_back.clone() if self._ask("_take_back", peer=peer) else None
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
@@ -617,6 +628,22 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         for position, values in found:
             self._averaged_tensors[0][position : position + len(values)] = values
         asked.set_result(bool(found))
+
+    async def _note_used(self) -> None:
+        if self._screen is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._add_moved, self._screen)
+
+    def _add_moved(self, screen: Screen) -> None:
+        size = self.common.num_parameters
+        for peer, position, by in screen.moved():
+            known = self._moved[peer] if peer in self._moved else torch.zeros(size)
+            known[position : position + len(by)] += by
+            remember(self._moved, peer, known, MOST_KEPT // (4 * size))
+
+    async def _take_back(self, peer: str, asked: Any) -> None:
+        if (moved := self._moved.pop(peer, None)) is not None:
+            self._taken_back.copy_(moved)
+        asked.set_result(moved is not None)
 
     async def _give_back(self, peer: str, asked: Any) -> None:
         async def pieces() -> AsyncIterator[DownloadData]:

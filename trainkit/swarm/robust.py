@@ -36,7 +36,7 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -75,8 +75,8 @@ _AGAINST = 0.05
 _LEAST_AGREED = 0.05
 _ROUNDING = 1e-9  # of voices: eight eighths are one
 _TINY = 1e-30  # nothing is divided by less
-# Bytes of a round that are kept to find out whose contribution does harm.
-_MOST_KEPT = 1 << 31
+MOST_KEPT = 1 << 31
+"""Bytes of a round that are kept to find out whose contribution does harm; and of what can be taken back."""
 
 Action = Literal["dropped", "left out", "clipped", "audited"]
 """Dropped is who has sent what no honest peer sends; who is left out may be honest; who was audited counts."""
@@ -200,7 +200,7 @@ class Screen:
         self._agreed, self._asked = [0.0] * len(senders), [0] * len(senders)
         """Values of each that agree with the owner's side, and all that it has sent."""
         self._seen = self._averaged = 0
-        fits = 2 * num_parameters * len(senders) <= _MOST_KEPT
+        fits = 2 * num_parameters * len(senders) <= MOST_KEPT
         self._kept: list[_Kept] | None = [] if limits.keeps and fits else None
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
@@ -249,6 +249,16 @@ class Screen:
             total = put[rows].float().sum(0) / share[rows].sum(0).clamp_min(_TINY)[:, None]
             found.append((position, total.view(-1)[:values]))
         return found
+
+    def moved(self) -> Iterator[tuple[str, int, Tensor]]:
+        """By what each volunteer has moved the average of each part, beyond what the others alone would have made of
+        it: id, position, pseudo-gradients."""
+        for position, values, senders, put, share in self._kept or []:
+            for row, sender in enumerate(senders):
+                if sender not in self._trusted:
+                    others = share.sum(0) - share[row]
+                    rest = (put.float().sum(0) - put[row]) / others.clamp_min(_TINY)[:, None]
+                    yield self._senders[sender], position, (put[row] - share[row, :, None] * rest).view(-1)[:values]
 
     def counted(self) -> dict[str, float]:
         """Samples that each sender has in the averages so far: its weight, as far as it was believed, by what of it was
@@ -654,6 +664,8 @@ class Sentry:
     """Takes note of who has contributed to a round."""
     withdraw: Callable[[str], None] = lambda name: None
     """Takes back all that was noted of a name."""
+    undo: Callable[[Collection[str]], None] = lambda peers: None
+    """Takes out of the weights again what these have put into them."""
     judges_reducers: bool = False
     """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
     _as_senders: Strikes = field(default_factory=Strikes, init=False)
@@ -756,6 +768,7 @@ class Sentry:
                 continue  # nobody can be banned with it; or it is, with another peer of its invitation
             self.bans.add(Ban(banned, name, why))
             self._enforce(self._enforced | {banned})  # others' bans are told of by `look`
+            self.undo([one for one, its in self._banned_with.items() if its == banned])
             self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
             self.say(f"  {name} is banned{times}. To lift it: {lift}")

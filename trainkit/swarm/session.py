@@ -425,6 +425,7 @@ class Session:
             enforce=self._shut_out,
             invitation_of=lambda peer: banned_with(dht.member(peer), peer, dht.peer_id),
             judges_reducers=is_owner,
+            undo=self.averaging.undo,
         )
         self.data_seed = data_seed(config, dht.peer_id)
 

@@ -286,6 +286,13 @@ class OuterState(CommonState):
             if not all(average.counted):
                 self._move(taken - given.moved)
 
+    def undo(self, moved: Tensor) -> None:
+        """Take back by what somebody has moved averages: what came of it, and what momentum is still to make of it."""
+        way = self.lr / (1.0 - self.mu) * moved
+        with self.lock:
+            self.theta[: self.num_parameters] += way
+        self._move(way)
+
     @torch.no_grad()
     def _move(self, way: Tensor) -> None:
         """Move the model's parameters; its running statistics follow by themselves."""
