@@ -97,7 +97,8 @@ def test_full_disks_stop_no_round_and_a_clock_that_is_off_is_named(tmp_path: Pat
         run = commands.run("hivemind-0001")
         metrics, events = (list(fileio.read_jsonl(run / name)) for name in ("metrics.jsonl", "events.jsonl"))
         validated = [record["round"] for record in metrics if record["split"] == "val"]
-        assert validated == list(range(1, len(validated) + 1))
+        said = re.findall(r"^round (\d+)/.* val loss", creator.output, re.MULTILINE)
+        assert validated == [int(number) for number in said]
         assert len(validated) >= 6
         times = [record["time"] for record in metrics]
         assert times == sorted(times)

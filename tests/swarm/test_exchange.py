@@ -390,6 +390,7 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     account = Account(round=3, links=[link, link], precision="fp32", micro_batch_size=1, probe="")
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
+    averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._arrived, averager._is_drawn = Accounts(), {0: "given"}, not exchanged
     averager._accounts.draw("eve", 3, True)
 

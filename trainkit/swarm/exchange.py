@@ -491,6 +491,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._found, self._tell = multiprocessing.Pipe(duplex=False)
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
+        self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
         self._possible: Mapping[str, float] = {}
         self._verified: Mapping[str, float] = {}
         self._accounts = Accounts()
@@ -536,7 +537,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         def show() -> None:
             with suppress(FutureTimeoutError, OSError):
                 if wanted := asked.result(2 * _ACCOUNT_SECONDS):
-                    self._show.send_bytes(told.show(wanted))
+                    with self._one_shows:
+                        self._show.send_bytes(told.show(wanted))
 
         threading.Thread(target=show, daemon=True).start()
 
@@ -700,7 +702,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     async def rpc_account(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer says what it has done in a round, and is told what to show of it."""
         peer = str(context.remote_id)
-        is_member = await self.guard.member(peer) is not None
+        # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
+        is_member = self.guard.admission.admitted(peer) is not None
         wanted = self._accounts.hear(peer, request.metadata) if is_member else ()
         yield DownloadData(metadata=json.dumps(wanted).encode())
 
@@ -717,7 +720,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         while self._is_drawn:  # who shows early shows beside what it has yet to give
             await asyncio.sleep(0.1)
         shown = asked._replace(data=bytes(data), given=self._arrived)
-        await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
+        async with self._showing:  # one after the other: it may take a round until this peer looks
+            await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
         yield DownloadData()
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:

@@ -450,13 +450,13 @@ class Auditor:
             return "has trained with other learning rates than the run's"
         try:
             replica, seed = self._replica(shown.account), self.seed_of(shown.peer)
-            ours = _trained(replica, start, rates, seed, self.seconds)
+            ours = _trained(replica, start, rates, seed, self.seconds / 2)
             if (error := self._apart(end, ours, start)) <= _ALIKE:
                 return ""
             # How far rounding leads in these updates: the same from weights that are off by that.
             is_same = replica.precision.name == shown.account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
-            noisy = _trained(replica, start, rates, seed, self.seconds, noise=noise)
+            noisy = _trained(replica, start, rates, seed, self.seconds / 2, noise=noise)
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
             raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:

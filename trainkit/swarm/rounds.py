@@ -41,7 +41,7 @@ NEWS_SECONDS = 1.0
 # By time: the share of a round that it may wait for its average; a later one arrives during the next round.
 _WAITING_SHARE = 0.02
 
-# Of a round that one audit may take.
+# Of a round, until the search for the others begins, that one audit may take.
 _AUDIT_SHARE = 0.2
 
 # By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
@@ -171,7 +171,8 @@ class TimedLoop(_Loop):
         if stretches and isinstance(common, OuterState):
             if role == "owner":
                 seed_of = partial(data_seed, self.config)
-                self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, _AUDIT_SHARE * seconds)
+                most = _AUDIT_SHARE * (seconds - self.config.collaborative.matchmaking_seconds)
+                self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, most)
             elif role == "volunteer" and peer.journal is None:
                 peer.journal = Journal(peer.team.state, common, seconds / stretches)
 
