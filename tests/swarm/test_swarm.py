@@ -1,14 +1,13 @@
 """Whole swarms: real peers on the loopback interface, started by the commands."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import readme
-from tests.swarm.conftest import PROJECT, TOKEN, Commands, wait_for
+from tests.swarm.conftest import Commands, wait_for
 from trainkit import fileio
 from trainkit.swarm.invitations import read_token
 
@@ -59,39 +58,6 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
 
     afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
     afterwards.says("hivemind-0001: not running, round 24/24")
-
-
-@pytest.mark.long
-def test_a_peer_with_other_code_joins_with_the_owners_once_it_may(commands: Commands) -> None:
-    theirs, changed = commands.folder / "theirs", "trainkit/data/loader.py"
-    for name in ("jobs", "trainkit", "configs", "slurm"):
-        shutil.copytree(PROJECT / name, theirs / name, ignore=shutil.ignore_patterns("__pycache__"))
-    with (theirs / changed).open("a", encoding="utf-8") as file:
-        file.write("OWNERS = True\n")
-    settings = (
-        "collaborative.round_seconds=5 collaborative.rounds=500 monitor.loggers=[jsonl] collaborative.give_code=true"
-    )
-    line = f"PYTHONPATH={theirs} python -m jobs.swarm create hivemind --name creator --host 127.0.0.1 {settings}"
-    creator = commands.type_in(line)
-    (commands.folder / "token.txt").write_text(creator.says(TOKEN, 240)[1], encoding="utf-8")
-
-    refused = commands.start("join", "token.txt")
-    assert refused.ends(150) == 3
-    assert "This peer differs from the run in: code of trainkit." in refused.output
-    assert "fix: python -m jobs.join --code (takes the creator's own code, and shows it first)" in refused.output
-    shown = commands.start("join", "token.txt", "--code")
-    assert shown.ends(150) == 3
-    assert f"Its lines more and less than here:\n  +1 -0 {changed}\nNothing of it was run." in shown.output
-    guest = commands.start("join", "token.txt", "--code", "--allow-code", "--nproc", "2", "--name", "guest")
-    creator.says("guest has joined", 240)
-    guest.says("2 peers averaged", 120)
-    (kept,) = (commands.folder / "state").rglob(changed)
-    assert kept.read_bytes() == (theirs / changed).read_bytes()
-    code = [child.environ()["PYTHONPATH"].split(":")[0] for child in guest.alive() if "join" in child.cmdline()]
-    assert len(code) >= 2
-    assert set(code) == {str(kept.parents[2])}
-    guest.process.terminate()
-    assert guest.ends() == 0
 
 
 def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Commands) -> None:
