@@ -12,7 +12,6 @@ import stat
 import sys
 import time
 import zipfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -21,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import IO, Any, NamedTuple
 
-from trainkit import fileio, importing, process, terminal
+from trainkit import fileio, importing, process
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.fileio import create, is_own, make_folder
@@ -158,40 +157,11 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
     Raises:
         RefusedError: a file that would have to be left out is one that the run needs.
     """
-    content, withheld = _content(own)
+    sources, withheld = _sources(own)
+    content = {name: fileio.read_bytes(source, 16 * LARGEST_CODE, follow=True) for name, source in sources.items()}
     if store is None or not _share(run_dir, content, store):
         write_tree(content, run_dir.code, run_dir.path)
     return withheld
-
-
-def _content(own: Sequence[str]) -> tuple[dict[str, bytes], list[Withheld]]:
-    sources, withheld = _sources(own)
-    read = partial(fileio.read_bytes, most=16 * LARGEST_CODE, follow=True)
-    return {name: read(source) for name, source in sources.items()}, withheld
-
-
-def archived(run_dir: RunDir, own: Sequence[str]) -> bytes:
-    """The code of a run, as an archive that `unpacked` takes: its copy, or what `write_code` would copy now."""
-    return fileio.read_bytes(run_dir.code_archive) if run_dir.code_archive.exists() else _packed(_content(own)[0])
-
-
-def _packed(content: Mapping[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
-        for path, data in sorted(content.items()):
-            out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
-
-
-def changes(theirs: Mapping[str, bytes]) -> list[str]:
-    """One line for each file in which other code differs from this program: how many lines it has more and less."""
-    ours = {name: fileio.read_bytes(file, follow=True) for name, file in _packages()}
-    found = []
-    for name in sorted(ours.keys() | theirs.keys()):
-        old, new = (Counter(files.get(name, b"").splitlines()) for files in (ours, theirs))
-        if ours.get(name) != theirs.get(name):
-            found.append(f"+{(new - old).total()} -{(old - new).total()} {terminal.one_line(name)}")
-    return found
 
 
 def read_code(run_dir: RunDir) -> dict[str, bytes] | None:
@@ -272,7 +242,11 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
         with suppress(FileNotFoundError):
             os.utime(archive)  # from now on it is in use
         if unpacked(archive) != content:
-            fileio.write(archive, _packed(content), store)
+            packed = io.BytesIO()
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
+                for path, data in sorted(content.items()):
+                    out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
+            fileio.write(archive, packed.getvalue(), store)
             if unpacked(archive) != content:  # it is too large, or a name is not one of code
                 archive.unlink()
                 return False

@@ -74,8 +74,6 @@ class Manifest:
     """Which trainkit the creator runs, as a person is told."""
     needs: Annotated[list[Requirement], Field(max_length=MOST_NEEDS)] = field(default_factory=list)
     """What pip installs of what the creator has."""
-    code: Annotated[str, Field(strict=True, pattern="^([0-9a-f]{64})?$")] = ""
-    """SHA-256 of the archive of code that the creator gives away; empty if it gives none."""
 
     def runs(self) -> str:
         """A sentence that says which trainkit the creator has; empty if it does not."""
@@ -95,10 +93,7 @@ class Manifest:
                 commands.append(_pip("--force-reinstall", "--no-deps", kits[0]))
         if not set(different).isdisjoint(libraries.values()):  # all of them, for they go together
             commands.append(_pip(*libraries))
-        ways = [" && ".join(commands)] if commands else []
-        if self.code and any(key.startswith(CODE) for key in different):
-            ways.append(f"{terminal.command('join', '--code')} (takes the creator's own code, and shows it first)")
-        return "; or ".join(ways)
+        return " && ".join(commands)
 
 
 def _pip(*words: str) -> str:
@@ -162,13 +157,12 @@ def records_in(key: str, found: Any) -> dict[str, Any]:
     return records
 
 
-def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str], any_version: bool = False) -> tuple[str, Manifest]:
+def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
     """The manifest of the swarm that was reached at ``peers``, and its creator's id.
 
     It is the one of the peer that an address names; or the only one, if the address is that of another member.
 
-    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit, unless
-    ``any_version`` will do.
+    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit.
     """
     named = [(peer, found[peer]) for peer in map(address.peer_of, peers) if peer in found]
     candidates = named or list(found.items())
@@ -179,7 +173,7 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str], any_version
             fix="Join by the address of the run's creator.",
         )
     creator, manifest = candidates[0]
-    if manifest.protocol != PROTOCOL and not any_version:
+    if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
             why=f"Its creator has another trainkit.{manifest.runs()}",

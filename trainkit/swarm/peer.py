@@ -16,20 +16,18 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import Literal
 
 from cryptography.fernet import Fernet, InvalidToken
 
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
-from trainkit.errors import RefusedError, UserError
-from trainkit.process import end_with_parent, python_path
+from trainkit.errors import UserError
+from trainkit.process import end_with_parent
 from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
-from trainkit.run import snapshot
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
-from trainkit.run.folder import RunDir, as_open_as, make_state_folder, state_file
-from trainkit.schedulers.base import BEGIN
+from trainkit.run.folder import RunDir, as_open_as
 from trainkit.swarm import admission, processes
 from trainkit.swarm.address import announced, how_to_be_reached, identity_in, saved_peer
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
@@ -121,49 +119,6 @@ def join_swarm(
     return roles.join(entry, replace(spec, team=True), hooks, own)
 
 
-# Python puts the current folder, which may be a checkout, before PYTHONPATH.
-_PROGRAM = ("-u", "-c", f"{BEGIN}from trainkit.__main__ import main; main()", "join")
-_MOST_SHOWN = 40
-
-
-def join_with_code(entry: Entry, arguments: Sequence[str], env: Mapping[str, str], *, allow_code: bool) -> NoReturn:
-    """Show in what the code that the run's owner gives away differs from this one, and join with it.
-
-    Args:
-        arguments: of ``python -m jobs.join``, without the way in.
-        allow_code: run it; else it is only shown.
-
-    Raises RefusedError unless it may be run, UserError when there is none that the owner has signed.
-    """
-    processes.require_hivemind()
-    from trainkit.swarm import access, dht
-
-    with access.identity(None, entry.own, entry.admission()) as me, dht.open_dht(me, peers=entry.addresses) as node:
-        digest = dht.read_manifest(node, entry.addresses, any_version=True).code
-        ask = partial(dht.fetch_code, of=entry.addresses, digest=digest)
-        archive = node.in_dht(ask, dht.CODE_SECONDS, b"") if digest else b""
-    if not archive:
-        why = "It has none to give, or whoever gives it cannot be reached, or gives something else."
-        fix = "Ask whoever runs it for the commit, or to start it with collaborative.give_code=true."
-        raise UserError("The owner of the run gives no code away.", why=why, fix=fix)
-    kept = RunDir(state_file(f"code/{digest[:16]}"))  # where only this user can write
-    make_state_folder(kept.path)
-    fileio.write(kept.code_archive, archive, kept.path)
-    if (files := snapshot.unpacked(kept.code_archive)) is None:
-        raise snapshot.not_code(kept)
-    if snapshot.read_tree(kept.code) != files:
-        snapshot.restore_code(kept, files)
-    changes = snapshot.changes(files)
-    more = [f"... {len(changes)} files in all"] if len(changes) > _MOST_SHOWN else []
-    what = f"The owner's code is in {kept.code}. Its lines more and less than here:"
-    print(what, *changes[:_MOST_SHOWN], *more, sep="\n  ", flush=True)
-    if not allow_code:
-        why = "Whoever has invited you would decide what this machine does, with your rights."
-        raise RefusedError("Nothing of it was run.", why=why, fix="If you trust them, add --allow-code.")
-    own = {**env, admission.VARIABLE: entry.text, "PYTHONPATH": python_path(kept.code, env)}
-    os.execve(sys.executable, [sys.executable, *_PROGRAM, *arguments], own)
-
-
 # The ranks of one peer, one for each of its GPUs.
 
 _MOST_RANKS = 64
@@ -200,8 +155,8 @@ def ranks_of_peer(
     try:
         for own in others:
             process = subprocess.Popen(
-                [sys.executable, *_PROGRAM, *arguments],
-                env={**env, **own, "PYTHONPATH": python_path(snapshot.INSTALLED, env)},
+                [sys.executable, "-u", "-m", "trainkit", "join", *arguments],
+                env={**env, **own},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is rank 0's
                 preexec_fn=end_with_parent,

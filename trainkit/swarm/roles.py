@@ -3,7 +3,6 @@
 A creator also comes back after it was killed; a peer that loses the swarm comes back into it.
 """
 
-import hashlib
 import math
 import os
 import time
@@ -12,12 +11,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
-from trainkit import fileio, terminal
+from trainkit import terminal
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
-from trainkit.run import snapshot
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
@@ -35,8 +33,6 @@ from trainkit.training.recorder import Progress
 _DIAL_SECONDS = 30.0
 # Seconds for which a creator that comes back asks what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
-# The code that others are given, as it was when the run was last started.
-_GIVEN_FILE = "given.zip"
 
 
 def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
@@ -147,7 +143,6 @@ class Creator(Session):
         info, config = self.splits.info, self.config
         origin, needs = provenance(self.facts)
         admission.keep_needs(self.writer.run.path, needs)
-        code = self.give_code() if config.collaborative.give_code else ""
         self.manifest = Manifest(
             run_id=self.run_id,
             name=self.writer.run.name,
@@ -161,7 +156,6 @@ class Creator(Session):
             facts=self.facts,
             origin=origin,
             needs=needs,
-            code=code,
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
@@ -170,18 +164,6 @@ class Creator(Session):
         before = address.addresses_in(self.writer.run)
         self.keep_place(self.run_id, self.own_addresses)
         opened(self.writer.run, self.own_addresses, moved=bool(before) and self.own_addresses[0] not in before)
-
-    def give_code(self) -> str:
-        """From now on give members the code of this run; its digest."""
-        archive = snapshot.archived(self.writer.run, self.config.plugin_names())
-        if len(archive) > dht.LONGEST_CODE:
-            why = f"Packed, it has {terminal.size(len(archive))}; {terminal.size(dht.LONGEST_CODE)} can be given."
-            fix = "Start it in a folder that has no Python files but those of the run."
-            raise UserError("The code of this run is too large to give away.", why=why, fix=fix)
-        file = self.writer.run.path / _GIVEN_FILE
-        fileio.write(file, archive, file.parent)
-        self.dht.in_dht(partial(dht.serve_code, file=file), dht.CODE_SECONDS, None)
-        return hashlib.sha256(archive).hexdigest()
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
         """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
