@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from hivemind.averaging import DecentralizedAverager  # noqa: E402
 from hivemind.averaging.control import StepControl  # noqa: E402
 
-from trainkit.swarm import exchange, session  # noqa: E402
+from trainkit.swarm import averager, exchange, session  # noqa: E402
 from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.dht import SwarmDHT  # noqa: E402
@@ -85,7 +85,7 @@ def impostor() -> None:
     for whoever asks."""
 
     init, honest = Averaging.__init__, OuterState.probe
-    patched: Any = exchange._Averager
+    patched: Any = averager._Averager
     module: Any = session
     opened, prepared = module.open_dht, patched.__init__
 

@@ -13,7 +13,7 @@ from trainkit.config.loading import load
 from trainkit.errors import RunFailedError
 from trainkit.swarm import processes
 from trainkit.swarm.average import Averaging, _Exchange
-from trainkit.swarm.exchange import Averaged
+from trainkit.swarm.averager import Averaged
 from trainkit.swarm.link import Outcome
 from trainkit.swarm.robust import Round
 from trainkit.swarm.sync import PROBE_SIZE, Given

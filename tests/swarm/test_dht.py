@@ -28,7 +28,7 @@ from tests.shell import python
 from tests.swarm.conftest import Commands, wait_for
 from trainkit.config.loading import load
 from trainkit.errors import RunFailedError
-from trainkit.swarm import exchange, processes
+from trainkit.swarm import averager, processes
 from trainkit.swarm.access import identity
 from trainkit.swarm.admission import Admission, own_pass
 from trainkit.swarm.average import open_averager
@@ -56,7 +56,7 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, monkeypatch: 
     ended.wait()
     said = {ended.pid: "A helper process of this peer has died: its node of the DHT.", os.getppid(): "not answered for"}
     for pid, words in said.items():
-        node: Any = exchange.DHT.__new__(exchange.DHT)
+        node: Any = averager.DHT.__new__(averager.DHT)
         node._closed, node._popen, node._parent_pid = False, SimpleNamespace(pid=pid), -1
         node._peer_id = None
         with pytest.raises(RunFailedError, match=words):

@@ -22,9 +22,11 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.asyncio import as_aiter
 from torch import Tensor
 
-from trainkit.swarm import admission, exchange
+from trainkit.swarm import admission
+from trainkit.swarm import averager as module
 from trainkit.swarm.admission import Admission
-from trainkit.swarm.exchange import Exchange, _Averager, digest_of, in_order, read_digest, read_state, sign_digest
+from trainkit.swarm.averager import _Averager
+from trainkit.swarm.exchange import Exchange, digest_of, in_order, read_digest, read_state, sign_digest
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 from trainkit.swarm.link import PART, Codec, Outcome, Sending
 from trainkit.swarm.messages import CLIENT, NODE
@@ -253,7 +255,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
             return Outcome()
 
     weights: list[list[float]] = []
-    monkeypatch.setattr(exchange, "Exchange", Runner)
+    monkeypatch.setattr(module, "Exchange", Runner)
     common = SimpleNamespace(same_weights=same_weights, num_parameters=2)
     averager: Any = SimpleNamespace(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
@@ -282,7 +284,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(exchange, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -323,7 +325,7 @@ def test_the_owner_gets_its_average_as_one_peer_would_have_made_it(
     def send(message: tuple[str, list[Any], dict[str, Any]]) -> None:
         asyncio.run(getattr(averager, message[0])(**message[2]))
 
-    monkeypatch.setattr(exchange, "MPFuture", Future)
+    monkeypatch.setattr(module, "MPFuture", Future)
     averager._closed, averager._popen, averager._outer_pipe = False, None, SimpleNamespace(send=send)
     averager._averaged_tensors, eves = [torch.ones(4)], [(1, torch.tensor([5.0, 6.0]))]
     averager._screen = SimpleNamespace(alone=lambda peer: eves if peer == "eve" else [])

@@ -160,7 +160,7 @@ def test_it_says_what_it_has_when_nobody_has_come_back(tmp_path: Path) -> None:
     assert ended.value.fix.startswith(f"Round 7 is kept in {tmp_path}. Ask whoever runs")
 
 
-def test_it_keeps_the_newest_words_on_the_state_that_the_owners_side_has_signed() -> None:
+def test_it_keeps_what_the_owners_side_has_signed_lately() -> None:
     guest, told = a_guest(Hooks(lambda: False, print)), SimpleNamespace
     guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(run_id=RUN))
     guest.dht = SimpleNamespace(admission=Admission(KEY.public))

@@ -134,7 +134,7 @@ def test_claims_buy_no_say_and_no_credit_for_what_is_turned_or_zero(first: float
     assert screen.counted()["peer-3"] == pytest.approx(credit, rel=0.1)
 
 
-def test_what_a_peer_has_moved_is_what_the_average_has_more_than_that_of_the_others() -> None:
+def test_what_a_peer_has_moved_is_what_the_average_of_others_lacks() -> None:
     names, claims = list(POSSIBLE)[:4], {0: 100.0, 1: 100.0, 2: 50.0, 3: 100.0}
     limits = Limits(frozenset({"peer-0"}), own="peer-0", keeps=True)
     screen = Screen(names, limits, SIZE)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 CONFIG = load("hivemind").config
 
-ROUNDS = [f"swarm/{name}" for name in ("exchange", "link", "messages", "replay", "sync", "doctor")]
+ROUNDS = [f"swarm/{name}" for name in ("averager", "exchange", "link", "messages", "replay", "sync", "doctor")]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
 from trainkit.swarm.average import Averaging
-from trainkit.swarm.exchange import Averaged
+from trainkit.swarm.averager import Averaged
 from trainkit.swarm.link import PART, Outcome
 from trainkit.swarm.robust import Round, has_drifted
 from trainkit.swarm.sync import Average, OuterState

@@ -28,7 +28,7 @@ PIPES = {
     "hivemind.moe.server.connection_handler": "a server of experts, which nobody starts",
     "hivemind.moe.server.server": "a server of experts, which nobody starts",
     "hivemind.moe.server.task_pool": "a server of experts, which nobody starts",
-    "trainkit.swarm.exchange": "a peer's own process and its averager",
+    "trainkit.swarm.averager": "a peer's own process and its averager",
     "trainkit.checkpoint.save": "a peer's own process and the one that copies its checkpoints away",
 }
 # hivemind's serializer makes objects of these, by number, from what peers send; each from plain numbers and bytes.
@@ -81,5 +81,5 @@ def found() -> dict[str, list[str]]:
 def test_a_peer_unpickles_only_what_its_own_processes_say(
     what: str, known: Collection[str], found: dict[str, list[str]]
 ) -> None:
-    assert {"trainkit.swarm.exchange", "hivemind.averaging.averager"} <= set(found["modules"])
+    assert {"trainkit.swarm.averager", "hivemind.averaging.averager"} <= set(found["modules"])
     assert {line.split(":")[0] for line in found[what]} - set(known) == set(), found[what]

@@ -22,8 +22,9 @@ from torch import Tensor
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
+from trainkit.swarm.averager import Averaged, _Averager
 from trainkit.swarm.dht import SwarmDHT
-from trainkit.swarm.exchange import Averaged, _Averager, digest_of
+from trainkit.swarm.exchange import digest_of
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given, OuterState

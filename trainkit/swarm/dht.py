@@ -27,7 +27,7 @@ from trainkit import fileio
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.swarm import access, address, messages, processes
 from trainkit.swarm.admission import Member, introduced, peer_key
-from trainkit.swarm.exchange import DHT
+from trainkit.swarm.averager import DHT
 from trainkit.swarm.invitations import NOBODY
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 

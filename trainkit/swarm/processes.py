@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from trainkit import fileio
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.process import end_with_parent, set_variables, sleep_while_waiting
 
@@ -120,7 +121,7 @@ def at_load(seconds: float) -> float:
     """How long to wait for what takes at most so long where enough cores are free: limits that do not know the load
     take a busy machine for one that is not there."""
     with suppress(OSError):
-        return seconds * slowness(Path("/proc/loadavg").read_text(), len(os.sched_getaffinity(0)))
+        return seconds * slowness(fileio.read_text(Path("/proc/loadavg")), len(os.sched_getaffinity(0)))
     return seconds
 
 

@@ -489,7 +489,6 @@ class Auditor:
         precision = account.precision if account.precision in _EVERYWHERE else own.precision.name
         train = own.config.train.model_copy(update={"micro_batch_size": size})
         model = deepcopy(own.model)
-        model.zero_grad()
         config, precise = own.config.model_copy(update={"train": train}), Precision(precision, own.dist)
         return replace(own, config=config, model=model, precision=precise)
 

@@ -651,7 +651,7 @@ class Sentry:
     """Keeps watch over one reducer's rounds: events, strikes, bans, credit."""
 
     averager: Any
-    """Is told what its group can have trained on, and tells its findings (`trainkit.swarm.exchange`)."""
+    """Is told what its group can have trained on, and tells its findings (`trainkit.swarm.averager`)."""
     bans: Bans
     remark: Callable[..., None] = lambda kind, **facts: None
     """Writes an event."""

@@ -220,7 +220,7 @@ _MODEL_LIBRARIES = ("timm", "torchvision")
 _DATA = "data"
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
-_ROUNDS = ("exchange", "link", "messages", "replay", "sync")
+_ROUNDS = ("averager", "exchange", "link", "messages", "replay", "sync")
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,501 @@
+"""hivemind's processes as this kit runs them: who may join a group, ask and lead, and what a peer's own process asks.
+
+hivemind asks nobody who they are: any process that reaches an averager may join its groups, reduce for others and
+download its state. libp2p proves the id of a peer that asks; `Admission` says what that id may do.
+"""
+
+import asyncio
+import json
+import math
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from functools import partial
+from typing import Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemind tells streams from messages
+
+import hivemind.averaging.averager
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto.averaging_pb2 import AveragingData, DownloadData, DownloadRequest, JoinRequest, MessageFromLeader
+from hivemind.utils.asyncio import aiter_with_timeout, anext, as_aiter, azip, enter_asynchronously
+from hivemind.utils.mpfuture import MPFuture
+from torch import Tensor
+
+from trainkit.swarm import processes
+from trainkit.swarm.access import bound_calls, bound_node
+from trainkit.swarm.admission import Guard, remember
+from trainkit.swarm.exchange import (
+    Exchange,
+    State,
+    digest_of,
+    in_order,
+    read_state,
+    sign_digest,
+)
+from trainkit.swarm.invitations import Pass
+from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, num_parts, shares
+from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
+from trainkit.swarm.replay import Accounts, Shown, Told, most_bytes, read_wanted
+from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
+from trainkit.swarm.sync import CommonState
+
+# Peers that average together; beyond that a reducer would do nothing else.
+_LARGEST_GROUP = 256
+# The others wait for a late peer in every round. A peer that is late too often in a row, where a round in which nothing
+# at all has come counts double, is not let into a group for so long; then for twice as long.
+_MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
+_MOST_REMEMBERED = 1000
+# After a peer was given the state it gets none for as long as that has taken, and at least so long.
+_FETCH_SECONDS = 0.5
+# An owner that has not answered an account for so long does not want to see anything.
+_ACCOUNT_SECONDS = 20.0
+# A state is given back, and work is shown, in pieces of so many bytes; a state in so many seconds.
+_PIECE, _GIVE_SECONDS = 1 << 16, 120.0
+# Who is a stranger to a peer that has just come back may be known so much later.
+_INTRODUCED_SECONDS = 12.0
+# Refusals to report of a round; a stranger can cause as many as it likes.
+_MOST_REFUSALS = 32
+# Peers in a message to the averager's process: it does not wait for the rest of one that comes in several pieces, as of
+# 16 KiB, and dies of it.
+_AT_ONCE = 100
+
+_Parts = AsyncIterator[AveragingData]
+
+
+def _become_helper(parent: int) -> None:
+    """Call first in a process of hivemind's."""
+    processes.become_helper(parent)
+    asyncio.create_task = partial(_held, asyncio.create_task, set())
+
+
+def _held(create: Callable[..., Any], tasks: set[Any], *work: Any, **options: Any) -> Any:
+    """A task that lives until it is done.
+
+    asyncio itself holds tasks weakly, and hivemind does what its peer asks in tasks that it does not hold either: the
+    garbage collector ended one that waited, and the peer was never answered.
+    """
+    task = create(*work, **options)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+class _Matchmaking(Matchmaking):  # type: ignore[misc]
+    """Follows only those who may lead: a leader divides the work."""
+
+    def __init__(self, *args: Any, guard: Guard, **options: Any) -> None:
+        self._guard = guard
+        super().__init__(*args, **options)
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        return await super()._request_join_group(leader) if await self._guard.trusts(str(leader)) else None
+
+
+class Averaged(NamedTuple):
+    """What the averager's process returns of an exchange; the average itself is in shared memory."""
+
+    rates: dict[str, float]
+    """Peer id -> samples per second, by its own word, of every member of the group."""
+    drifted: bool
+    """This peer has other weights than the owner's side."""
+    outcome: Outcome
+
+
+class _Averager(DecentralizedAverager):  # type: ignore[misc]
+    """hivemind's averager, for members only. Its class name is part of the protocol between peers.
+
+    It lives in a process of its own; what asks it, `expect` to `given_back`, is for the peer's own.
+    """
+
+    def __init__(self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, **options: Any) -> None:
+        self.common, self.guard, self.own, self.run_id, self.codec = common, guard, own, run_id, codec
+        values = common.theta.numel()
+        self.plan = torch.zeros(1 + num_parts(values), dtype=torch.float64).share_memory_()
+        """The codec of this peer's parts, then each part's weight."""
+        self._found, self._tell = multiprocessing.Pipe(duplex=False)
+        self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
+        self._to_show, self._show = multiprocessing.Pipe(duplex=False)
+        self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
+        self._possible: Mapping[str, float] = {}
+        self._verified: Mapping[str, float] = {}
+        self._accounts = Accounts()
+        self._arrived: Mapping[int, Any] = {}
+        """What the peer that was drawn has given."""
+        self._is_drawn = False
+        """It is drawn for the exchange that comes next."""
+        self._refused: dict[str, Verdict] = {}
+        self._proof = b""
+        """In the peer's own process: what the owner's side has said of the state that it gives back."""
+        self._given: State | None = None
+        self._wanted, self._taking = math.inf, asyncio.Lock()
+        self._screen: Screen | None = None
+        """Of the last round, with what each has put into it."""
+        self._moved: dict[str, Tensor] = {}
+        """Peer -> by what it has moved the averages that were used."""
+        self._taken_back = torch.zeros(common.num_parameters if own.grant.role == "owner" else 0).share_memory_()
+        self._late: dict[str, tuple[int, float]] = {}
+        """Peer -> how often in a row it was late, and when it may come again."""
+        self._may_fetch: dict[str, float] = {}
+        """Peer -> when it may fetch the state again."""
+        super().__init__([torch.zeros(values)], guard.dht, **options)
+
+    # In the peer's own process.
+
+    def expect(self, possible: Mapping[str, float], verified: Mapping[str, float]) -> None:
+        """Say what peers can have trained on in this round, and what they have without doubt, see `Limits`."""
+        known = list(possible.items())
+        for first in range(0, max(1, len(known)), _AT_ONCE):
+            some = dict(known[first : first + _AT_ONCE])
+            told = {"possible": some, "verified": {peer: verified[peer] for peer in some if peer in verified}}
+            self._outer_pipe.send(("_expect", [], {**told, "anew": not first}))
+
+    def draw(self, peer: str, round_index: int, trains: bool) -> None:
+        """Have that peer show its work of the round that ends, see `Accounts.draw`; empty: nobody has to."""
+        self._outer_pipe.send(("_draw", [], {"peer": peer, "round_index": round_index, "trains": trains}))
+
+    def account(self, to: str, told: Told) -> None:
+        """Tell the owner of a round, and show what it then wants to see, while this peer goes on."""
+        asked: Any = MPFuture()
+        self._outer_pipe.send(("_account", [], {"to": to, "account": told.account, "asked": asked}))
+
+        def show() -> None:
+            with suppress(FutureTimeoutError, OSError):
+                if wanted := asked.result(2 * _ACCOUNT_SECONDS):
+                    with self._one_shows:
+                        self._show.send_bytes(told.show(wanted))
+
+        threading.Thread(target=show, daemon=True).start()
+
+    def shown(self) -> Shown | None:
+        """What the peer that was drawn has shown since the last call."""
+        return self._shown.recv() if self._shown.poll() else None
+
+    def findings(self) -> list[Findings]:
+        """Those of the rounds since the last call."""
+        found = []
+        while self._found.poll():
+            found.append(self._found.recv())
+        return found
+
+    def alone(self, peer: str) -> Tensor | None:
+        """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
+        return self._averaged_tensors[0].clone() if self._ask("_alone", peer=peer) else None
+
+    def note_used(self) -> None:
+        """The last average has become part of the weights."""
+        self._outer_pipe.send(("_note_used", [], {}))
+
+    def taken_back(self, peer: str) -> Tensor | None:
+        """By what a peer has moved the averages that were used, once; None if that is not known."""
+        return self._taken_back.clone() if self._ask("_take_back", peer=peer) else None
+
+    def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
+        """The state, and this peer's signature that it is the run's."""
+        round_index, *tensors = self.common.copy()
+        proof = self._proof or sign_digest(self.own, digest_of(self.run_id, round_index, tensors))
+        return {"digest": proof}, tuple(tensors), None
+
+    def give_back(self, peer: str, proof: bytes = b"") -> None:
+        """Give the state to a peer that has come back with an earlier one, if it wants it.
+
+        ``proof``: what the owner's side has said of it; without it this peer says so.
+        """
+        self._proof = proof
+        self._ask("_give_back", peer=peer)
+        self._proof = b""
+
+    def given_back(self, newer_than: float) -> State | None:
+        """The state that somebody has given back by now; until the next call another one, of a later round than that,
+        is taken. Infinity: none."""
+        found: State | None = self._ask("_given_back", newer_than=newer_than)
+        return found
+
+    def _ask(self, method: str, **what: Any) -> Any:
+        asked: Any = MPFuture()
+        self._outer_pipe.send((method, [], {**what, "asked": asked}))
+        return processes.answer_of(asked, "averager", self.pid)
+
+    # In the averager's process.
+
+    def run(self) -> None:
+        _become_helper(self._parent_pid)
+        bound_calls()
+        # hivemind's averager makes it itself, and has no hook; this process has nothing else that makes one.
+        hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard)
+        super().run()
+
+    async def _expect(self, possible: dict[str, float], verified: dict[str, float], anew: bool) -> None:
+        self._possible = possible if anew else {**self._possible, **possible}
+        self._verified = verified if anew else {**self._verified, **verified}
+
+    async def _draw(self, peer: str, round_index: int, trains: bool) -> None:
+        self._is_drawn = bool(peer)
+        if peer:
+            self._accounts.draw(peer, round_index, trains)
+            self._arrived = {}
+
+    async def _account(self, to: str, account: bytes, asked: Any) -> None:
+        stub, wanted = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix), tuple[int, ...]()
+        with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
+            stream = await stub.rpc_account(DownloadData(metadata=account))
+            wanted = read_wanted((await anext(aiter_with_timeout(stream, _ACCOUNT_SECONDS))).metadata)
+        asked.set_result(wanted)
+        if wanted:
+            data = await asyncio.get_running_loop().run_in_executor(None, self._to_show.recv_bytes)
+            with suppress(Exception):
+                pieces = (data[first : first + _PIECE] for first in range(0, len(data), _PIECE))
+                stream = await stub.rpc_show(
+                    as_aiter(*(DownloadData(tensor_part=runtime_pb2.Tensor(buffer=piece)) for piece in pieces))
+                )
+                await anext(stream)
+
+    async def _alone(self, peer: str, asked: Any) -> None:
+        found = self._screen.alone(peer) if self._screen is not None else []
+        for position, values in found:
+            self._averaged_tensors[0][position : position + len(values)] = values
+        asked.set_result(bool(found))
+
+    async def _note_used(self) -> None:
+        if self._screen is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._add_moved, self._screen)
+
+    def _add_moved(self, screen: Screen) -> None:
+        size = self.common.num_parameters
+        for peer, position, by in screen.moved():
+            known = self._moved[peer] if peer in self._moved else torch.zeros(size)
+            known[position : position + len(by)] += by
+            remember(self._moved, peer, known, MOST_KEPT // (4 * size))
+
+    async def _take_back(self, peer: str, asked: Any) -> None:
+        if (moved := self._moved.pop(peer, None)) is not None:
+            self._taken_back.copy_(moved)
+        asked.set_result(moved is not None)
+
+    async def _give_back(self, peer: str, asked: Any) -> None:
+        async def pieces() -> AsyncIterator[DownloadData]:
+            metadata, tensors, _ = await self._get_current_state_from_host_process()
+            for data in (memoryview(tensor.numpy()).cast("B") for tensor in tensors):
+                for place in range(0, len(data), _PIECE):
+                    piece = runtime_pb2.Tensor(buffer=bytes(data[place : place + _PIECE]))
+                    yield DownloadData(tensor_part=piece, metadata=metadata)
+                    metadata = b""
+
+        with suppress(Exception):  # of libp2p, or of a peer that wants none
+            stub = self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
+            await stub.rpc_give_back(pieces(), timeout=_GIVE_SECONDS)
+        asked.set_result(None)
+
+    async def _given_back(self, newer_than: float, asked: Any) -> None:
+        self._wanted, found, self._given = newer_than, self._given, None
+        asked.set_result(found)
+
+    async def _step(self, **options: Any) -> None:
+        # What came of it is in its control; hivemind raises it once more, where nobody waits for it.
+        with suppress(Exception):
+            await super()._step(**options)
+
+    async def rpc_join_group(self, request: JoinRequest, context: P2PContext) -> AsyncIterator[MessageFromLeader]:
+        """A peer wants to average with this one."""
+        if not await self._welcomes(request, str(context.remote_id)):
+            yield MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_join_group(request, context):
+            yield message
+
+    async def rpc_aggregate_part(self, stream: _Parts, context: P2PContext) -> _Parts:
+        """A peer sends its part."""
+        if await self.guard.member(str(context.remote_id)) is None:
+            yield AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_aggregate_part(stream, context):
+            yield message
+
+    async def rpc_download_state(self, request: DownloadRequest, context: P2PContext) -> AsyncIterator[DownloadData]:
+        """A peer wants to start from this one's state: it gets it once at a time, and not all of the time."""
+        peer, began = str(context.remote_id), time.monotonic()
+        if await self.guard.member(peer) is None or self._may_fetch.get(peer, 0.0) > began:
+            return
+        remember(self._may_fetch, peer, math.inf, _MOST_REMEMBERED)
+        try:
+            async for message in super().rpc_download_state(request, context):
+                yield message
+        finally:
+            now = time.monotonic()
+            remember(self._may_fetch, peer, now + max(_FETCH_SECONDS, now - began), _MOST_REMEMBERED)
+
+    async def rpc_account(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
+        """A peer says what it has done in a round, and is told what to show of it."""
+        peer = str(context.remote_id)
+        # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
+        is_member = self.guard.admission.admitted(peer) is not None
+        wanted = self._accounts.hear(peer, request.metadata) if is_member else ()
+        yield DownloadData(metadata=json.dumps(wanted).encode())
+
+    async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
+        """A peer shows what it was asked for."""
+        asked, data = self._accounts.asked, bytearray()
+        if asked is None or asked.peer != str(context.remote_id):
+            return
+        self._accounts.asked, most = None, most_bytes(self.common.theta.numel())
+        async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
+            data += message.tensor_part.buffer
+            if len(data) > most:
+                return
+        while self._is_drawn:  # who shows early shows beside what it has yet to give
+            await asyncio.sleep(0.1)
+        shown = asked._replace(data=bytes(data), given=self._arrived)
+        async with self._showing:  # one after the other: it may take a round until this peer looks
+            await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
+        yield DownloadData()
+
+    async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
+        """A peer has a later state than this one, which has come back; answered once this one has taken it."""
+        peer, until = str(context.remote_id), time.monotonic() + _INTRODUCED_SECONDS
+        while await self.guard.member(peer) is None:  # its credential may be on its way
+            if time.monotonic() > until:
+                return DownloadRequest()
+            await asyncio.sleep(1.0)
+        if self._taking.locked():
+            return DownloadRequest()
+        async with self._taking:
+            messages, admission = aiter_with_timeout(stream, self.next_chunk_timeout), self.guard.admission
+            sizes, began = [self.common.theta.numel(), self.common.momentum.numel()], time.monotonic()
+            reading = read_state(messages, sizes, admission, self.run_id, newer_than=self._wanted)
+            self._given = await asyncio.wait_for(reading, _GIVE_SECONDS)
+            while self._given is not None and time.monotonic() < began + _GIVE_SECONDS:
+                await asyncio.sleep(0.1)
+            self._given = None
+        return DownloadRequest()
+
+    async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: str) -> bool:
+        is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP
+        if await self.guard.member(peer) is None or is_full or self.is_benched(peer):
+            return False
+        gathered = read_gathered(request.gather)
+        if gathered is None:
+            why = "sent something unreadable about itself"
+        elif gathered.mode != CLIENT and not await self.guard.trusts(peer):
+            why = "wants to average for others, and is not of the owner's side"
+        else:
+            return True
+        if len(self._refused) < _MOST_REFUSALS:
+            self._refused[peer] = Verdict(peer, "dropped", why)
+        return False
+
+    def note_late(self, members: Iterable[str], late: Collection[str], arrived: Collection[str]) -> None:
+        """Note the members of a group, which of them were late, and of which anything has arrived."""
+        for peer in members:
+            times, _ = self._late.pop(peer, (0, 0.0))
+            if peer in late:
+                times += 1 if peer in arrived else 2
+                over = min(times - _MOST_LATE, 10)
+                pause = min(_BENCH_SECONDS * 2.0**over, _LONGEST_BENCH) if over >= 0 else 0.0
+                remember(self._late, peer, (times, time.monotonic() + pause), _MOST_REMEMBERED)
+
+    def is_benched(self, peer: str) -> bool:
+        """Whether the group goes on without that peer for a while."""
+        return self._late.get(peer, (0, 0.0))[1] > time.monotonic()
+
+    async def _load_state_from_peers(self, future: Any, timeout: float | None = None) -> None:
+        """The first state of a donor that the owner's side has signed, see `read_state`; None if nobody gives one.
+
+        hivemind asks first whoever says that it comes first, and takes its answer, however long.
+        """
+        state = None
+        try:
+            key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
+            record, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
+            sizes = [self.common.theta.numel(), self.common.momentum.numel()]
+            for peer in await in_order(record, str(self.peer_id), self.guard.member):
+                with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
+                    stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
+                    stream = await stub.rpc_download_state(DownloadRequest())
+                    messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
+                    state = await read_state(messages, sizes, self.guard.admission, self.run_id)
+                    break
+        finally:
+            with suppress(Exception):  # nobody waits for it any more
+                future.set_result(state)
+
+    async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **options: Any) -> Averaged:
+        """hivemind's, but for how the members' words are read, and for `Exchange` and the screen in it."""
+        # Garbage is read alike by all, and stops nobody.
+        read = (read_gathered(data) or NOTHING for data in group_info.gathered)
+        group = dict(zip(map(str, group_info.peer_ids), read, strict=True))
+        own_id, modes = str(self.peer_id), tuple(AveragingMode(member.mode) for member in group.values())
+        codec, *weights = self.plan.tolist()
+        self._screen, keeps = None, self.own.grant.role == "owner" and not self.common.same_weights
+        try:
+            reduces = [mode != AveragingMode.CLIENT for mode in modes]
+            known = {peer: member for peer in group if (member := await self.guard.member(peer)) is not None}
+            probes = {peer: member.probe for peer, member in group.items() if member.shares}
+            drifted = has_drifted(group[own_id].probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
+            if drifted and self.common.same_weights:
+                weights = [0.0] * len(weights)
+            trusted = {peer for peer, member in known.items() if member.trusted} | {own_id}
+            async with enter_asynchronously(self.get_tensors()) as tensors:
+                runner = Exchange(
+                    p2p=self._p2p,
+                    servicer_type=type(self),
+                    prefix=self.prefix,
+                    tensors=tensors,
+                    group_id=group_info.group_id,
+                    ordered_peer_ids=group_info.peer_ids,
+                    peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
+                    modes=modes,
+                    sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
+                    limits=Limits(
+                        frozenset(trusted),
+                        self._possible,
+                        voices_of(known),
+                        own_id,
+                        keeps,
+                        self._verified,
+                        self._accounts.drawn if self._is_drawn else "",
+                    ),
+                    **options,
+                )
+                self._running_groups[group_info.group_id].set_result(runner)
+                async for tensor, average in azip(as_aiter(*tensors), runner):
+                    tensor.copy_(average)
+                self._report(runner)
+            return Averaged({peer: member.rate for peer, member in group.items()}, drifted, runner.outcome())
+        except Exception as error:
+            raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
+        finally:
+            self._is_drawn = False
+
+    def _report(self, runner: Exchange) -> None:
+        """Tell the peer's own process what came of a round."""
+        members = tuple(map(str, runner.ordered_peer_ids))
+        self.note_late(members, set(map(str, runner.banned_senders)), runner.received.keys())
+        verdicts = (*runner.screen.verdicts(), *self._refused.values())
+        known = self.guard.admission.admitted
+        names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
+        self._screen = runner.screen
+        if self._is_drawn:
+            self._arrived = runner.screen.given
+        self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
+        self._refused = {}
+
+
+class DHT(hivemind.DHT):  # type: ignore[misc]
+    """hivemind's node of the DHT, in a process of its own that is bounded and ends with its peer."""
+
+    def run_coroutine(self, coro: Any, return_future: bool = False) -> Any:
+        """As hivemind's, which waits for ever for the answer of a process that has died. Raises RunFailedError."""
+        future = super().run_coroutine(coro, return_future=True)
+        return future if return_future else processes.answer_of(future, "node of the DHT", self.pid)
+
+    def run(self) -> None:
+        _become_helper(self._parent_pid)
+        bound_node()
+        super().run()
