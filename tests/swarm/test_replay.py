@@ -139,8 +139,18 @@ def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
 ) -> None:
     swarm = Swarm()
     assert swarm.audited(trains=trains)[0] == ("audited" if trains else "")
-    action, why = swarm.audited(trains=trains, sent=sent)
-    assert (action, why[:53]) == ("dropped", "has given something else than it has trained (cosine ")
+    for action in ("left out", "dropped"):
+        found, why = swarm.audited(trains=trains, sent=sent)
+        assert (found, why[:53]) == (action, "has given something else than it has trained (cosine ")
+        assert why.endswith("; the next time it is banned") == (action == "left out")
+        assert swarm.audited()[0] == "audited" or action == "dropped"  # and one that passes clears nobody
+
+
+def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
+    swarm = Swarm()
+    assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
+    assert {swarm.audited(trains=False)[0] for _ in range(10)} == {""}
+    assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
 
 
 def other_labels(swarm: Swarm) -> None:
@@ -207,7 +217,7 @@ def test_cheats_are_caught_as_often_as_the_security_page_says(cheat: Callable[[S
             swarm.labels, swarm.after_update = (lambda labels: labels), (lambda: None)
             if chance.random() < 0.5:
                 cheat(swarm)
-            if swarm.audited()[0] == "dropped":
+            if swarm.audited()[0] == "left out":
                 caught += 1
                 break
     expected = 1.0 - (1.0 - 0.5 * links / 4) ** 4
@@ -256,7 +266,8 @@ def test_garbage_in_the_place_of_snapshots_is_a_lie(data: bytes) -> None:
     assert shown is not None
     verdict = swarm.auditor.audit(shown._replace(data=data))
     assert verdict is not None
-    assert verdict.action == "dropped"
+    assert verdict.action == "left out"
+    assert "has shown something else than it had committed itself to" in verdict.why
 
 
 @pytest.mark.parametrize(("values", "stretches"), [(10_000, 16), (11_200_000, 5), (25_600_000, 1), (86_000_000, 0)])

@@ -72,6 +72,8 @@ _MOVED, _ROUNDING = 0.01, 1e-6
 # Messages get lost: so many audits in a row may come to nothing. And so many must be passed for a speed to be known.
 _MOST_IN_VAIN, _LEAST_PASSED = 3, 2
 _ROUNDS_TO_SHOW = 3
+_CLEARED = 10
+"""Audits passed, after which one that has failed is forgotten."""
 _TINY = 1e-30
 _EVERYWHERE = ("fp32", "bf16")
 """Number formats that every device has."""
@@ -312,6 +314,9 @@ class Auditor:
     _passed: Counter[str] = field(default_factory=Counter, init=False)
     _times: Counter[str] = field(default_factory=Counter, init=False)
     """Audits in a row of which nothing came."""
+    _suspects: dict[str, int] = field(default_factory=dict, init=False)
+    """Who has failed one audit, as an honest peer may whose network fails in the midst of a round; and how many it has
+    passed since."""
     _thetas: dict[int, Tensor] = field(default_factory=dict, init=False)
     _drawn: tuple[str, int] = field(default=("", -1), init=False)
     _free_at: float = field(default=0.0, init=False)
@@ -359,7 +364,14 @@ class Auditor:
             self._free_at = max(self._free_at, now + (now - began) / SHARE)
         if why:
             self.verified.pop(peer, None)
-            return Verdict(peer, "dropped", why)
+            if peer in self._suspects:
+                return Verdict(peer, "dropped", why)
+            remember(self._suspects, peer, 0, _MOST_PEERS)
+            return Verdict(peer, "left out", f"{why}; the next time it is banned")
+        if self._suspects.get(peer, -1) >= 0:
+            self._suspects[peer] += 1
+            if self._suspects[peer] >= _CLEARED:
+                del self._suspects[peer]
         self._times.pop(peer, None)
         self.unproven.pop(peer, None)
         if len(shown.wanted) == 1:
