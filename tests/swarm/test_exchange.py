@@ -261,9 +261,9 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member),
         common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="", _possible={},
-        _verified={}, _is_drawn=False,
+        _verified={}, _is_drawn=False, _draws=0,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
-        _report=lambda runner: None,
+        _report=lambda runner, draw: None,
     )  # fmt: skip
     gathered = [said(CLIENT, 1.01 * WEIGHTS), said(NODE, WEIGHTS), b"\xc1garbage"]  # which stops nobody
     group: Any = SimpleNamespace(peer_ids=["me", "reducer", "liar"], gathered=gathered, group_id=b"")
@@ -418,6 +418,25 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     assert (shown is not None and (shown.peer, shown.data, shown.given)) == (
         arrives and ("eve", b"snapshots", {0: "given"})
     )
+
+
+def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: Any) -> None:
+    """Else an honest peer would seem to have given what it has not trained, whenever a network fails for a while."""
+
+    def ended(given: str) -> Any:
+        screen = SimpleNamespace(given=given, verdicts=tuple, counted=dict)
+        return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen)
+
+    averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts()
+    averager._found, averager._tell = multiprocessing.Pipe(duplex=False)
+    averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
+    asyncio.run(averager._draw("eve", 3, True))
+    late = averager._draws
+    asyncio.run(averager._draw("eve", 4, True))
+    averager._report(ended("in round 3"), late)
+    assert (averager._arrived, averager._is_drawn) == ({}, True)
+    averager._report(ended("in round 4"), averager._draws)
+    assert (averager._arrived, averager._is_drawn) == ("in round 4", False)
 
 
 # Whose state a newcomer takes over, and what it takes for one.

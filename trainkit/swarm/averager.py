@@ -129,8 +129,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._accounts = Accounts()
         self._arrived: Mapping[int, Any] = {}
         """What the peer that was drawn has given."""
-        self._is_drawn = False
-        """It is drawn for the exchange that comes next."""
+        self._draws, self._is_drawn = 0, False
+        """How often one was drawn; and whether what it gives has yet to arrive."""
         self._refused: dict[str, Verdict] = {}
         self._proof = b""
         """In the peer's own process: what the owner's side has said of the state that it gives back."""
@@ -240,7 +240,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._is_drawn = bool(peer)
         if peer:
             self._accounts.draw(peer, round_index, trains)
-            self._arrived = {}
+            self._draws, self._arrived = self._draws + 1, {}
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:
         stub, wanted = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix), tuple[int, ...]()
@@ -431,6 +431,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         read = (read_gathered(data) or NOTHING for data in group_info.gathered)
         group = dict(zip(map(str, group_info.peer_ids), read, strict=True))
         own_id, modes = str(self.peer_id), tuple(AveragingMode(member.mode) for member in group.values())
+        draw = self._draws if self._is_drawn else 0
         codec, *weights = self.plan.tolist()
         self._screen, keeps = None, self.own.grant.role == "owner" and not self.common.same_weights
         try:
@@ -459,30 +460,32 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                         own_id,
                         keeps,
                         self._verified,
-                        self._accounts.drawn if self._is_drawn else "",
+                        self._accounts.drawn if draw else "",
                     ),
                     **options,
                 )
                 self._running_groups[group_info.group_id].set_result(runner)
                 async for tensor, average in azip(as_aiter(*tensors), runner):
                     tensor.copy_(average)
-                self._report(runner)
+                self._report(runner, draw)
             return Averaged({peer: member.rate for peer, member in group.items()}, drifted, runner.outcome())
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
-        finally:
-            self._is_drawn = False
 
-    def _report(self, runner: Exchange) -> None:
-        """Tell the peer's own process what came of a round."""
+    def _report(self, runner: Exchange, draw: int) -> None:
+        """Tell the peer's own process what came of a round.
+
+        ``draw``: for which somebody was drawn when it began. One that ends late must not be taken for the next: its
+        peer would have given then what it has not trained now.
+        """
         members = tuple(map(str, runner.ordered_peer_ids))
         self.note_late(members, set(map(str, runner.banned_senders)), runner.received.keys())
         verdicts = (*runner.screen.verdicts(), *self._refused.values())
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
         self._screen = runner.screen
-        if self._is_drawn:
-            self._arrived = runner.screen.given
+        if self._is_drawn and draw == self._draws:
+            self._is_drawn, self._arrived = False, runner.screen.given
         self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 
