@@ -56,8 +56,8 @@ _MOST_BYTES = 1 << 30
 _SHARE_FOR_SNAPSHOTS = 0.01
 # Of an update's sum of squares and the like there are two values a weight, of some optimizers one.
 _VALUES_A_WEIGHT = 3
-SHARE = 0.05
-"""Of its time that the owner gives to audits at most."""
+# Of its time that the owner gives to audits at most.
+_SHARE_FOR_AUDITS = 0.05
 _LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
 _MOST_PEERS = 1000
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
@@ -177,7 +177,7 @@ class Told(NamedTuple):
 
 
 class Journal:
-    """A volunteer's snapshots of the round that it trains, and of the one before.
+    """A volunteer's snapshots of the round that it trains.
 
     Args:
         seconds: between two of them, at least.
@@ -274,11 +274,11 @@ class Accounts:
         is_vouched_for = goes_on or begins.moments == _NO_MOMENTS
         if not is_vouched_for or self.asked or (peer, account.round) != (self.drawn, self._round):
             return ()
-        last, wanted = len(account.links) - 1, tuple[int, ...]()
+        last = len(account.links) - 1
+        wanted: tuple[int, ...] = (last,)
         if last and self._trains:
             first = random.SystemRandom().randrange(last)
-            wanted = first, first + 1
-        wanted = tuple(dict.fromkeys((*wanted, last, *([0] if wanted else []))))
+            wanted = tuple(dict.fromkeys((first, first + 1, last, 0)))
         self.asked = Shown(peer, account, wanted, b"", goes_on, {})
         return wanted
 
@@ -309,8 +309,6 @@ class Auditor:
     seconds: float
     verified: dict[str, float] = field(default_factory=dict, init=False)
     """Samples of a round that a peer has trained on beyond doubt."""
-    unproven: dict[str, str] = field(default_factory=dict, init=False)
-    """Who has shown nothing too often, and does not count until it has; and what it was asked for."""
     _passed: Counter[str] = field(default_factory=Counter, init=False)
     _times: Counter[str] = field(default_factory=Counter, init=False)
     """Audits in a row of which nothing came."""
@@ -320,6 +318,11 @@ class Auditor:
     _thetas: dict[int, Tensor] = field(default_factory=dict, init=False)
     _drawn: tuple[str, int] = field(default=("", -1), init=False)
     _free_at: float = field(default=0.0, init=False)
+
+    @property
+    def unproven(self) -> set[str]:
+        """Who has shown nothing too often, and does not count until it has."""
+        return {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
 
     def draw(self, volunteers: Iterable[str], round_index: int) -> tuple[str, bool]:
         """The peer to ask about the round that ends, or nobody; and whether some of it is to be trained again, for
@@ -341,9 +344,8 @@ class Auditor:
 
     def _in_vain(self, peer: str, why: str) -> Verdict:
         self._times[peer] += 1
-        if self._times[peer] < _MOST_IN_VAIN:
+        if peer not in self.unproven:
             return Verdict(peer, "audited", why)
-        remember(self.unproven, peer, why, _MOST_PEERS)
         return Verdict(peer, "left out", f"{why}; after {_MOST_IN_VAIN} such audits it counts when it has passed one")
 
     def audit(self, shown: Shown) -> Verdict | None:
@@ -361,19 +363,18 @@ class Auditor:
             return self._in_vain(peer, str(reason))
         finally:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now + (now - began) / SHARE)
+            self._free_at = max(self._free_at, now + (now - began) / _SHARE_FOR_AUDITS)
         if why:
             self.verified.pop(peer, None)
             if peer in self._suspects:
                 return Verdict(peer, "dropped", why)
             remember(self._suspects, peer, 0, _MOST_PEERS)
             return Verdict(peer, "left out", f"{why}; the next time it is banned")
-        if self._suspects.get(peer, -1) >= 0:
+        self._times.pop(peer, None)
+        if peer in self._suspects:
             self._suspects[peer] += 1
             if self._suspects[peer] >= _CLEARED:
                 del self._suspects[peer]
-        self._times.pop(peer, None)
-        self.unproven.pop(peer, None)
         if len(shown.wanted) == 1:
             return None
         self._passed[peer] += 1
