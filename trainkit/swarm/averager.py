@@ -32,14 +32,7 @@ from torch import Tensor
 from trainkit.swarm import processes
 from trainkit.swarm.access import bound_calls, bound_node
 from trainkit.swarm.admission import Guard, remember
-from trainkit.swarm.exchange import (
-    Exchange,
-    State,
-    digest_of,
-    in_order,
-    read_state,
-    sign_digest,
-)
+from trainkit.swarm.exchange import Exchange, State, digest_of, in_order, read_state, sign_digest
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered

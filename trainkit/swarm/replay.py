@@ -414,26 +414,15 @@ class Auditor:
         Raises SafetensorError, LookupError or ValueError for what is not what the peer has committed itself to, or no
         state of this model and optimizer.
         """
-        tensors, links, own = safetensors.torch.load(shown.data), shown.account.links, self.state
-        models, optimizers = (
-            {name: (value.dtype, value.shape) for name, value in tensors_of.items()}
-            for tensors_of in (weights_of(own.model), moments_of(own.model, own.optimizer))
-        )
+        tensors, own = safetensors.torch.load(shown.data), self.state
         found = dict[int, _Snapshot]()
         for place, index in enumerate(shown.wanted):
+            link = shown.account.links[index]
             weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
-            is_whole = place < 2 and len(shown.wanted) > 1
-            for what, kept, digest, like in (
-                ("weights", weights, links[index].weights, models),
-                ("optimizer", moments, links[index].moments if is_whole else _digest(moments), optimizers),
-            ):
-                if _digest(kept) != digest:
-                    raise ValueError(f"its {what} {links[index].position} updates after its start")
-                if kept and not like:
-                    raise _Unable("has trained when nothing had been trained here")
-                if kept and {name: (value.dtype, value.shape) for name, value in kept.items()} != like:
-                    raise ValueError(f"the {what} of another model")
-            found[index] = _Snapshot(links[index], weights, moments)
+            _require_committed("weights", weights, link.weights, weights_of(own.model))
+            if place < 2 and len(shown.wanted) > 1:
+                _require_committed("optimizer", moments, link.moments, moments_of(own.model, own.optimizer))
+            found[index] = _Snapshot(link, weights, moments)
         return found, tensors["rates"]
 
     def _theta(self, base: int) -> Tensor:
@@ -527,6 +516,17 @@ def _trained(
     return _Snapshot(
         start.link, _copies(weights_of(replica.model)), _copies(moments_of(replica.model, replica.optimizer))
     )
+
+
+def _require_committed(what: str, kept: Mapping[str, Tensor], digest: str, own: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for tensors that nobody had committed itself to, or unlike this peer's ``own``."""
+    shapes, wanted = ({name: (one.dtype, one.shape) for name, one in them.items()} for them in (kept, own))
+    if _digest(kept) != digest:
+        raise ValueError(f"other {what}")
+    if kept and not own:
+        raise _Unable("has trained when nothing had been trained here")
+    if kept and shapes != wanted:
+        raise ValueError(f"the {what} of another model")
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
