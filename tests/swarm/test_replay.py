@@ -1,5 +1,6 @@
 """Audits by replay: what honest volunteers show is true, on whatever machine; and what is found of those that cheat."""
 
+import hashlib
 import math
 import random
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from trainkit.data.base import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.swarm.link import cuts, decode, encode
-from trainkit.swarm.replay import Accounts, Auditor, Journal, Shown, num_stretches
+from trainkit.swarm.replay import Account, Accounts, Auditor, Journal, Link, Shown, num_stretches
 from trainkit.swarm.sync import Average, Given, OuterState, flatten
 from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
@@ -28,6 +29,7 @@ CONFIG = load("hivemind", [*QUICK, "data.workers=0", "train.precision=fp32", "tr
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))
 SPLITS = build_data(CONFIG.data)
 RATE, SEED = 3e-3, 7
+NOTHING = hashlib.sha256().hexdigest()
 
 
 def made(config: Config) -> tuple[TrainState, OuterState]:
@@ -259,6 +261,14 @@ def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
     assert accounts.asked is None
 
 
+@pytest.mark.parametrize(("probe", "asked"), [("00ff", (0,)), ("zz", ()), ("0", ())])
+def test_an_account_has_a_probe_in_hex(probe: str, asked: tuple[int, ...]) -> None:
+    link, accounts = Link(0, 0, NOTHING, NOTHING), Accounts()
+    accounts.draw("ben", 0, True)
+    account = Account(round=0, links=[link], precision="fp32", micro_batch_size=1, probe="")
+    assert accounts.hear("ben", account.model_copy(update={"probe": probe}).model_dump_json().encode()) == asked
+
+
 @pytest.mark.parametrize("data", [b"", b"\xff" * 100, safetensors.torch.save({"rates": torch.zeros(1)})])
 def test_garbage_in_the_place_of_snapshots_is_a_lie(data: bytes) -> None:
     swarm = Swarm()
@@ -268,6 +278,24 @@ def test_garbage_in_the_place_of_snapshots_is_a_lie(data: bytes) -> None:
     assert verdict is not None
     assert verdict.action == "left out"
     assert "has shown something else than it had committed itself to" in verdict.why
+
+
+@pytest.mark.parametrize("what", ["weights", "rates"])
+@pytest.mark.parametrize("rates", [torch.zeros(8, dtype=torch.complex64), torch.zeros(8, 2), torch.zeros(8).bool()])
+def test_tensors_of_a_strange_kind_end_nobodys_training(what: str, rates: Tensor) -> None:
+    """Also where they are what the peer had committed itself to."""
+    swarm = Swarm()
+    shown = swarm.round_of()
+    assert shown is not None
+    tensors, account = safetensors.torch.load(shown.data) | {"rates": rates}, shown.account
+    if what == "weights":
+        tensors = {name: value for name, value in tensors.items() if ".weights." not in name}
+        links = [link._replace(weights=NOTHING) for link in account.links]
+        account = account.model_copy(update={"links": links})
+    data = safetensors.torch.save(tensors)
+    verdict = swarm.auditor.audit(shown._replace(data=data, account=account))
+    assert verdict is not None
+    assert verdict.why.startswith("has shown something else than it had committed itself to: ")
 
 
 @pytest.mark.parametrize(("values", "stretches"), [(10_000, 16), (11_200_000, 5), (25_600_000, 1), (86_000_000, 0)])

@@ -102,7 +102,7 @@ class Account(BaseModel):
     """The first one is the last one of the round before."""
     precision: Annotated[str, Field(max_length=8)]
     micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
-    probe: Annotated[str, Field(max_length=4096)]
+    probe: Annotated[str, Field(max_length=4096, pattern="^([0-9a-f]{2})*$")]
     """Of the common weights that the last one goes on from, in hex."""
 
 
@@ -420,10 +420,12 @@ class Auditor:
             link = shown.account.links[index]
             weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
             _require_committed("weights", weights, link.weights, weights_of(own.model))
-            if place < 2 and len(shown.wanted) > 1:
+            if place < 2 and len(shown.wanted) > 1 and (moments or link.moments != _NO_MOMENTS):
                 _require_committed("optimizer", moments, link.moments, moments_of(own.model, own.optimizer))
             found[index] = _Snapshot(link, weights, moments)
-        return found, tensors["rates"]
+        if (rates := tensors["rates"]).dtype != torch.float64 or rates.dim() != 1:
+            raise ValueError("no learning rates")
+        return found, rates
 
     def _theta(self, base: int) -> Tensor:
         """The common weights before that round, without buffers."""
@@ -523,9 +525,9 @@ def _require_committed(what: str, kept: Mapping[str, Tensor], digest: str, own: 
     shapes, wanted = ({name: (one.dtype, one.shape) for name, one in them.items()} for them in (kept, own))
     if _digest(kept) != digest:
         raise ValueError(f"other {what}")
-    if kept and not own:
+    if not own:
         raise _Unable("has trained when nothing had been trained here")
-    if kept and shapes != wanted:
+    if shapes != wanted:
         raise ValueError(f"the {what} of another model")
 
 
