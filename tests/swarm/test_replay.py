@@ -3,6 +3,7 @@
 import hashlib
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -296,6 +297,30 @@ def test_tensors_of_a_strange_kind_end_nobodys_training(what: str, rates: Tensor
     verdict = swarm.auditor.audit(shown._replace(data=data, account=account))
     assert verdict is not None
     assert verdict.why.startswith("has shown something else than it had committed itself to: ")
+
+
+def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:
+    swarm = Swarm()
+    action, why = "", TRUE
+    while why.startswith(TRUE):  # a move of the common weights was drawn
+        shown = swarm.round_of()
+        assert shown is not None
+        verdict = swarm.auditor.audit(shown._replace(account=shown.account.model_copy(update={"micro_batch_size": 7})))
+        assert verdict is not None
+        action, why = verdict.action, verdict.why
+    assert (action, why[:35]) == ("left out", "has trained in micro batches of 7, ")
+
+
+def test_a_stretch_in_which_most_is_claimed_is_drawn_most() -> None:
+    drawn = Counter[int]()
+    for _ in range(400):
+        accounts = Accounts()
+        accounts.draw("ben", 0, True)
+        links = [Link(position, 0, NOTHING, NOTHING) for position in (0, 0, 10, 970, 980)]
+        account = Account(round=0, links=links, precision="fp32", micro_batch_size=1, probe="")
+        drawn[accounts.hear("ben", account.model_dump_json().encode())[0]] += 1
+    assert 0.45 < drawn[2] / 400 < 0.69  # 960 of 1695: the others count as a quarter of all, each
+    assert min(drawn[place] for place in (0, 1, 3)) > 20
 
 
 @pytest.mark.parametrize(("values", "stretches"), [(10_000, 16), (11_200_000, 5), (25_600_000, 1), (86_000_000, 0)])

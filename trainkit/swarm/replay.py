@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import safetensors.torch
@@ -277,7 +278,11 @@ class Accounts:
         last = len(account.links) - 1
         wanted: tuple[int, ...] = (last,)
         if last and self._trains:
-            first = random.SystemRandom().randrange(last)
+            updates = [max(0, end.position - start.position) for start, end in pairwise(account.links)]
+            # By the updates that it claims between them, or all could be claimed where nobody looks; but moves of the
+            # common weights, and small ones, as often as the average.
+            weights = [max(number, sum(updates) / last, 1) for number in updates]
+            (first,) = random.SystemRandom().choices(range(last), weights)
             wanted = tuple(dict.fromkeys((first, first + 1, last, 0)))
         self.asked = Shown(peer, account, wanted, b"", goes_on, {})
         return wanted
@@ -452,6 +457,8 @@ class Auditor:
         is_right = (rates >= lowest / _LONGER) & (rates <= highest * _LONGER)
         if len(rates) != end.link.position - start.link.position or not bool(is_right.all()):
             return "has trained with other learning rates than the run's"
+        if self.state.config.train.global_batch_size % shown.account.micro_batch_size:
+            return f"has trained in micro batches of {shown.account.micro_batch_size}, which the run cannot have"
         try:
             replica, seed = self._replica(shown.account), self.seed_of(shown.peer)
             ours = _trained(replica, start, rates, seed, self.seconds / 2)
@@ -487,11 +494,9 @@ class Auditor:
 
     def _replica(self, account: Account) -> TrainState:
         """The model once more, as that peer trains it."""
-        own, size = self.state, account.micro_batch_size
-        if own.config.train.global_batch_size % size:
-            raise ValueError(f"micro batches of {size}")
+        own = self.state
         precision = account.precision if account.precision in _EVERYWHERE else own.precision.name
-        train = own.config.train.model_copy(update={"micro_batch_size": size})
+        train = own.config.train.model_copy(update={"micro_batch_size": account.micro_batch_size})
         model = deepcopy(own.model)
         config, precise = own.config.model_copy(update={"train": train}), Precision(precision, own.dist)
         return replace(own, config=config, model=model, precision=precise)
