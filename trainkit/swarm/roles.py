@@ -26,7 +26,7 @@ from trainkit.swarm.invitations import Key, UntrustedError
 from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
-from trainkit.swarm.session import LOST_AFTER, Session, provenance, require_same, without_data
+from trainkit.swarm.session import ASK_SECONDS, LOST_AFTER, Session, provenance, require_same, without_data
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
@@ -246,7 +246,9 @@ class Creator(Session):
             return
         self.publish(stopped=True, wait=True)
         if self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
-            time.sleep(4 * NEWS_SECONDS + self.watch.pause)  # with this peer the news would vanish
+            # With this peer the news would vanish; and who takes over the state hears it afterwards.
+            deaf = min(self.clock.seconds / 2, ASK_SECONDS)
+            time.sleep(4 * NEWS_SECONDS + self.watch.pause + deaf)
 
 
 def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., None]) -> tuple[Ending, RunDir]:

@@ -65,7 +65,8 @@ from trainkit.training.update import Updater
 PATIENCE = timedelta(hours=1)
 """How long ranks wait for rank 0, which validates, saves and meets others meanwhile. A death is noticed at once."""
 _FOREVER = 1 << 40
-_ASK_SECONDS = 10.0  # for a state
+ASK_SECONDS = 10.0
+"""How long one peer is asked for a state; meanwhile who asks hears nothing."""
 # What rank 0 tells the others: one of these, an integer (the batch to load from, a seed) and a learning rate.
 _ORDER = struct.Struct("<BQd")
 _LEAVE, _BEGIN, _TAKE_WEIGHTS, _UPDATE, _READ_METER = range(5)
@@ -477,7 +478,7 @@ class Session:
         """
         deadline, pause = time.monotonic() + seconds, 0.5
         while (left := deadline - time.monotonic()) > 0.0 and not self.hooks.stop_requested():
-            if self.averaging.adopt(min(left, processes.at_load(_ASK_SECONDS)), newer_than=newer_than) and fits():
+            if self.averaging.adopt(min(left, processes.at_load(ASK_SECONDS)), newer_than=newer_than) and fits():
                 return True
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(min(pause, left))
