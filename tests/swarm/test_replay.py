@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.rank_functions import QUICK
+from trainkit.checkpoint.state import weights_of
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
+from trainkit.swarm import replay
 from trainkit.swarm.link import cuts, decode, encode
 from trainkit.swarm.replay import Account, Accounts, Auditor, Journal, Link, Shown, num_stretches
-from trainkit.swarm.sync import Average, Given, OuterState, flatten
+from trainkit.swarm.sync import PROBE_SIZE, Average, Given, OuterState, flatten
 from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
 
@@ -53,6 +55,7 @@ class Swarm:
         self.accounts, self.journal = Accounts(), Journal(self.state, self.common, 8.0)
         self.update, self.round, self.position = Updater(self.state), 0, 0
         self.late: tuple[Average, Given] | None = None
+        self.first = {name: value.clone() for name, value in weights_of(self.state.model).items()}
         # What a cheat changes.
         self.rate = RATE
         self.labels: Callable[[Tensor], Tensor] = lambda labels: labels
@@ -150,10 +153,55 @@ def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
 
 
 def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
+    for passed, action in ((9, "dropped"), (10, "left out")):
+        swarm = Swarm()
+        assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
+        assert {swarm.audited(trains=False)[0] for _ in range(passed)} == {""}
+        assert swarm.audited(sent=half_turned, trains=False)[0] == action
+
+
+def test_rounding_is_allowed_for_by_what_comes_of_it_in_those_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_ALIKE", 0.0)
+    swarm = Swarm(precision="bf16")
+    assert {swarm.audited()[1][: len(TRUE)] for _ in range(6)} == {TRUE}
+
+
+def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -> None:
     swarm = Swarm()
-    assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
-    assert {swarm.audited(trains=False)[0] for _ in range(10)} == {""}
-    assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
+    shown = swarm.round_of(sent=torch.zeros_like, trains=False)  # as if it had learned nothing
+    assert shown is not None
+    first = {f"0.weights.{name}": value for name, value in swarm.first.items()}
+    links = shown.account.links
+    tensors = {f"{len(links) - 1}{name[1:]}": value for name, value in first.items()} | {
+        "rates": torch.zeros(0).double()
+    }
+    verdict = swarm.auditor.audit(shown._replace(data=safetensors.torch.save(tensors)))
+    assert verdict is not None
+    assert verdict.why.startswith("has shown something else than it had committed itself to: other weights")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"goes_on": False}, "has begun anew with other weights than the run's"),
+        ({"probe": "00" * 4 * PROBE_SIZE}, "went on from other weights than the run's"),
+        ({"base": 77}, "went on from other rounds' weights"),
+    ],
+)
+def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why: str) -> None:
+    swarm = Swarm()
+    swarm.round_of()
+    swarm.auditor._drawn = "", -1
+    shown = swarm.round_of()
+    assert shown is not None
+    account, links = shown.account, shown.account.links
+    if "base" in change:
+        account = account.model_copy(update={"links": [link._replace(base=77) for link in links]})
+    if "probe" in change:
+        account = account.model_copy(update=change)
+    verdict = swarm.auditor.audit(shown._replace(account=account, goes_on=change.get("goes_on", True)))
+    assert verdict is not None
+    assert (verdict.action, verdict.why) == ("audited", why)
 
 
 def other_labels(swarm: Swarm) -> None:
@@ -188,6 +236,18 @@ def poisoned(swarm: Swarm) -> None:
     swarm.after_update = poison
 
 
+def forgetful(swarm: Swarm) -> None:
+    """Once in a round the optimizer forgets, and it says that the common weights have moved."""
+
+    def forget() -> None:
+        if swarm.position % 24 == 13:
+            swarm.journal.note()
+            swarm.state.optimizer.state.clear()
+            swarm.common.version += 1
+
+    swarm.after_update = forget
+
+
 @pytest.mark.parametrize(
     ("cheat", "why"),
     [
@@ -195,6 +255,7 @@ def poisoned(swarm: Swarm) -> None:
         (other_rates, "has trained with other learning rates than the run's"),
         (turned, "has other weights than those that it had trained and those that all have in common"),
         (poisoned, "has not trained so: "),
+        (forgetful, "has changed its optimizer without an update"),
     ],
 )
 def test_who_trains_otherwise_is_caught_when_that_is_drawn(cheat: Callable[[Swarm], None], why: str) -> None:
