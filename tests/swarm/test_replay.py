@@ -110,9 +110,11 @@ class Swarm:
         drawn, trains = self.auditor.draw(["ben"], self.round)
         return drawn, self.round, trains
 
-    def audited(self, **how: Any) -> tuple[str, str]:
+    def audited(self, *, precision: str = "", **how: Any) -> tuple[str, str]:
         shown = self.round_of(**how)
         assert shown is not None
+        if precision:  # what it claims to have trained in
+            shown = shown._replace(account=shown.account.model_copy(update={"precision": precision}))
         verdict = self.auditor.audit(shown)
         return (verdict.action, verdict.why) if verdict is not None else ("", "")
 
@@ -163,14 +165,12 @@ def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
 
 def test_rounding_is_allowed_for_by_what_comes_of_it_in_those_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_ALIKE", 0.0)
-    swarm = Swarm(precision="bf16")
+    honest, cheat = Swarm(precision="bf16"), Swarm(precision="bf16")
+    cheat.labels = lambda labels: torch.where(labels == 7, 3, labels)
     for _ in range(6):
-        shown = swarm.round_of()
-        assert shown is not None
         # Of a number format that this machine has not: what was trained in bf16 is trained again in fp32.
-        verdict = swarm.auditor.audit(shown._replace(account=shown.account.model_copy(update={"precision": "fp16"})))
-        assert verdict is not None
-        assert verdict.why.startswith(TRUE)
+        assert honest.audited(precision="fp16")[1].startswith(TRUE)
+    assert "has not trained so" in {cheat.audited(precision="fp16")[1][:18] for _ in range(8)}
 
 
 def test_smaller_than_any_number_that_is_sent_is_nothing() -> None:

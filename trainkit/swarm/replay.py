@@ -62,9 +62,10 @@ _SHARE_FOR_AUDITS = 0.05
 _LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
 _MOST_PEERS = 1000
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
-# weights that are off by this share of them: in the same number format, and in another one.
+# weights that are off by this share of them: in the same number format, and in another one (what bf16 rounds by: honest
+# peers are then off by half of what may be, and those who turn labels by twice that).
 _ALIKE, _AS_FAR = 0.02, 4.0
-_NOISE, _OTHER_NOISE = 1e-6, 1e-3
+_NOISE, _OTHER_NOISE = 1e-6, 2e-3
 # Of what was learned, by which a contribution may differ, which was rounded on its way; and how much longer it may be.
 _ROUNDED, _LONGER = 0.1, 1.1
 _HALF = 2.0**-24  # the smallest number of fp16
