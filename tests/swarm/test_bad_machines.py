@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.conftest import started_in
+from tests.swarm.conftest import FAST, TOKEN, started_in
 from trainkit import fileio
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Contributions
 
 
 @contextmanager
@@ -107,3 +109,38 @@ def test_full_disks_stop_no_round_and_a_clock_that_is_off_is_named(tmp_path: Pat
         last, saved = metrics[-1]["round"], [event["round"] for event in events if event["event"] == "saved"]
         assert last - 1 <= saved[-1] <= last
         assert fileio.read_object(run / "checkpoints" / "latest" / "state.json")["state"]["round"] in (last - 1, last)
+
+
+@pytest.mark.long
+@pytest.mark.swarm
+def test_who_joins_a_creator_without_room_is_credited_once_there_is(tmp_path: Path) -> None:
+    """And leaves with a word on its clock, which was set meanwhile; the creator's own clock ends it likewise."""
+    runs, early, late = tmp_path / "runs", tmp_path / "early", tmp_path / "late"
+    with small_disk(runs), started_in(tmp_path) as commands:
+        creator = commands._start(
+            *("tests.swarm.elsewhen", f"-3600@{late}", "jobs.swarm", "create", "hivemind", "--name", "creator"),
+            *("--host", "127.0.0.1", *FAST, "collaborative.round_seconds=4", "collaborative.rounds=60"),
+        )
+        token = creator.says(TOKEN)[1]
+        creator.says("^round 2/60")
+        fill(runs / "ballast")
+        creator.says("cannot write into the run folder")
+        join = ("jobs.join", token, "--allow-code", "--name", "anna")
+        anna = commands._start("tests.swarm.elsewhen", f"10@{early}", *join, "--run-dir", str(tmp_path / "anna"))
+        full = commands.start("join", token, "--allow-code", "--name", "ben")  # into that very folder
+        anna.says(r"(2 peers averaged(.*\n)+.*){2}")
+        assert full.ends() == 2
+        assert "No space left on device" in full.output
+        early.touch()
+        assert anna.ends() == 2
+        assert re.search(r"The clock of this machine is (9\.\d|10\.\d) s ahead of the swarm's\.", anna.output)
+        (runs / "ballast").unlink()
+        creator.says("there is room on the disk again")
+        creator.says(rf"^round {creator.output.count(chr(10) + 'round ') + 2}/60")
+        credited = [row.name for row in Contributions.of(RunDir(commands.run("hivemind-0001"))).best_first()]
+        late.touch()
+        assert creator.ends() == 2
+    assert "anna" in credited
+    assert re.search(r"The clock of this machine was set back by 3,(599|600)\.\d s\.", creator.output)
+    for command in (creator, anna, full):
+        assert "Traceback" not in command.output

@@ -4,6 +4,7 @@ Credit is counted from what was averaged, after the screen; claims are worth not
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -106,6 +107,25 @@ def test_a_creator_takes_back_what_is_later_until_it_has_averaged() -> None:
     assert ["the weights of round 9" in line for line in said] == [True]
 
 
+@pytest.mark.parametrize(("alone", "heard", "stays"), [(0, 0, True), (3, 0, False), (3, 1, True)])
+def test_it_stays_until_those_have_heard_its_goodbye_whom_it_has(
+    alone: int, heard: int, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has just slept has heard of nobody lately."""
+    from trainkit.swarm import roles
+
+    creator: Any = roles.Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
+    assert creator.rounds_alone == roles.LOST_AFTER
+    slept, said = list[float](), list[bool]()
+    creator.publish = lambda stopped, wait: said.append(stopped)
+    creator.clock, creator.rounds_alone = RoundClock(4.0, 0, 10), alone
+    creator.watch = SimpleNamespace(others=lambda since: dict.fromkeys(range(heard)), pause=0.5)
+    monkeypatch.setattr(roles, "time", SimpleNamespace(time=time.time, sleep=slept.append))
+    creator.leave("stopped")
+    assert (said, bool(slept)) == ([True], stays)
+    assert min(slept, default=6.5) >= 6.5
+
+
 def anna(samples: float = 640.0, *, peer: str = "QmAnna", received: int = 0, invited: str | None = None) -> Findings:
     """What the averager has found in a round."""
     return Findings((peer,), (), {peer: samples}, {peer: received}, {} if invited is None else {peer: invited})
@@ -130,7 +150,7 @@ class Account:
         creator.dht = SimpleNamespace(store=lambda key, value, seconds: self.told.append((key, value)))
         creator.credits = Contributions.of(self.run)
         averager = SimpleNamespace(expect=lambda possible, verified: None, findings=lambda: [self.found.pop()])
-        self.sentry = Sentry(averager, Bans(None), credit=creator.credit)
+        self.creator, self.sentry = creator, Sentry(averager, Bans(None), credit=creator.credit)
 
     def after_round(self, found: Findings, peers: Mapping[str, PeerProgress] = PEERS) -> list[Contribution]:
         """Count one; what is in the run folder then."""
@@ -169,11 +189,20 @@ def test_credit_goes_to_the_name_that_the_owner_has_signed(
         ]
 
 
-def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_no_round_and_costs_nobody_credit(run: RunDir) -> None:
+    from trainkit.swarm.records import PeerRound
+
     def full(self: Contributions, run: RunDir) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Contributions, "write", full)
     account = Account(run)
-    account.after_round(anna())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contributions, "write", full)
+        account.after_round(anna())
     assert account.told[0][1][0]["samples"] == 640.0
+    assert Contributions.of(run).rows() == []
+    account.creator.after_round(PeerRound(10))  # alone
+    assert [row["samples"] for row in Contributions.of(run).rows()] == [640.0]
+    account.creator.withdraw("anna")
+    account.creator.after_round(PeerRound(11))
+    assert Contributions.of(run).rows() == []

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 from tests.swarm.test_exchange import KEY, RUN, STATE, by
 from trainkit.config.loading import load
 from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.swarm.address import WallClock
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.exchange import digest_of, sign_digest
 from trainkit.swarm.messages import Manifest, RoundClock
@@ -38,6 +39,7 @@ class World:
     back_at: float = 3600.0
     ready_at: float = 0.0
     stop_at: float = 1e9
+    ahead: float | None = None
     now: float = 0.0
     asked: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -53,7 +55,7 @@ class World:
         from trainkit.swarm import roles
 
         guest = a_guest(Hooks(lambda: self.now >= self.stop_at, self.said.append), patience)
-        guest.dht = SimpleNamespace(reconnect=self.look)
+        guest.dht = SimpleNamespace(reconnect=self.look, in_dht=lambda *asked: self.ahead)
         guest.finds_run = lambda: self.now >= self.ready_at
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
@@ -84,6 +86,26 @@ def test_it_gives_up_when_the_stated_time_is_over() -> None:
             world.wait(patience)
         assert world.now == pytest.approx(patience, abs=1.0)
         assert patience or world.asked == [0.0]
+
+
+def test_a_clock_that_was_set_is_named_and_no_swarm_waited_for() -> None:
+    with pytest.raises(UserError, match=r"is 10\.0 s ahead of the swarm's"):
+        World(back_at=0.0, ahead=10.0).wait()
+
+
+@pytest.mark.parametrize(("ahead", "may_be_alone"), [(None, False), (None, True), (0.2, True), (-10.0, False)])
+def test_a_clock_that_is_set_in_a_round_ends_it_where_it_is_wrong(ahead: float | None, may_be_alone: bool) -> None:
+    """Who is alone has nobody to ask, and has gone by the clock as it was."""
+    guest = a_guest(Hooks(lambda: False, print))
+    guest.averaging, guest.may_be_alone = SimpleNamespace(require_helpers=lambda: None), may_be_alone
+    guest.dht, now = SimpleNamespace(in_dht=lambda *asked: ahead), [100.0]
+    guest.wall_clock = WallClock(lambda: now[0], lambda: 5.0)
+    guest.hear()
+    now[0] -= 10.0
+    is_wrong, says = ahead is not None and abs(ahead) > 1.0, r"was set back by 10\.0 s|is 10\.0 s behind the swarm's"
+    with pytest.raises(UserError, match=says) if is_wrong or (ahead is None and may_be_alone) else nullcontext():
+        guest.hear()
+    guest.hear()  # it is told once
 
 
 CONFIG = load("hivemind", ["collaborative.round_seconds=4", "collaborative.rounds=1000"]).config
@@ -132,7 +154,7 @@ def test_it_gives_nothing_back_to_a_creator_that_was_not_away() -> None:
 def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
     world = World(back_at=200.0, ready_at=200.0)
     guest = a_guest(Hooks(lambda: False, world.said.append))
-    guest.dht, guest.clock, asked = SimpleNamespace(reconnect=world.look), OLD, []
+    guest.dht, guest.clock, asked = SimpleNamespace(reconnect=world.look, in_dht=lambda *of: None), OLD, []
     guest.adopt = lambda seconds, fits: asked.append(seconds)
 
     def finds_run() -> bool:

@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -190,6 +190,27 @@ def wrong_clock(how: str = "differs from the swarm's by more than three seconds"
     why = "Rounds end by the clock, so the peers' clocks must agree."
     fix = "Set it: `timedatectl set-ntp true`, or ask the administrator."
     return UserError(f"The clock of this machine {how}.", why=why, fix=fix)
+
+
+def _steady() -> float:
+    # On Linux also while the machine sleeps.
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class WallClock:
+    """Notices when somebody, or NTP, sets this machine's clock."""
+
+    def __init__(self, now: Callable[[], float] = time.time, steady: Callable[[], float] = _steady) -> None:
+        self._now, self._steady = now, steady
+        self._offset = now() - steady()
+
+    def jumped(self) -> float:
+        """Seconds by which it was set forward since the last call, negative if back; 0 for what no peer minds."""
+        before, offset = self._offset, self._now() - self._steady()
+        if abs(offset - before) <= MOST_APART / 2:
+            return 0.0
+        self._offset = offset
+        return offset - before
 
 
 async def serve_wall_clock(node: Any) -> None:

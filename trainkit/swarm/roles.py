@@ -69,12 +69,13 @@ class Creator(Session):
         super().__init__(held, spec, hooks)
         self.config, folder = config, spec.folder
         self.own_addresses: list[str] = []
-        self.since, self.has_warned = 0.0, False
+        self.since, self.has_warned, self.has_unwritten = 0.0, False, False
         self.back_at = math.inf
         """The round with which it has come back, until somebody has averaged with it; else none."""
         self.saved = address.saved_peer(folder) if folder is not None else None
         self.memory = address.Memory(self.saved.others if self.saved is not None else ())
         self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
+        self.rounds_alone = LOST_AFTER  # until somebody comes
 
     def open_swarm(self) -> None:
         """Start the first node, or come back to the others, unless the run goes on elsewhere."""
@@ -185,6 +186,8 @@ class Creator(Session):
     def after_round(self, done: PeerRound) -> None:
         """Take note of a round; whoever comes back after others is too late to give anything back."""
         super().after_round(done)
+        if self.has_unwritten:
+            self.keep_credits()
         if self.back_at < math.inf and done.result.used == "average":
             self.back_at = math.inf
             self.averaging.take_back(math.inf)
@@ -216,14 +219,21 @@ class Creator(Session):
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
         seconds = self.clock.seconds
         self.credits.add(self.round_seconds or seconds, counted)
-        self.writer.check()
-        with suppress(OSError):  # a full disk; the next round writes all of it again
-            self.credits.write(self.writer.run)
+        self.keep_credits()
         self.dht.store(CREDITS, self.credits.rows()[:MOST_CREDITED], LOST_AFTER * seconds + 60.0)
 
+    def keep_credits(self) -> None:
+        """Write the account; on a full disk, again after the next round, even if nobody is there any more."""
+        self.writer.check()
+        self.has_unwritten = True
+        with suppress(OSError):
+            self.credits.write(self.writer.run)
+            self.has_unwritten = False
+
     def withdraw(self, name: str) -> None:
-        """Take back what was counted of a name; written with the next round."""
+        """Take back what was counted of a name; written after the round."""
         self.credits.withdraw(name)
+        self.has_unwritten = True
 
     def train(self, rounds: RoundRecorder) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""
@@ -245,7 +255,8 @@ class Creator(Session):
             time.sleep(max(0.0, self.clock.end + 2.0 - time.time()))
             return
         self.publish(stopped=True, wait=True)
-        if self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
+        # Who has just slept has heard of nobody for a while, and still has others.
+        if self.rounds_alone < LOST_AFTER or self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
             # With this peer the news would vanish; and who takes over the state hears it afterwards.
             deaf = min(self.clock.seconds / 2, ASK_SECONDS)
             time.sleep(4 * NEWS_SECONDS + self.watch.pause + deaf)
@@ -409,6 +420,10 @@ class Guest(Session):
             if rounds is not None:
                 rounds.remark("swarm_back", round=self.common.round)
             self._say_round("Back in {},")
+        if (
+            ending == "finished" and self.common.round < self.clock.count - LOST_AFTER
+        ):  # its clock says so, perhaps alone
+            address.require_same_time(self.dht, self.memory.others)
         return ending
 
     def wait_until_back(self) -> bool:
@@ -423,8 +438,10 @@ class Guest(Session):
         deadline = time.monotonic() + patience
         while not self.hooks.stop_requested():
             if (now := time.monotonic()) >= ask_at:
-                if self.dht.reconnect(self.memory.others) and (self.finds_run() or self.watch.stopped):
-                    return True
+                if self.dht.reconnect(self.memory.others):
+                    address.require_same_time(self.dht, self.memory.others)
+                    if self.finds_run() or self.watch.stopped:
+                        return True
                 if now >= deadline:
                     what = f"The swarm has not answered for {terminal.age(patience)}."
                     why = "Its creator has gone without a word, or this machine has lost its network."

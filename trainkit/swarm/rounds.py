@@ -99,10 +99,9 @@ class _Loop:
             return "ended"
         if peer.watch.first_round > peer.clock.first:  # clocks move on only, so that an old manifest moves nobody back
             return "moved"
-        if peer.rounds_alone >= LOST_AFTER:
+        if peer.rounds_alone >= LOST_AFTER and not peer.may_be_alone:
             peer.rounds_alone = 0  # counted anew after the swarm has come back
-            if not peer.may_be_alone:
-                return "lost"
+            return "lost"
         return None
 
     def publish(self, done: PeerRound) -> None:
@@ -200,16 +199,16 @@ class TimedLoop(_Loop):
         peer, clock, averaging = self.peer, self.peer.clock, self.peer.averaging
         boundary = clock.boundary(index)
         search_at = boundary - self.config.collaborative.matchmaking_seconds
-        began = news_at = time.time()
+        began, news_at = time.time(), time.monotonic()  # which goes on where the clock is set back
         samples, seconds, lr = 0, 0.0, 0.0
         self.model.train()
         while True:
             now = time.time()
             if not averaging.begun and (ending := self.ending()):
                 return ending  # afterwards the others count on this peer; the rest of the round is short
-            if now > news_at:
+            if time.monotonic() >= news_at:
                 self.hear()
-                news_at = now + NEWS_SECONDS
+                news_at = time.monotonic() + NEWS_SECONDS
             self.settle(0.0)
             if self.auditor is not None and now + self.auditor.seconds < search_at:
                 self.audit(self.auditor, index)
@@ -225,7 +224,7 @@ class TimedLoop(_Loop):
                 seconds += taken
             else:
                 time.sleep(min(NEWS_SECONDS, boundary - now) / 4)
-        time.sleep(max(0.0, boundary - time.time()))
+        time.sleep(min(max(0.0, boundary - time.time()), clock.seconds))  # no longer, should the clock be set back
         others = peer.watch.others(time.time() - LOST_AFTER * clock.seconds)
         metrics = peer.team.read(self.update.meter)
         told = peer.journal.close(index) if peer.journal is not None else None
@@ -271,7 +270,7 @@ class TimedLoop(_Loop):
     def step(self, now: float) -> tuple[float, float]:
         """One update; its learning rate, and how long it took."""
         peer, device = self.peer, self.peer.team.judge.dist.device
-        lr, seed = self.rate_at(now), derive_seed(peer.data_seed, peer.progress.position)
+        began, lr, seed = time.monotonic(), self.rate_at(now), derive_seed(peer.data_seed, peer.progress.position)
         if peer.journal is not None:
             peer.journal.before_update(peer.progress.position, lr, now)
         with together(peer.team.size):
@@ -280,7 +279,7 @@ class TimedLoop(_Loop):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
         peer.progress.step += made.stepped.skip is None
-        taken = time.time() - now
+        taken = time.monotonic() - began
         self.note_update(made, peer.progress.step, taken)
         return lr, taken
 
@@ -422,7 +421,7 @@ class SampleLoop(_Loop):
 
     def news(self, *, at_once: bool = False) -> None:
         """Tell and hear how far everybody is, now and then."""
-        now = time.time()
+        now = time.monotonic()
         if now < self.news_at and not at_once:
             return
         self.news_at = now + _PUBLISH_SECONDS
@@ -438,7 +437,7 @@ class SampleLoop(_Loop):
         """As `_Loop`; silence counts by the time."""
         now = time.time()
         if self.others():
-            self.heard_at = now
+            self.heard_at, self.peer.rounds_alone = now, 0
         elif now - self.heard_at > LOST_AFTER * self.peer.clock.seconds:
             self.heard_at, self.peer.rounds_alone = now, LOST_AFTER
         return super().ending()
@@ -509,9 +508,9 @@ class SampleLoop(_Loop):
         if not peer.spec.trains or left <= 0.0:
             time.sleep(_IDLE_SECONDS)
             return
-        began = time.time()
+        began = time.monotonic()
         made = self.update(self.batches, lr=0.0, seed=derive_seed(peer.data_seed, peer.progress.position))
-        taken = time.time() - began
+        taken = time.monotonic() - began
         self.seconds += taken
         self.note_update(made, self.common.round, taken)
 

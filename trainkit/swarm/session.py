@@ -41,7 +41,7 @@ from trainkit.monitor.hardware import sample_hardware
 from trainkit.run import snapshot
 from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
-from trainkit.swarm import access, processes
+from trainkit.swarm import access, address, processes
 from trainkit.swarm.access import banned_with
 from trainkit.swarm.address import Memory, SavedPeer, keep_identity, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
@@ -361,6 +361,7 @@ class Session:
         self.held, self.spec, self.hooks = held, spec, hooks
         self.progress = Progress()
         self.rounds: RoundRecorder | None = None
+        self.wall_clock = address.WallClock()
         # How it gets on, also when it has lost the swarm meanwhile.
         self.step_seconds = 0.0
         """How long an update takes, on average over the last few; 0: not known yet."""
@@ -491,8 +492,15 @@ class Session:
             self.rounds.remark(kind, **facts)
 
     def hear(self) -> None:
-        """Take in what the others say."""
+        """Take in what the others say.
+
+        Raises UserError when this machine's clock was set, and is not the swarm's any more.
+        """
         self.averaging.require_helpers()
+        if jumped := self.wall_clock.jumped():
+            agrees = address.require_same_time(self.dht, self.memory.others)
+            if not agrees and self.may_be_alone:  # the others have gone by this clock as it was
+                raise address.wrong_clock(f"was set {'forward' if jumped > 0.0 else 'back'} by {abs(jumped):,.1f} s")
         self.watch.poll()
 
     def before_round(self) -> None:
