@@ -149,7 +149,12 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     """What a peer's run came to."""
     from trainkit.monitor.follow import summary_lines
 
-    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
+    endings = {
+        "finished": "All rounds are done.",
+        "stopped": "Left the swarm.",
+        "ended": "The creator ended the run.",
+        "moved": "The run goes on elsewhere.",
+    }
     print(endings[ending])
     if run_dir is None:
         return

@@ -65,24 +65,19 @@ def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...])
     assert THERE in refused.value.why
 
 
-@pytest.mark.parametrize(
-    ("told", "is_double"),
-    [
-        pytest.param(replace(TOLD, addresses=[THERE]), True, id="elsewhere, while this one leads the run since 900 s"),
-        pytest.param(None, False, id="nothing"),
-        pytest.param(replace(TOLD, addresses=HERE), False, id="its own"),
-        pytest.param(replace(TOLD, time=899.0, addresses=[THERE]), False, id="of its earlier life"),
-    ],
-)
-def test_a_duplicate_is_told_of_once_and_a_peers_own_word_is_none(told: PeerProgress | None, is_double: bool) -> None:
+@pytest.mark.parametrize(("since", "moved"), [(899.0, False), (900.0, False), (901.0, True)])
+def test_of_two_creators_of_a_run_the_one_that_was_started_later_goes_on(since: float, moved: bool) -> None:
+    """The others hear no word of it: to them the run has not ended."""
     from trainkit.swarm.roles import Creator
 
     said: list[str] = []
-    creator = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
-    creator.own_addresses, creator.since = HERE, 900.0
-    for _ in range(3):
-        creator.warn_of_duplicate(told)
-    assert [f"at {THERE}: two swarms come of it" in line for line in said] == [True] * is_double
+    creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
+    told = replace(TOLD, addresses=[THERE])
+    creator.own_addresses, creator.since, creator.dht = HERE, 900.0, SimpleNamespace(peer_id=ME)
+    creator.watch = SimpleNamespace(since=since, peers={ME: told})
+    assert creator.has_moved is moved
+    creator.leave("moved")
+    assert f"was started later, at {THERE}." in said[0]
 
 
 def test_a_creator_takes_back_what_is_later_until_it_has_averaged() -> None:

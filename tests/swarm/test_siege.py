@@ -1,5 +1,6 @@
 """A swarm of real peers whose network is cut for a while."""
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -38,3 +39,29 @@ def test_the_halves_of_a_network_that_was_cut_become_one_swarm_again(tmp_path: P
     assert "2 peers averaged" in volunteers[1].output
     assert "taking over their state" not in creator.output
     assert "taking over their state" in anchor.output + volunteers[1].output
+
+
+def test_a_copy_that_is_started_in_a_cut_network_goes_on_alone(tmp_path: Path) -> None:
+    """As its owner has asked with ``--force``; the creator that was cut off leaves when it hears of that."""
+    with internet(public=3, homes=1) as net, started_in(tmp_path) as commands:
+        creator = commands.start(*CREATE, on=net.on("pub1"))
+        token = creator.says(TOKEN)[1]
+        anchoring = ("swarm", "anchor", commands.invite("anchors", "--reduce"), "--allow-code", "--port", "4712")
+        anchor = commands.start(*anchoring, on=net.on("pub2"))
+        home = commands.join(token, "--name", "home", on=net.on("lan1"))
+        creator.says("3 peers averaged", 150)
+        copy = shutil.copytree(commands.run("hivemind-0001"), commands.folder / "copied" / "hivemind-0001")
+        with net.split("pub1"):
+            # A machine has a name of its own, by which it knows that the process of the run is not here.
+            machine = (*net.on("pub3"), "unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh")
+            resume = ("swarm", "create", "--allow-code", "--force", "--resume", str(copy))
+            again = commands.start(*resume, on=machine)
+            again.says("3 peers averaged", 150)
+        assert creator.ends(120) == 0
+        healed = len(again.output)
+        again.says(rf"(?s)\A.{{{healed}}}.*3 peers averaged", 20 * ROUND_SECONDS)
+        assert home.process.poll() is None
+        again.process.send_signal(signal.SIGINT)
+        assert [command.ends() for command in (again, anchor, home)] == [0] * 3
+    assert "was started later, at /ip4/45.10.10.13/" in creator.output
+    assert home.output.count("The creator ended the run.") == 1

@@ -472,6 +472,8 @@ class Watch:
         """The creator has ended the run."""
         self.first_round = 0
         """By the creator's clock; 0 as long as it has not been heard."""
+        self.since = 0.0
+        """When the creator was started."""
 
     def poll(self) -> None:
         """Take the answers that are there and ask again."""
@@ -509,4 +511,4 @@ class Watch:
         elif (manifest := messages.records_in(key, found).get(self.creator)) is None:
             self.stopped = False
         else:
-            self.stopped, self.first_round = manifest.stopped, manifest.first_round
+            self.stopped, self.first_round, self.since = manifest.stopped, manifest.first_round, manifest.since

@@ -70,6 +70,8 @@ class Manifest:
     stopped: Flag = False
     """The creator has ended the run before its last round."""
     protocol: Count = PROTOCOL
+    since: Annotated[Number, Field(ge=0.0, le=1e11)] = 0.0
+    """When its creator was started: of two with the same key the later one counts."""
     origin: Annotated[str, Field(strict=True, max_length=300)] = ""
     """Which trainkit the creator runs, as a person is told."""
     needs: Annotated[list[Requirement], Field(max_length=MOST_NEEDS)] = field(default_factory=list)

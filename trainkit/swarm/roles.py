@@ -23,7 +23,7 @@ from trainkit.swarm import address, admission, dht, link, messages
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.exchange import read_digest
 from trainkit.swarm.invitations import Key, UntrustedError
-from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, PeerProgress, RoundClock
+from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, RoundClock
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import ASK_SECONDS, LOST_AFTER, Session, provenance, require_same, without_data
@@ -69,7 +69,7 @@ class Creator(Session):
         super().__init__(held, spec, hooks)
         self.config, folder = config, spec.folder
         self.own_addresses: list[str] = []
-        self.since, self.has_warned, self.has_unwritten = 0.0, False, False
+        self.since, self.has_unwritten = time.time(), False
         self.back_at = math.inf
         """The round with which it has come back, until somebody has averaged with it; else none."""
         self.saved = address.saved_peer(folder) if folder is not None else None
@@ -149,6 +149,7 @@ class Creator(Session):
             name=self.writer.run.name,
             config=to_yaml(config),
             first_round=self.clock.first,
+            since=self.since,
             owner=self.key.public.hex(),
             num_classes=info.num_classes,
             in_chans=info.in_chans,
@@ -160,7 +161,7 @@ class Creator(Session):
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
-        self.own_addresses, self.since = self.dht.addresses(), time.time()
+        self.own_addresses = self.dht.addresses()
         self.publish(wait=True)
         before = address.addresses_in(self.writer.run)
         self.keep_place(self.run_id, self.own_addresses)
@@ -193,27 +194,14 @@ class Creator(Session):
             self.averaging.take_back(math.inf)
 
     def before_round(self) -> None:
-        """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
+        """Publish again, so that the manifest neither expires nor misses on new nodes."""
         super().before_round()
         self.publish()
-        self.warn_of_duplicate(self.watch.peers.get(self.dht.peer_id))
 
-    def warn_of_duplicate(self, told: PeerProgress | None) -> None:
-        """Say it once if another creator, with a copy of the run folder and so its key, leads a swarm of its own.
-
-        Args:
-            told: what the swarm knows of this peer; before ``since`` this run said so itself, in another process.
-        """
-        if self.has_warned or told is None or told.time <= self.since:
-            return
-        own = self.own_addresses
-        if there := elsewhere(told.addresses, own, address.peer_of(own[0])):
-            self.has_warned = True
-            place = terminal.one_line(there[0])
-            self.hooks.say(
-                f"  another machine goes on with this run and its key, at {place}: two swarms come of it. "
-                "End one of the two with Ctrl-C"
-            )
+    @property
+    def has_moved(self) -> bool:
+        """Another process goes on with this run, and has its key; it was started later, so it counts."""
+        return self.watch.since > self.since
 
     def credit(self, counted: Iterable[Counted]) -> None:
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
@@ -250,9 +238,17 @@ class Creator(Session):
 
     def leave(self, ending: Ending) -> None:
         """Stay until the others can do without this peer."""
-        if ending != "stopped":
+        if ending == "moved":
+            told = self.watch.peers.get(self.dht.peer_id)
+            there = elsewhere(told.addresses, self.own_addresses, self.dht.peer_id) if told is not None else []
+            place = terminal.one_line(there[0]) if there else "another place"
+            self.hooks.say(
+                f"A creator with the key of this run was started later, at {place}. This one leaves the run."
+            )
+        if ending == "finished":
             # The others may still be fetching their part of the last round's average from this peer.
             time.sleep(max(0.0, self.clock.end + 2.0 - time.time()))
+        if ending != "stopped":
             return
         self.publish(stopped=True, wait=True)
         # Who has just slept has heard of nobody for a while, and still has others.

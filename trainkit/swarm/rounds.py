@@ -32,8 +32,8 @@ from trainkit.training.recorder import MOST_ROLLBACKS
 from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
 Ending = Literal["finished", "stopped", "ended", "moved", "lost"]
-"""All rounds done; told to leave by a signal; the creator has ended the run; it goes on by another clock; nobody of the
-swarm answers any more."""
+"""All rounds done; told to leave by a signal; the creator has ended the run; it goes on by another clock, or without
+this creator; nobody of the swarm answers any more."""
 
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
@@ -97,7 +97,7 @@ class _Loop:
             return "stopped"
         if peer.watch.stopped:
             return "ended"
-        if peer.watch.first_round > peer.clock.first:  # clocks move on only, so that an old manifest moves nobody back
+        if peer.has_moved:
             return "moved"
         if peer.rounds_alone >= LOST_AFTER and not peer.may_be_alone:
             peer.rounds_alone = 0  # counted anew after the swarm has come back

@@ -503,6 +503,11 @@ class Session:
                 raise address.wrong_clock(f"was set {'forward' if jumped > 0.0 else 'back'} by {abs(jumped):,.1f} s")
         self.watch.poll()
 
+    @property
+    def has_moved(self) -> bool:
+        """The run goes on by another clock. Clocks move on only, so that an old manifest moves nobody back."""
+        return self.watch.first_round > self.clock.first
+
     def before_round(self) -> None:
         """Remember the peers that can be reached, and look for those of them that are silent.
 
