@@ -50,7 +50,9 @@ def test_a_copy_that_is_started_in_a_cut_network_goes_on_alone(tmp_path: Path) -
         anchor = commands.start(*anchoring, on=net.on("pub2"))
         home = commands.join(token, "--name", "home", on=net.on("lan1"))
         creator.says("3 peers averaged", 150)
+        creator.process.send_signal(signal.SIGSTOP)  # or a checkpoint might go while it is copied
         copy = shutil.copytree(commands.run("hivemind-0001"), commands.folder / "copied" / "hivemind-0001")
+        creator.process.send_signal(signal.SIGCONT)
         with net.split("pub1"):
             # A machine has a name of its own, by which it knows that the process of the run is not here.
             machine = (*net.on("pub3"), "unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh")
