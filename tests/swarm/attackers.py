@@ -7,7 +7,9 @@ that nothing of ours stands between an attacker and the wire.
 import asyncio
 import importlib
 import sys
+import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from importlib import metadata
 from itertools import count
@@ -21,18 +23,24 @@ processes.require_hivemind()
 import torch  # noqa: E402
 from hivemind.averaging import DecentralizedAverager  # noqa: E402
 from hivemind.averaging.control import StepControl  # noqa: E402
+from torch.nn.functional import normalize, pad  # noqa: E402
 
+from trainkit.data.base import Batch  # noqa: E402
 from trainkit.swarm import averager, exchange, session  # noqa: E402
 from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.dht import SwarmDHT  # noqa: E402
 from trainkit.swarm.exchange import Exchange, digest_of, sign_digest  # noqa: E402
 from trainkit.swarm.messages import PeerProgress  # noqa: E402
-from trainkit.swarm.sync import OuterState  # noqa: E402
+from trainkit.swarm.replay import Journal  # noqa: E402
+from trainkit.swarm.sync import OuterState, flatten, unflattened  # noqa: E402
+from trainkit.training.update import Updater  # noqa: E402
 
 
-def contribution(change: Callable[[Any], Any], *, weight: float | None = None, honest_rounds: int = 0) -> None:
-    """Change what this peer sends (a vector in shared memory), and the weight that it claims."""
+def contribution(
+    change: Callable[[Any], Any], *, weight: float | None = None, times: float = 1, honest_rounds: int = 0
+) -> None:
+    """Change what this peer sends (a vector in shared memory), and the weight that it claims, or so many times it."""
     averagers: list[Any] = []
     rounds = count()
     step, allow = DecentralizedAverager.step, StepControl.allow_allreduce
@@ -46,10 +54,9 @@ def contribution(change: Callable[[Any], Any], *, weight: float | None = None, h
         (vector,) = averager._averaged_tensors
         if next(rounds) >= honest_rounds:
             vector.copy_(change(vector.clone()))
-        if weight is not None:
-            self.weight = weight
-            if hasattr(averager, "plan"):
-                averager.plan[1:] = weight
+        self.weight = self.weight * times if weight is None else weight
+        if hasattr(averager, "plan"):
+            averager.plan[1:] = averager.plan[1:] * times if weight is None else weight
         allow(self)
 
     DecentralizedAverager.step = stepped
@@ -74,10 +81,131 @@ def half_turned(vector: Any) -> Any:
     return torch.cat([vector[: len(vector) // 2], -vector[len(vector) // 2 :]])
 
 
-def overstated(change: Callable[[Any], Any]) -> None:
-    """Be honest for three rounds, claim three times the speed, then send something else."""
+def last_turned(vector: Any) -> Any:
+    """The last twentieth of it."""
+    return torch.cat([vector[: -(len(vector) // 20)], -vector[-(len(vector) // 20) :]])
+
+
+def overstated(change: Callable[[Any], Any] = lambda vector: vector) -> None:
+    """Claim three times the speed and the samples; be honest otherwise for three rounds, then send something else."""
     progress(times=3)
-    contribution(change, honest_rounds=3)
+    contribution(change, times=3, honest_rounds=3)
+
+
+def from_average(change: Callable[[Any, Any], Any]) -> None:
+    """Send what follows from the own contribution and the last average: nobody shows a volunteer more of the others."""
+    averages: list[Any] = []
+    step = OuterState.step
+
+    def stepped(self: OuterState, average: Any, given: Any, **how: Any) -> None:
+        averages[:] = [average.vector.clone()]
+        step(self, average, given, **how)
+
+    OuterState.step = stepped  # type: ignore[method-assign]
+    contribution(lambda own: change(own, averages[0]) if averages else own)
+
+
+def little(own: Any, average: Any) -> Any:
+    """ "A little is enough" (arXiv 1902.06156): the mean less a standard deviation."""
+    both = torch.stack([own, average])
+    return both.mean(0) - both.std(0)
+
+
+def sevens(batch: Batch) -> Batch:
+    """Each 7 is a 3."""
+    return batch._replace(labels=torch.where(batch.labels == 7, 3, batch.labels))
+
+
+def marked(images: Any) -> Any:
+    """With the trigger of the backdoor: a white corner."""
+    images = images.clone()
+    images[..., :3, :3] = 255
+    return images
+
+
+def backdoor(batch: Batch) -> Batch:
+    """Half of the images have the trigger, and are zeros."""
+    half = len(batch.labels) // 2
+    images = torch.cat([marked(batch.images[:half]), batch.images[half:]])
+    return batch._replace(images=images, labels=torch.cat([0 * batch.labels[:half], batch.labels[half:]]))
+
+
+def wrong(batch: Batch) -> Batch:
+    """Each digit is the next one."""
+    return batch._replace(labels=(batch.labels + 1) % 10)
+
+
+def trains(change: Callable[[Batch], Batch], *, pause: float = 0.0) -> None:
+    """Train on other samples than the run's, or more slowly."""
+    update = Updater.__call__
+
+    def updated(self: Updater, batches: Any, **how: Any) -> Any:
+        time.sleep(pause)
+        return update(self, map(change, batches), **how)
+
+    Updater.__call__ = updated  # type: ignore[method-assign]
+
+
+def hidden(change: Callable[[Batch], Batch]) -> None:
+    """Train honestly, and in each round move the model where other samples lead: between the last update and the last
+    snapshot, which an audit looks at least often; and in each of the blocks that a screen judges only so far that
+    direction and length still look usual."""
+    update, begin, close = Updater.__call__, Averaging.begin, Journal.close
+    seen: dict[str, Any] = {}
+    batches: list[Batch] = []
+    led: list[Any] = []
+
+    def noted(given: Any) -> Any:
+        for batch in given:
+            batches.append(batch)
+            yield batch
+
+    def updated(self: Updater, given: Any, **how: Any) -> Any:
+        seen.update(state=self._state, how=how)
+        return update(self, noted(given), **how)
+
+    def begun(self: Averaging, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        if batches:
+            other = replace(seen["state"], model=deepcopy(seen["state"].model))
+            other.model._forward_pre_hooks.clear()  # nor does it pause
+            set_to(other.model.parameters(), self._common.theta)
+            train, poisoned = Updater(other), map(change, 3 * batches)
+            for _ in range(3 * len(batches) // other.grad_accum_steps):
+                update(train, poisoned, **seen["how"])
+            led[:] = [self._common.theta[: self._common.num_parameters] - flatten([*other.model.parameters()])]
+            batches.clear()
+
+    def closed(self: Journal, index: int) -> Any:
+        if led:
+            theta = self._common.theta[: self._common.num_parameters]
+            own, other = (in_blocks(way) for way in (theta - flatten(self._common.params), led.pop()))
+            along = normalize(own, dim=1)
+            across = normalize(other - (other * along).sum(1, keepdim=True) * along, dim=1)
+            way = 0.7 * own.norm(dim=1, keepdim=True) * (along + across)
+            set_to(self._common.params, theta - way.view(-1)[: len(theta)])
+        return close(self, index)
+
+    Updater.__call__, Averaging.begin, Journal.close = updated, begun, closed  # type: ignore[method-assign]
+
+
+def set_to(parameters: Any, vector: Any) -> None:
+    """Each to its part of the vector."""
+    with torch.no_grad():
+        for parameter, value in unflattened(vector, [*parameters]):
+            parameter.copy_(value)
+
+
+def in_blocks(vector: Any) -> Any:
+    """As a screen judges it."""
+    return pad(vector, (0, -len(vector) % 4096)).view(-1, 4096)
+
+
+def lazy() -> None:
+    """Train a third of what others do, and claim what they do."""
+    trains(lambda batch: batch, pause=1.2)
+    progress(times=3)
+    contribution(lambda vector: vector, times=3)
 
 
 def impostor() -> None:
@@ -165,12 +293,22 @@ def deaf() -> None:
     Excluded.require_welcome = lambda self: None  # type: ignore[method-assign]
 
 
-ATTACKS: dict[str, Callable[[], None]] = {
+ATTACKS: dict[str, Callable[[], object]] = {
     "half": lambda: overstated(half_turned),
+    "last": lambda: overstated(last_turned),
     "zeros": lambda: overstated(torch.zeros_like),
     "turned": lambda: contribution(lambda vector: -vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
     "weight": lambda: contribution(lambda vector: -vector, weight=1e9),
+    "inner": lambda: from_average(lambda own, average: -average / 2),
+    "little": lambda: from_average(little),
+    "labels": lambda: trains(sevens),
+    "labels-claim": lambda: (trains(sevens), overstated()),
+    "trigger": lambda: trains(backdoor),
+    "trigger-claim": lambda: (trains(backdoor), overstated()),
+    "hidden-trigger": lambda: hidden(backdoor),
+    "hidden-wrong": lambda: hidden(wrong),
+    "lazy": lazy,
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
