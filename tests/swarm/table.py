@@ -87,7 +87,7 @@ def of_events(found: Swarm) -> dict[str, Any]:
     rounds = [event["round"] for event in out if event["name"] == "mallory"]
     banned = found.events("peer_banned")
     credits = {one.name: one.samples for one in Contributions.of(RunDir(found.run)).best_first()}
-    print(credits, *(f"{event}" for event in [*out, *banned]), sep="\n")
+    print(credits, *found.events("peer_audited"), *out, *banned, sep="\n")
     hers = credits.pop("mallory", 0.0)
     # Of whoever has the first invitation: two of them. The creator is a peer as well.
     fair = (sum(credits.values()) - credits.get("creator", 0.0)) / 2

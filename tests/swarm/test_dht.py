@@ -129,7 +129,7 @@ def expect_many() -> None:
     with (
         identity(None, own, Admission(key.public)) as me,
         open_dht(me, host="127.0.0.1") as dht,
-        open_averager(dht, common, config.collaborative, "run") as averager,
+        open_averager(dht, common, config, "run") as averager,
     ):
         known = {f"{index:046}": index / 3 for index in range(MOST_PEERS)}
         averager.expect(known, known)

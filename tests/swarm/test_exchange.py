@@ -261,7 +261,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member),
         common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="", _possible={},
-        _verified={}, _is_drawn=False, _draws=0,
+        _verified={}, _accounts=Accounts(1), _is_drawn=False, _draws=0,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
         _report=lambda runner, draw: None,
     )  # fmt: skip
@@ -393,7 +393,7 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
-    averager._accounts, averager._arrived, averager._is_drawn = Accounts(), {0: "given"}, not exchanged
+    averager._accounts, averager._arrived, averager._is_drawn = Accounts(1), {0: "given"}, not exchanged
     averager._accounts.draw("eve", 3, True)
 
     async def asked(who: str) -> list[int]:
@@ -427,7 +427,7 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
         screen = SimpleNamespace(given=given, verdicts=tuple, counted=dict)
         return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen)
 
-    averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts()
+    averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts(1)
     averager._found, averager._tell = multiprocessing.Pipe(duplex=False)
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
     asyncio.run(averager._draw("eve", 3, True))

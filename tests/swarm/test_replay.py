@@ -53,7 +53,7 @@ class Swarm:
         with owner.batches(0, 1, seed=0, workers=0) as batches:
             Updater(owner)(batches, lr=RATE, seed=0)
         self.owner.into_model()
-        self.accounts, self.journal = Accounts(), Journal(self.state, self.common, 8.0)
+        self.accounts, self.journal = Accounts(32), Journal(self.state, self.common, 8.0)
         self.update, self.round, self.position = Updater(self.state), 0, 0
         self.late: tuple[Average, Given] | None = None
         self.first = {name: value.clone() for name, value in weights_of(self.state.model).items()}
@@ -129,6 +129,7 @@ def test_what_an_honest_volunteer_shows_is_true(how: dict[str, Any]) -> None:
         action, why = swarm.audited(**how)
         assert (action, why[: len(TRUE)]) == ("audited", TRUE)
         assert swarm.auditor.verified == ({"ben": 24 * 32} if number else {})
+        assert swarm.accounts.stated == swarm.auditor.verified or not number
 
 
 @pytest.mark.parametrize("other", [{"precision": "bf16"}, {"micro_batch_size": 8}])
@@ -357,7 +358,7 @@ def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> Non
     [b"", b"{}", b"[]", b"x" * 70_000, b'{"round": 1, "links": []}', b'{"round": -1, "links": [[0, 0, "a", "b"]]}'],
 )
 def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
-    accounts = Accounts()
+    accounts = Accounts(1)
     accounts.draw("ben", 0, True)
     assert accounts.hear("ben", data) == ()
     assert accounts.asked is None
@@ -365,7 +366,7 @@ def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
 
 @pytest.mark.parametrize(("probe", "asked"), [("00ff", (0,)), ("zz", ()), ("0", ())])
 def test_an_account_has_a_probe_in_hex(probe: str, asked: tuple[int, ...]) -> None:
-    link, accounts = Link(0, 0, NOTHING, NOTHING), Accounts()
+    link, accounts = Link(0, 0, NOTHING, NOTHING), Accounts(1)
     accounts.draw("ben", 0, True)
     account = Account(round=0, links=[link], precision="fp32", micro_batch_size=1, probe="")
     assert accounts.hear("ben", account.model_copy(update={"probe": probe}).model_dump_json().encode()) == asked
@@ -415,7 +416,7 @@ def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:
 def test_a_stretch_in_which_most_is_claimed_is_drawn_most() -> None:
     drawn = Counter[int]()
     for _ in range(400):
-        accounts = Accounts()
+        accounts = Accounts(1)
         accounts.draw("ben", 0, True)
         links = [Link(position, 0, NOTHING, NOTHING) for position in (0, 0, 10, 970, 980)]
         account = Account(round=0, links=links, precision="fp32", micro_batch_size=1, probe="")

@@ -35,6 +35,7 @@ def screened(
     together: Sequence[int] = (),
     possible: Mapping[str, float] = POSSIBLE,
     verified: Mapping[str, float] = {},
+    stated: Mapping[str, float] = {},
 ) -> tuple[Tensor, dict[str, str]]:
     """The average that a reducer makes, the first of the ``trusted``, and what became of each sender that does not
     count in full, and why. ``together``: those who use one invitation.
@@ -42,7 +43,7 @@ def screened(
     names = [f"peer-{index}" for index in range(len(parts))]
     voices = {names[index]: 1 / len(together) for index in together}
     mine = [names[index] for index in trusted]
-    limits = Limits(frozenset(mine), possible, voices, "".join(mine[:1]), verified=verified)
+    limits = Limits(frozenset(mine), possible, voices, "".join(mine[:1]), verified=verified, stated=stated)
     screen = Screen(names, limits, parameters)
     claims = [100.0] * len(parts) if weights is None else weights
     average = screen.average(0, dict(enumerate(parts)), dict(enumerate(claims)), own)
@@ -70,6 +71,11 @@ PARTS, FAST = contributions(8), {"peer-3": 900.0}
         *(
             ({3: 3.0}, {"weights": [100.0] * 3 + [claim], "possible": FAST, "verified": {"peer-3": 200.0}}, by, 0.05)
             for claim, by in ((300.0, [1, 1, 1, 3]), (900.0, [1, 1, 1, 3]))
+        ),
+        # Who says in its account that it trains on less counts for that.
+        *(
+            ({}, {"weights": [100.0] * 4, "trusted": [0], "stated": {"peer-3": stated}}, [1, 1, 1, stated / 100], 0.05)
+            for stated in (30.0, 0.0)
         ),
         # Whose speed allows for nothing stops nobody, even if they are the most.
         ({}, {"weights": [100.0] * 5, "trusted": [0], "possible": SLOW}, [1, 0.5, 0, 0, 0], 0.05),

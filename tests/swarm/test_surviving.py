@@ -18,7 +18,7 @@ from torch import nn
 from tests.shell import python
 from tests.swarm.conftest import Command, started_in, wait_for
 from trainkit import fileio
-from trainkit.config.schema import CollaborativeConfig
+from trainkit.config.loading import load
 from trainkit.swarm import processes
 from trainkit.swarm.invitations import Key, Pass, UntrustedError, grant
 
@@ -38,13 +38,13 @@ def averaging(own: Pass, peers: list[str], round_index: int, weight: float) -> I
     from trainkit.swarm.link import Link
     from trainkit.swarm.sync import OuterState
 
-    common, agreed = OuterState(nn.Linear(1, 1), lr=1.0, momentum=0.5), CollaborativeConfig()
+    common, config = OuterState(nn.Linear(1, 1), lr=1.0, momentum=0.5), load("hivemind").config
     common.load(torch.full((2,), weight), torch.full((2,), weight), round_index)
     with ExitStack() as held:
         me = held.enter_context(identity(None, own, Admission(KEY.public)))
         dht = held.enter_context(open_dht(me, host=None if peers else "127.0.0.1", peers=peers))
-        averager = held.enter_context(open_averager(dht, common, agreed, "run"))
-        yield Averaging(averager, dht, common, agreed, Link(2, agreed))
+        averager = held.enter_context(open_averager(dht, common, config, "run"))
+        yield Averaging(averager, dht, common, config.collaborative, Link(2, config.collaborative))
 
 
 def grant_to(name: str, role: Any) -> Pass:

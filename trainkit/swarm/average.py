@@ -19,7 +19,7 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.compression import NoCompression
 from torch import Tensor
 
-from trainkit.config.schema import CollaborativeConfig
+from trainkit.config.schema import CollaborativeConfig, Config
 from trainkit.swarm import processes
 from trainkit.swarm.admission import Guard
 from trainkit.swarm.averager import Averaged, _Averager
@@ -32,32 +32,33 @@ from trainkit.swarm.trial import Trial
 
 
 @contextmanager
-def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfig, run_id: str) -> Iterator[Any]:
+def open_averager(dht: SwarmDHT, common: CommonState, config: Config, run_id: str) -> Iterator[Any]:
     """Start the averager; on leaving, end its process.
 
     Open it before the first use of CUDA: the process is forked.
     """
-    interrupt = signal.getsignal(signal.SIGINT)
+    agreed, interrupt = config.collaborative, signal.getsignal(signal.SIGINT)
     averager = _Averager(
         common,
         Guard(dht.node, dht.admission),
         dht.own,
         run_id,
-        config.compression,
+        agreed.compression,
+        config.train.global_batch_size,
         start=False,
         prefix=f"{run_id}_common",
-        min_matchmaking_time=config.matchmaking_seconds,
-        request_timeout=min(1.0, config.matchmaking_seconds / 2),
+        min_matchmaking_time=agreed.matchmaking_seconds,
+        request_timeout=min(1.0, agreed.matchmaking_seconds / 2),
         # Parts are cut alike by all peers, and written by `trainkit.swarm.exchange`.
         compression=NoCompression(),
         part_size_bytes=4 * PART,
         state_compression=NoCompression(),
         client_mode=dht.client_mode,
         allow_state_sharing=False,
-        allreduce_timeout=exchange_seconds(config),
-        sender_timeout=patience(config),
-        reducer_timeout=exchange_seconds(config),
-        next_chunk_timeout=min(10.0, max(1.0, config.round_seconds / 4)),
+        allreduce_timeout=exchange_seconds(agreed),
+        sender_timeout=patience(agreed),
+        reducer_timeout=exchange_seconds(agreed),
+        next_chunk_timeout=min(10.0, max(1.0, agreed.round_seconds / 4)),
         shutdown_timeout=2.0,
         daemon=True,
     )

@@ -108,7 +108,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     It lives in a process of its own; what asks it, `expect` to `given_back`, is for the peer's own.
     """
 
-    def __init__(self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, **options: Any) -> None:
+    def __init__(
+        self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, batch: int, **options: Any
+    ) -> None:
         self.common, self.guard, self.own, self.run_id, self.codec = common, guard, own, run_id, codec
         values = common.theta.numel()
         self.plan = torch.zeros(1 + num_parts(values), dtype=torch.float64).share_memory_()
@@ -119,7 +121,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
         self._possible: Mapping[str, float] = {}
         self._verified: Mapping[str, float] = {}
-        self._accounts = Accounts()
+        self._accounts = Accounts(batch)
         self._arrived: Mapping[int, Any] = {}
         """What the peer that was drawn has given."""
         self._draws, self._is_drawn = 0, False
@@ -454,6 +456,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                         keeps,
                         self._verified,
                         self._accounts.drawn if draw else "",
+                        self._accounts.stated,
                     ),
                     **options,
                 )

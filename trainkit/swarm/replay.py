@@ -251,9 +251,15 @@ class Shown(NamedTuple):
 
 
 class Accounts:
-    """Hears accounts, and asks the peer that was drawn for what it has to show; in the averager's process."""
+    """Hears accounts, and asks the peer that was drawn for what it has to show; in the averager's process.
 
-    def __init__(self) -> None:
+    ``batch``: samples of an update.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.stated: dict[str, float] = {}
+        """Samples of each peer's last account."""
         self.drawn, self._round, self._trains = "", -1, False
         self.asked: Shown | None = None
         """What the peer has yet to show, without that."""
@@ -269,8 +275,9 @@ class Accounts:
         account = read_account(data)
         if account is None:
             return ()
-        before, begins = self._ends.get(peer), account.links[0]
-        remember(self._ends, peer, (account.round, account.links[-1]), _MOST_PEERS)
+        before, begins, ends = self._ends.get(peer), account.links[0], account.links[-1]
+        remember(self._ends, peer, (account.round, ends), _MOST_PEERS)
+        remember(self.stated, peer, float(self._batch * max(0, ends.position - begins.position)), _MOST_PEERS)
         goes_on = before in (None, (account.round - 1, begins))
         # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
         is_vouched_for = goes_on or begins.moments == _NO_MOMENTS

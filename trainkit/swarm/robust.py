@@ -5,8 +5,8 @@ of their inner products, which adds up over the parts of a round: lengths and di
 so far, and every part is averaged as soon as it is there.
 
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
-- Weights are claims, and claims buy nothing: a volunteer's counts up to what its own speed makes possible, and up to
-  the median. The owner's side counts in full.
+- Weights are claims, and claims buy nothing: a volunteer's counts up to what its own speed makes possible, up to what
+  it has stated for an audit, and up to the median. The owner's side counts in full.
 - Lengths are clipped to the median in each block of 4096 values, so that nobody can put all of theirs into one layer
   (kappa = 1; with 3, one of four cancels the rest). Who says that it has trained on more may be longer without being
   blamed, but is clipped alike. Who was many times longer is left out, and not blamed for it: so is an honest newcomer
@@ -110,6 +110,8 @@ class Limits:
     """Samples of a round that a peer has trained on beyond doubt, see `trainkit.swarm.replay`."""
     drawn: str = ""
     """Id of the peer that is to show its work: what it sends is kept."""
+    stated: Mapping[str, float] = field(default_factory=dict)
+    """Samples that a peer has trained on in the round before, by the account that an audit holds it to."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Screen:
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
         self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
-        self._own, self._verified, self._drawn = limits.own, limits.verified, limits.drawn
+        self._own, self._drawn, self._verified, self._stated = limits.own, limits.drawn, limits.verified, limits.stated
         self.given: dict[int, Any] = {}
         """Position -> pseudo-gradients of the peer that is to show its work, as arrays."""
         self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
@@ -315,11 +317,12 @@ class Screen:
             # Who has said nothing about its speed yet counts as the others do; nobody counts for more than they, but
             # who has shown what it did.
             possible = usual if seen is None else _SPEED_SLACK * seen
+            stated = self._stated.get(self._senders[sender], math.inf)
             if claim > _GROSS_CLAIM * max(possible, usual):
                 self._drop(sender, f"claims {claim:.3g} samples, {max(possible, usual):.3g} are possible")
-            elif possible > 0.0:  # who counts for nothing is left out: nothing can be in proportion to it
+            elif min(possible, stated) > 0.0:  # who counts for nothing is left out: nothing can be in proportion to it
                 verified = _SPEED_SLACK * self._verified.get(self._senders[sender], 0.0)
-                believed[sender] = min(claim, possible, max(usual, verified))
+                believed[sender] = min(claim, possible, stated, max(usual, verified))
         return believed
 
     def _parameters(self, position: int, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:

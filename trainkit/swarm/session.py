@@ -410,7 +410,7 @@ class Session:
         """
         config, spec, common, dht, enter = self.config, self.spec, self.common, self.dht, self.held.enter_context
         agreed = config.collaborative
-        averager = enter(open_averager(dht, common, agreed, meeting_place(run_id, self.facts)))
+        averager = enter(open_averager(dht, common, config, meeting_place(run_id, self.facts)))
         ranks = spec.env if spec.team else replace(spec.env, rank=0, world_size=1)
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
         self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
