@@ -51,7 +51,7 @@ SPEEDS = (20, 10, 40, 20, 30, 15)
 SENT, TRAINED, STRETCH = 1.0, 0.7, 0.05
 """Chances that an audit finds a cheat: who gives something else than it has trained; who trains otherwise; who does so
 between two snapshots only."""
-CLEARED = 10
+SUSPECTED, CLEARED = 0.5, 10
 CONFIG = load("hivemind", ["train.precision=fp32", "launch.gpus_per_node=0", "data.workers=0"]).config
 HEAD = ("attack", "attackers", "seed", "loss", "accuracy", "backdoor (without)", "credit", "banned in round",
         "honest left out, banned")  # fmt: skip
@@ -395,7 +395,8 @@ class Swarm:
         """Who is found false a second time."""
         if not volunteers:
             return set()
-        one = self.random.choice(volunteers)
+        suspects = [one for one in volunteers if one in self.suspects and self.random.random() < SUSPECTED]
+        one = self.random.choice(suspects or volunteers)
         is_found = one in self.bad and self.active and self.random.random() < self.attack.found
         if is_found and one in self.suspects:
             return {one}

@@ -156,6 +156,17 @@ def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
         assert swarm.audited()[0] == "audited" or action == "dropped"  # and one that passes clears nobody
 
 
+def test_who_has_failed_an_audit_is_asked_in_every_second_round() -> None:
+    swarm, peers = Swarm(), [f"peer-{index}" for index in range(10)]
+    swarm.auditor._suspects["peer-3"] = 0
+    drawn = Counter[str]()
+    for index in range(400):
+        drawn[swarm.auditor.draw(peers, index)[0]] += 1
+        swarm.auditor._drawn = "", -1
+    assert 0.45 < drawn["peer-3"] / 400 < 0.65  # half, and a tenth of the rest
+    assert len(drawn) == 10
+
+
 def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
     for passed, action in ((9, "dropped"), (10, "left out")):
         swarm = Swarm()

@@ -74,6 +74,8 @@ _MOVED, _ROUNDING = 0.01, 1e-6
 # Messages get lost: so many audits in a row may come to nothing. And so many must be passed for a speed to be known.
 _MOST_IN_VAIN, _LEAST_PASSED = 3, 2
 _ROUNDS_TO_SHOW = 3
+_SUSPECTED = 0.5
+"""Of rounds: one that has failed an audit is asked again, for most cheats are found once in many rounds only."""
 _CLEARED = 10
 """Audits passed, after which one that has failed is forgotten."""
 _TINY = 1e-30
@@ -344,7 +346,9 @@ class Auditor:
         known = sorted(volunteers)
         if not known or self._drawn[0]:
             return "", False
-        self._drawn = random.SystemRandom().choice(known), round_index
+        chance = random.SystemRandom()
+        suspects = [peer for peer in known if peer in self._suspects and chance.random() < _SUSPECTED]
+        self._drawn = chance.choice(suspects or known), round_index
         return self._drawn[0], time.monotonic() >= self._free_at
 
     def overdue(self, members: Collection[str], round_index: int) -> Verdict | None:
