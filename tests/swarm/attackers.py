@@ -32,7 +32,6 @@ from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.dht import SwarmDHT  # noqa: E402
 from trainkit.swarm.exchange import Exchange, digest_of, sign_digest  # noqa: E402
 from trainkit.swarm.messages import PeerProgress  # noqa: E402
-from trainkit.swarm.replay import Journal  # noqa: E402
 from trainkit.swarm.sync import OuterState, flatten, unflattened  # noqa: E402
 from trainkit.training.update import Updater  # noqa: E402
 
@@ -150,7 +149,7 @@ def hidden(change: Callable[[Batch], Batch]) -> None:
     """Train honestly, and in each round move the model where other samples lead: between the last update and the last
     snapshot, which an audit looks at least often; and in each of the blocks that a screen judges only so far that
     direction and length still look usual."""
-    update, begin, close = Updater.__call__, Averaging.begin, Journal.close
+    update, begin, exchange = Updater.__call__, Averaging.begin, Averaging.exchange
     seen: dict[str, Any] = {}
     batches: list[Batch] = []
     led: list[Any] = []
@@ -176,7 +175,7 @@ def hidden(change: Callable[[Batch], Batch]) -> None:
             led[:] = [self._common.theta[: self._common.num_parameters] - flatten([*other.model.parameters()])]
             batches.clear()
 
-    def closed(self: Journal, index: int) -> Any:
+    def exchanged(self: Averaging, **how: Any) -> None:
         if led:
             theta = self._common.theta[: self._common.num_parameters]
             own, other = (in_blocks(way) for way in (theta - flatten(self._common.params), led.pop()))
@@ -184,9 +183,9 @@ def hidden(change: Callable[[Batch], Batch]) -> None:
             across = normalize(other - (other * along).sum(1, keepdim=True) * along, dim=1)
             way = 0.7 * own.norm(dim=1, keepdim=True) * (along + across)
             set_to(self._common.params, theta - way.view(-1)[: len(theta)])
-        return close(self, index)
+        exchange(self, **how)
 
-    Updater.__call__, Averaging.begin, Journal.close = updated, begun, closed  # type: ignore[method-assign]
+    Updater.__call__, Averaging.begin, Averaging.exchange = updated, begun, exchanged  # type: ignore[method-assign]
 
 
 def set_to(parameters: Any, vector: Any) -> None:

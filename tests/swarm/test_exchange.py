@@ -389,7 +389,7 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     averager: Any, peer: str, pieces: list[bytes], exchanged: bool, arrives: bool
 ) -> None:
     link = Link(0, 0, "0" * 64, "0" * 64)
-    account = Account(round=3, links=[link, link], precision="fp32", micro_batch_size=1, probe="")
+    account = Account(round=3, links=[link, link], precision="fp32", micro_batch_size=1, probe="", sums=128 * "00")
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)

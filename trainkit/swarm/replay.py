@@ -3,17 +3,19 @@
 Training is a function of weights, optimizer, order of the data and learning rates. So a volunteer keeps *snapshots* of
 its model and optimizer, a few in each round, and commits itself to them by their digests in an *account* of the round.
 Only then the owner says which of them it wants to see, of the peer that it has drawn before the round's exchange and
-has told nobody: two neighbours, and those at which the contributions of this round and of the one before were made. It
-checks three things:
+has told nobody: two neighbours, two between which the common weights have moved, and those at which the contributions
+of this round and of the one before were made. It checks four things:
 
 - What the peer has given is how far its last snapshot is from the common weights.
-- Updates lead from the first neighbour to the second; or, where the common weights have moved in between, they have
-  moved the model as they should.
+- Updates lead from the first neighbour to the second.
+- Where the common weights have moved, they have moved the model as they should.
 - The round goes on where the one before ended, or with an optimizer that knows nothing yet.
 
-Whoever gives something else than it has trained is caught by every audit; whoever cheats between two snapshots only, by
-one in as many as there are neighbours. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which
-has them checked where the weights have moved most: a peer could cheat elsewhere.
+Whoever gives something else than it has trained is caught by every audit. Snapshots are those of proof-of-learning (Jia
+et al., arXiv 2103.05633), which has them checked where the weights have moved most. So an account also says where each
+snapshot is, in a few random sums of it, which follow from all digests: nobody can choose weights by them. Where it says
+that more has moved, there it is asked more often; and who makes a leap look small must say of most snapshots that they
+are elsewhere than they are.
 
 Who trains by the same settings on like hardware gets the very same bits; other numbers of threads, micro batches and
 number formats get others (docs/security.md has what was measured). What passes is compared by the length of the
@@ -37,7 +39,7 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.checkpoint.state import Entry, Held, load_moments, load_weights, moments_of, plain_name, weights_of, write
 from trainkit.data.base import derive_seed
@@ -60,6 +62,10 @@ _VALUES_A_WEIGHT = 3
 # Of its time that the owner gives to audits at most.
 _SHARE_FOR_AUDITS = 0.05
 _LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
+# Sums of a snapshot, and by how much of its length they may be off.
+_SUMS, _OFF = 8, 1e-4
+# The share of audits that go by the updates that are claimed, not by how far they lead.
+_BY_UPDATES = 0.25
 _MOST_PEERS = 1000
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
 # weights that are off by this share of them: in the same number format, and in another one (what bf16 rounds by: honest
@@ -78,7 +84,7 @@ _SUSPECTED = 0.5
 """Of rounds: one that has failed an audit is asked again, for most cheats are found once in many rounds only."""
 _CLEARED = 10
 """Audits passed, after which one that has failed is forgotten."""
-_TINY = 1e-30
+_TINY, _LARGEST = 1e-30, 1e12
 _EVERYWHERE = ("fp32", "bf16")
 """Number formats that every device has."""
 
@@ -108,13 +114,24 @@ class Account(BaseModel):
     micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
     probe: Annotated[str, Field(max_length=4096, pattern="^([0-9a-f]{2})*$")]
     """Of the common weights that the last one goes on from, in hex."""
+    sums: Annotated[str, Field(max_length=16 * _SUMS * _LONGEST_CHAIN, pattern="^([0-9a-f]{2})*$")]
+    """Of each snapshot's weights, and of what its optimizer remembers: float32 [links, 2, _SUMS], in hex."""
+
+    def where(self) -> Tensor:
+        """The sums as numbers. Raises ValueError for anything else."""
+        found = torch.frombuffer(bytearray.fromhex(self.sums), dtype=torch.float32)
+        if len(found) != len(self.links) * 2 * _SUMS or not bool((found.abs() < _LARGEST).all()):
+            raise ValueError("no sums of the snapshots")
+        return found.view(-1, 2, _SUMS).double()
 
 
 def read_account(data: bytes) -> Account | None:
     """What a peer has sent; None for anything else."""
     if len(data) <= _LONGEST_ACCOUNT:
         with suppress(ValueError):
-            return Account.model_validate_json(data)
+            account = Account.model_validate_json(data)
+            account.where()
+            return account
     return None
 
 
@@ -124,8 +141,8 @@ def num_stretches(values: int) -> int:
 
 
 def most_bytes(values: int) -> int:
-    """What a peer may show at once: two snapshots, and the weights of two more."""
-    return 4 * values * (2 * _VALUES_A_WEIGHT + 2 + 2) + (1 << 22)
+    """What a peer may show at once: two snapshots, and the weights of four more."""
+    return 4 * values * (2 * _VALUES_A_WEIGHT + 2 + 4) + (1 << 22)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -137,6 +154,22 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 _NO_MOMENTS = _digest({})
+
+
+def _vector(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+    """The parameters among them, without buffers."""
+    named = model.named_parameters()
+    return torch.cat([weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad])
+
+
+def _remembered(moments: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0), *(value.float().view(-1) for _, value in sorted(moments.items()) if value.dim())])
+
+
+def _sums(links: Sequence[Link], vector: Tensor) -> Tensor:
+    """Where it is, by signs that nobody knows before all digests are known."""
+    seed = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
+    return probe_of(vector, int.from_bytes(seed[:7], "big"), _SUMS)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,13 +255,16 @@ class Journal:
         self._kept, self._rates = self._kept[-1:], {}
         if len(last.snapshots) > _LONGEST_CHAIN:
             return None
-        state, common = self._state, self._common
+        state, common, links = self._state, self._common, [snapshot.link for snapshot in last.snapshots]
+        parts = ((_vector(state.model, one.weights), _remembered(one.moments)) for one in last.snapshots)
+        sums = [_sums(links, part) for both in parts for part in both]
         account = Account(
             round=round_index,
-            links=[snapshot.link for snapshot in last.snapshots],
+            links=links,
             precision=state.precision.name,
             micro_batch_size=state.micro_batch_size,
             probe=common.probe().numpy().tobytes().hex(),
+            sums=torch.stack(sums).numpy().tobytes().hex(),
         )
         return Told(account.model_dump_json().encode(), last.show)
 
@@ -244,12 +280,14 @@ class Shown(NamedTuple):
     peer: str
     account: Account
     wanted: Sequence[int]
-    """Two neighbours, the last one and the first; or the last one alone."""
+    """Two neighbours, the last one, the first, and two neighbours more; or the last one alone."""
     data: bytes
     goes_on: bool
     """It goes on from the last round's account; else it may have forgotten what it has done."""
     given: Mapping[int, Any]
     """Position -> what it has given there, an array, as far as this peer has reduced it."""
+    moved: int = -1
+    """Between this one and the next the common weights have moved; -1: they have not."""
 
 
 class Accounts:
@@ -285,17 +323,29 @@ class Accounts:
         is_vouched_for = goes_on or begins.moments == _NO_MOMENTS
         if not is_vouched_for or self.asked or (peer, account.round) != (self.drawn, self._round):
             return ()
-        last = len(account.links) - 1
+        last, first, moved = len(account.links) - 1, -1, -1
         wanted: tuple[int, ...] = (last,)
         if last and self._trains:
-            updates = [max(0, end.position - start.position) for start, end in pairwise(account.links)]
-            # By the updates that it claims between them, or all could be claimed where nobody looks; but moves of the
-            # common weights, and small ones, as often as the average.
-            weights = [max(number, sum(updates) / last, 1) for number in updates]
-            (first,) = random.SystemRandom().choices(range(last), weights)
-            wanted = tuple(dict.fromkeys((first, first + 1, last, 0)))
-        self.asked = Shown(peer, account, wanted, b"", goes_on, {})
+            updates = [end.position - start.position for start, end in pairwise(account.links)]
+            far = account.where().diff(dim=0).square().sum(2)
+            if trained := [place for place, number in enumerate(updates) if number > 0]:
+                first = self._chosen(trained, updates, far)
+            if others := [place for place, number in enumerate(updates) if number <= 0]:
+                moved = self._chosen(others, [0] * last, far)
+            pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
+            wanted = tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
+        self.asked = Shown(peer, account, wanted, b"", goes_on, {}, moved)
         return wanted
+
+    @staticmethod
+    def _chosen(places: Sequence[int], updates: Sequence[int], far: Tensor) -> int:
+        """One of them: by how far weights and optimizer have moved there, and by the updates that are claimed."""
+        some, moved = torch.tensor([updates[place] for place in places]).double(), far[list(places)]
+        some = some.clamp_min(max(1.0, float(some.mean())))  # few of them as often as the average
+        share = (moved / moved.sum(0).clamp_min(_TINY)).mean(1)
+        weights = _BY_UPDATES * some / some.sum() + (1 - _BY_UPDATES) * share
+        (place,) = random.SystemRandom().choices(places, weights.tolist())
+        return place
 
 
 class _Inconclusive(Exception):
@@ -408,7 +458,7 @@ class Auditor:
             found, rates = self._read(shown)
         except (SafetensorError, LookupError, ValueError) as error:
             return f"has shown something else than it had committed itself to: {error}"[:200]
-        vectors = {index: self._vector(snapshot) for index, snapshot in found.items()}
+        vectors = {index: _vector(self.state.model, snapshot.weights) for index, snapshot in found.items()}
         learned = {index: vector - self._theta(links[index].base) for index, vector in vectors.items()}
         self._require_same(shown.account, float(learned[last].norm()))
         if why := misgiven(shown.given, learned[last]):
@@ -417,13 +467,19 @@ class Auditor:
             return ""
         if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * float(learned[last].norm()):
             raise _Inconclusive("has begun anew with other weights than the run's")
+        for index, there in vectors.items():
+            both = (there, _remembered(found[index].moments)) if index in shown.wanted[:2] else (there,)
+            for vector, said in zip(both, shown.account.where()[index], strict=False):
+                if not float((_sums(links, vector) - said).norm()) <= _OFF * float(vector.norm()):
+                    return "has said that it was elsewhere than it was"
+        if (moved := shown.moved) >= 0:
+            theta = self._theta(links[moved + 1].base)
+            if links[moved].moments != links[moved + 1].moments:
+                return "has changed its optimizer without an update"
+            if why := misled(vectors[moved + 1] - theta, learned[moved], learned[0], float(theta.norm())):
+                return why
         first, second = shown.wanted[:2]
-        if links[first].position < links[second].position:
-            return self._retrained(shown, found[first], found[second], rates)
-        if links[first].moments != links[second].moments:
-            return "has changed its optimizer without an update"
-        theta = self._theta(links[second].base)
-        return misled(vectors[second] - theta, learned[first], learned[0], float(theta.norm()))
+        return "" if first == moved else self._retrained(shown, found[first], found[second], rates)
 
     def _read(self, shown: Shown) -> tuple[dict[int, _Snapshot], Tensor]:
         """The snapshots, and the learning rates between the first two.
@@ -459,10 +515,6 @@ class Auditor:
         ):  # also for not-a-number
             raise _Inconclusive("went on from other weights than the run's")
 
-    def _vector(self, snapshot: _Snapshot) -> Tensor:
-        named, weights = self.state.model.named_parameters(), snapshot.weights
-        return torch.cat([weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad])
-
     def _retrained(self, shown: Shown, start: _Snapshot, end: _Snapshot, rates: Tensor) -> str:
         """Train from one snapshot to the next; what does not agree."""
         lowest, highest = self.rates(shown.account.round)
@@ -490,7 +542,7 @@ class Auditor:
 
     def _apart(self, one: _Snapshot, other: _Snapshot, start: _Snapshot) -> float:
         """By how much of their length two ways from ``start`` differ, or what their optimizers remember."""
-        before, there, here = (self._vector(snapshot) for snapshot in (start, one, other))
+        before, there, here = (_vector(self.state.model, snapshot.weights) for snapshot in (start, one, other))
         errors = [distance(there - before, here - before)]
         if one.moments.keys() != other.moments.keys():
             return math.inf

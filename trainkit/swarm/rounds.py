@@ -227,10 +227,9 @@ class TimedLoop(_Loop):
         time.sleep(min(max(0.0, boundary - time.time()), clock.seconds))  # no longer, should the clock be set back
         others = peer.watch.others(time.time() - LOST_AFTER * clock.seconds)
         metrics = peer.team.read(self.update.meter)
-        told = peer.journal.close(index) if peer.journal is not None else None
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
-        if told is not None:
+        if peer.journal is not None and (told := peer.journal.close(index)) is not None:
             averaging.averager.account(peer.watch.creator, told)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
         if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:

@@ -198,11 +198,11 @@ class CommonState(ABC):
         self.forget()
 
 
-def probe_of(theta: Tensor, round_index: int) -> Tensor:
-    """What `CommonState.probe` says of those weights in that round."""
-    rows, generator = -(-theta.numel() // PROBE_SIZE), torch.Generator().manual_seed(round_index)
+def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
+    """What `CommonState.probe` says of those weights in the round ``seed``; as long as they are, give or take."""
+    rows, generator = -(-theta.numel() // size), torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
-    return pad(theta, (0, rows * PROBE_SIZE - theta.numel())).view(PROBE_SIZE, rows) @ signs
+    return pad(theta, (0, rows * size - theta.numel())).view(size, rows) @ signs
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
