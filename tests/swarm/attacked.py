@@ -1,5 +1,7 @@
 """Swarms of real peers on this machine with somebody among them who cheats, and what they come to."""
 
+import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ class Swarm:
     attackers: list[Command]
     run: Path
     status: str
+    met: int
+    """The round in which all were there."""
 
     @property
     def loss(self) -> float:
@@ -49,11 +53,14 @@ def swarm(
     settings: Sequence[str] = SETTINGS,
     late: bool = False,
     until: str = "",
+    rounds: int | None = None,
     seconds: float = 240,
 ) -> Swarm:
     """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator.
 
-    ``late``: one more honest peer joins when all are there, which is when the creator says ``until``.
+    Args:
+        late: one more honest peer joins when all are there, which is when the creator says ``until``.
+        rounds: after which, from then on, the creator is stopped, if it is not to go on to its last one.
     """
     creator, token = commands.create(*settings)
 
@@ -72,12 +79,16 @@ def swarm(
     # Whose records are lies has no name here; whoever sends no part is in no group.
     averages = not {"impostor", "stall"}.intersection(attacks)
     creator.says(until or (f"{1 + honest + len(cheats)} peers averaged" if averages else "mallory"), 120)
+    met = max(map(int, re.findall(r"^round +(\d+)/", creator.output, re.MULTILINE)), default=0)
     status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output
     if late:
         peers.append(commands.start(*join("late", token)))
+    if rounds is not None:
+        creator.says(rf"^round +{met + rounds}/", seconds)
+        creator.process.send_signal(signal.SIGINT)
     assert creator.ends(seconds) == 0, creator.output
     for peer in peers:
         peer.ends(60)
     assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
-    return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)
+    return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output, met)

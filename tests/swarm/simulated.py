@@ -48,7 +48,7 @@ SIZES, SEEDS, ROUNDS = ((4, 1), (6, 2), (12, 4)), 2, 32
 FIRST, BATCH, SCOUTS, OWNER, UPDATES, RATE = 4, 32, 4, 0, 20, 1e-3
 SPEEDS = (20, 10, 40, 20, 30, 15)
 """Updates of the volunteers in a round."""
-SENT, TRAINED, STRETCH = 1.0, 0.7, 0.05
+SENT, TRAINED, STRETCH = 1.0, 0.8, 0.3
 """Chances that an audit finds a cheat: who gives something else than it has trained; who trains otherwise; who does so
 between two snapshots only."""
 SUSPECTED, CLEARED = 0.5, 10

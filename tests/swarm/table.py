@@ -3,16 +3,15 @@
     python -m tests.swarm.table FILE --only labels --seed 1     # one swarm, some two minutes
 
 Each line of FILE is a swarm; what is in there already is not run again. All of them learn digits of which a third have
-wrong labels. Loss is that of the validation samples, with wrong labels, too; accuracy that of all images that nobody
-trains on, by their true labels; the backdoor's success, the share of these (but for zeros) that are taken for a zero
-with its trigger on them.
+wrong labels, for 24 rounds of 4 s after all have met; rounds until somebody is named or banned count from then, too.
+Loss is that of the validation samples, with wrong labels as well; accuracy that of all images that nobody trains on, by
+their true labels; the backdoor's success, the share of these (but for zeros) that are zeros with its trigger on them.
 """
 
 import argparse
 import json
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.swarm import noisy
-from tests.swarm.attacked import SETTINGS, Swarm, swarm
+from tests.swarm.attacked import HARDER, Swarm, swarm
 from tests.swarm.attackers import marked
 from tests.swarm.conftest import started_in
 from trainkit import fileio
@@ -42,19 +41,18 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     )
 } | {HONEST: (), "turned, 4 peers": ("turned",) * 4}
 """Each against the creator and two honest volunteers."""
-SEEDS = (1, 2)
+SEEDS, ROUNDS = (1, 2), 24
 UNSEEN = ("reduces", "reduces-within", "ahead", "gathered")
 """Who may be in no group, or be out of it before all have met."""
 HEAD = ("attack", "loss", "accuracy", "backdoor", "named, banned in round", "credit", "honest left out, banned", "load")
-LOSS, POINTS, BACKDOOR = 0.03, 0.5, 5.0
 
 
 def row(attack: str, seed: int) -> dict[str, Any]:
     """What a swarm has come to in which somebody attacks."""
     until = "mallory" if attack in UNSEEN else ""
     with TemporaryDirectory() as folder, started_in(Path(folder)) as commands:
-        settings = (*SETTINGS, f"seed={seed}")
-        found = swarm(commands, *ATTACKS[attack], honest=2, settings=settings, until=until, seconds=300)
+        settings = (*HARDER, f"collaborative.rounds={3 * ROUNDS}", f"seed={seed}")
+        found = swarm(commands, *ATTACKS[attack], honest=2, settings=settings, until=until, rounds=ROUNDS)
         return {"attack": attack, "seed": seed, **of_model(found.run), **of_events(found), "load": os.getloadavg()[1]}
 
 
@@ -91,9 +89,8 @@ def of_events(found: Swarm) -> dict[str, Any]:
     hers = credits.pop("mallory", 0.0)
     # Of whoever has the first invitation: two of them. The creator is a peer as well.
     fair = (sum(credits.values()) - credits.get("creator", 0.0)) / 2
-    began = re.search(r"^round +(\d+)/\d+ .*peers averaged", found.creator.output, re.MULTILINE)
     return {
-        "began": int(began[1]) if began else None,
+        "met": found.met,
         "named": min(rounds, default=None),
         "banned": min((event["round"] for event in banned if event["name"] == "mallory"), default=None),
         "credit": hers / max(1, len(found.attackers)) / fair,
@@ -113,12 +110,17 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             ", ".join(f"{one['loss']:.3f}" for one in own),
             ", ".join(f"{one['accuracy']:.1f} %" for one in own),
             ", ".join(f"{one['backdoor']:.1f} %" for one in own),
-            "; ".join(f"{one['named'] or '-'}, {one['banned'] or '-'}" for one in own),
+            "; ".join(", ".join(_after(one, what) for what in ("named", "banned")) for one in own),
             ", ".join(f"{100 * one['credit']:.0f} %" for one in own),
             "; ".join(f"{one['left_out']}, {one['honest_banned']}" for one in own),
             ", ".join(f"{one['load']:.1f}" for one in own),
         ])  # fmt: skip
     return [f"| {' | '.join(cells)} |" for cells in table]
+
+
+def _after(one: Mapping[str, Any], what: str) -> str:
+    """How many rounds after all had met."""
+    return "-" if one[what] is None else str(one[what] - one["met"])
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.swarm.attacked import swarm
 from tests.swarm.conftest import Commands, started_in
+from tests.swarm.table import of_model
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions
 
@@ -44,6 +45,14 @@ def test_three_times_the_speed_claimed_buys_neither_harm_nor_credit(
     assert found.is_as_good_as(undisturbed)
     assert found.names("peer_banned") == ["mallory"]
     assert "mallory" not in {one.name for one in Contributions.of(RunDir(found.run)).best_first()}
+
+
+@pytest.mark.parametrize("attack", ["labels", "trigger"])
+def test_who_trains_on_other_samples_spoils_little(attack: str, undisturbed: float, commands: Commands) -> None:
+    found = swarm(commands, attack, honest=2)
+    assert found.is_as_good_as(undisturbed)
+    assert of_model(found.run)["backdoor"] < 15.0  # it was 2 to 9 %
+    assert set(found.names("peer_banned")) <= {"mallory"}
 
 
 def test_who_comes_four_times_with_one_invitation_is_no_majority(undisturbed: float, commands: Commands) -> None:
