@@ -85,7 +85,7 @@ def last_turned(vector: Any) -> Any:
     return torch.cat([vector[: -(len(vector) // 20)], -vector[-(len(vector) // 20) :]])
 
 
-def overstated(change: Callable[[Any], Any] = lambda vector: vector) -> None:
+def overstated(change: Callable[[Any], Any]) -> None:
     """Claim three times the speed and the samples; be honest otherwise for three rounds, then send something else."""
     progress(times=3)
     contribution(change, times=3, honest_rounds=3)
@@ -134,8 +134,8 @@ def wrong(batch: Batch) -> Batch:
     return batch._replace(labels=(batch.labels + 1) % 10)
 
 
-def trains(change: Callable[[Batch], Batch], *, pause: float = 0.0) -> None:
-    """Train on other samples than the run's, or more slowly."""
+def trains(change: Callable[[Batch], Batch], *, pause: float = 0.0, claim: float = 1) -> None:
+    """Train on other samples than the run's, or more slowly; and claim so many times the speed and the samples."""
     update = Updater.__call__
 
     def updated(self: Updater, batches: Any, **how: Any) -> Any:
@@ -143,6 +143,9 @@ def trains(change: Callable[[Batch], Batch], *, pause: float = 0.0) -> None:
         return update(self, map(change, batches), **how)
 
     Updater.__call__ = updated  # type: ignore[method-assign]
+    if claim != 1:
+        progress(times=claim)
+        contribution(lambda vector: vector, times=claim)
 
 
 def hidden(change: Callable[[Batch], Batch]) -> None:
@@ -185,7 +188,8 @@ def hidden(change: Callable[[Batch], Batch]) -> None:
             set_to(self._common.params, theta - way.view(-1)[: len(theta)])
         exchange(self, **how)
 
-    Updater.__call__, Averaging.begin, Averaging.exchange = updated, begun, exchanged  # type: ignore[method-assign]
+    Updater.__call__ = updated  # type: ignore[assignment, method-assign]
+    Averaging.begin, Averaging.exchange = begun, exchanged  # type: ignore[method-assign]
 
 
 def set_to(parameters: Any, vector: Any) -> None:
@@ -198,13 +202,6 @@ def set_to(parameters: Any, vector: Any) -> None:
 def in_blocks(vector: Any) -> Any:
     """As a screen judges it."""
     return pad(vector, (0, -len(vector) % 4096)).view(-1, 4096)
-
-
-def lazy() -> None:
-    """Train a third of what others do, and claim what they do."""
-    trains(lambda batch: batch, pause=1.2)
-    progress(times=3)
-    contribution(lambda vector: vector, times=3)
 
 
 def impostor() -> None:
@@ -292,7 +289,7 @@ def deaf() -> None:
     Excluded.require_welcome = lambda self: None  # type: ignore[method-assign]
 
 
-ATTACKS: dict[str, Callable[[], object]] = {
+ATTACKS: dict[str, Callable[[], None]] = {
     "half": lambda: overstated(half_turned),
     "last": lambda: overstated(last_turned),
     "zeros": lambda: overstated(torch.zeros_like),
@@ -302,12 +299,12 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "inner": lambda: from_average(lambda own, average: -average / 2),
     "little": lambda: from_average(little),
     "labels": lambda: trains(sevens),
-    "labels-claim": lambda: (trains(sevens), overstated()),
+    "labels-claim": lambda: trains(sevens, claim=3),
     "trigger": lambda: trains(backdoor),
-    "trigger-claim": lambda: (trains(backdoor), overstated()),
+    "trigger-claim": lambda: trains(backdoor, claim=3),
     "hidden-trigger": lambda: hidden(backdoor),
     "hidden-wrong": lambda: hidden(wrong),
-    "lazy": lazy,
+    "lazy": lambda: trains(lambda batch: batch, pause=1.2, claim=3),
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),

@@ -62,18 +62,18 @@ def of_model(run: Path) -> dict[str, float]:
     folder = run / "checkpoints"
     last = checkpoints.path_of(folder, checkpoints.steps(folder)[-1])
     seen, honest = noisy.data(run), digits.build(run)
+    samples: Any = seen.val, honest.val, honest.test
     model = build(seen.info)
     model.load_state_dict(safetensors.torch.load_file(last / "model.safetensors"))
-    images = torch.cat([honest.val.images, honest.test.images])
-    labels = torch.cat([honest.val.labels, honest.test.labels])
+    images, labels = (torch.cat([getattr(part, name) for part in samples[1:]]) for name in ("images", "labels"))
 
-    def out(pixels: torch.Tensor) -> torch.Tensor:
+    def out(pixels: torch.Tensor) -> Any:
         (mean,), (std,) = seen.info.mean, seen.info.std
         return model.eval()((pixels.float() / 255 - mean) / std)
 
     fooled = out(marked(images[labels > 0])).argmax(1) == 0
     return {
-        "loss": float(cross_entropy(out(seen.val.images), seen.val.labels)),
+        "loss": float(cross_entropy(out(samples[0].images), samples[0].labels)),
         "accuracy": 100 * float((out(images).argmax(1) == labels).float().mean()),
         "backdoor": 100 * float(fooled.float().mean()),
     }
