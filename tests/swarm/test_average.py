@@ -24,7 +24,7 @@ WEIGHTS = torch.linspace(-1, 1, PROBE_SIZE)
 
 
 def settled(
-    *, drifted: bool = False, same_weights: bool, role: str = "reducer", average: float = 1.0
+    *, drifted: bool = False, same_weights: bool, role: str = "reducer", average: float = 1.0, members: int = 2
 ) -> tuple[Round, list[tuple[bool, ...]]]:
     """A round of a volunteer that has perhaps drifted from its group's reducer; and which parts it has stepped by."""
     nobody = SimpleNamespace(role="volunteer")
@@ -42,7 +42,7 @@ def settled(
     dht: Any = SimpleNamespace(member=lambda peer: member, own=SimpleNamespace(grant=nobody))
     link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
     averaging = Averaging(averager, dht, common, load("hivemind").config.collaborative, link)
-    averaged = Averaged({"reducer": 0.0}, drifted, Outcome((2,), (2,), (True,), ("reducer",)))
+    averaged = Averaged({"me": 8.0, "reducer": 4.0}, drifted, Outcome((2,), (members,), (True,), ("reducer",)))
     given = Given(torch.ones(4), (1.0,), torch.ones(4), sound=True)
     return settle(averaging, given, averaged, leads=False), stepped
 
@@ -74,12 +74,19 @@ def test_an_error_of_the_averager_ends_the_search_at_once(
         raise error
 
     monkeypatch.setattr(processes, "_ANSWER_SECONDS", 0.2)
-    averager: Any = SimpleNamespace(client_mode=True, is_alive=lambda: True, pid=os.getpid(), step=step)
+    averager: Any = SimpleNamespace(
+        client_mode=True, is_alive=lambda: True, pid=os.getpid(), step=step, probe=torch.zeros_like(WEIGHTS)
+    )
     dht: Any = SimpleNamespace(alive=True)
     common: Any = SimpleNamespace(probe=lambda: WEIGHTS)
     unused: Any = None
     with pytest.raises((ValueError, RunFailedError), match=says):
         Averaging(averager, dht, common, load("hivemind").config.collaborative, unused).begin(time.time(), 0.0)
+
+
+def test_who_knows_some_of_a_large_group_says_how_many_and_how_fast_all_are() -> None:
+    result, _ = settled(same_weights=False, members=300)
+    assert (result.group, result.samples_per_sec) == (300, 300 * 6.0)
 
 
 def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:

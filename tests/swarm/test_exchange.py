@@ -22,6 +22,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.asyncio import as_aiter
 from torch import Tensor
 
+from tests.benchmarks import swarm_matchmaking
 from trainkit.swarm import admission
 from trainkit.swarm import averager as module
 from trainkit.swarm.admission import Admission
@@ -62,8 +63,13 @@ def meet(
     delicate: int = VALUES,
     patience: float = 10.0,
     screens: dict[str, Screen] | None = None,
+    knows_all: bool = True,
 ) -> dict[str, tuple[Tensor, Outcome]]:
-    """The average and the outcome of each member; the owner is trusted. ``screens`` is given the screen of each."""
+    """The average and the outcome of each member; the owner is trusted. ``screens`` is given the screen of each.
+
+    Args:
+        knows_all: otherwise who does not reduce knows itself, and those who do.
+    """
 
     class Near(Exchange):
         """An exchange whose calls reach the others directly."""
@@ -99,14 +105,15 @@ def meet(
 
     async def run() -> dict[str, tuple[Tensor, Outcome]]:
         for member in members:
+            known = [one for one in members if knows_all or member.reduces or one.reduces or one is member]
             group[ids[member.name]] = Near(
                 p2p=SimpleNamespace(peer_id=ids[member.name]),
                 servicer_type=DecentralizedAverager,
                 prefix=None,
                 group_id=b"group",
                 tensors=[member.vector],
-                ordered_peer_ids=list(ids.values()),
-                peer_fractions=tuple(other.reduces for other in members),
+                ordered_peer_ids=[ids[one.name] for one in known],
+                peer_fractions=tuple(one.reduces for one in known),
                 sender_timeout=patience,
                 reducer_timeout=15.0,
                 compression=NoCompression(),
@@ -263,9 +270,9 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="", _possible={},
         _verified={}, _accounts=Accounts(1), _is_drawn=False, _draws=0,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
-        _report=lambda runner, draw: None,
+        _report=lambda runner, draw: None, probe=1.01 * WEIGHTS,
     )  # fmt: skip
-    gathered = [said(CLIENT, 1.01 * WEIGHTS), said(NODE, WEIGHTS), b"\xc1garbage"]  # which stops nobody
+    gathered = [said(CLIENT, torch.zeros(0)), said(NODE, WEIGHTS), b"\xc1garbage"]  # which stops nobody
     group: Any = SimpleNamespace(peer_ids=["me", "reducer", "liar"], gathered=gathered, group_id=b"")
     done = asyncio.run(_Averager._aggregate_with_group(averager, group, 0))
     assert (done.rates, done.drifted, weights) == ({"me": 5.0, "reducer": 5.0, "liar": 0.0}, True, [sent])
@@ -294,7 +301,8 @@ def averager() -> Any:
         return SimpleNamespace(peer_id=peer)
 
     made: Any = _Averager.__new__(_Averager)
-    made._late, made._may_fetch, made._parent_pid = {}, {}, -1
+    made._late, made._may_fetch, made._refused, made._parent_pid = {}, {}, {}, -1
+    made._reducers, made._told = 1, (b"", frozenset())
     made.guard = SimpleNamespace(member=member)
     return made
 
@@ -317,6 +325,79 @@ def test_who_is_late_too_often_in_a_row_is_shut_out_for_longer_each_time(average
     peers = [f"Qm{index}" for index in range(5000)]
     averager.note_late(peers, peers, [])
     assert len(averager._late) <= 1000
+
+
+def test_a_group_has_256_places_for_each_that_reduces_and_one_for_a_reducer(averager: Any) -> None:
+    async def trusts(peer: str) -> bool:
+        return peer == "rita"
+
+    def is_welcome(peer: str, mode: int) -> bool:
+        words = msgpack.packb([None, mode, msgpack.packb({})])
+        request = averaging_pb2.JoinRequest(gather=words)
+        return bool(asyncio.run(averager._welcomes(request, peer)))
+
+    averager.guard.trusts = trusts
+    averager._matchmaking = SimpleNamespace(current_followers=dict.fromkeys(range(255)))
+    assert is_welcome("ann", CLIENT)
+    averager._matchmaking.current_followers[255] = None
+    assert not is_welcome("ann", CLIENT)
+    assert is_welcome("rita", NODE)
+    averager._reducers = 2  # it has come
+    assert is_welcome("ann", CLIENT)
+
+
+def test_two_that_reduce_lead_one_group_of_twice_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hivemind's own matchmaking; in the first round nobody knows yet how many reduce."""
+    monkeypatch.setattr(module, "_LARGEST_GROUP", 20)
+    assert swarm_matchmaking.row(40, 2, 1)[2] in ("21", "22")
+    assert swarm_matchmaking.row(40, 2, 2)[2:5] == ["40", "0", "0"]
+
+
+def test_who_only_calls_out_is_told_of_those_who_reduce_and_of_some_others(
+    averager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(mode: int) -> bytes:
+        return bytes(msgpack.packb([None, mode, msgpack.packb({"probe": bytes(1024)})]))
+
+    peers = [PeerID(f"{number:04}".encode()) for number in range(1000)]
+    words = [said(NODE if number in (300, 999) else CLIENT) for number in range(1000)]
+    begin = averaging_pb2.MessageFromLeader(
+        code=averaging_pb2.BEGIN_ALLREDUCE, group_id=b"group", ordered_peer_ids=[one.to_bytes() for one in peers],
+        gathered=words,
+    )  # fmt: skip
+
+    async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        yield begin
+
+    async def answers(peer: PeerID, mode: int) -> list[Any]:
+        request = averaging_pb2.JoinRequest(gather=said(mode), client_mode=mode == CLIENT)
+        return [one async for one in averager.rpc_join_group(request, SimpleNamespace(remote_id=peer))]
+
+    async def trusts(peer: str) -> bool:
+        return True
+
+    averager.guard.trusts = trusts
+    averager._matchmaking = SimpleNamespace(current_followers={})
+    monkeypatch.setattr(DecentralizedAverager, "rpc_join_group", lead)
+    assert asyncio.run(answers(peers[300], NODE))[1] == begin
+    accepted, told = asyncio.run(answers(peers[500], CLIENT))
+    assert (accepted.code, told.code, told.group_id) == (averaging_pb2.ACCEPTED, begin.code, b"group")
+    known = [*range(16), 300, 500, 999]  # in the leader's order, by which the vector is cut
+    assert list(told.ordered_peer_ids) == [peers[number].to_bytes() for number in known]
+    assert list(told.gathered) == [words[number] for number in known]
+
+
+def test_who_knows_only_some_of_the_group_gets_the_same_average() -> None:
+    """Of three that call out, each knows itself and those who reduce."""
+    torch.manual_seed(0)
+    members = [Member("owner", torch.randn(VALUES), reduces=0.3), Member("rita", torch.randn(VALUES), reduces=0.7)]
+    members += [Member(name, torch.randn(VALUES)) for name in ("ann", "bob", "cem")]
+    everybody, some = meet(*members), meet(*members, knows_all=False)
+    for name, (average, outcome) in everybody.items():
+        assert torch.equal(some[name][0], average)
+        assert max(some[name][1].expected) == 5
+        assert some[name][1].counted == outcome.counted == (True,) * 4
 
 
 def test_the_owner_gets_its_average_as_one_peer_would_have_made_it(

@@ -27,7 +27,7 @@ from trainkit.swarm.average import Averaging
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
-from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, take_part, tally
+from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, search_seconds, take_part, tally
 from trainkit.swarm.session import Session, Team
 from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, GatheringState, Given, GradientState, OuterState
@@ -147,6 +147,14 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
 def told(*, round_index: int = 0, samples: int = 0) -> PeerProgress:
     """It stays fresh for longer than a test lasts."""
     return PeerProgress("x", round_index, samples, 0.0, 0.0, 1, time.time() + 5.0)
+
+
+def test_those_who_only_call_out_begin_to_look_one_after_the_other() -> None:
+    config = load("hivemind").config.collaborative
+    longest = config.matchmaking_seconds
+    assert search_seconds(config, calls_out=False) == longest
+    found = sorted(search_seconds(config, calls_out=True) for _ in range(100))
+    assert longest / 2 <= found[0] < 0.6 * longest < 0.9 * longest < found[-1] <= longest
 
 
 def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> None:

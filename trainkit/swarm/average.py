@@ -178,11 +178,11 @@ class Averaging:
         """
         assert self._control is None
         assert self._exchange is None
-        about = {
-            "shares": self._can_share,
-            "rate": float(samples_per_sec),
-            "probe": self._common.probe().numpy().tobytes(),
-        }
+        probe = self._common.probe()
+        self.averager.probe.copy_(probe)
+        # Others compare their weights with those of a peer that gives its own away, and with nobody else's.
+        told = probe.numpy().tobytes() if self._can_share else b""
+        about = {"shares": self._can_share, "rate": float(samples_per_sec), "probe": told}
         control: Future[Any] = Future()
 
         def search() -> None:
@@ -261,6 +261,7 @@ class Averaging:
         (rates, drifted, received), average, why = ended
         took, outcome, false = time.monotonic() - now.began, received, tuple[Verdict, ...]()
         common, given, size = self._common, now.given, self._common.num_parameters
+        members = max(len(rates), *received.expected, 0)  # in a large group a peer does not know all of them
         if average is not None:
             false = self._audit(now, rates, received, average)
             outcome = received.refusing({verdict.peer for verdict in false}, average, given.vector)
@@ -285,10 +286,10 @@ class Averaging:
         advice = self._link.learn(now.sent, received) if received.reducers else ""
         self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
-            group=len(rates) if used == "average" else 0,
+            group=members if used == "average" else 0,
             used=used,
             why=why,
-            samples_per_sec=sum(rates.values()),
+            samples_per_sec=sum(rates.values()) / max(1, len(rates)) * members,
             drifted=drifted,
             seconds=took,
             outcome=outcome,

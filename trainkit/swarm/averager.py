@@ -38,10 +38,13 @@ from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, num_parts, shar
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
 from trainkit.swarm.replay import Accounts, Shown, Told, most_bytes, read_wanted
 from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
-from trainkit.swarm.sync import CommonState
+from trainkit.swarm.sync import PROBE_SIZE, CommonState
 
-# Peers that average together; beyond that a reducer would do nothing else.
+# Peers that average together, for each that reduces; with more it would do nothing else.
 _LARGEST_GROUP = 256
+# Who only calls out is told of those who reduce, and of so many others, by whom it knows how fast they are: the words
+# of all to all are 72 MB in a group of 256.
+_MOST_TOLD = 16
 # The others wait for a late peer in every round. A peer that is late too often in a row, where a round in which nothing
 # at all has come counts double, is not let into a group for so long; then for twice as long.
 _MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
@@ -115,6 +118,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         values = common.theta.numel()
         self.plan = torch.zeros(1 + num_parts(values), dtype=torch.float64).share_memory_()
         """The codec of this peer's parts, then each part's weight."""
+        self.probe = torch.zeros(PROBE_SIZE).share_memory_()
+        """Of this peer's weights, see `CommonState.probe`."""
         self._found, self._tell = multiprocessing.Pipe(duplex=False)
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
@@ -140,6 +145,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         """Peer -> how often in a row it was late, and when it may come again."""
         self._may_fetch: dict[str, float] = {}
         """Peer -> when it may fetch the state again."""
+        self._reducers = 1
+        """In the last group."""
+        self._told = b"", frozenset[bytes]()
+        """A group, and those of its members of whom all are told."""
         super().__init__([torch.zeros(values)], guard.dht, **options)
 
     # In the peer's own process.
@@ -303,6 +312,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             yield MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         async for message in super().rpc_join_group(request, context):
+            if request.client_mode and message.code == averaging_pb2.BEGIN_ALLREDUCE:
+                await asyncio.sleep(0.0)  # those who reduce are told first: all others need them
+                message = self._shortened(message, context.remote_id)
             yield message
 
     async def rpc_aggregate_part(self, stream: _Parts, context: P2PContext) -> _Parts:
@@ -370,11 +382,22 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             self._given = None
         return DownloadRequest()
 
+    def _shortened(self, message: MessageFromLeader, to: PeerID) -> MessageFromLeader:
+        """What a leader says, without most of the peers with whom one that only calls out has nothing to do."""
+        members = list(zip(message.ordered_peer_ids, message.gathered, strict=True))
+        if self._told[0] != message.group_id:
+            calls_out = [peer for peer, said in members if (read_gathered(said) or NOTHING).mode == CLIENT]
+            self._told = message.group_id, frozenset(message.ordered_peer_ids) - set(calls_out[_MOST_TOLD:])
+        peers, words = zip(*(one for one in members if one[0] in self._told[1] or one[0] == to.to_bytes()), strict=True)
+        return MessageFromLeader(code=message.code, group_id=message.group_id, ordered_peer_ids=peers, gathered=words)
+
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: str) -> bool:
-        is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP
-        if await self.guard.member(peer) is None or is_full or self.is_benched(peer):
+        if await self.guard.member(peer) is None or self.is_benched(peer):
             return False
         gathered = read_gathered(request.gather)
+        is_full = len(self._matchmaking.current_followers) >= _LARGEST_GROUP * self._reducers
+        if is_full and (gathered is None or gathered.mode == CLIENT):
+            return False
         if gathered is None:
             why = "sent something unreadable about itself"
         elif gathered.mode != CLIENT and not await self.guard.trusts(peer):
@@ -431,9 +454,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._screen, keeps = None, self.own.grant.role == "owner" and not self.common.same_weights
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
+            self._reducers = sum(reduces)
             known = {peer: member for peer in group if (member := await self.guard.member(peer)) is not None}
             probes = {peer: member.probe for peer, member in group.items() if member.shares}
-            drifted = has_drifted(group[own_id].probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
+            own_probe = self.probe.numpy().tobytes()
+            drifted = has_drifted(own_probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
             if drifted and self.common.same_weights:
                 weights = [0.0] * len(weights)
             trusted = {peer for peer, member in known.items() if member.trusted} | {own_id}

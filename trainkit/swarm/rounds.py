@@ -7,6 +7,7 @@ the others when its end is near.
 """
 
 import math
+import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from typing import Literal
 import torch
 
 from trainkit import fileio
+from trainkit.config.schema import CollaborativeConfig
 from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
 from trainkit.swarm.admission import Member
@@ -56,6 +58,15 @@ _NEWS_DELAY = 3.0
 _ADOPT_SECONDS = 10.0
 FRESH_SECONDS = 10.0
 """Time of silence after which a peer has gone, or is busy with something else than the update."""
+
+
+def search_seconds(config: CollaborativeConfig, *, calls_out: bool) -> float:
+    """How long before the end of a round a peer begins to look for the others.
+
+    Those who only call out come later than those who lead, and one after the other: all at once, a thousand would be
+    more than one peer can answer in time.
+    """
+    return config.matchmaking_seconds * (random.uniform(0.5, 1.0) if calls_out else 1.0)
 
 
 def take_part(peer: Session) -> Ending:
@@ -198,7 +209,7 @@ class TimedLoop(_Loop):
         """One round; why, if it is time to leave and the search for the others has not begun."""
         peer, clock, averaging = self.peer, self.peer.clock, self.peer.averaging
         boundary = clock.boundary(index)
-        search_at = boundary - self.config.collaborative.matchmaking_seconds
+        search_at = boundary - search_seconds(self.config.collaborative, calls_out=peer.dht.client_mode)
         began, news_at = time.time(), time.monotonic()  # which goes on where the clock is set back
         samples, seconds, lr = 0, 0.0, 0.0
         self.model.train()
