@@ -29,7 +29,7 @@ from trainkit.swarm.admission import Admission
 from trainkit.swarm.averager import _Averager
 from trainkit.swarm.exchange import Exchange, digest_of, in_order, read_digest, read_state, sign_digest
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
-from trainkit.swarm.link import PART, Codec, Outcome, Sending
+from trainkit.swarm.link import PART, Codec, Outcome, Sending, encoded_bytes
 from trainkit.swarm.messages import CLIENT, NODE
 from trainkit.swarm.replay import Account, Accounts, Link
 from trainkit.swarm.robust import Limits, Screen
@@ -195,6 +195,8 @@ def test_running_statistics_are_sent_in_16_bit_when_all_else_is_8() -> None:
     found = meet(OWNER, Member("guest", filled(0.0), codec="8bit"), codec="8bit", delicate=3 * PART)
     last = VALUES - 3 * PART
     assert found["guest"][1].bytes_up == 3 * (PART + 4 * PART // 512) + 2 * last
+    found = meet(OWNER, Member("guest", filled(0.0), codec="4bit"), codec="4bit")  # there are none
+    assert found["guest"][1].bytes_up == encoded_bytes(3 * PART, "4bit") + encoded_bytes(last, "4bit")
 
 
 def test_who_calls_twice_counts_once_and_takes_nobodys_place() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainkit.config.schema import CollaborativeConfig
+from trainkit.config.schema import CollaborativeConfig, ImpossibleError
 from trainkit.swarm import link
 from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.link import Codec, Link, Outcome
@@ -12,7 +12,7 @@ VALUES = 3_000_000
 PARTS = link.num_parts(VALUES)
 EVERYTHING = (1.0,) * PARTS
 LARGE = 25_000_000
-SLOW = "upload 2.0 Mbit/s: this peer sends 8 bit, and each weight only in one of 6 rounds; nothing it learns is lost"
+SLOW = "upload 2.0 Mbit/s: this peer sends 4 bit, and each weight only in one of 3 rounds; nothing it learns is lost"
 
 
 def found(megabits: float, seconds: float, arrived: int = PARTS, received: int = 2) -> Outcome:
@@ -46,10 +46,10 @@ def test_who_was_not_waited_for_or_got_no_average_learns_nothing_of_its_link(out
 def test_a_slow_peer_sends_less_and_is_told_so_once_in_plain_words() -> None:
     one = opened()
     assert one.learn(EVERYTHING, found(2.0, 2.9, arrived=6)) == SLOW
-    assert sum(one.sent(EVERYTHING)) == 9
+    assert sum(one.sent(EVERYTHING)) == 18
     assert one.learn(one.sent(EVERYTHING), found(2.0, 2.2)) == ""
     late = opened()  # with its first part
-    assert "8 bit" in late.learn(EVERYTHING, found(0.0, 0.0, arrived=0))
+    assert "4 bit" in late.learn(EVERYTHING, found(0.0, 0.0, arrived=0))
     assert late.upload is not None
 
 
@@ -73,7 +73,7 @@ def test_a_link_that_gets_better_or_was_measured_wrongly_sends_more_again(second
 
 def test_what_was_known_at_the_start_is_not_told_again_and_a_limit_holds() -> None:
     slow, limited = opened(measured=2 * MEGABIT), opened(limit=2 * MEGABIT)
-    assert (slow.load.codec, slow.load.rounds) == (limited.load.codec, limited.load.rounds) == ("8bit", 6)
+    assert (slow.load.codec, slow.load.rounds) == (limited.load.codec, limited.load.rounds) == ("4bit", 3)
     assert slow.learn(slow.sent(EVERYTHING), found(2.0, 2.2)) == ""
     limited.learn(EVERYTHING, found(100.0, 0.1))
     assert limited.upload == 2 * MEGABIT
@@ -86,11 +86,12 @@ def test_what_was_known_at_the_start_is_not_told_again_and_a_limit_holds() -> No
         (100.0, "fp16", "fp16", 1),  # 6 MB in 0.5 s
         (20.01, "fp16", "fp16", 1),
         (19.99, "fp16", "8bit", 1),
-        (2.0, "fp16", "8bit", 6),
-        (0.01, "8bit", "8bit", 46),
+        (9.9, "fp16", "4bit", 1),
+        (2.0, "fp16", "4bit", 3),
+        (0.01, "8bit", "4bit", 46),
     ],
 )
-def test_a_slow_link_first_sends_8_bit_and_then_takes_turns(
+def test_a_slow_link_first_sends_coarser_numbers_and_then_takes_turns(
     megabits: float | None, run: Codec, codec: str, rounds: int
 ) -> None:
     upload = None if megabits is None else megabits * MEGABIT
@@ -99,11 +100,28 @@ def test_a_slow_link_first_sends_8_bit_and_then_takes_turns(
     assert link.enough(VALUES, RUN) == pytest.approx(20.0 * MEGABIT)
 
 
+def test_gradients_are_never_sent_in_4_bit() -> None:
+    """What is rounded off would be lost: nothing of an update is kept for the next."""
+    load = link.load_for(2 * MEGABIT, VALUES, RUN.model_copy(update={"sync": "gradients"}))
+    assert (load.codec, load.rounds) == ("8bit", 6)
+    with pytest.raises(ImpossibleError, match="compression=4bit does not go with"):
+        settings(sync="gradients", compression="4bit")
+
+
 @pytest.mark.parametrize(
-    ("megabits", "codec", "seconds"), [(100.0, "fp16", 60.0), (20.0, "8bit", 60.0), (5.0, "8bit", 202.0)]
+    ("run", "megabits", "codec", "seconds"),
+    [
+        ("fp16", 100.0, "fp16", 60.0),
+        ("fp16", 20.0, "8bit", 60.0),
+        ("fp16", 5.0, "8bit", 202.0),
+        ("4bit", 20.0, "4bit", 60.0),
+        ("4bit", 5.0, "4bit", 202.0),  # averages go back in 8
+    ],
 )
-def test_a_creator_takes_8_bit_first_and_then_longer_rounds(megabits: float, codec: str, seconds: float) -> None:
-    agreed = link.fitted(settings(), LARGE, megabits * MEGABIT)
+def test_a_creator_takes_8_bit_first_and_then_longer_rounds(
+    run: Codec, megabits: float, codec: str, seconds: float
+) -> None:
+    agreed = link.fitted(settings(compression=run), LARGE, megabits * MEGABIT)
     assert (agreed.compression, agreed.round_seconds) == (codec, seconds)
 
 
@@ -121,7 +139,7 @@ def layers() -> torch.Tensor:
     return torch.cat([torch.randn(4096), torch.randn(4096) / 1000, torch.zeros(512), torch.randn(7)])
 
 
-@pytest.mark.parametrize(("codec", "error"), [("none", 0.0), ("fp16", 3e-4), ("8bit", 0.01)])
+@pytest.mark.parametrize(("codec", "error"), [("none", 0.0), ("fp16", 3e-4), ("8bit", 0.01), ("4bit", 0.15)])
 def test_a_codec_keeps_every_layer_in_the_bytes_it_promises(codec: Codec, error: float) -> None:
     data = link.encode(layers(), codec)
     assert len(data) == link.encoded_bytes(8711, codec)

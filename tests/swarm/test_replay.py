@@ -22,8 +22,8 @@ from trainkit.data.base import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.swarm import replay
-from trainkit.swarm.link import cuts, decode, encode
-from trainkit.swarm.replay import Account, Accounts, Auditor, Journal, Link, Shown, misgiven, num_stretches
+from trainkit.swarm.link import BLOCK, Codec, cuts, decode, encode, rounded
+from trainkit.swarm.replay import Account, Accounts, Auditor, Journal, Link, Shown, misgiven, misled, num_stretches
 from trainkit.swarm.sync import PROBE_SIZE, Average, Given, OuterState, flatten
 from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
@@ -35,19 +35,23 @@ RATE, SEED = 3e-3, 7
 NOTHING = hashlib.sha256().hexdigest()
 
 
-def made(config: Config) -> tuple[TrainState, OuterState]:
+def made(config: Config, codec: Codec) -> tuple[TrainState, OuterState]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    norm = nn.LayerNorm(32) if codec == "4bit" else nn.BatchNorm1d(32)  # whose statistics are never sent in 4 bit
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
     return build(alone(config), CPU, SPLITS, model=model), OuterState(model, lr=0.7, momentum=0.5)
 
 
 class Swarm:
     """The owner and one volunteer, ben, whose clock goes by the updates: it takes a snapshot after every eighth."""
 
-    def __init__(self, *, precision: str = "fp32", micro_batch_size: int = 32, seconds: float = 8.0) -> None:
+    def __init__(
+        self, *, precision: str = "fp32", micro_batch_size: int = 32, seconds: float = 8.0, codec: Codec = "8bit"
+    ) -> None:
+        self.codec: Codec = codec
         settings = {"precision": precision, "micro_batch_size": micro_batch_size}
         theirs = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update=settings)})
-        (owner, self.owner), (self.state, self.common) = made(CONFIG), made(theirs)
+        (owner, self.owner), (self.state, self.common) = made(CONFIG, codec), made(theirs, codec)
         self.auditor = Auditor(owner, self.owner, lambda peer: SEED, lambda index: (RATE, RATE), 60.0)
         with owner.batches(0, 1, seed=0, workers=0) as batches:
             Updater(owner)(batches, lr=RATE, seed=0)
@@ -91,11 +95,11 @@ class Swarm:
         self.train(24 - settles_after)
         self.auditor._free_at = 0.0 if trains else math.inf
         self.accounts.draw(*self.draw())
-        told, given = self.journal.close(self.round), self.common.give(24 * 32)
+        told, given = self.journal.close(self.round), self.common.give(24 * 32, self.codec)
         assert told is not None
         vector, size = sent(given.vector.clone()), self.common.num_parameters
         arrived = {
-            part.start: decode(encode(vector[:size][part], "8bit"), "8bit", len(vector[:size][part])).numpy()
+            part.start: decode(encode(vector[:size][part], self.codec), self.codec, len(vector[:size][part])).numpy()
             for part in cuts(size)
         }
         wanted = self.accounts.hear("ben", told.account)
@@ -126,9 +130,10 @@ def sums(values: Sequence[Sequence[float]]) -> str:
 TRUE = "true, as was seen in "
 
 
+@pytest.mark.parametrize("codec", ["8bit", "4bit"])
 @pytest.mark.parametrize("how", [{}, {"settles_after": 5}, {"counts": False}, {"settles_after": 5, "counts": False}])
-def test_what_an_honest_volunteer_shows_is_true(how: dict[str, Any]) -> None:
-    swarm = Swarm()
+def test_what_an_honest_volunteer_shows_is_true(how: dict[str, Any], codec: Codec) -> None:
+    swarm = Swarm(codec=codec)
     for number in range(10):
         action, why = swarm.audited(**how)
         assert (action, why[: len(TRUE)]) == ("audited", TRUE)
@@ -146,12 +151,12 @@ def half_turned(vector: Tensor) -> Tensor:
     return torch.cat([vector[: len(vector) // 2], -vector[len(vector) // 2 :]])
 
 
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(("trains", "codec"), [(True, "8bit"), (False, "8bit"), (True, "4bit")])
 @pytest.mark.parametrize("sent", [half_turned, torch.zeros_like, lambda vector: 3 * vector])
 def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
-    sent: Callable[[Tensor], Tensor], trains: bool
+    sent: Callable[[Tensor], Tensor], trains: bool, codec: Codec
 ) -> None:
-    swarm = Swarm()
+    swarm = Swarm(codec=codec)
     assert swarm.audited(trains=trains)[0] == ("audited" if trains else "")
     for action in ("left out", "dropped"):
         found, why = swarm.audited(trains=trains, sent=sent)
@@ -193,6 +198,44 @@ def test_smaller_than_any_number_that_is_sent_is_nothing() -> None:
     learned = torch.full((100,), 1e-9)
     assert misgiven({0: torch.zeros(100).numpy()}, learned) == ""
     assert misgiven({0: torch.zeros(100).numpy()}, 1e4 * learned).startswith("has given something else")
+
+
+@pytest.mark.parametrize("weights", ["alike", "with outliers", "nearly all small"])
+@pytest.mark.parametrize("values", [7, 1000, 70_000])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("off", [0.0, 1e-6, 0.01])
+def test_what_4_bit_make_of_honest_work_is_never_held_against_it(
+    weights: str, values: int, rounds: int, off: float
+) -> None:
+    """Also where the owner's weights are off by as much as an audit puts up with, of what was learned."""
+    torch.manual_seed(values)
+    learned = {
+        "alike": torch.randn(values),
+        "with outliers": torch.randn(values) / torch.rand(values),
+        "nearly all small": torch.where(torch.arange(values) % BLOCK == 0, 7.0, 0.51),
+    }[weights]
+    seen = learned + off * learned.norm() * torch.nn.functional.normalize(torch.randn(values), dim=0)
+    for part in cuts(values):
+        given = -rounded(learned[part] / rounds)
+        assert misgiven({0: given.numpy()}, seen[part]) == ""
+        later = 0.3 * learned.norm() * torch.nn.functional.normalize(torch.randn(len(given)), dim=0)
+        moved, length = (later + learned[part] + rounds * given, later + learned[part]), 2 * off * 1e6 * learned.norm()
+        assert misled(*moved, seen[part], float(length)) == ""
+
+
+def biased(learned: Tensor, by: float) -> Tensor:
+    """What 4 bit make of it, one level off in so many values."""
+    steps = learned.view(-1, BLOCK).abs().amax(dim=1).repeat_interleave(BLOCK) / 7
+    return rounded(learned) + torch.where(torch.rand(learned.shape) < by, steps, 0.0)
+
+
+def test_who_rounds_to_other_levels_in_4_bit_is_found() -> None:
+    torch.manual_seed(0)
+    learned, later = torch.randn(64 * BLOCK), torch.randn(64 * BLOCK)
+    for by, is_found in ((0.0, False), (0.1, True)):
+        given = biased(learned, by)
+        assert bool(misgiven({0: -given.numpy()}, learned)) == is_found
+        assert bool(misled(later + learned - given, later + learned, learned, 1.0)) == is_found
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,10 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     assert median(record["parts"] / record["parts_expected"] for record in three) >= 0.95
 
     # The doctor has measured the link; who has a slow one, or sets a limit, is told before its first round.
-    measured = re.search(r"^ok +upload +([\d.]+) Mbit/s: this peer sends 8 bit", doctor.output, re.MULTILINE)
+    measured = re.search(r"^ok +upload +([\d.]+) Mbit/s: this peer sends 4 bit", doctor.output, re.MULTILINE)
     assert measured is not None, doctor.output
     assert 1.4 <= float(measured[1]) <= 2.5
-    told = re.search(r"upload ([\d.]+) Mbit/s: this peer sends 8 bit, and each weight only in one of \d", slow.output)
+    told = re.search(r"upload ([\d.]+) Mbit/s: this peer sends 4 bit, and each weight only in one of \d", slow.output)
     assert told is not None
     assert told.start() < slow.output.index("Joined")
     assert 1.0 <= float(told[1]) <= 2.5

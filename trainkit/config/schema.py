@@ -558,8 +558,9 @@ class CollaborativeConfig(Section):
     """Learning rate of diloco's step; with gradients, optim and schedule say it all."""
     outer_momentum: Fraction = 0.9
     """Nesterov momentum of diloco's step."""
-    compression: Literal["none", "fp16", "8bit"] = "fp16"
-    """What peers send: fp16 halves the traffic, 8bit halves it again. A peer with a slow link takes 8bit by itself."""
+    compression: Literal["none", "fp16", "8bit", "4bit"] = "fp16"
+    """What peers send: fp16 halves the traffic, 8bit halves it again; 4bit, for diloco, halves what goes up once more,
+    and averages come back in 8 bit. A peer with a slow link takes a coarser one by itself."""
     initial_peers: Annotated[tuple[str, ...], SENDS] = ()
     """Addresses of a swarm to join, for those who submit peers to it; invited peers set TRAINKIT_TOKEN."""
     port: Port = 0
@@ -568,13 +569,19 @@ class CollaborativeConfig(Section):
     """Anybody who has an address may join, as a volunteer; else only those to whom `swarm invite` gave a token."""
 
     @model_validator(mode="after")
-    def _round_holds_matchmaking(self) -> CollaborativeConfig:
+    def _possible(self) -> CollaborativeConfig:
         if self.round_seconds < self.matchmaking_seconds + 1:
             raise ImpossibleError(
                 f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
                 f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}.",
                 why="Peers look for one another at the end of every round.",
                 fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
+            )
+        if self.sync == "gradients" and self.compression == "4bit":
+            raise ImpossibleError(
+                "collaborative.compression=4bit does not go with collaborative.sync=gradients.",
+                why="What 4 bit rounds off must be sent later, and the gradients of an update are of no use after it.",
+                fix="Use collaborative.compression=8bit.",
             )
         return self
 

@@ -25,7 +25,7 @@ from trainkit.swarm.admission import Guard
 from trainkit.swarm.averager import Averaged, _Averager
 from trainkit.swarm.dht import SwarmDHT
 from trainkit.swarm.exchange import digest_of
-from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, exchange_seconds, patience
+from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, codec_back, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given, OuterState
 from trainkit.swarm.trial import Trial
@@ -43,7 +43,7 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: Config, run_id: st
         Guard(dht.node, dht.admission),
         dht.own,
         run_id,
-        agreed.compression,
+        codec_back(agreed),
         config.train.global_batch_size,
         start=False,
         prefix=f"{run_id}_common",
@@ -240,7 +240,7 @@ class Averaging:
         """
         assert self._exchange is None
         control, self._control = self._control, None
-        given = self._rounds.give(self._common, samples, trained, loss)
+        given = self._rounds.give(self._common, samples, trained, loss, self._link.load.codec)
         sent = self._link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
         self._exchange = _Exchange(control, given, sent, trained, next_round, began, failed)

@@ -303,7 +303,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             if place == first:
                 message.code, message.group_id = averaging_pb2.PART_FOR_AVERAGING, self.group_id
             if weight > 0:
-                message.tensor_part.CopyFrom(written_part(part, self._sending.codec_of(place, self._sending.codec)))
+                codec = self._sending.codec_of(place, part.numel(), self._sending.codec)
+                message.tensor_part.CopyFrom(written_part(part, codec))
                 self._bytes[place] = len(message.tensor_part.buffer)
                 self._up += self._bytes[place]
             yield message
@@ -387,7 +388,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             coming.cancel()
 
     def _write_average(self, index: int, averaged: Tensor) -> Any:
-        message = written_part(averaged, self._sending.codec_of(self._own_first + index, self._sending.codec_back))
+        codec = self._sending.codec_of(self._own_first + index, averaged.numel(), self._sending.codec_back)
+        message = written_part(averaged, codec)
         # The others fetch it while this peer goes on.
         self._up += len(message.buffer) * len(self.active_senders - {self.peer_id})
         return message

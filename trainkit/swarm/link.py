@@ -20,14 +20,16 @@ from torch.nn.functional import pad
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm.address import MEGABIT
 
-Codec = Literal["none", "fp16", "8bit"]
+Codec = Literal["none", "fp16", "8bit", "4bit"]
 
-CODECS: tuple[Codec, ...] = ("none", "fp16", "8bit")
+CODECS: tuple[Codec, ...] = ("none", "fp16", "8bit", "4bit")
 """From the finest to the coarsest."""
 PART = 1 << 16
 """Values in a part. All peers cut the vector alike, whatever codec they use."""
 BLOCK = 512
-"""Values that share one scale, in 8 bit."""
+"""Values that share one scale, in 8 and 4 bit."""
+_LEVELS = {"8bit": 127, "4bit": 7}
+"""A value is one of so many steps on each side of zero."""
 SHARE = 0.2
 """Part of a round in which a peer sends its own parts. The others wait a little longer, see `patience`."""
 _LARGEST_HALF = float(torch.finfo(torch.float16).max)
@@ -50,25 +52,29 @@ def halves(part: slice, size: int) -> tuple[slice, slice]:
 
 def encoded_bytes(values: int, codec: Codec) -> int:
     """Bytes of ``values`` numbers."""
-    if codec == "8bit":
-        return values + 4 * -(-values // BLOCK)
+    if codec in _LEVELS:
+        return (values if codec == "8bit" else -(-values // 2)) + 4 * -(-values // BLOCK)
     return values * (2 if codec == "fp16" else 4)
 
 
 # hivemind's 8 bit codecs have one codebook for half a million values, in which layers of different scale spoil each
 # other (an error of 11 to 39 % of the vector's length; here 1.2 %, in a third of the time), and which numpy 2.4
 # cannot read back. Here every 512 values have their own scale, as in block-wise quantization (Dettmers et al.,
-# arXiv 2110.02861), which costs 0.8 % more bytes.
+# arXiv 2110.02861), which costs 0.8 % more bytes. In 4 bit the error is 14 %: see `sync.OuterState.give`.
 
 
 def encode(part: Tensor, codec: Codec) -> bytes:
     """``part``, a flat float32 vector on the CPU. Equal parts give equal bytes."""
-    if codec == "8bit":
+    if most := _LEVELS.get(codec):
         blocks = pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-        scales = blocks.abs().amax(dim=1, keepdim=True) / 127.0
+        scales = blocks.abs().amax(dim=1, keepdim=True) / most
         # A block of zeros has scale 0: divided by the smallest number there is, it stays zero.
         levels = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        return bytes(scales.numpy().tobytes() + levels.view(-1)[: part.numel()].numpy().tobytes())
+        levels = levels.view(-1)[: part.numel()]
+        if codec == "4bit":
+            pairs = pad(levels + most, (0, levels.numel() % 2)).view(-1, 2).view(torch.uint8)
+            levels = pairs[:, 0] * 16 + pairs[:, 1]
+        return bytes(scales.numpy().tobytes() + levels.numpy().tobytes())
     exact = part.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() if codec == "fp16" else part
     return bytes(exact.numpy().tobytes())
 
@@ -82,12 +88,31 @@ def decode(data: bytes, codec: str, values: int) -> Tensor:
         raise ValueError("unknown codec")
     if len(data) != encoded_bytes(values, codec):
         raise ValueError(f"{len(data)} bytes instead of {encoded_bytes(values, codec)}")
-    if codec != "8bit":
+    if codec not in _LEVELS:
         return torch.from_numpy(np.frombuffer(data, np.float16 if codec == "fp16" else np.float32).copy()).float()
     blocks = -(-values // BLOCK)
     scales = torch.from_numpy(np.frombuffer(data, np.float32, blocks).copy())
-    levels = torch.from_numpy(np.frombuffer(data, np.int8, offset=4 * blocks).copy()).float()
+    read = np.frombuffer(data, np.int8 if codec == "8bit" else np.uint8, offset=4 * blocks)
+    if codec == "4bit":
+        read = (np.stack([read >> 4, read & 15], axis=1).reshape(-1)[:values]).astype(np.int8) - _LEVELS[codec]
+    levels = torch.from_numpy(read.copy()).float()
     return (pad(levels, (0, -values % BLOCK)).view(-1, BLOCK) * scales[:, None]).view(-1)[:values].clone()
+
+
+def rounded(part: Tensor) -> Tensor:
+    """``part`` as it arrives in 4 bit, float32."""
+    return decode(encode(part.float(), "4bit"), "4bit", part.numel())
+
+
+def misrounded(told: Tensor, exact: Tensor) -> Tensor:
+    """By how much each value of ``told``, a part, differs from what ``exact`` may become in 4 bit.
+
+    A value halfway between two levels may become either: on another machine it is a little more, or less.
+    """
+    most = pad(exact, (0, -exact.numel() % BLOCK)).view(-1, BLOCK).abs().amax(dim=1).repeat_interleave(BLOCK)
+    steps = (most[: exact.numel()] / _LEVELS["4bit"]).clamp_min(torch.finfo(torch.float32).tiny)
+    nearest = (told / steps).round() * steps
+    return (told - nearest).abs() + ((exact - nearest).abs() - steps / 2).clamp_min(0.0)
 
 
 @dataclass(frozen=True)
@@ -176,23 +201,31 @@ class Sending:
     delicate: int
     """Values from here on (BatchNorm's statistics) are never coarser than fp16."""
 
-    def codec_of(self, part: int, codec: Codec) -> Codec:
-        """The codec of a part, where ``codec`` is that of most."""
-        return "fp16" if codec == "8bit" and (part + 1) * PART > self.delicate else codec
+    def codec_of(self, part: int, values: int, codec: Codec) -> Codec:
+        """The codec of a part of so many values, where ``codec`` is that of most."""
+        return "fp16" if codec in _LEVELS and part * PART + values > self.delicate else codec
+
+
+def codec_back(config: CollaborativeConfig) -> Codec:
+    """The codec of averages: what 4 bit round off would be lost, for no reducer keeps it for the next round."""
+    return "8bit" if config.compression == "4bit" else config.compression
 
 
 def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> Load:
-    """What a peer can send in time: all of it as the run does, else in 8 bit, else a share of the parts in each round.
+    """What a peer can send in time: all of it as the run does, else in a coarser codec, else a share of the parts in
+    each round; gradients never in 4 bit, for what that rounds off is of no use for the next update.
 
     Args:
         upload: bytes per second; None when it is not known.
         values: in the vector.
     """
     parts = num_parts(values)
-    if upload is None or upload >= enough(values, config):
+    if upload is None:
         return Load(config.compression, parts, parts)
-    fits = upload * SHARE * config.round_seconds / encoded_bytes(values, "8bit")
-    return Load("8bit", max(1, int(parts * min(fits, 1.0))), parts)
+    codecs, most = CODECS if config.sync == "diloco" else CODECS[:-1], upload * SHARE * config.round_seconds
+    coarser = codecs[codecs.index(config.compression) :]
+    codec = next((codec for codec in coarser if encoded_bytes(values, codec) <= most), coarser[-1])
+    return Load(codec, max(1, int(parts * min(most / encoded_bytes(values, codec), 1.0))), parts)
 
 
 # A wait shorter than this says nothing about a link: what was waited for was there already.
@@ -255,7 +288,7 @@ class Link:
 
 def in_words(load: Load, upload: float) -> str:
     """What a link of ``upload`` bytes per second means, for the person at the machine."""
-    words = f"upload {upload / MEGABIT:.1f} Mbit/s: this peer sends {load.codec.replace('8bit', '8 bit')}"
+    words = f"upload {upload / MEGABIT:.1f} Mbit/s: this peer sends {load.codec.replace('bit', ' bit')}"
     if load.rounds == 1:
         return words
     return f"{words}, and each weight only in one of {load.rounds} rounds; nothing it learns is lost"
@@ -274,17 +307,18 @@ def fitted(config: CollaborativeConfig, values: int, upload: float) -> Collabora
         upload: bytes per second, of which one volunteer's averages may take their share of a round.
     """
     codec, seconds = config.compression, config.round_seconds
-    if enough(values, config) > upload:
-        codec = "8bit"
-        seconds = max(seconds, float(math.ceil(encoded_bytes(values, codec) / (SHARE * upload))))
+    if encoded_bytes(values, codec_back(config)) > upload * SHARE * seconds:
+        codec = "4bit" if codec == "4bit" else "8bit"
+        seconds = max(seconds, float(math.ceil(encoded_bytes(values, "8bit") / (SHARE * upload))))
     return config.model_copy(update={"compression": codec, "round_seconds": seconds})
 
 
 def creators_share(config: CollaborativeConfig, values: int, upload: float) -> str:
     """What to expect of a creator that averages for all, in a line."""
-    seconds = encoded_bytes(values, config.compression) / upload
+    back = codec_back(config)
+    seconds = encoded_bytes(values, back) / upload
     volunteers = int((config.round_seconds - config.matchmaking_seconds) / seconds)
-    codec = {"none": "no compression", "8bit": "8 bit"}.get(config.compression, config.compression)
+    codec = {"none": "no compression", "8bit": "8 bit"}.get(back, back)
     return (
         f"At {upload / MEGABIT:g} Mbit/s: {codec}, rounds of {config.round_seconds:g} s. Sending to a volunteer takes "
         f"{seconds:.1f} s of each; {volunteers} at most, or others must reduce as well."

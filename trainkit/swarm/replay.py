@@ -45,7 +45,7 @@ from trainkit.checkpoint.state import Entry, Held, load_moments, load_weights, m
 from trainkit.data.base import derive_seed
 from trainkit.errors import TrainkitError
 from trainkit.swarm.admission import remember
-from trainkit.swarm.link import cuts
+from trainkit.swarm.link import cuts, misrounded, rounded
 from trainkit.swarm.robust import Verdict
 from trainkit.swarm.sync import OuterState, probe_of
 from trainkit.training.build import TrainState
@@ -72,8 +72,9 @@ _MOST_PEERS = 1000
 # peers are then off by half of what may be, and those who turn labels by twice that).
 _ALIKE, _AS_FAR = 0.02, 4.0
 _NOISE, _OTHER_NOISE = 1e-6, 2e-3
-# Of what was learned, by which a contribution may differ, which was rounded on its way; and how much longer it may be.
-_ROUNDED, _LONGER = 0.1, 1.1
+# Of what was learned, by which a contribution may differ, which was rounded on its way; the same of what 4 bit make of
+# that, which is known; and how much longer it may be.
+_ROUNDED, _MISROUNDED, _LONGER = 0.1, 0.04, 1.1
 _HALF = 2.0**-24  # the smallest number of fp16
 # The same of a model that has followed the common weights; and of the common weights, which are rounded as well.
 _MOVED, _ROUNDING = 0.01, 1e-6
@@ -618,9 +619,12 @@ def misgiven(given: Mapping[int, Any], learned: Tensor) -> str:
     """
     for position, values in sorted(given.items()):
         there, wanted = torch.from_numpy(values).double(), -learned[position : position + len(values)].double()
-        factor, smallest = float(there @ wanted) / max(float(wanted @ wanted), _TINY), _HALF * math.sqrt(len(values))
-        is_part = 0.0 < factor <= _LONGER and float((there - factor * wanted).norm()) <= (
-            _ROUNDED * float(there.norm()) + smallest
+        smallest = _HALF * math.sqrt(len(values))
+        ways = (wanted, torch.sub, _ROUNDED), (rounded(wanted).double(), misrounded, _MISROUNDED)
+        is_part = any(
+            0.0 < (factor := float(there @ sent) / max(float(sent @ sent), _TINY)) <= _LONGER
+            and float(apart(there, factor * wanted).norm()) <= share * float(there.norm()) + smallest
+            for sent, apart, share in ways
         )
         if not (is_part or float(there.norm()) + float(wanted.norm()) <= 2 * smallest):  # also for not-a-number
             return f"has given something else than it has trained (cosine {_cosine(there, wanted):.2f})"
@@ -634,7 +638,8 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float) -> str:
     """What is wrong with how a model has moved with the common weights; empty if nothing is.
 
-    What was learned is kept, but for what was contributed to the last average where that counted; or all is given up.
+    What was learned is kept, but for what was contributed to the last average where that counted, all of it or as it is
+    in 4 bit; or all is given up.
 
     Args:
         now: how far the model is from the new common weights; ``before``: from the old ones.
@@ -642,8 +647,9 @@ def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float) -> s
         length: of the common weights.
     """
     for part in cuts(now.numel()):
-        may_be = (before[part] - contributed[part], before[part], torch.zeros_like(now[part]))
-        error = min(float((now[part] - one).norm()) for one in may_be)
-        if not error <= _MOVED * float(before[part].norm() + contributed[part].norm()) + _ROUNDING * length:
+        given = before[part] - now[part]
+        errors = (given - contributed[part], given, now[part], misrounded(given, contributed[part]))
+        most = _MOVED * float(before[part].norm() + contributed[part].norm()) + _ROUNDING * length
+        if not min(float(error.norm()) for error in errors) <= most:
             return "has other weights than those that it had trained and those that all have in common"
     return ""

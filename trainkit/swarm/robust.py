@@ -51,7 +51,7 @@ from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, Bans
 from trainkit.swarm.admission import Member, remember
 from trainkit.swarm.invitations import GUESTS, Role, credited
-from trainkit.swarm.link import Outcome, cuts, halves
+from trainkit.swarm.link import Codec, Outcome, cuts, halves
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
 
@@ -452,14 +452,17 @@ class OwnRounds:
         self._passed_over = 0
         """In a row."""
 
-    def give(self, common: CommonState, samples: int, trained: float, loss: float | None) -> Given:
+    def give(
+        self, common: CommonState, samples: int, trained: float, loss: float | None, codec: Codec = "none"
+    ) -> Given:
         """This peer's contribution to a round, as `CommonState.give`; nothing, where it has collapsed.
 
         Args:
             trained: the share of the round in which it did.
             loss: of the round; None: not to be judged by.
+            codec: by which it will be sent.
         """
-        given = common.give(samples)
+        given = common.give(samples, codec)
         if not given.usable or loss is None:
             return given
         length, before = whole(float(given.vector[: common.num_parameters].norm()), trained), self._loss

@@ -57,7 +57,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import freeze
 from trainkit.ranks import RankEnv
-from trainkit.swarm.link import cuts, halves, num_parts
+from trainkit.swarm.link import Codec, cuts, halves, num_parts, rounded
 from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer, lr_at, set_lr
 from trainkit.training.precision import Precision
@@ -75,11 +75,13 @@ class Given:
     weights: tuple[float, ...]
     """Samples behind each part; 0: there is nothing in it."""
     moved: Tensor
-    """The whole way that the model has gone from the common weights, against its direction."""
+    """The way that the model has gone from the common weights, against its direction, as far as ``vector`` says it."""
     sound: bool
     """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
     collapsed: str = ""
     """Why it is not sound, where it would be finite."""
+    rest: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """What ``vector`` does not say of the way, see `OuterState.give`."""
 
     @property
     def usable(self) -> bool:
@@ -124,8 +126,12 @@ class CommonState(ABC):
         """Called before the common weights change, and the model with them."""
 
     @abstractmethod
-    def give(self, samples: int) -> Given:
-        """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
+    def give(self, samples: int, codec: Codec = "none") -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``.
+
+        Args:
+            codec: by which it will be sent.
+        """
 
     @abstractmethod
     def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
@@ -231,8 +237,12 @@ class OuterState(CommonState):
         # Of each part: samples and rounds of this peer that are in no average yet.
         self._samples, self._rounds = [0.0] * num_parts(self.theta.numel()), [0] * num_parts(self.theta.numel())
 
-    def give(self, samples: int) -> Given:
-        """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
+    def give(self, samples: int, codec: Codec = "none") -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``.
+
+        In 4 bit it is rounded here. The rest stays in the model, as a part that was left out does, and so it is in what
+        is given in the next round (error feedback).
+        """
         vector, size = flatten(self._tensors()), self.num_parameters
         if not torch.isfinite(vector).all():
             return self.nothing()
@@ -241,11 +251,17 @@ class OuterState(CommonState):
             self._samples = [held + samples for held in self._samples]
             self._rounds = [rounds + 1 for rounds in self._rounds]
         vector[:size] = moved
-        for part, rounds in zip(cuts(size), self._rounds, strict=False):
-            vector[part] /= max(1, rounds)
+        rest = torch.zeros(size if codec == "4bit" else 1)
+        for part, rounds in zip(cuts(vector.numel()), self._rounds, strict=True):
+            own, times = halves(part, size)[0], max(1, rounds)
+            vector[own] /= times
+            if codec == "4bit" and own == part:  # with buffers in it a part is sent in fp16
+                told = rounded(vector[part])
+                rest[part] = (vector[part] - told) * times
+                vector[part] = told
         shares = (min(1.0, _MOST_ROUNDS / max(1, rounds)) for rounds in self._rounds)
         weights = tuple(held * share for held, share in zip(self._samples, shares, strict=True))
-        return Given(vector, weights, moved, sound=True)
+        return Given(vector, weights, moved - rest, sound=True, rest=rest)
 
     def stepped(self, average: Average) -> tuple[Tensor, Tensor]:
         """Weights and momentum as the outer update makes them, which changes nothing here."""
@@ -283,8 +299,8 @@ class OuterState(CommonState):
             self._move(self.theta[:size] - before[:size] + taken)
         else:
             self.into_model()
-            if not all(average.counted):
-                self._move(taken - given.moved)
+            if given.rest.any() or not all(average.counted):
+                self._move(taken - given.moved - given.rest)
 
     def undo(self, moved: Tensor) -> None:
         """Take back by what somebody has moved averages: what came of it, and what momentum is still to make of it."""
@@ -397,7 +413,7 @@ class GradientState(CommonState):
         assert size is not None, "check_combinations"
         return self.gathered.times * size
 
-    def give(self, samples: int) -> Given:
+    def give(self, samples: int, codec: Codec = "none") -> Given:
         """The mean of the gathered gradients, with ``samples`` as its weight. They stay until an average is used."""
         if not (samples and self.gathered.times):
             return self.nothing(sound=True)
