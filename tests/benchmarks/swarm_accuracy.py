@@ -44,8 +44,11 @@ class Trained:
     """Of each peer: the share of the time in updates, from its first joint round to its last."""
     seconds: float
     """From the first peer's first update to its last average."""
+    bytes: int
+    """Of parts of the vector and of averages, that all have sent in all rounds."""
     accuracy: float
-    """In percent, of the validation of what they have in common in the end."""
+    """In percent, of the validation of what they have in common in the end; and its loss."""
+    loss: float
 
 
 Found = dict[tuple[float, ...], list[tuple[Trained, float]]]
@@ -77,7 +80,7 @@ def table(found: Found) -> Table:
             f"{statistics.mean(one.samples for one in swarms):,.0f}",
             f"{100 * min(used):.1f} to {100 * max(used):.1f} %",
             f"{statistics.median(one.seconds for one in swarms):.0f} s",
-            _each([one.accuracy for one in swarms]), _each(singles),
+            each([one.accuracy for one in swarms]), each(singles),
         ])  # fmt: skip
         goals.append(
             Figure(f"{len(rates)} peers" if len(rates) > 1 else "1 peer",
@@ -88,15 +91,17 @@ def table(found: Found) -> Table:
     return Table(HEAD, rows, goals)
 
 
-def _each(values: Sequence[float]) -> str:
+def each(values: Sequence[float]) -> str:
+    """Their mean, and each of them."""
     return f"{statistics.mean(values):.2f} % ({', '.join(f'{value:.2f}' for value in values)})"
 
 
-def trained(rates: Sequence[float], seed: int) -> Trained:
+def trained(rates: Sequence[float], seed: int, codec: str = "fp16") -> Trained:
     """Peers of so many samples a second each, on a machine each; the first one has created the run."""
     # One more round, of which most is over before the others are there.
     rounds = 1 + round(SAMPLES / sum(rates) / ROUND_SECONDS)
-    settings = (f"train.global_batch_size={BATCH // len(rates)}", f"collaborative.rounds={rounds}", f"seed={seed}")
+    settings = (f"train.global_batch_size={BATCH // len(rates)}", f"collaborative.rounds={rounds}", f"seed={seed}",
+                f"collaborative.compression={codec}")  # fmt: skip
     with TemporaryDirectory() as folder, machines(len(rates), Path(folder)) as net:
         runs = [net.folder / "runs" / f"peer-{number}" for number in range(len(rates))]
         create = ("jobs.swarm", "create", "hivemind", *TASK, *settings, "--host", net.address(0), "--name", "peer-0")
@@ -113,7 +118,9 @@ def trained(rates: Sequence[float], seed: int) -> Trained:
             samples=sum(round(found[-1]["epoch"] * TRAIN) for found in records),
             utilisation=tuple(_utilisation(found, len(rates)) for found in records),
             seconds=records[0][-1]["time"] - records[0][0]["time"] + _busy(records[0][0], 0.0),
-            accuracy=_accuracy(runs[0]),
+            bytes=sum(record["bytes_up"] for found in records for record in found),
+            accuracy=_validated(runs[0], "acc1"),
+            loss=_validated(runs[0], "loss"),
         )
 
 
@@ -124,11 +131,11 @@ def single(updates: int, seed: int) -> float:
         own = (f"train.max_steps={updates}", f"train.global_batch_size={BATCH}", f"seed={seed}")
         words = ("jobs.train", "single", *TASK, *own, "checkpoint.every_epochs=null", "--run-dir", str(run))
         net.start(0, *words).ends(_TRAIN_SECONDS)
-        return _accuracy(run)
+        return _validated(run, "acc1")
 
 
-def _accuracy(run: Path) -> float:
-    return float(json.loads((run / "summary.json").read_text(encoding="utf-8"))["val"]["acc1"])
+def _validated(run: Path, what: str) -> float:
+    return float(json.loads((run / "summary.json").read_text(encoding="utf-8"))["val"][what])
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
