@@ -188,7 +188,8 @@ class _Direct(_Averager):
 
     async def found(self, boundary: float) -> tuple[GroupInfo | None, float]:
         """This peer's group of a round, and how long after the end of the round it was there."""
-        begins = boundary - search_seconds(CONFIG, calls_out=self.role == "volunteer") + random.uniform(0.0, SPREAD)
+        known, calls_out = len(self.dht.wire.averagers), self.role == "volunteer"
+        begins = boundary - search_seconds(CONFIG, known, calls_out=calls_out) + random.uniform(0.0, SPREAD)
         await asyncio.sleep(max(0.0, begins - _now()))
         end = boundary + GRACE
         # Of hivemind's StepControl, which belongs to two processes, what matchmaking asks.

@@ -149,12 +149,12 @@ def told(*, round_index: int = 0, samples: int = 0) -> PeerProgress:
     return PeerProgress("x", round_index, samples, 0.0, 0.0, 1, time.time() + 5.0)
 
 
-def test_those_who_only_call_out_begin_to_look_one_after_the_other() -> None:
+@pytest.mark.parametrize(("peers", "latest"), [(3, 0.01), (100, 0.3), (1000, 1.5)])
+def test_many_who_only_call_out_begin_to_look_one_after_the_other(peers: int, latest: float) -> None:
     config = load("hivemind").config.collaborative
-    longest = config.matchmaking_seconds
-    assert search_seconds(config, calls_out=False) == longest
-    found = sorted(search_seconds(config, calls_out=True) for _ in range(100))
-    assert longest / 2 <= found[0] < 0.6 * longest < 0.9 * longest < found[-1] <= longest
+    assert search_seconds(config, peers, calls_out=False) == 3.0
+    found = sorted(3.0 - search_seconds(config, peers, calls_out=True) for _ in range(100))
+    assert 0.0 <= found[0] < 0.1 * latest < 0.8 * latest < found[-1] <= latest
 
 
 def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> None:

@@ -60,13 +60,17 @@ FRESH_SECONDS = 10.0
 """Time of silence after which a peer has gone, or is busy with something else than the update."""
 
 
-def search_seconds(config: CollaborativeConfig, *, calls_out: bool) -> float:
-    """How long before the end of a round a peer begins to look for the others.
+# Of one peer's core, to answer another that looks for a group.
+_ANSWER_SECONDS = 0.003
 
-    Those who only call out come later than those who lead, and one after the other: all at once, a thousand would be
-    more than one peer can answer in time.
+
+def search_seconds(config: CollaborativeConfig, peers: int, *, calls_out: bool) -> float:
+    """How long before the end of a round one of so many peers begins to look for the others.
+
+    Those who only call out come one after the other: all at once, a thousand would be more than one peer can answer.
     """
-    return config.matchmaking_seconds * (random.uniform(0.5, 1.0) if calls_out else 1.0)
+    latest = min(_ANSWER_SECONDS * peers, config.matchmaking_seconds / 2) if calls_out else 0.0
+    return config.matchmaking_seconds - random.uniform(0.0, latest)
 
 
 def take_part(peer: Session) -> Ending:
@@ -209,7 +213,8 @@ class TimedLoop(_Loop):
         """One round; why, if it is time to leave and the search for the others has not begun."""
         peer, clock, averaging = self.peer, self.peer.clock, self.peer.averaging
         boundary = clock.boundary(index)
-        search_at = boundary - search_seconds(self.config.collaborative, calls_out=peer.dht.client_mode)
+        known, calls_out = len(peer.watch.peers), peer.dht.client_mode
+        search_at = boundary - search_seconds(self.config.collaborative, known, calls_out=calls_out)
         began, news_at = time.time(), time.monotonic()  # which goes on where the clock is set back
         samples, seconds, lr = 0, 0.0, 0.0
         self.model.train()
