@@ -36,6 +36,8 @@ def parser() -> cli.Parser:
     public = "listen, so that other peers can reach this one; so do --host, --port and --announce"
     parser.add_argument("--public", action="store_true", help=public)
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
+    code = "show the code that the run's owner gives away, ask (--allow-code says yes), and join with it"
+    parser.add_argument("--code", action="store_true", help=code)
     add_peer_flags(parser)
     return parser.taking("--allow-code")
 
@@ -44,13 +46,19 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, join, say how it ended."""
     args = parser().parse_intermixed_args(argv)
     # Other ranks of this peer follow rank 0, who alone may read standard input.
-    is_main = RankEnv.from_mapping(env).is_main
-    entry, overrides = entry_in(args, env) if is_main else (None, list(filter(is_setting, args.words)))
+    started = RankEnv.from_mapping(env)
+    if args.code and started.world_size > 1:
+        parser().error("--code is for a peer that starts its ranks itself, by --nproc")
+    entry, overrides = entry_in(args, env) if started.is_main else (None, list(filter(is_setting, args.words)))
     listens = args.public or args.host or args.port or args.announce  # where to, says that it does
     place = place_of(args, entry, listens=bool(listens))
 
-    from trainkit.swarm.peer import follow_rank_0, ranks_of_peer
+    from trainkit.swarm.peer import follow_rank_0, join_with_code, ranks_of_peer
 
+    if args.code and entry is not None:
+        way_in = {word for word in args.words if not is_setting(word)}
+        rest = [word for word in argv if word != "--code" and word not in way_in]
+        join_with_code(entry, rest, env, allow_code=args.allow_code)
     with ranks_of_peer(args.nproc, argv, env) as (ranks, secret):
         if entry is None or not ranks.is_main:
             from trainkit.training.build import wants_gpu

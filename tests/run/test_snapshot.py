@@ -435,6 +435,19 @@ def archive_of(*names: str, content: bytes = b"x = 1\n", how: int = zipfile.ZIP_
     return write
 
 
+def with_a_link(file: Path) -> None:
+    link = zipfile.ZipInfo("trainkit/kept.py")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(link, "/etc/passwd", zipfile.ZIP_DEFLATED)
+
+
+def cut_short(file: Path) -> None:
+    archive_of("a.py", "b.py", content=os.urandom(5000))(file)
+    data = file.read_bytes()
+    file.write_bytes(data[:5000] + data[6000:])
+
+
 def damaged_lzma(file: Path) -> None:
     """Other decoders take as much memory as the archive asks for, and have errors of their own."""
     archive_of("a.py", how=zipfile.ZIP_LZMA)(file)
@@ -449,6 +462,8 @@ BAD_ARCHIVES: dict[str, Callable[[Path], None]] = {
             ["a.py"] * 2, ["a", "a/b"], ["a/b", "a"], ["a" * 300], ["a/" * 60 + "b"], ["."], ["a/__pycache__/b.pyc"]
         )
     },
+    "holds a link": with_a_link,
+    "is cut short": cut_short,
     "is compressed otherwise": damaged_lzma,
     "grows beyond all code": archive_of("large.py", content=b"\0" * (LARGEST_CODE + 1)),
 }  # fmt: skip
@@ -462,6 +477,36 @@ def test_an_archive_that_no_run_has_written_is_refused(run: RunDir, archive: str
     with pytest.raises(UserError, match=r"no snapshot of code"):
         snapshot.restore_code(run)
     assert not os.path.lexists(run.code)
+    assert snapshot.unpacked(run.code_archive.read_bytes()) is None  # as it comes over a network
+
+
+def test_given_away_is_the_program_and_what_a_run_names_of_the_users(run: RunDir) -> None:
+    for name in ("mine.py", "pack/__init__.py", "pack/layers.py", "theirs/trainkit/kept.py", "other.py", ".env"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(f"# {name}\n")
+    ours = {name for name, _ in snapshot._packages()}
+
+    def given(*own: str) -> set[str]:
+        archive = snapshot.archived(run, own)
+        assert archive == snapshot.archived(run, own)
+        return {*(snapshot.unpacked(archive) or ())}
+
+    assert given("ddp", "vit_base") == ours
+    assert given("mine:build", "pack.layers:Net") == {*ours, "mine.py", "pack/__init__.py", "pack/layers.py"}
+    snapshot.write_code(run)
+    Path("mine.py").write_text("# edited since\n")
+    kept = snapshot.unpacked(snapshot.archived(run, ("mine:build",))) or {}
+    assert kept["mine.py"] == b"# mine.py\n", "a submitted run trains with its copy"
+    assert kept.keys() == {*ours, "mine.py"}
+
+
+def test_code_is_kept_once_by_two_at_a_time(run: RunDir) -> None:
+    content = {f"trainkit/{number}.py": b"x = 1\n" for number in range(50)}
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda _: snapshot.shared_copy(run.path, "code-of-anna", content), range(8))]
+    assert found == [run.path / "code-of-anna"] * 8
+    assert read_tree(run.path / "code-of-anna") == content
+    assert not list(run.path.glob(".partial-*"))
 
 
 def test_code_nested_beyond_any_program_is_none(run: RunDir) -> None:
@@ -546,7 +591,7 @@ def test_shared_code_goes_once_no_run_has_it(
 def test_code_that_a_command_begins_to_use_no_other_removes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     first = shared(run)
     shutil.rmtree(run.path)
-    make = snapshot._shared_copy
+    make = snapshot.shared_copy
     monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", 0.5)
     time.sleep(0.6)
 
@@ -554,7 +599,7 @@ def test_code_that_a_command_begins_to_use_no_other_removes(run: RunDir, monkeyp
         snapshot._remove_unused(store)
         return make(store, *given)
 
-    monkeypatch.setattr(snapshot, "_shared_copy", slowly)
+    monkeypatch.setattr(snapshot, "shared_copy", slowly)
     assert shared(another(run)) == first
     assert first.exists()
 

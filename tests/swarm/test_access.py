@@ -123,7 +123,7 @@ def test_at_an_open_run_strangers_tell_of_themselves(peers: dict[str, Any]) -> N
 
 WRONG_MANIFEST: tuple[dict[str, Any], ...] = (
     *({size: 1 << 30} for size in ("num_classes", "in_chans", "image_size")),  # it fills a machine
-    *({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"}, {"facts": {"a": 1}}, {"stopped": 1}),
+    *({"num_classes": 0}, {"image_size": "8"}, {"owner": "ab"}, {"code": "ab"}, {"facts": {"a": 1}}, {"stopped": 1}),
 )
 WRONG_PROGRESS: tuple[dict[str, Any], ...] = ({"round": -1}, {"name": "x" * 200}, {"more": "x" * 9000})
 

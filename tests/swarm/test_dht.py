@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 import math
 import os
 import signal
@@ -32,7 +33,20 @@ from trainkit.swarm import averager, processes
 from trainkit.swarm.access import identity
 from trainkit.swarm.admission import Admission, own_pass
 from trainkit.swarm.average import open_averager
-from trainkit.swarm.dht import _OF_ALL, _OF_ONE, SIZES, Allowance, SwarmDHT, Watch, measure_upload, open_dht, redial
+from trainkit.swarm.dht import (
+    _OF_ALL,
+    _OF_ONE,
+    LONGEST_CODE,
+    SIZES,
+    Allowance,
+    SwarmDHT,
+    Watch,
+    fetch_code,
+    measure_upload,
+    open_dht,
+    redial,
+    serve_code,
+)
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.messages import BANNED, MANIFEST, MOST_PEERS, PROGRESS, REVOKED, PeerProgress
 from trainkit.swarm.sync import OuterState
@@ -251,6 +265,38 @@ def test_the_figure_is_the_links_to_the_first_that_answers(
     assert wire.measured(enough) == pytest.approx(rate, rel=0.2) or enough < math.inf
     assert sent is None or wire.sent == sent
     assert Wire(rate, alive=()).measured() == 0.0
+
+
+@pytest.mark.parametrize("said", [b"code", b"something else", b"cod", b"", RuntimeError("not invited")])
+def test_only_the_code_is_taken_that_the_owner_has_signed(said: bytes | Exception) -> None:
+    async def answer(peer: Any, handler: str, message: Any, kind: Any) -> Any:
+        if isinstance(said, Exception):
+            raise said
+        return kind(value=said)
+
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=answer))
+    digest = hashlib.sha256(b"code").hexdigest()
+    assert asyncio.run(fetch_code(None, node, of=PEERS[0], digest=digest)) == (b"code" if said == b"code" else b"")
+
+
+def test_members_are_given_the_code_and_none_of_them_without_end(tmp_path: Path) -> None:
+    served: list[Any] = []
+
+    async def serve(name: str, answer: Any, kind: Any) -> None:
+        served.append(answer)
+
+    known = SimpleNamespace(admitted=lambda peer: True if peer == "anna" else None)
+    protocol = SimpleNamespace(authorizer=SimpleNamespace(admission=known))
+    node = SimpleNamespace(p2p=SimpleNamespace(add_protobuf_handler=serve), protocol=protocol)
+    (tmp_path / "given.zip").write_bytes(bytes(LONGEST_CODE))
+    asyncio.run(serve_code(None, node, file=tmp_path / "given.zip"))
+
+    def given(peer: str) -> int:
+        with suppress(RuntimeError):
+            return len(asyncio.run(served[0](None, SimpleNamespace(remote_id=peer))).value)
+        return 0
+
+    assert [given(peer) for peer in ("eve", *["anna"] * 9)] == [0, *[LONGEST_CODE] * 8, 0]
 
 
 def test_nobody_may_send_without_end_to_measure_a_link() -> None:

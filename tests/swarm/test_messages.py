@@ -164,6 +164,10 @@ def test_a_refusal_names_the_commit_and_what_to_type(
         require_same(dict.fromkeys(different, "1"), dict.fromkeys(different, "2"), OF_COMMIT)
     assert refused.value.fix.startswith(fix)
     assert refused.value.why.endswith(f"1 in the run. The creator runs commit {COMMIT} of {URL}.")
+    gives = replace(OF_COMMIT, code="ab" * 32)
+    asks = "python -m jobs.join --code (takes the creator's own code, and shows it first)"
+    assert gives.way_to(["torch"]) == OF_COMMIT.way_to(["torch"])
+    assert gives.way_to(["code of mine", "torch"]) == f"{OF_COMMIT.way_to(['torch'])}; or {asks}"
     both = OF_COMMIT.way_to(["torch", "code of trainkit"])
     assert both == f"python -m pip install --force-reinstall --no-deps '{KIT}' && {OF_COMMIT.way_to(['torch'])}"
     (tmp_path / ".git").touch()  # of a checkout, which comes before what pip installs

@@ -567,6 +567,9 @@ class CollaborativeConfig(Section):
     """Port of the first peer; 0: any free one."""
     open: Annotated[bool, SENDS] = False
     """Anybody who has an address may join, as a volunteer; else only those to whom `swarm invite` gave a token."""
+    give_code: Annotated[bool, SENDS] = False
+    """Give this trainkit and the user's own modules that the run names to peers whose code is another (`join --code`):
+    for code that is at no public place."""
 
     @model_validator(mode="after")
     def _possible(self) -> CollaborativeConfig:

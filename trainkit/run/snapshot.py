@@ -12,6 +12,7 @@ import stat
 import sys
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -20,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import IO, Any, NamedTuple
 
-from trainkit import fileio, importing, process
+from trainkit import fileio, importing, process, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.fileio import create, is_own, make_folder
@@ -76,8 +77,11 @@ def read_tree(top: Path) -> dict[str, bytes] | None:
     return contents(_files_below(top))
 
 
-def unpacked(archive: Path) -> dict[str, bytes] | None:
-    """The files in an archive of code; None for an archive that `write_code` never makes: it may be a stranger's."""
+def unpacked(archive: Path | bytes) -> dict[str, bytes] | None:
+    """The files in an archive of code; None for an archive that `write_code` never makes: it may be a stranger's.
+
+    Nothing is written, and no more unpacked than code has.
+    """
     return contents(_members(archive))
 
 
@@ -110,16 +114,16 @@ def _files_below(top: Path) -> Iterator[tuple[str, IO[bytes]]]:
             yield str(inside / name), fileio.open_regular(Path(folder, name))
 
 
-def _members(file: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    with fileio.open_regular(file) as content:
-        fileio.require_size(content, fileio.MOST_BYTES)  # zipfile reads the list of names whole
-        with zipfile.ZipFile(content) as archive:
-            items = archive.infolist()
-            deflated = all(item.compress_type == zipfile.ZIP_DEFLATED for item in items)
-            if not deflated or len(items) > MOST_FILES or not are_of_code([item.filename for item in items]):
-                raise ValueError
-            for item in items:
-                yield item.filename, archive.open(item)
+def _members(archive: Path | bytes) -> Iterator[tuple[str, IO[bytes]]]:
+    data = archive if isinstance(archive, bytes) else fileio.read_bytes(archive)  # its list of names is read whole
+    with zipfile.ZipFile(io.BytesIO(data)) as content:
+        items = content.infolist()
+        links = any(stat.S_ISLNK(item.external_attr >> 16) for item in items)
+        deflated = all(item.compress_type == zipfile.ZIP_DEFLATED for item in items)
+        if links or not deflated or len(items) > MOST_FILES or not are_of_code([item.filename for item in items]):
+            raise ValueError
+        for item in items:
+            yield item.filename, content.open(item)
 
 
 def code_digest(files: Mapping[str, bytes]) -> str:
@@ -158,10 +162,46 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
         RefusedError: a file that would have to be left out is one that the run needs.
     """
     sources, withheld = _sources(own)
-    content = {name: fileio.read_bytes(source, 16 * LARGEST_CODE, follow=True) for name, source in sources.items()}
+    content = _content(sources)
     if store is None or not _share(run_dir, content, store):
         write_tree(content, run_dir.code, run_dir.path)
     return withheld
+
+
+def _content(sources: Mapping[str, Path]) -> dict[str, bytes]:
+    read = partial(fileio.read_bytes, most=16 * LARGEST_CODE, follow=True)
+    return {name: read(source) for name, source in sources.items()}
+
+
+def archived(run_dir: RunDir, own: Sequence[str]) -> bytes:
+    """The program and those packages and modules of the user's that ``own`` names, as an archive that `unpacked` takes:
+    of the run's copy, or as they are now. The same files make the same archive.
+
+    Raises RefusedError as `write_code`.
+    """
+    content = read_code(run_dir) or _content(_sources(own)[0])
+    named = {re.split(r"[.:]", name)[0] for name in own if ":" in name}
+    tops = {*_OWN, *named, *(f"{name}.py" for name in named)}
+    return _packed({name: data for name, data in content.items() if PurePosixPath(name).parts[0] in tops})
+
+
+def _packed(content: Mapping[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
+        for path, data in sorted(content.items()):
+            out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+def changes(theirs: Mapping[str, bytes]) -> list[str]:
+    """One line for each file in which other code differs from this program: how many lines it has more and less."""
+    ours = _content(dict(_packages()))
+    found = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        old, new = (Counter(files.get(name, b"").splitlines()) for files in (ours, theirs))
+        if ours.get(name) != theirs.get(name):
+            found.append(f"+{(new - old).total()} -{(old - new).total()} {terminal.one_line(name)}")
+    return found
 
 
 def read_code(run_dir: RunDir) -> dict[str, bytes] | None:
@@ -242,15 +282,11 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
         with suppress(FileNotFoundError):
             os.utime(archive)  # from now on it is in use
         if unpacked(archive) != content:
-            packed = io.BytesIO()
-            with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
-                for path, data in sorted(content.items()):
-                    out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
-            fileio.write(archive, packed.getvalue(), store)
+            fileio.write(archive, _packed(content), store)
             if unpacked(archive) != content:  # it is too large, or a name is not one of code
                 archive.unlink()
                 return False
-        if (folder := _shared_copy(store, name, content)) is None:
+        if (folder := shared_copy(store, name, content)) is None:
             return False
         try:
             os.link(archive, run_dir.code_archive)
@@ -265,7 +301,7 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     return True
 
 
-def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path | None:
+def shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path | None:
     """The folder in ``store`` with this content; None if somebody has changed it."""
     folder = store / name
     if not folder.exists():

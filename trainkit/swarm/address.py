@@ -498,7 +498,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             if require_same_time(dht, entry.addresses):
                 yield Finding("clock", f"within {MOST_APART:g} s of the swarm's")
             what = "manifest"
-            manifest = read_manifest(dht, entry.addresses)
+            _, manifest = read_manifest(dht, entry.addresses)
             rounds = adapted(manifest.config, (), allow_code=True).collaborative
             messages.require_going_on(manifest, rounds)
             yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")

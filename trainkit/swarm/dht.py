@@ -5,6 +5,7 @@ of those who are out. The functions ``work(dht, node)`` run inside the DHT's own
 """
 
 import asyncio
+import hashlib
 import ipaddress
 import json
 import math
@@ -15,6 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.protobuf.wrappers_pb2 import BytesValue, Int64Value, StringValue  # type: ignore[import-untyped]
@@ -31,7 +33,7 @@ from trainkit.swarm.averager import DHT
 from trainkit.swarm.invitations import NOBODY
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 
-_UPLOAD_HANDLER, _DIALBACK_HANDLER = "trainkit.upload", "trainkit.dial_back"
+_UPLOAD_HANDLER, _DIALBACK_HANDLER, _CODE_HANDLER = "trainkit.upload", "trainkit.dial_back", "trainkit.code"
 # Bytes of a message that measures a link; the largest that libp2p's daemon takes at all is four times the last.
 SIZES = (1 << 16, 1 << 18, 1 << 20)
 # A message that takes longer than this has told enough.
@@ -41,6 +43,9 @@ _SLOWEST_SECONDS = 10.0
 # What is taken within an hour of one peer, and of all: more would be a load, and no measurement.
 _OF_ONE, _OF_ALL = 16 << 20, 1 << 30
 _LONGEST = 4000
+LONGEST_CODE = 2 << 20
+"""Bytes of an archive of code. libp2p's daemon takes messages of twice that."""
+CODE_SECONDS = 120.0
 # libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
 _DIAL_SECONDS = 10.0
 # Of who is asked for it, and may have much more to do than this machine.
@@ -62,9 +67,11 @@ async def _serve(node: Any, handler: str, kind: Any, answer: Callable[[Any, Peer
 
 @dataclass
 class Allowance:
-    """What peers have sent within the hour."""
+    """What peers have sent, or were given, within the hour."""
 
     began: float
+    longest: int = SIZES[-1]
+    """Bytes at once."""
     sent: dict[str, int] = field(default_factory=dict)
 
     def takes(self, peer: str, size: int, now: float) -> bool:
@@ -72,7 +79,7 @@ class Allowance:
         if now - self.began > 3600.0:
             self.began, self.sent = now, {}
         own = self.sent.get(peer, 0) + size
-        if size > SIZES[-1] or own > _OF_ONE or sum(self.sent.values()) + size > _OF_ALL:
+        if size > self.longest or own > _OF_ONE or sum(self.sent.values()) + size > _OF_ALL:
             return False
         self.sent[peer] = own
         return True
@@ -169,6 +176,31 @@ async def ask_for_dialback(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
     return Seen()
 
 
+async def serve_code(dht: Any, node: Any, *, file: Path) -> None:
+    """From now on give members the code that the run's owner gives away.
+
+    By its file: several processes write into the pipe to this one, and what is longer than a pipe holds gets mixed.
+    """
+    archive, allowance = fileio.read_bytes(file, LONGEST_CODE), Allowance(time.monotonic(), LONGEST_CODE)
+
+    async def give(request: StringValue, peer: PeerID) -> BytesValue:
+        if not allowance.takes(str(peer), len(archive), time.monotonic()):
+            raise RuntimeError("too often")
+        return BytesValue(value=archive)
+
+    await _serve(node, _CODE_HANDLER, StringValue, give)
+
+
+async def fetch_code(dht: Any, node: Any, *, of: str, digest: str) -> bytes:
+    """The archive of that digest; empty if the peer does not give that one."""
+    with suppress(Exception):  # gone, or it gives none
+        call = node.p2p.call_protobuf_handler(PeerID.from_base58(of), _CODE_HANDLER, StringValue(), BytesValue)
+        archive = bytes((await asyncio.wait_for(call, CODE_SECONDS)).value)
+        if hashlib.sha256(archive).hexdigest() == digest:
+            return archive
+    return b""
+
+
 async def reached(dht: Any, node: Any, *, at: Sequence[str]) -> list[str]:
     """Those of the addresses, at most eight, at which the peer that they name answers."""
     tried = at[:8]
@@ -245,7 +277,7 @@ def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> Trainki
 
 
 _START_SECONDS = 20.0
-_READ_SECONDS = 5.0
+_READ_SECONDS, _MANIFEST_SECONDS = 5.0, 10.0
 _PROVE_SECONDS = 160.0
 _UPLOAD_SECONDS = 30.0
 # The lists of those who are out are stored anew in every round.
@@ -432,21 +464,21 @@ def open_dht(
         processes.end(mine)
 
 
-def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> messages.Manifest:
-    """The manifest of the swarm that was joined through ``peers``, as `manifest_of` chooses it.
+def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, any_version: bool = False) -> tuple[str, messages.Manifest]:
+    """The manifest of the swarm that was joined through ``peers``, and its creator's id, as `manifest_of` says.
 
     From then on the word of its owner counts, and nobody else's. Raises UserError as well when there is none in time,
     and RefusedError for a peer that is out.
     """
-    deadline = time.monotonic() + processes.at_load(seconds)
+    deadline = time.monotonic() + processes.at_load(_MANIFEST_SECONDS)
     while not (found := dht.manifests()):
         dht.require_welcome()
         if time.monotonic() > deadline:
             raise messages.no_run_at(peers[0])
         time.sleep(0.5)
-    manifest = messages.manifest_of(found, peers)[1]
+    creator, manifest = messages.manifest_of(found, peers, any_version=any_version)
     dht.admission.settle(bytes.fromhex(manifest.owner), open_run=manifest.open_run)
-    return manifest
+    return creator, manifest
 
 
 # Every reader is sent the progress of all peers, and there are as many readers: each reads of so many a second, and

@@ -76,6 +76,8 @@ class Manifest:
     """Which trainkit the creator runs, as a person is told."""
     needs: Annotated[list[Requirement], Field(max_length=MOST_NEEDS)] = field(default_factory=list)
     """What pip installs of what the creator has."""
+    code: Annotated[str, Field(strict=True, pattern="^([0-9a-f]{64})?$")] = ""
+    """SHA-256 of the archive of code that the creator gives away; empty if it gives none."""
 
     def runs(self) -> str:
         """A sentence that says which trainkit the creator has; empty if it does not."""
@@ -95,7 +97,10 @@ class Manifest:
                 commands.append(_pip("--force-reinstall", "--no-deps", kits[0]))
         if not set(different).isdisjoint(libraries.values()):  # all of them, for they go together
             commands.append(_pip(*libraries))
-        return " && ".join(commands)
+        ways = [" && ".join(commands)] if commands else []
+        if self.code and any(key.startswith(CODE) for key in different):
+            ways.append(f"{terminal.command('join', '--code')} (takes the creator's own code, and shows it first)")
+        return "; or ".join(ways)
 
 
 def _pip(*words: str) -> str:
@@ -159,12 +164,13 @@ def records_in(key: str, found: Any) -> dict[str, Any]:
     return records
 
 
-def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
+def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str], any_version: bool = False) -> tuple[str, Manifest]:
     """The manifest of the swarm that was reached at ``peers``, and its creator's id.
 
     It is the one of the peer that an address names; or the only one, if the address is that of another member.
 
-    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit.
+    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit, unless
+    ``any_version`` will do.
     """
     named = [(peer, found[peer]) for peer in map(address.peer_of, peers) if peer in found]
     candidates = named or list(found.items())
@@ -175,7 +181,7 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
             fix="Join by the address of the run's creator.",
         )
     creator, manifest = candidates[0]
-    if manifest.protocol != PROTOCOL:
+    if manifest.protocol != PROTOCOL and not any_version:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
             why=f"Its creator has another trainkit.{manifest.runs()}",

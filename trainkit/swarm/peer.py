@@ -16,18 +16,20 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Literal
+from typing import Literal, NoReturn
 
 from cryptography.fernet import Fernet, InvalidToken
 
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
-from trainkit.errors import UserError
-from trainkit.process import end_with_parent
+from trainkit.errors import RefusedError, UserError
+from trainkit.process import end_with_parent, python_path
 from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
+from trainkit.run import snapshot
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
-from trainkit.run.folder import RunDir, as_open_as
+from trainkit.run.folder import RunDir, as_open_as, make_state_folder, state_file
+from trainkit.schedulers.base import BEGIN
 from trainkit.swarm import admission, processes
 from trainkit.swarm.address import announced, how_to_be_reached, identity_in, saved_peer
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
@@ -119,6 +121,58 @@ def join_swarm(
     return roles.join(entry, replace(spec, team=True), hooks, own)
 
 
+# Python puts the current folder, which may be a checkout, before PYTHONPATH.
+_PROGRAM = ("-u", "-c", f"{BEGIN}from trainkit.__main__ import main; main()", "join")
+_MOST_SHOWN = 40
+
+
+def join_with_code(entry: Entry, arguments: Sequence[str], env: Mapping[str, str], *, allow_code: bool) -> NoReturn:
+    """Show the code that the run's owner gives away, and in what it differs from this one; and join with it.
+
+    Args:
+        arguments: of ``python -m jobs.join``, without the way in.
+        allow_code: run it; else the person at this terminal is asked, if there is one.
+
+    Raises RefusedError unless it may be run, UserError when there is none that the owner has signed.
+    """
+    processes.require_hivemind()
+    from trainkit.swarm import access, dht
+
+    with access.identity(None, entry.own, entry.admission()) as me, dht.open_dht(me, peers=entry.addresses) as node:
+        # Only the owner's side writes manifests, so that the digest in it is the owner's word.
+        creator, manifest = dht.read_manifest(node, entry.addresses, any_version=True)
+        ask = partial(dht.fetch_code, of=creator, digest=manifest.code)
+        archive = node.in_dht(ask, dht.CODE_SECONDS, b"") if manifest.code else b""
+    if (files := snapshot.unpacked(archive)) is None:
+        why = "It has none to give, or cannot be reached, or gives what no run has written."
+        fix = "Ask whoever runs it for the commit, or to start it with collaborative.give_code=true."
+        raise UserError("The creator of the run gives no code away.", why=why, fix=fix)
+    store = state_file("code")  # where only this user can write
+    kept = store / manifest.code[:16]
+    try:
+        make_state_folder(store)
+        is_kept = snapshot.shared_copy(store, kept.name, files) is not None
+    except OSError as error:
+        fix = "Free some space, or set XDG_STATE_HOME to a folder with more."
+        raise UserError(f"The code cannot be kept in {store}.", why=f"{error.strerror}.", fix=fix) from None
+    if not is_kept:
+        why, fix = "It is not what the owner has signed.", "Remove that folder, and join again."
+        raise UserError(f"Somebody has changed the code in {kept}.", why=why, fix=fix)
+    size, signed = terminal.size(sum(map(len, files.values()))), f"signed by its owner (key {manifest.owner[:16]})"
+    print(f"Code of {terminal.one_line(manifest.name)}, {signed}: {len(files)} files, {size}, SHA-256 {manifest.code}.")
+    changes = snapshot.changes(files)
+    more = [f"... {len(changes)} files in all"] if len(changes) > _MOST_SHOWN else []
+    print(f"It is in {kept}. Lines more and less than here:", *changes[:_MOST_SHOWN], *more, sep="\n  ", flush=True)
+    if not allow_code and sys.stdin is not None and sys.stdin.isatty():
+        print("Run it here, with your rights? Type yes: ", end="", flush=True)
+        allow_code = sys.stdin.readline().strip() == "yes"
+    if not allow_code:
+        why = "Whoever has invited you would decide what this machine does, with your rights."
+        raise RefusedError("Nothing of it was run.", why=why, fix="If you trust them, add --allow-code.")
+    own = {**env, admission.VARIABLE: entry.text, "PYTHONPATH": python_path(kept, env)}
+    os.execve(sys.executable, [sys.executable, *_PROGRAM, "--allow-code", *arguments], own)
+
+
 # The ranks of one peer, one for each of its GPUs.
 
 _MOST_RANKS = 64
@@ -155,8 +209,8 @@ def ranks_of_peer(
     try:
         for own in others:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "trainkit", "join", *arguments],
-                env={**env, **own},
+                [sys.executable, *_PROGRAM, *arguments],
+                env={**env, **own, "PYTHONPATH": python_path(snapshot.INSTALLED, env)},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is rank 0's
                 preexec_fn=end_with_parent,

@@ -3,6 +3,7 @@
 A creator also comes back after it was killed; a peer that loses the swarm comes back into it.
 """
 
+import hashlib
 import math
 import os
 import time
@@ -11,11 +12,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
+from trainkit.run import snapshot
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
@@ -33,6 +35,8 @@ from trainkit.training.recorder import Progress
 _DIAL_SECONDS = 30.0
 # Seconds for which a creator that comes back asks what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
+# The code that others are given, as it was when the run was last started.
+_GIVEN_FILE = "given.zip"
 
 
 def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
@@ -144,6 +148,7 @@ class Creator(Session):
         info, config = self.splits.info, self.config
         origin, needs = provenance(self.facts)
         admission.keep_needs(self.writer.run.path, needs)
+        code = self.give_code() if config.collaborative.give_code else ""
         self.manifest = Manifest(
             run_id=self.run_id,
             name=self.writer.run.name,
@@ -158,6 +163,7 @@ class Creator(Session):
             facts=self.facts,
             origin=origin,
             needs=needs,
+            code=code,
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
@@ -166,6 +172,18 @@ class Creator(Session):
         before = address.addresses_in(self.writer.run)
         self.keep_place(self.run_id, self.own_addresses)
         opened(self.writer.run, self.own_addresses, moved=bool(before) and self.own_addresses[0] not in before)
+
+    def give_code(self) -> str:
+        """From now on give members the code of this run; its digest."""
+        archive = snapshot.archived(self.writer.run, self.config.plugin_names())
+        if len(archive) > dht.LONGEST_CODE:
+            why = f"Packed, it has {terminal.size(len(archive))}; {terminal.size(dht.LONGEST_CODE)} can be given."
+            fix = "Start it in a folder that has no Python files but those of the run."
+            raise UserError("The code of this run is too large to give away.", why=why, fix=fix)
+        file = self.writer.run.path / _GIVEN_FILE
+        fileio.write(file, archive, file.parent)
+        self.dht.in_dht(partial(dht.serve_code, file=file), dht.CODE_SECONDS, None)
+        return hashlib.sha256(archive).hexdigest()
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
         """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
@@ -335,7 +353,8 @@ class Guest(Session):
 
     def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
         """What the run is; ``adapt`` makes this machine's configuration of it."""
-        self.manifest = manifest = dht.read_manifest(self.dht, self.entry.addresses)
+        self.creator, manifest = dht.read_manifest(self.dht, self.entry.addresses)
+        self.manifest = manifest
         address.require_same_time(self.dht, self.entry.addresses)
         self.config = adapt(manifest)
         check_peer(self.config, self.spec)
@@ -365,12 +384,6 @@ class Guest(Session):
             return None
         self.hooks.say(link.in_words(link.load_for(measured, values, agreed), measured))
         return measured
-
-    def follow_creator(self) -> None:
-        """Hear the news of the run's creator."""
-        known = self.dht.manifests()
-        creator = next((peer for peer, own in known.items() if own.run_id == self.manifest.run_id), "")
-        self.watch = dht.Watch(self.dht, creator, self.clock.oldest_news)
 
     def train(self, writer: Writer) -> Ending:
         """Train until the run is over, and keep this peer's own records."""
@@ -506,13 +519,18 @@ def join(
         guest.read_manifest(adapt)
         config, manifest = guest.config, guest.manifest
         hooks.step("Reading the data and building the model")
-        guest.build_model(build_data(config.data) if spec.trains else messages.no_data(config.data.name, manifest))
+        try:
+            guest.build_model(build_data(config.data) if spec.trains else messages.no_data(config.data.name, manifest))
+        except UserError as error:
+            if error.what.startswith("No module") and (way := manifest.way_to([messages.CODE])):
+                error.fix = f"{error.fix} Or: {way}"
+            raise
         guest.require_same_run()
         hooks.step("Measuring this machine's upload")
         measured = guest.slow_upload()
         hooks.step("Starting what averages with others")
         guest.open_training(manifest.run_id, measured)
-        guest.follow_creator()
+        guest.watch = dht.Watch(guest.dht, guest.creator, guest.clock.oldest_news)
         if hooks.open_run is None:
             return guest.take_part(), None
         writer = hooks.open_run(config, manifest.name)
