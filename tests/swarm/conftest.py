@@ -133,7 +133,12 @@ class Commands:
         return self._start("tests.swarm.intruder", token)
 
     def _start(
-        self, module: str, *words: str, on: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *words: str,
+        on: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> Command:
         file = self.folder / f"{len(self.started)}-{module}.txt"
         with file.open("wb") as out:
@@ -141,7 +146,7 @@ class Commands:
                 [*on, sys.executable, "-m", module, *words],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                cwd=self.folder,
+                cwd=folder or self.folder,
                 env={
                     **os.environ,
                     "PYTHONPATH": str(PROJECT),
@@ -157,13 +162,13 @@ class Commands:
         self.started.append(command)
         return command
 
-    def type_in(self, line: str, *more: str) -> Command:
+    def type_in(self, line: str, *more: str, folder: Path | None = None) -> Command:
         """A line as a user types it, ``VARIABLE=... python -m jobs.VERB ...``, and what a test adds to it."""
         words = shlex.split(line)
         env = dict(word.split("=", 1) for word in takewhile(lambda word: word != "python", words))
         python, dash_m, verb, *words = words[len(env) :]
         assert (python, dash_m, verb[:5]) == ("python", "-m", "jobs.")
-        return self._start(verb, *words, *more, env=env)
+        return self._start(verb, *words, *more, env=env, folder=folder)
 
     def create(self, *overrides: str) -> tuple[Command, str]:
         """A creator, by the guide's first line, and the token that it prints."""

@@ -1,13 +1,14 @@
 """Whole swarms: real peers on the loopback interface, started by the commands."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import readme
-from tests.swarm.conftest import Commands, wait_for
+from tests.swarm.conftest import FAST, PROJECT, TOKEN, Commands, wait_for
 from trainkit import fileio
 from trainkit.swarm.invitations import read_token
 
@@ -58,6 +59,42 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
 
     afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
     afterwards.says("hivemind-0001: not running, round 24/24")
+
+
+@pytest.mark.long
+def test_peers_with_other_code_join_with_the_owners_once_they_may(commands: Commands) -> None:
+    """The creator has changed its trainkit, and trains a model of its own; two peers of one machine have neither."""
+    place, changed = commands.folder / "place", "trainkit/data/loader.py"
+    for name in ("jobs", "trainkit", "configs", "slurm"):
+        shutil.copytree(PROJECT / name, place / "kit" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (place / "kit" / changed).open("a", encoding="utf-8") as file:
+        file.write("OWNERS = True\n")
+    shutil.copy(PROJECT / "tests" / "swarm" / "patient.py", place / "slow.py")
+    line = f"PYTHONPATH={place / 'kit'} python -m jobs.swarm create hivemind --name creator --host 127.0.0.1"
+    settings = ("collaborative.round_seconds=6", "collaborative.rounds=500", "collaborative.give_code=true")
+    creator = commands.type_in(line, *FAST[:2], "model.name=slow:model", *settings, folder=place)
+    (commands.folder / "token.txt").write_text(creator.says(TOKEN, 240)[1], encoding="utf-8")
+
+    refused = commands.start("join", "token.txt", "--allow-code")
+    assert refused.ends(150) != 0
+    assert "python -m jobs.join --code" in refused.output
+    shown = commands.start("join", "token.txt", "--code")
+    assert shown.ends(150) == 3
+    lines = len((place / "slow.py").read_bytes().splitlines())
+    told = f"Lines more and less than here:\n  +{lines} -0 slow.py\n  +1 -0 {changed}\nNothing of it was run."
+    assert told in shown.output
+    peers = [("guest", "--nproc", "2"), ("other",)]
+    first, _ = [commands.start("join", "token.txt", "--code", "--allow-code", "--name", *words) for words in peers]
+    for name, *_ in peers:
+        creator.says(f"{name} has joined", 240)
+    first.says("3 peers averaged", 120)
+    (kept,) = (commands.folder / "state").rglob(changed)
+    assert kept.read_bytes() == (place / "kit" / changed).read_bytes()
+    code = [child.environ()["PYTHONPATH"].split(":")[0] for child in first.alive() if "join" in child.cmdline()]
+    assert len(code) >= 2
+    assert set(code) == {str(kept.parents[2])}
+    first.process.terminate()
+    assert first.ends() == 0
 
 
 def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Commands) -> None:
