@@ -278,10 +278,25 @@ def stall() -> None:
     patched._messages = messages
 
 
-def other_torch() -> None:
-    """No lie: another version."""
+def other(library: str, version: str) -> None:
+    """Another version, it says."""
     honest, patched = metadata.version, metadata.__dict__
-    patched["version"] = lambda name: "1.13.1" if name == "torch" else honest(name)
+    patched["version"] = lambda name: version if name == library else honest(name)
+
+
+def trains_otherwise() -> None:
+    """Another torch, by which each update ends a little elsewhere."""
+    other("torch", "1.13.1")
+    update = Updater.__call__
+
+    def made(self: Any, *args: Any, **options: Any) -> Any:
+        result = update(self, *args, **options)
+        with torch.no_grad():
+            for parameter in self._state.model.parameters():
+                parameter.add_(1e-3 * torch.randn_like(parameter))
+        return result
+
+    Updater.__call__ = made  # type: ignore[method-assign]
 
 
 def deaf() -> None:
@@ -312,7 +327,9 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "reduces-within": lambda: reduces(within_norm),
     "stall": stall,
     "deaf": deaf,
-    "other-torch": other_torch,
+    "other-torch": lambda: other("torch", "1.13.1"),
+    "other-hivemind": lambda: other("hivemind", "0.9.1"),
+    "trains-otherwise": trains_otherwise,
     "impostor": impostor,
 }
 

@@ -89,6 +89,22 @@ def test_who_knows_some_of_a_large_group_says_how_many_and_how_fast_all_are() ->
     assert (result.group, result.samples_per_sec) == (300, 300 * 6.0)
 
 
+@pytest.mark.parametrize(
+    ("tried", "standing", "sent"),
+    [(False, "tried", 64.0), (True, "tried", 0.0), (True, "differs", 0.0), (True, "counts", 64.0)],
+)
+def test_what_a_peer_with_other_libraries_learns_waits_until_it_counts(tried: bool, standing: str, sent: float) -> None:
+    given = Given(torch.ones(4), (64.0,), torch.ones(4), sound=True)
+    common: Any = SimpleNamespace(num_parameters=4, give=lambda samples: given)
+    averager: Any = SimpleNamespace(client_mode=True, standing=standing)
+    link: Any = SimpleNamespace(sent=tuple)
+    averaging = Averaging(averager, averager, common, load("hivemind").config.collaborative, link)
+    averaging.tried = tried
+    averaging.exchange(samples=64, trained=1.0, next_round=3)
+    assert averaging._exchange is not None
+    assert (averaging._exchange.sent, averaging._exchange.given.weights) == ((sent,), (64.0,))
+
+
 def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:
     result, stepped = settled(drifted=True, same_weights=True)
     assert (result.used, result.why, result.drifted) == ("nothing", "the others are at another update", True)

@@ -478,8 +478,9 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._arrived, averager._is_drawn = Accounts(1), {0: "given"}, not exchanged
     averager._accounts.draw("eve", 3, True)
+    averager._possible, averager._differ = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}, ["dan"]
 
-    async def asked(who: str) -> list[int]:
+    async def asked(who: str) -> list[Any]:
         request, context = averaging_pb2.DownloadData(metadata=data), SimpleNamespace(remote_id=who)
         (answer,) = [answer async for answer in averager.rpc_account(request, context)]
         return json.loads(answer.metadata)  # type: ignore[no-any-return]
@@ -490,8 +491,11 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
             pass
 
     async def run() -> None:
-        assert await asked("ann") == []
-        assert await asked("eve") == [0, 1]
+        assert await asked("ann") == [[], "counts"]
+        assert await asked("bob") == [[], "tried"]  # of whom nothing is known yet
+        assert await asked("cyd") == [[], "tried"]
+        assert await asked("dan") == [[], "differs"]
+        assert await asked("eve") == [[0, 1], "counts"]
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(show(), 1.0)
 
@@ -513,9 +517,9 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
     averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts(1)
     averager._found, averager._tell = multiprocessing.Pipe(duplex=False)
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
-    asyncio.run(averager._draw("eve", 3, True))
+    asyncio.run(averager._draw("eve", 3, True, []))
     late = averager._draws
-    asyncio.run(averager._draw("eve", 4, True))
+    asyncio.run(averager._draw("eve", 4, True, []))
     averager._report(ended("in round 3"), late)
     assert (averager._arrived, averager._is_drawn) == ({}, True)
     averager._report(ended("in round 4"), averager._draws)

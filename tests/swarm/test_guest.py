@@ -62,6 +62,24 @@ class World:
             return bool(guest.wait_until_back())
 
 
+def test_a_peer_with_another_torch_is_told_when_it_counts_and_leaves_if_it_differs() -> None:
+    said: list[str] = []
+    guest = a_guest(Hooks(lambda: False, said.append))
+    guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(standing="differs"))
+    guest.manifest = Manifest("r", "n", "seed: 0", 1, "ab" * 32, 10, 1, 8, needs=["torch==2.15.*"])
+    guest.hear()
+    guest.other = "torch: 2.14 here, 2.15 in the run"
+    for standing in ("tried", "counts", "counts", "tried"):
+        guest.averaging.averager.standing = standing
+        guest.hear()
+    waits = "  What this peer learns waits until the creator has trained some of it again, and agrees."
+    assert said == ["  an audit agrees with this peer: from now on it counts", waits]
+    guest.averaging.averager.standing = "differs"
+    with pytest.raises(RefusedError, match="train otherwise than the run's") as refused:
+        guest.hear()
+    assert refused.value.fix == "python -m pip install 'torch==2.15.*'"
+
+
 def test_it_asks_until_somebody_answers_ever_less_often() -> None:
     world = World()
     assert world.wait()
@@ -184,7 +202,7 @@ def test_it_says_what_it_has_when_nobody_has_come_back(tmp_path: Path) -> None:
 
 def test_it_keeps_what_the_owners_side_has_signed_lately() -> None:
     guest, told = a_guest(Hooks(lambda: False, print)), SimpleNamespace
-    guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(run_id=RUN))
+    guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(run_id=RUN, standing=""))
     guest.dht = SimpleNamespace(admission=Admission(KEY.public))
     owner, volunteer = by("owner"), by("volunteer")
     said = [sign_digest(owner, digest_of(RUN, number, [STATE[0] + number])) for number in range(10)]

@@ -413,6 +413,91 @@ def test_who_shows_nothing_three_times_does_not_count_until_it_passes() -> None:
     assert not swarm.auditor.unproven
 
 
+def test_who_has_other_libraries_counts_once_it_has_passed_an_audit() -> None:
+    swarm = Swarm()
+    swarm.auditor.hear({"ben": True})
+    assert [*swarm.auditor.unproven] == ["ben"]
+    assert swarm.audited(counts=False, trains=False) == ("", "")
+    assert [*swarm.auditor.unproven] == ["ben"], "nothing was trained again"
+    made_again = []
+    while swarm.auditor.unproven:
+        shown = swarm.round_of(counts=False)
+        assert shown is not None
+        first, second = (shown.account.links[index].position for index in shown.wanted[:2])
+        made_again.append(first < second)
+        assert swarm.auditor.audit(shown) is not None
+    assert made_again == [*[False] * (len(made_again) - 1), True]
+
+
+def noisy(swarm: Swarm) -> None:
+    """Each update ends a little elsewhere, as by libraries that compute something else."""
+
+    @torch.no_grad()
+    def add_noise() -> None:
+        for parameter in swarm.state.model.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter))
+
+    swarm.after_update = add_noise
+
+
+def failed(swarm: Swarm, **how: Any) -> tuple[str, str]:
+    """The next audit that something is false in."""
+    found = (swarm.audited(counts=False, **how) for _ in range(200))
+    return next((action, why) for action, why in found if not why.startswith(TRUE))
+
+
+def test_other_libraries_that_train_otherwise_are_no_reason_for_a_ban() -> None:
+    swarm = Swarm()
+    swarm.auditor.hear({"ben": True})
+    noisy(swarm)
+    for differ in ([], ["ben"], ["ben"]):
+        action, why = failed(swarm)
+        assert (action, [*swarm.auditor.differ]) == ("left out", differ)
+        assert why.endswith("; it may be its other libraries, with which it does not count yet")
+    assert [*swarm.auditor.unproven] == ["ben"]
+    swarm.after_update = lambda: None
+    while swarm.auditor.unproven:
+        assert swarm.audited(counts=False)[1].startswith(TRUE)
+    assert not swarm.auditor.differ
+
+
+def test_who_does_not_leave_when_its_libraries_differ_is_banned() -> None:
+    swarm = Swarm()
+    swarm.auditor.hear({"ben": True})
+    noisy(swarm)
+    actions = [failed(swarm)[0] for _ in range(8)]
+    assert actions[:2] == ["left out"] * 2
+    assert "dropped" in actions
+
+
+def test_who_is_caught_cannot_plead_other_libraries_afterwards() -> None:
+    swarm = Swarm()
+    swarm.auditor.hear({"ben": False})
+    noisy(swarm)
+    assert failed(swarm)[1].endswith("the next time it is banned")
+    swarm.auditor.hear({"ben": True})
+    assert failed(swarm)[0] == "dropped"
+
+
+@pytest.mark.parametrize(("cheat", "how"), [(other_rates, {}), (lambda swarm: None, {"sent": half_turned})])
+def test_whose_libraries_are_others_is_banned_for_fraud_all_the_same(
+    cheat: Callable[[Swarm], None], how: dict[str, Any]
+) -> None:
+    swarm = Swarm()
+    swarm.auditor.hear({"ben": True})
+    cheat(swarm)
+    assert [failed(swarm, **how)[0] for _ in range(2)] == ["left out", "dropped"]
+
+
+def test_who_has_passed_cannot_plead_its_libraries() -> None:
+    swarm = Swarm()
+    swarm.auditor.hear({"ben": True})
+    while swarm.auditor.unproven:
+        assert swarm.audited(counts=False)[1].startswith(TRUE)
+    noisy(swarm)
+    assert [failed(swarm)[0] for _ in range(2)] == ["left out", "dropped"]
+
+
 def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> None:
     """Else it could forget what it has done, and begin with an optimizer that nobody has trained."""
     swarm = Swarm()
@@ -468,7 +553,8 @@ def test_tensors_of_a_strange_kind_end_nobodys_training(what: str, rates: Tensor
     data = safetensors.torch.save(tensors)
     verdict = swarm.auditor.audit(shown._replace(data=data, account=account))
     assert verdict is not None
-    assert verdict.why.startswith("has shown something else than it had committed itself to: ")
+    said = "the weights of another model" if what == "weights" else "something else than it had committed itself to: "
+    assert verdict.why.startswith(f"has shown {said}")
 
 
 def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:

@@ -57,6 +57,7 @@ class Swarm:
     common: GradientState
     role: str = "owner"
     client_mode: bool = False
+    tried: bool = False
     others: dict[str, PeerProgress] = field(default_factory=dict)
     fails: int = 0
     """So many rounds come to nothing."""

@@ -25,6 +25,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm import session
+from trainkit.swarm.messages import Manifest
 from trainkit.swarm.session import code_facts, facts_of, meeting_place, parameters_in, require_same
 from trainkit.swarm.sync import Average, OuterState
 from trainkit.training.update import Updater
@@ -74,6 +75,38 @@ def test_each_difference_is_told_with_both_values() -> None:
     error = refused.value
     assert error.what == "This peer differs from the run in: code of training, data, timm, torch."
     assert "timm: none here, 1.0.9 in the run; torch: 2.7 here, 2.6 in the run." in error.why
+
+
+def test_other_libraries_are_let_in_where_an_audit_can_look_at_them() -> None:
+    theirs = {"torch": "2.15", "hivemind": "1.1", "torchvision": "0.30.0", "code of trainkit": "ab12"}
+    ours = {**theirs, "torch": "2.14", "torchvision": "0.29.1"}
+    words = "torch: 2.14 here, 2.15 in the run; torchvision: 0.29.1 here, 0.30.0 in the run"
+    assert require_same(theirs, ours, None, "") == words
+    assert require_same(theirs, theirs, None, "") == require_same(theirs, theirs, None, "too large") == ""
+    for strict in ({"hivemind": "1.2"}, {"code of trainkit": "cd34"}):
+        with pytest.raises(RefusedError, match=f"differs from the run in: {next(iter(strict))}, torch, torchvision."):
+            require_same(theirs, {**ours, **strict}, None, "")
+        with pytest.raises(RefusedError) as refused:
+            require_same(theirs, {**theirs, **strict}, None, "too large")
+        assert "too large" not in refused.value.why
+    with pytest.raises(RefusedError) as refused:
+        require_same(theirs, ours, None, "too large")
+    assert refused.value.why == f"{words}. Whether other libraries train alike cannot be seen here: too large."
+
+
+@pytest.mark.parametrize(
+    ("sync", "values", "trains", "is_volunteer", "why"),
+    [
+        ("diloco", 10_000, True, True, ""),
+        ("gradients", 10_000, True, True, "with sync: gradients nobody's work is looked at"),
+        ("diloco", 86_000_000, True, True, "the model is too large for that"),
+        ("diloco", 10_000, False, True, "the run's creator does not train"),
+        ("diloco", 10_000, True, False, "only the work of volunteers is looked at"),
+    ],
+)
+def test_no_audit_is_possible_of(sync: str, values: int, trains: bool, is_volunteer: bool, why: str) -> None:
+    manifest = Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8, trains=trains)
+    assert session.untried(manifest, sync, values, is_volunteer=is_volunteer) == why
 
 
 def test_who_is_alike_meets_the_others_and_who_differs_looks_elsewhere() -> None:

@@ -26,8 +26,8 @@ def test_who_is_banned_or_revoked_is_out_and_stays_out(commands: Commands) -> No
         assert "Traceback" not in peer.output
 
     honest = commands.start(*join("honest", guests))
-    other_torch = commands.attack("other-torch", *join("other-torch", guests))
-    refused(other_torch, "This peer differs from the run in: torch.\n  why: torch: ")
+    other_hivemind = commands.attack("other-hivemind", *join("other-hivemind", guests))
+    refused(other_hivemind, "This peer differs from the run in: hivemind.\n  why: hivemind: ")
     hers = commands.invite("mallory")
     mallory = commands.attack("times-50", *join("mallory", hers))
     creator.says("mallory is banned")
@@ -62,7 +62,7 @@ def test_who_is_banned_or_revoked_is_out_and_stays_out(commands: Commands) -> No
     losses = [float(text) for text in re.findall(r"val loss (\S+)", creator.output)]
     assert losses[-1] < losses[0] < 2.4
     assert max(losses) < 2.4
-    assert "other-torch" not in creator.output
+    assert "other-hivemind" not in creator.output
     assert "mallory-later" not in resumed.output
     assert "3 peers averaged" not in resumed.output
     # Nobody has averaged with the deaf machine since.

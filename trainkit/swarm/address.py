@@ -504,9 +504,11 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
             what, ours = "versions", session.installed()
             theirs = {name: version for name, version in manifest.facts.items() if name in ours}
-            session.require_same(theirs, ours, manifest)
-            yield Finding(what, "those of the creator")
             parameters = session.parameters_in(manifest.facts)
+            is_volunteer = entry.own.grant.role == "volunteer"
+            why_not = session.untried(manifest, rounds.sync, parameters, is_volunteer=is_volunteer)
+            other = session.require_same(theirs, ours, manifest, why_not)
+            yield Finding(what, f"{other}: it counts after an audit" if other else "those of the creator")
             yield _disk(env, parameters)
             yield _upload(dht.upload(entry.addresses), parameters, rounds)
     except TrainkitError as error:

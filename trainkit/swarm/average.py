@@ -112,6 +112,8 @@ class Averaging:
     ) -> None:
         self.averager, self._dht, self._common, self._config, self._link = averager, dht, common, config, link
         self._can_share = not averager.client_mode
+        self.tried = False
+        """This peer has other libraries than the run: it gives nothing before an audit has agreed."""
         self.trial: Trial | None = None
         """What an average must pass at the owner's."""
         self._searched = -2  # the round in which it was last asked who does harm
@@ -241,7 +243,8 @@ class Averaging:
         assert self._exchange is None
         control, self._control = self._control, None
         given = self._rounds.give(self._common, samples, trained, loss, self._link.load.codec)
-        sent = self._link.sent(given.weights)
+        waits = self.tried and self.averager.standing != "counts"
+        sent = (0.0,) * len(given.weights) if waits else self._link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
         self._exchange = _Exchange(control, given, sent, trained, next_round, began, failed)
 

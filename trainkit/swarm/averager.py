@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
@@ -36,7 +36,7 @@ from trainkit.swarm.exchange import Exchange, State, digest_of, in_order, read_s
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
-from trainkit.swarm.replay import Accounts, Shown, Told, most_bytes, read_wanted
+from trainkit.swarm.replay import Accounts, Shown, Standing, Told, most_bytes, read_answer
 from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
 from trainkit.swarm.sync import PROBE_SIZE, CommonState
 
@@ -127,6 +127,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._possible: Mapping[str, float] = {}
         self._verified: Mapping[str, float] = {}
         self._accounts = Accounts(batch)
+        self._differ: Sequence[str] = ()
+        self.standing: Standing = "tried"
+        """In the peer's own process: what the owner has said last of one with other libraries than the run."""
         self._arrived: Mapping[int, Any] = {}
         """What the peer that was drawn has given."""
         self._draws, self._is_drawn = 0, False
@@ -161,9 +164,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             told = {"possible": some, "verified": {peer: verified[peer] for peer in some if peer in verified}}
             self._outer_pipe.send(("_expect", [], {**told, "anew": not first}))
 
-    def draw(self, peer: str, round_index: int, trains: bool) -> None:
-        """Have that peer show its work of the round that ends, see `Accounts.draw`; empty: nobody has to."""
-        self._outer_pipe.send(("_draw", [], {"peer": peer, "round_index": round_index, "trains": trains}))
+    def draw(self, peer: str, round_index: int, trains: bool, differ: Sequence[str]) -> None:
+        """Have that peer show its work of the round that ends, see `Accounts.draw`; empty: nobody has to.
+
+        ``differ``: whose other libraries train otherwise; the last of them are told.
+        """
+        told = {"peer": peer, "round_index": round_index, "trains": trains, "differ": differ[-_AT_ONCE:]}
+        self._outer_pipe.send(("_draw", [], told))
 
     def account(self, to: str, told: Told) -> None:
         """Tell the owner of a round, and show what it then wants to see, while this peer goes on."""
@@ -172,7 +179,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
         def show() -> None:
             with suppress(FutureTimeoutError, OSError):
-                if wanted := asked.result(2 * _ACCOUNT_SECONDS):
+                wanted, standing = asked.result(2 * _ACCOUNT_SECONDS)
+                self.standing = standing or self.standing
+                if wanted:
                     with self._one_shows:
                         self._show.send_bytes(told.show(wanted))
 
@@ -240,18 +249,19 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._possible = possible if anew else {**self._possible, **possible}
         self._verified = verified if anew else {**self._verified, **verified}
 
-    async def _draw(self, peer: str, round_index: int, trains: bool) -> None:
-        self._is_drawn = bool(peer)
+    async def _draw(self, peer: str, round_index: int, trains: bool, differ: Sequence[str]) -> None:
+        self._is_drawn, self._differ = bool(peer), differ
         if peer:
             self._accounts.draw(peer, round_index, trains)
             self._draws, self._arrived = self._draws + 1, {}
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:
-        stub, wanted = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix), tuple[int, ...]()
+        stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)
+        wanted, standing = tuple[int, ...](), ""
         with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
             stream = await stub.rpc_account(DownloadData(metadata=account))
-            wanted = read_wanted((await anext(aiter_with_timeout(stream, _ACCOUNT_SECONDS))).metadata)
-        asked.set_result(wanted)
+            wanted, standing = read_answer((await anext(aiter_with_timeout(stream, _ACCOUNT_SECONDS))).metadata)
+        asked.set_result((wanted, standing))
         if wanted:
             data = await asyncio.get_running_loop().run_in_executor(None, self._to_show.recv_bytes)
             with suppress(Exception):
@@ -344,7 +354,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
         is_member = self.guard.admission.admitted(peer) is not None
         wanted = self._accounts.hear(peer, request.metadata) if is_member else ()
-        yield DownloadData(metadata=json.dumps(wanted).encode())
+        standing: Standing = "counts" if self._possible.get(peer) else "tried"
+        answer = [wanted, "differs" if peer in self._differ else standing]
+        yield DownloadData(metadata=json.dumps(answer).encode())
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer shows what it was asked for."""

@@ -67,6 +67,8 @@ class Manifest:
         default_factory=dict
     )
     """What every peer must have alike, see `facts_of`."""
+    trains: Flag = True
+    """The creator trains, so that it can look at others' work, see `trainkit.swarm.replay`."""
     stopped: Flag = False
     """The creator has ended the run before its last round."""
     protocol: Count = PROTOCOL
@@ -120,6 +122,8 @@ class PeerProgress:
     group: Annotated[Count, Field(le=100_000)]
     """Peers that averaged together, itself included; 0: it went on alone."""
     time: Annotated[Number, Field(ge=0.0, le=1e11)]
+    tried: Flag = False
+    """It has other libraries than the run, and counts once an audit has agreed."""
     client: Flag = False
     """It only calls out, as behind a router, and so neither reduces nor gives its state away."""
     parts: Count = 0

@@ -33,7 +33,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
@@ -270,9 +270,14 @@ class Journal:
         return Told(account.model_dump_json().encode(), last.show)
 
 
-def read_wanted(data: bytes) -> tuple[int, ...]:
-    """Which snapshots the owner wants to see, as it has sent that. Raises ValueError for anything else."""
-    return TypeAdapter(tuple[Annotated[int, Field(ge=0, lt=_LONGEST_CHAIN)], ...]).validate_json(data)
+Standing = Literal["counts", "tried", "differs"]
+"""Of a peer with other libraries than the run: an audit has agreed; none has, yet; they train otherwise."""
+_Wanted = tuple[Annotated[int, Field(ge=0, lt=_LONGEST_CHAIN)], ...]
+
+
+def read_answer(data: bytes) -> tuple[_Wanted, Standing]:
+    """Which snapshots the owner wants to see, and what it says of the peer. Raises ValueError for anything else."""
+    return TypeAdapter(tuple[_Wanted, Standing]).validate_json(data)
 
 
 class Shown(NamedTuple):
@@ -353,6 +358,10 @@ class _Inconclusive(Exception):
     """Nothing can be said, for this reason."""
 
 
+class _Otherwise(Exception):
+    """It is false, for this reason; of a peer with other libraries, those may be to blame."""
+
+
 class _Unable(Exception):
     """This machine cannot say anything, and the peer is not to blame."""
 
@@ -375,6 +384,12 @@ class Auditor:
     seconds: float
     verified: dict[str, float] = field(default_factory=dict, init=False)
     """Samples of a round that a peer has trained on beyond doubt."""
+    differ: dict[str, int] = field(default_factory=dict, init=False)
+    """Whose libraries train otherwise, and since which round that is known."""
+    _tried: dict[str, bool] = field(default_factory=dict, init=False)
+    """Whether a peer has other libraries than the run."""
+    _agreed: dict[str, None] = field(default_factory=dict, init=False)
+    """Whose updates, made again here, have led to the same."""
     _passed: Counter[str] = field(default_factory=Counter, init=False)
     _times: Counter[str] = field(default_factory=Counter, init=False)
     """Audits in a row of which nothing came."""
@@ -387,8 +402,15 @@ class Auditor:
 
     @property
     def unproven(self) -> set[str]:
-        """Who has shown nothing too often, and does not count until it has."""
-        return {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
+        """Who has shown nothing too often, and does not count until it has; or has other libraries, until some of its
+        updates were made again."""
+        in_vain = {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
+        return in_vain | {peer for peer, is_tried in self._tried.items() if is_tried and peer not in self._agreed}
+
+    def hear(self, tried: Mapping[str, bool]) -> None:
+        """Who says that it has other libraries. Its first word counts: else who is caught would plead them."""
+        for peer in tried.keys() - self._tried.keys():
+            remember(self._tried, peer, tried[peer], _MOST_PEERS)
 
     def draw(self, volunteers: Iterable[str], round_index: int) -> tuple[str, bool]:
         """The peer to ask about the round that ends, or nobody; and whether some of it is to be trained again, for
@@ -412,7 +434,7 @@ class Auditor:
 
     def _in_vain(self, peer: str, why: str) -> Verdict:
         self._times[peer] += 1
-        if peer not in self.unproven:
+        if self._times[peer] < _MOST_IN_VAIN:
             return Verdict(peer, "audited", why)
         return Verdict(peer, "left out", f"{why}; after {_MOST_IN_VAIN} such audits it counts when it has passed one")
 
@@ -421,10 +443,15 @@ class Auditor:
 
         None: it is what the peer has given, and nothing was trained again.
         """
-        peer, began = shown.peer, time.monotonic()
+        peer, began, by_libraries = shown.peer, time.monotonic(), False
         self._drawn = "", -1
         try:
             why = self._falsehood(shown)
+        except _Otherwise as reason:
+            # Who is told to leave, and does not, pleads its libraries in vain.
+            until = self.differ.get(peer, math.inf) + _ROUNDS_TO_SHOW
+            by_libraries = self._tried.get(peer, False) and peer not in self._agreed and shown.account.round <= until
+            why = str(reason)
         except _Unable as reason:
             return Verdict(peer, "audited", str(reason))
         except _Inconclusive as reason:
@@ -434,10 +461,16 @@ class Auditor:
             self._free_at = max(self._free_at, now + (now - began) / _SHARE_FOR_AUDITS)
         if why:
             self.verified.pop(peer, None)
-            if peer in self._suspects:
+            if peer in self._suspects and not by_libraries:
                 return Verdict(peer, "dropped", why)
+            if by_libraries:
+                why += "; it may be its other libraries, with which it does not count yet"
+                if peer in self._suspects:
+                    remember(self.differ, peer, self.differ.get(peer, shown.account.round), _MOST_PEERS)
+            else:
+                why += "; the next time it is banned"
             remember(self._suspects, peer, 0, _MOST_PEERS)
-            return Verdict(peer, "left out", f"{why}; the next time it is banned")
+            return Verdict(peer, "left out", why)
         self._times.pop(peer, None)
         if peer in self._suspects:
             self._suspects[peer] += 1
@@ -480,7 +513,12 @@ class Auditor:
             if why := misled(vectors[moved + 1] - theta, learned[moved], learned[0], float(theta.norm())):
                 return why
         first, second = shown.wanted[:2]
-        return "" if first == moved else self._retrained(shown, found[first], found[second], rates)
+        if first == moved:
+            return ""
+        if not (why := self._retrained(shown, found[first], found[second], rates)):
+            remember(self._agreed, shown.peer, None, _MOST_PEERS)
+            self.differ.pop(shown.peer, None)
+        return why
 
     def _read(self, shown: Shown) -> tuple[dict[int, _Snapshot], Tensor]:
         """The snapshots, and the learning rates between the first two.
@@ -539,7 +577,8 @@ class Auditor:
             Precision(self.state.precision.name, self.state.dist)  # it sets torch's switches as they were
         if error <= _AS_FAR * self._apart(noisy, ours, start):
             return ""
-        return f"has not trained so: its {len(rates)} updates, made again, lead elsewhere by {100 * error:.0f} %"
+        found = f"its {len(rates)} updates, made again, lead elsewhere by {100 * error:.0f} %"
+        raise _Otherwise(f"has not trained so: {found}")
 
     def _apart(self, one: _Snapshot, other: _Snapshot, start: _Snapshot) -> float:
         """By how much of their length two ways from ``start`` differ, or what their optimizers remember."""
@@ -591,14 +630,14 @@ def _trained(
 
 
 def _require_committed(what: str, kept: Mapping[str, Tensor], digest: str, own: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for tensors that nobody had committed itself to, or unlike this peer's ``own``."""
+    """Raises ValueError for tensors that nobody had committed itself to, `_Otherwise` for others than ``own``."""
     shapes, wanted = ({name: (one.dtype, one.shape) for name, one in them.items()} for them in (kept, own))
     if _digest(kept) != digest:
         raise ValueError(f"other {what}")
     if not own:
         raise _Unable("has trained when nothing had been trained here")
     if shapes != wanted:
-        raise ValueError(f"the {what} of another model")
+        raise _Otherwise(f"has shown the {what} of another model")
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

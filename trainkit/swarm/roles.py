@@ -16,7 +16,7 @@ from trainkit import fileio, terminal
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.errors import RunFailedError, UserError
+from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.run import snapshot
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
@@ -28,7 +28,16 @@ from trainkit.swarm.invitations import Key, UntrustedError
 from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, RoundClock
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
-from trainkit.swarm.session import ASK_SECONDS, LOST_AFTER, Session, provenance, require_same, without_data
+from trainkit.swarm.session import (
+    ASK_SECONDS,
+    LOST_AFTER,
+    TRIED,
+    Session,
+    provenance,
+    require_same,
+    untried,
+    without_data,
+)
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
@@ -164,6 +173,7 @@ class Creator(Session):
             origin=origin,
             needs=needs,
             code=code,
+            trains=self.spec.trains,
         )
         self.averaging.share()
         self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
@@ -312,6 +322,7 @@ _LOOK_SECONDS = 0.5
 # Seconds for which a newcomer asks for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
 _MOST_SIGNED = 8
+_TRIED = "What this peer learns waits until the creator has trained some of it again, and agrees."
 _ASK_THE_CREATOR = "Ask whoever runs `python -m jobs.swarm create`, and join again."
 
 
@@ -326,10 +337,26 @@ class Guest(Session):
         self.memory = address.Memory(entry.addresses)
         self.signed: dict[str, bytes] = {}
         """Hash of a state -> what the owner's side has said of it; the newest."""
+        self.other = ""
+        """In which libraries it differs from the run, in words."""
+        self.counts = False
+        """Though they differ: an audit has agreed."""
 
     def hear(self) -> None:
-        """Keep what proves to a creator that comes back what the run's state is."""
+        """Keep what proves to a creator that comes back what the run's state is; and take note of what audits say of
+        other libraries.
+
+        Raises RefusedError if those train otherwise.
+        """
         super().hear()
+        standing = self.averaging.averager.standing
+        if self.other and standing == "differs":
+            why = f"{self.other}: what this peer has trained, the creator has trained twice to something else."
+            fix = self.manifest.way_to(TRIED) or "Install the creator's versions."
+            raise RefusedError("The libraries of this peer train otherwise than the run's.", why=why, fix=fix)
+        if self.other and self.counts != (standing == "counts"):
+            self.counts = not self.counts
+            self.hooks.say("  an audit agrees with this peer: from now on it counts" if self.counts else f"  {_TRIED}")
         for statement in {told.signed for told in self.watch.peers.values()} - {b"", *self.signed.values()}:
             with suppress(UntrustedError):
                 digest = read_digest(self.dht.admission, statement, run_id=self.averaging.averager.run_id)
@@ -368,7 +395,11 @@ class Guest(Session):
             self.hooks.say(link.in_words(link.load_for(limit, values, self.config.collaborative), limit))
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
-        require_same(theirs, self.facts, self.manifest)
+        is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
+        why_not = untried(self.manifest, self.config.collaborative.sync, values, is_volunteer=is_volunteer)
+        if other := require_same(theirs, self.facts, self.manifest, why_not):
+            self.hooks.say(f"{other}. {_TRIED}")
+        self.other, self.facts = other, theirs  # by which peers find each other
 
     def slow_upload(self) -> float | None:
         """Bytes per second that this peer can send; None if they are enough, or not known.
@@ -530,6 +561,7 @@ def join(
         measured = guest.slow_upload()
         hooks.step("Starting what averages with others")
         guest.open_training(manifest.run_id, measured)
+        guest.averaging.tried = bool(guest.other)
         guest.watch = dht.Watch(guest.dht, guest.creator, guest.clock.oldest_news)
         if hooks.open_run is None:
             return guest.take_part(), None

@@ -130,6 +130,7 @@ class _Loop:
             loss=fileio.finite(done.metrics.get("loss")) or 0.0,
             group=done.result.group,
             time=time.time(),
+            tried=peer.averaging.tried,
             client=peer.dht.client_mode,
             parts=sum(exchange.received),
             expected=sum(exchange.expected),
@@ -260,8 +261,9 @@ class TimedLoop(_Loop):
             return
         heard = peer.watch.others(time.time() - LOST_AFTER * seconds)
         volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
+        auditor.hear({one: told.tried for one, told in peer.watch.peers.items()})
         drawn, trains = auditor.draw(volunteers, index)
-        peer.averaging.averager.draw(drawn, index, trains)
+        peer.averaging.averager.draw(drawn, index, trains, [*auditor.differ])
         peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=auditor.unproven)
 
     def audit(self, auditor: Auditor, index: int) -> None:

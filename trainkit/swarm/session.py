@@ -51,7 +51,7 @@ from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
-from trainkit.swarm.replay import Journal
+from trainkit.swarm.replay import Journal, num_stretches
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
@@ -218,6 +218,8 @@ _SAMPLES = 16
 # The third digit of their versions mends errors, and does not change what is computed.
 _LIBRARIES = ("torch", "hivemind")
 _MODEL_LIBRARIES = ("timm", "torchvision")
+TRIED = frozenset(("torch", *_MODEL_LIBRARIES))
+"""Facts that may differ where an audit by replay shows whether that matters."""
 _DATA = "data"
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
@@ -276,21 +278,38 @@ def parameters_in(facts: Mapping[str, str]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def require_same(theirs: Mapping[str, str], ours: Mapping[str, str], manifest: Manifest | None = None) -> None:
+def untried(manifest: Manifest, sync: str, values: int, *, is_volunteer: bool) -> str:
+    """Why no audit can show that a peer's other libraries train as the run's do; empty if one can."""
+    if sync == "gradients":
+        return "with sync: gradients nobody's work is looked at"
+    if not (manifest.trains and num_stretches(values)):
+        return "the model is too large for that" if manifest.trains else "the run's creator does not train"
+    return "" if is_volunteer else "only the work of volunteers is looked at"
+
+
+def require_same(
+    theirs: Mapping[str, str], ours: Mapping[str, str], manifest: Manifest | None = None, why_not: str | None = None
+) -> str:
     """Refuse to take part with something else than the run has.
 
     Args:
         manifest: the run's, which says how to have the same.
+        why_not: empty: other versions of torch and of libraries of models are no reason, for audits look at what they
+            compute; else why they are, see `untried`.
+
+    Returns such versions, in words; empty if they are the same.
 
     Raises RefusedError that names everything in which they differ.
     """
     different = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
-    if not different:
-        return
-    said = (f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
+    said = "; ".join(f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
+    if not different or (why_not == "" and TRIED.issuperset(different)):
+        return said
+    if why_not and not TRIED.isdisjoint(different):
+        said += f". Whether other libraries train alike cannot be seen here: {why_not}"
     raise RefusedError(
         f"This peer differs from the run in: {', '.join(different)}.",
-        why=f"{'; '.join(said)}.{manifest.runs() if manifest is not None else ''}",
+        why=f"{said}.{manifest.runs() if manifest is not None else ''}",
         fix=(manifest.way_to(different) if manifest is not None else "")
         or "Use the very same: data set in data.root, version of trainkit and of the creator's own code, libraries.",
     )
