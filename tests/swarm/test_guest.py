@@ -62,7 +62,7 @@ class World:
             return bool(guest.wait_until_back())
 
 
-def test_a_peer_with_another_torch_is_told_when_it_counts_and_leaves_if_it_differs() -> None:
+def test_another_torch_is_told_when_it_counts_and_leaves_if_it_differs() -> None:
     said: list[str] = []
     guest = a_guest(Hooks(lambda: False, said.append))
     guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=SimpleNamespace(standing="differs"))

@@ -129,7 +129,7 @@ with zipfile.ZipFile(OUT, "w", zipfile.ZIP_DEFLATED) as archive:
 
 @pytest.mark.parametrize("given", [OUT.getvalue(), OUT.getvalue()[:80]], indirect=True, ids=["leads out", "cut"])
 def test_what_is_no_archive_of_code_leaves_nothing_on_the_disk(given: Given, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="gives no code away"):
+    with pytest.raises(UserError, match="What was sent is no code"):
         given.join(allow_code=True)
     assert (given.started, kept_in(tmp_path), [*tmp_path.rglob("out.py")]) == ([], [], [])
 
@@ -139,8 +139,9 @@ def test_code_that_was_changed_since_is_not_run(given: Given, tmp_path: Path) ->
     (changed,) = (path for path in kept_in(tmp_path) if path.name == "mine.py")
     changed.unlink()
     changed.write_text("evil = 1\n")
-    with pytest.raises(UserError, match="changed the code in"):
+    with pytest.raises(UserError, match="cannot be kept") as told:
         given.join(allow_code=True)
+    assert told.value.why == "Somebody has changed what is there."
     assert len(given.started) == 1
 
 

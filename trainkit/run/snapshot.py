@@ -52,6 +52,8 @@ _PYTHONS = {
     f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
 }
 _BROKEN: tuple[type[Exception], ...] = (zipfile.BadZipFile, RuntimeError, *fileio.BROKEN_TAR)
+_MOST_SHOWN = 40
+"""Files of code that was received."""
 _UNUSED_SECONDS = 3600.0
 """The age at which a shared copy of code goes that no run uses, and half a copy that a killed command has left."""
 _LOOKED_AT = 1000
@@ -193,15 +195,33 @@ def _packed(content: Mapping[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def changes(theirs: Mapping[str, bytes]) -> list[str]:
-    """One line for each file in which other code differs from this program: how many lines it has more and less."""
-    ours = _content(dict(_packages()))
-    found = []
-    for name in sorted(ours.keys() | theirs.keys()):
-        old, new = (Counter(files.get(name, b"").splitlines()) for files in (ours, theirs))
-        if ours.get(name) != theirs.get(name):
-            found.append(f"+{(new - old).total()} -{(old - new).total()} {terminal.one_line(name)}")
-    return found
+def received(archive: bytes, digest: str) -> tuple[Path, str]:
+    """Keep code that somebody has sent, in a folder of its own where only this user can write.
+
+    Returns that folder, and what to show of the code: its size, its SHA-256 ``digest``, and for each file in which it
+    differs from this program how many lines it has more and less.
+
+    Raises UserError for what no run has written, and when it cannot be kept.
+    """
+    if (files := unpacked(archive)) is None:
+        why, fix = "It is damaged, or holds what no run has written.", "Ask whoever gives it for a commit instead."
+        raise UserError("What was sent is no code.", why=why, fix=fix)
+    kept = (store := run_folder.state_file("code")) / digest[:16]
+    try:
+        run_folder.make_state_folder(store)
+        if shared_copy(store, kept.name, files) is None:
+            raise OSError(None, "Somebody has changed what is there")
+    except OSError as error:
+        fix = f"Free some space, or remove {kept} if that was changed."
+        raise UserError(f"The code cannot be kept in {kept}.", why=f"{error.strerror}.", fix=fix) from None
+    ours, lines = _content(dict(_packages())), list[str]()
+    for name in sorted(ours.keys() | files.keys()):
+        old, new = (Counter(which.get(name, b"").splitlines()) for which in (ours, files))
+        if ours.get(name) != files.get(name):
+            lines.append(f"\n  +{(new - old).total()} -{(old - new).total()} {terminal.one_line(name)}")
+    more = f"\n  ... {len(lines)} files in all" if len(lines) > _MOST_SHOWN else ""
+    about = f"{len(files)} files, {terminal.size(sum(map(len, files.values())))}, SHA-256 {digest}.\nIt is in {kept}."
+    return kept, f"{about} Lines more and less than here:{''.join(lines[:_MOST_SHOWN])}{more}"
 
 
 def read_code(run_dir: RunDir) -> dict[str, bytes] | None:

@@ -28,7 +28,7 @@ from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, fr
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run import snapshot
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
-from trainkit.run.folder import RunDir, as_open_as, make_state_folder, state_file
+from trainkit.run.folder import RunDir, as_open_as
 from trainkit.schedulers.base import BEGIN
 from trainkit.swarm import admission, processes
 from trainkit.swarm.address import announced, how_to_be_reached, identity_in, saved_peer
@@ -123,7 +123,6 @@ def join_swarm(
 
 # Python puts the current folder, which may be a checkout, before PYTHONPATH.
 _PROGRAM = ("-u", "-c", f"{BEGIN}from trainkit.__main__ import main; main()", "join")
-_MOST_SHOWN = 40
 
 
 def join_with_code(entry: Entry, arguments: Sequence[str], env: Mapping[str, str], *, allow_code: bool) -> NoReturn:
@@ -143,26 +142,13 @@ def join_with_code(entry: Entry, arguments: Sequence[str], env: Mapping[str, str
         creator, manifest = dht.read_manifest(node, entry.addresses, any_version=True)
         ask = partial(dht.fetch_code, of=creator, digest=manifest.code)
         archive = node.in_dht(ask, dht.CODE_SECONDS, b"") if manifest.code else b""
-    if (files := snapshot.unpacked(archive)) is None:
-        why = "It has none to give, or cannot be reached, or gives what no run has written."
+    if not archive:
+        why = "It has none to give, cannot be reached, or gives something else."
         fix = "Ask whoever runs it for the commit, or to start it with collaborative.give_code=true."
         raise UserError("The creator of the run gives no code away.", why=why, fix=fix)
-    store = state_file("code")  # where only this user can write
-    kept = store / manifest.code[:16]
-    try:
-        make_state_folder(store)
-        is_kept = snapshot.shared_copy(store, kept.name, files) is not None
-    except OSError as error:
-        fix = "Free some space, or set XDG_STATE_HOME to a folder with more."
-        raise UserError(f"The code cannot be kept in {store}.", why=f"{error.strerror}.", fix=fix) from None
-    if not is_kept:
-        why, fix = "It is not what the owner has signed.", "Remove that folder, and join again."
-        raise UserError(f"Somebody has changed the code in {kept}.", why=why, fix=fix)
-    size, signed = terminal.size(sum(map(len, files.values()))), f"signed by its owner (key {manifest.owner[:16]})"
-    print(f"Code of {terminal.one_line(manifest.name)}, {signed}: {len(files)} files, {size}, SHA-256 {manifest.code}.")
-    changes = snapshot.changes(files)
-    more = [f"... {len(changes)} files in all"] if len(changes) > _MOST_SHOWN else []
-    print(f"It is in {kept}. Lines more and less than here:", *changes[:_MOST_SHOWN], *more, sep="\n  ", flush=True)
+    kept, told = snapshot.received(archive, manifest.code)
+    signed = f"signed by its owner (key {manifest.owner[:16]})"
+    print(f"Code of {terminal.one_line(manifest.name)}, {signed}: {told}", flush=True)
     if not allow_code and sys.stdin is not None and sys.stdin.isatty():
         print("Run it here, with your rights? Type yes: ", end="", flush=True)
         allow_code = sys.stdin.readline().strip() == "yes"

@@ -21,23 +21,14 @@ from trainkit.run import snapshot
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
-from trainkit.swarm import address, admission, dht, link, messages
+from trainkit.swarm import address, admission, dht, link, messages, session
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.exchange import read_digest
 from trainkit.swarm.invitations import Key, UntrustedError
 from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, RoundClock
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
-from trainkit.swarm.session import (
-    ASK_SECONDS,
-    LOST_AFTER,
-    TRIED,
-    Session,
-    provenance,
-    require_same,
-    untried,
-    without_data,
-)
+from trainkit.swarm.session import ASK_SECONDS, LOST_AFTER, TRIED, Session, provenance, require_same, without_data
 from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
@@ -396,7 +387,7 @@ class Guest(Session):
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
-        why_not = untried(self.manifest, self.config.collaborative.sync, values, is_volunteer=is_volunteer)
+        why_not = session.untried(self.manifest, self.config.collaborative.sync, values, is_volunteer=is_volunteer)
         if other := require_same(theirs, self.facts, self.manifest, why_not):
             self.hooks.say(f"{other}. {_TRIED}")
         self.other, self.facts = other, theirs  # by which peers find each other
