@@ -95,9 +95,9 @@ def test_who_knows_some_of_a_large_group_says_how_many_and_how_fast_all_are() ->
 )
 def test_what_a_peer_with_other_libraries_learns_waits_until_it_counts(tried: bool, standing: str, sent: float) -> None:
     given = Given(torch.ones(4), (64.0,), torch.ones(4), sound=True)
-    common: Any = SimpleNamespace(num_parameters=4, give=lambda samples: given)
+    common: Any = SimpleNamespace(num_parameters=4, give=lambda samples, codec: given)
     averager: Any = SimpleNamespace(client_mode=True, standing=standing)
-    link: Any = SimpleNamespace(sent=tuple)
+    link: Any = SimpleNamespace(sent=tuple, load=SimpleNamespace(codec="8bit"))
     averaging = Averaging(averager, averager, common, load("hivemind").config.collaborative, link)
     averaging.tried = tried
     averaging.exchange(samples=64, trained=1.0, next_round=3)
