@@ -31,7 +31,7 @@ from trainkit.swarm.exchange import Exchange, digest_of, in_order, read_digest, 
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 from trainkit.swarm.link import PART, Codec, Outcome, Sending, encoded_bytes
 from trainkit.swarm.messages import CLIENT, NODE
-from trainkit.swarm.replay import Account, Accounts, Link
+from trainkit.swarm.replay import Account, Accounts, Link, Shown
 from trainkit.swarm.robust import Limits, Screen
 from trainkit.swarm.sync import PROBE_SIZE
 
@@ -477,6 +477,7 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._arrived, averager._is_drawn = Accounts(1), {0: "given"}, not exchanged
+    averager._draws = 1
     averager._accounts.draw("eve", 3, True)
     averager._possible, averager._differ = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}, ["dan"]
 
@@ -505,6 +506,36 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     assert (shown is not None and (shown.peer, shown.data, shown.given)) == (
         arrives and ("eve", b"snapshots", {0: "given"})
     )
+
+
+@pytest.mark.parametrize("shows_late", [False, True])
+def test_who_shows_a_round_is_not_held_to_what_it_gives_in_the_next(averager: Any, shows_late: bool) -> None:
+    """Nobody averaged in the first one, or its link is slow; it is drawn again."""
+    asked = Shown("eve", Account(round=3, links=[Link(0, 0, "0" * 64, "0" * 64)], precision="fp32", micro_batch_size=1,
+                                 probe=""), (0,), b"", True, {})  # fmt: skip
+    averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
+    averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
+    averager._showing, averager._accounts, averager._draws = asyncio.Lock(), Accounts(), 0
+
+    async def pieces() -> AsyncIterator[Any]:
+        if shows_late:
+            await asyncio.sleep(0.5)
+        yield averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=b"snapshots"))
+
+    async def show() -> None:
+        async for _ in averager.rpc_show(pieces(), SimpleNamespace(remote_id="eve")):
+            pass
+
+    async def run() -> None:
+        await averager._draw("eve", 3, True)
+        averager._accounts.asked, showing = asked, asyncio.ensure_future(show())
+        await asyncio.sleep(0.2)
+        await averager._draw("eve", 4, True)
+        averager._is_drawn, averager._arrived = False, {0: "given in round 4"}
+        await showing
+
+    asyncio.run(run())
+    assert averager.shown() is None
 
 
 def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: Any) -> None:

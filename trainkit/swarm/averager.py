@@ -360,7 +360,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer shows what it was asked for."""
-        asked, data = self._accounts.asked, bytearray()
+        asked, data, draw = self._accounts.asked, bytearray(), self._draws
         if asked is None or asked.peer != str(context.remote_id):
             return
         self._accounts.asked, most = None, most_bytes(self.common.theta.numel())
@@ -368,8 +368,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             data += message.tensor_part.buffer
             if len(data) > most:
                 return
-        while self._is_drawn:  # who shows early shows beside what it has yet to give
+        while self._is_drawn and draw == self._draws:  # who shows early shows beside what it has yet to give
             await asyncio.sleep(0.1)
+        if draw != self._draws:
+            return  # somebody was drawn since: what arrived for that is none of this one's
         shown = asked._replace(data=bytes(data), given=self._arrived)
         async with self._showing:  # one after the other: it may take a round until this peer looks
             await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
