@@ -557,6 +557,19 @@ def test_tensors_of_a_strange_kind_end_nobodys_training(what: str, rates: Tensor
     assert verdict.why.startswith(f"has shown {said}")
 
 
+@pytest.mark.parametrize("what", [0, 1])
+def test_who_says_that_a_snapshot_was_elsewhere_is_caught_when_it_shows_it(what: int) -> None:
+    swarm = Swarm()
+    shown = swarm.round_of()
+    assert shown is not None
+    where = shown.account.where().float()
+    where[shown.wanted[1], what] *= 1.001
+    account = shown.account.model_copy(update={"sums": where.numpy().tobytes().hex()})
+    verdict = swarm.auditor.audit(shown._replace(account=account))
+    assert verdict is not None
+    assert verdict.why.startswith("has said that it was elsewhere than it was")
+
+
 def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:
     swarm = Swarm()
     action, why = "", TRUE

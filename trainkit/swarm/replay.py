@@ -157,20 +157,23 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 _NO_MOMENTS = _digest({})
 
 
-def _vector(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
-    """The parameters among them, without buffers."""
+def _parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Those among the weights, without buffers."""
     named = model.named_parameters()
-    return torch.cat([weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad])
+    return [weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad]
 
 
-def _remembered(moments: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0), *(value.float().view(-1) for _, value in sorted(moments.items()) if value.dim())])
+def _remembered(moments: Mapping[str, Tensor]) -> list[Tensor]:
+    return [value.float().view(-1) for _, value in sorted(moments.items()) if value.dim()]
 
 
-def _sums(links: Sequence[Link], vector: Tensor) -> Tensor:
-    """Where it is, by signs that nobody knows before all digests are known."""
-    seed = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
-    return probe_of(vector, int.from_bytes(seed[:7], "big"), _SUMS)
+def _sums(links: Sequence[Link], tensors: Iterable[Tensor]) -> Tensor:
+    """Where they are, by signs that nobody knows before all digests are known."""
+    digest = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
+    total, seed = torch.zeros(_SUMS), int.from_bytes(digest[:7], "big")
+    for number, tensor in enumerate(tensors):
+        total += probe_of(tensor, seed + number, _SUMS)
+    return total
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -257,7 +260,7 @@ class Journal:
         if len(last.snapshots) > _LONGEST_CHAIN:
             return None
         state, common, links = self._state, self._common, [snapshot.link for snapshot in last.snapshots]
-        parts = ((_vector(state.model, one.weights), _remembered(one.moments)) for one in last.snapshots)
+        parts = ((_parameters(state.model, one.weights), _remembered(one.moments)) for one in last.snapshots)
         sums = [_sums(links, part) for both in parts for part in both]
         account = Account(
             round=round_index,
@@ -492,7 +495,7 @@ class Auditor:
             found, rates = self._read(shown)
         except (SafetensorError, LookupError, ValueError) as error:
             return f"has shown something else than it had committed itself to: {error}"[:200]
-        vectors = {index: _vector(self.state.model, snapshot.weights) for index, snapshot in found.items()}
+        vectors = {index: self._vector(snapshot) for index, snapshot in found.items()}
         learned = {index: vector - self._theta(links[index].base) for index, vector in vectors.items()}
         self._require_same(shown.account, float(learned[last].norm()))
         if why := misgiven(shown.given, learned[last]):
@@ -501,10 +504,12 @@ class Auditor:
             return ""
         if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * float(learned[last].norm()):
             raise _Inconclusive("has begun anew with other weights than the run's")
-        for index, there in vectors.items():
-            both = (there, _remembered(found[index].moments)) if index in shown.wanted[:2] else (there,)
-            for vector, said in zip(both, shown.account.where()[index], strict=False):
-                if not float((_sums(links, vector) - said).norm()) <= _OFF * float(vector.norm()):
+        for index, snapshot in found.items():
+            both = _parameters(self.state.model, snapshot.weights), _remembered(snapshot.moments)
+            for tensors, said in zip(
+                both[: 1 + (index in shown.wanted[:2])], shown.account.where()[index], strict=False
+            ):
+                if not float((_sums(links, tensors) - said).norm()) <= _OFF * sum(float(one.norm()) for one in tensors):
                     return "has said that it was elsewhere than it was"
         if (moved := shown.moved) >= 0:
             theta = self._theta(links[moved + 1].base)
@@ -554,6 +559,9 @@ class Auditor:
         ):  # also for not-a-number
             raise _Inconclusive("went on from other weights than the run's")
 
+    def _vector(self, snapshot: _Snapshot) -> Tensor:
+        return torch.cat(_parameters(self.state.model, snapshot.weights))
+
     def _retrained(self, shown: Shown, start: _Snapshot, end: _Snapshot, rates: Tensor) -> str:
         """Train from one snapshot to the next; what does not agree."""
         lowest, highest = self.rates(shown.account.round)
@@ -582,7 +590,7 @@ class Auditor:
 
     def _apart(self, one: _Snapshot, other: _Snapshot, start: _Snapshot) -> float:
         """By how much of their length two ways from ``start`` differ, or what their optimizers remember."""
-        before, there, here = (_vector(self.state.model, snapshot.weights) for snapshot in (start, one, other))
+        before, there, here = (self._vector(snapshot) for snapshot in (start, one, other))
         errors = [distance(there - before, here - before)]
         if one.moments.keys() != other.moments.keys():
             return math.inf
