@@ -284,16 +284,18 @@ def other(library: str, version: str) -> None:
     patched["version"] = lambda name: version if name == library else honest(name)
 
 
-def trains_otherwise() -> None:
-    """Another torch, by which each update ends a little elsewhere."""
+def other_torch(noise: float) -> None:
+    """Another torch, it says, by which each update ends so far elsewhere; on a machine so slow that any creator has
+    time to make some of its updates again."""
     other("torch", "1.13.1")
     update = Updater.__call__
 
     def made(self: Any, *args: Any, **options: Any) -> Any:
         result = update(self, *args, **options)
         with torch.no_grad():
-            for parameter in self._state.model.parameters():
-                parameter.add_(1e-3 * torch.randn_like(parameter))
+            for parameter in self._state.model.parameters() if noise else ():
+                parameter.add_(noise * torch.randn_like(parameter))
+        time.sleep(0.5)
         return result
 
     Updater.__call__ = made  # type: ignore[method-assign]
@@ -327,9 +329,9 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "reduces-within": lambda: reduces(within_norm),
     "stall": stall,
     "deaf": deaf,
-    "other-torch": lambda: other("torch", "1.13.1"),
+    "other-torch": lambda: other_torch(0.0),
     "other-hivemind": lambda: other("hivemind", "0.9.1"),
-    "trains-otherwise": trains_otherwise,
+    "trains-otherwise": lambda: other_torch(1e-3),
     "impostor": impostor,
 }
 

@@ -6,9 +6,8 @@ from tests.swarm.conftest import Command, Commands, wait_for
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions
 
-# In a fifth of a round an audit must make updates twice; where rounds are short, snapshots are too far apart for that.
 SMALL = ("train.global_batch_size=32", "train.micro_batch_size=32", "data.workers=0")
-QUICK = ("collaborative.round_seconds=12", "collaborative.rounds=500", "model.name=fashion_cnn", *SMALL)
+QUICK = ("collaborative.round_seconds=8", "collaborative.rounds=500", "model.name=fashion_cnn", *SMALL)
 WAITS = r"^torch: 1\.13 here, \S+ in the run\. What this peer learns waits until the creator has trained"
 
 

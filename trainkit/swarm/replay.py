@@ -391,6 +391,8 @@ class Auditor:
     """Whose libraries train otherwise, and since which round that is known."""
     _tried: dict[str, bool] = field(default_factory=dict, init=False)
     """Whether a peer has other libraries than the run."""
+    _strange: dict[str, None] = field(default_factory=dict, init=False)
+    """Whose libraries have trained otherwise once."""
     _agreed: dict[str, None] = field(default_factory=dict, init=False)
     """Whose updates, made again here, have led to the same."""
     _passed: Counter[str] = field(default_factory=Counter, init=False)
@@ -464,16 +466,17 @@ class Auditor:
             self._free_at = max(self._free_at, now + (now - began) / _SHARE_FOR_AUDITS)
         if why:
             self.verified.pop(peer, None)
-            if peer in self._suspects and not by_libraries:
-                return Verdict(peer, "dropped", why)
             if by_libraries:
-                why += "; it may be its other libraries, with which it does not count yet"
-                if peer in self._suspects:
+                if peer in self._strange:
                     remember(self.differ, peer, self.differ.get(peer, shown.account.round), _MOST_PEERS)
-            else:
-                why += "; the next time it is banned"
+                remember(self._strange, peer, None, _MOST_PEERS)
+                return Verdict(
+                    peer, "left out", f"{why}; it may be its other libraries, with which it does not count yet"
+                )
+            if peer in self._suspects:
+                return Verdict(peer, "dropped", why)
             remember(self._suspects, peer, 0, _MOST_PEERS)
-            return Verdict(peer, "left out", why)
+            return Verdict(peer, "left out", f"{why}; the next time it is banned")
         self._times.pop(peer, None)
         if peer in self._suspects:
             self._suspects[peer] += 1
