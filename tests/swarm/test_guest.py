@@ -115,7 +115,9 @@ def test_a_clock_that_was_set_is_named_and_no_swarm_waited_for() -> None:
 def test_a_clock_that_is_set_in_a_round_ends_it_where_it_is_wrong(ahead: float | None, may_be_alone: bool) -> None:
     """Who is alone has nobody to ask, and has gone by the clock as it was."""
     guest = a_guest(Hooks(lambda: False, print))
-    guest.averaging, guest.may_be_alone = SimpleNamespace(require_helpers=lambda: None), may_be_alone
+    averager = SimpleNamespace(standing="counts")
+    guest.averaging = SimpleNamespace(require_helpers=lambda: None, averager=averager)
+    guest.may_be_alone = may_be_alone
     guest.dht, now = SimpleNamespace(in_dht=lambda *asked: ahead), [100.0]
     guest.wall_clock = WallClock(lambda: now[0], lambda: 5.0)
     guest.hear()

@@ -180,7 +180,9 @@ def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
     for passed, action in ((9, "dropped"), (10, "left out")):
         swarm = Swarm()
         assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
+        assert swarm.auditor.unproven == {"ben"}  # until it has passed one
         assert {swarm.audited(trains=False)[0] for _ in range(passed)} == {""}
+        assert swarm.auditor.unproven == set()
         assert swarm.audited(sent=half_turned, trains=False)[0] == action
 
 

@@ -407,10 +407,12 @@ class Auditor:
 
     @property
     def unproven(self) -> set[str]:
-        """Who has shown nothing too often, and does not count until it has; or has other libraries, until some of its
-        updates were made again."""
+        """Who has shown nothing too often, or something false, and does not count until it has passed an audit; or has
+        other libraries, until some of its updates were made again."""
         in_vain = {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
-        return in_vain | {peer for peer, is_tried in self._tried.items() if is_tried and peer not in self._agreed}
+        accused = {peer for peer, passed in self._suspects.items() if not passed}
+        tried = {peer for peer, is_tried in self._tried.items() if is_tried}
+        return in_vain | accused | (tried - self._agreed.keys())
 
     def hear(self, tried: Mapping[str, bool]) -> None:
         """Who says that it has other libraries. Its first word counts: else who is caught would plead them."""
@@ -476,7 +478,8 @@ class Auditor:
             if peer in self._suspects:
                 return Verdict(peer, "dropped", why)
             remember(self._suspects, peer, 0, _MOST_PEERS)
-            return Verdict(peer, "left out", f"{why}; the next time it is banned")
+            what_follows = "it counts when it has passed one; the next time it is banned"
+            return Verdict(peer, "left out", f"{why}; {what_follows}")
         self._times.pop(peer, None)
         if peer in self._suspects:
             self._suspects[peer] += 1
