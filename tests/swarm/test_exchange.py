@@ -472,7 +472,7 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     averager: Any, peer: str, pieces: list[bytes], exchanged: bool, arrives: bool
 ) -> None:
     link = Link(0, 0, "0" * 64, "0" * 64)
-    account = Account(round=3, links=[link, link], precision="fp32", micro_batch_size=1, probe="", sums=128 * "00")
+    account = Account(round=3, links=[link, link], precision="fp32", micro_batch_size=1, sums=192 * "00")
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
@@ -511,11 +511,11 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
 @pytest.mark.parametrize("shows_late", [False, True])
 def test_who_shows_a_round_is_not_held_to_what_it_gives_in_the_next(averager: Any, shows_late: bool) -> None:
     """Nobody averaged in the first one, or its link is slow; it is drawn again."""
-    asked = Shown("eve", Account(round=3, links=[Link(0, 0, "0" * 64, "0" * 64)], precision="fp32", micro_batch_size=1,
-                                 probe=""), (0,), b"", True, {})  # fmt: skip
+    account = Account(round=3, links=[Link(0, 0, "0" * 64, "0" * 64)], precision="fp32", micro_batch_size=1, sums="")
+    asked = Shown("eve", account, (0,), b"", True, {})
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
-    averager._showing, averager._accounts, averager._draws = asyncio.Lock(), Accounts(), 0
+    averager._showing, averager._accounts, averager._draws = asyncio.Lock(), Accounts(1), 0
 
     async def pieces() -> AsyncIterator[Any]:
         if shows_late:

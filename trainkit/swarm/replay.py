@@ -113,17 +113,16 @@ class Account(BaseModel):
     """The first one is the last one of the round before."""
     precision: Annotated[str, Field(max_length=8)]
     micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
-    probe: Annotated[str, Field(max_length=4096, pattern="^([0-9a-f]{2})*$")]
-    """Of the common weights that the last one goes on from, in hex."""
-    sums: Annotated[str, Field(max_length=16 * _SUMS * _LONGEST_CHAIN, pattern="^([0-9a-f]{2})*$")]
-    """Of each snapshot's weights, and of what its optimizer remembers: float32 [links, 2, _SUMS], in hex."""
+    sums: Annotated[str, Field(max_length=24 * _SUMS * _LONGEST_CHAIN, pattern="^([0-9a-f]{2})*$")]
+    """Of each snapshot's weights, what its optimizer remembers, and the common weights that it goes on from: float32
+    [links, 3, _SUMS], in hex."""
 
     def where(self) -> Tensor:
         """The sums as numbers. Raises ValueError for anything else."""
         found = torch.frombuffer(bytearray.fromhex(self.sums), dtype=torch.float32)
-        if len(found) != len(self.links) * 2 * _SUMS or not bool((found.abs() < _LARGEST).all()):
+        if len(found) != len(self.links) * 3 * _SUMS or not bool((found.abs() < _LARGEST).all()):
             raise ValueError("no sums of the snapshots")
-        return found.view(-1, 2, _SUMS).double()
+        return found.view(-1, 3, _SUMS).double()
 
 
 def read_account(data: bytes) -> Account | None:
@@ -157,6 +156,19 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 _NO_MOMENTS = _digest({})
 
 
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    link: Link
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    theta: Tensor
+    """The common weights that it goes on from, without buffers."""
+
+
 def _parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
     """Those among the weights, without buffers."""
     named = model.named_parameters()
@@ -167,6 +179,11 @@ def _remembered(moments: Mapping[str, Tensor]) -> list[Tensor]:
     return [value.float().view(-1) for _, value in sorted(moments.items()) if value.dim()]
 
 
+def _parts(model: nn.Module, snapshot: _Snapshot) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What an account has sums of."""
+    return _parameters(model, snapshot.weights), _remembered(snapshot.moments), [snapshot.theta]
+
+
 def _sums(links: Sequence[Link], tensors: Iterable[Tensor]) -> Tensor:
     """Where they are, by signs that nobody knows before all digests are known."""
     digest = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
@@ -174,17 +191,6 @@ def _sums(links: Sequence[Link], tensors: Iterable[Tensor]) -> Tensor:
     for number, tensor in enumerate(tensors):
         total += probe_of(tensor, seed + number, _SUMS)
     return total
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    link: Link
-    weights: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -250,7 +256,10 @@ class Journal:
         self._known, state = now, self._state
         weights, moments = _copies(weights_of(state.model)), _copies(moments_of(state.model, state.optimizer))
         link = Link(self._position, self._common.round, _digest(weights), _digest(moments))
-        self._kept.append(_Snapshot(link, weights, moments))
+        theta = self._common.theta[: self._common.num_parameters]
+        kept = self._kept[-1].theta if self._kept else None
+        theta = kept if kept is not None and torch.equal(kept, theta) else theta.clone()
+        self._kept.append(_Snapshot(link, weights, moments, theta))
 
     def close(self, round_index: int) -> Told | None:
         """The round is over; None where there is nothing to tell."""
@@ -259,15 +268,13 @@ class Journal:
         self._kept, self._rates = self._kept[-1:], {}
         if len(last.snapshots) > _LONGEST_CHAIN:
             return None
-        state, common, links = self._state, self._common, [snapshot.link for snapshot in last.snapshots]
-        parts = ((_parameters(state.model, one.weights), _remembered(one.moments)) for one in last.snapshots)
-        sums = [_sums(links, part) for both in parts for part in both]
+        state, links = self._state, [snapshot.link for snapshot in last.snapshots]
+        sums = [_sums(links, part) for one in last.snapshots for part in _parts(state.model, one)]
         account = Account(
             round=round_index,
             links=links,
             precision=state.precision.name,
             micro_batch_size=state.micro_batch_size,
-            probe=common.probe().numpy().tobytes().hex(),
             sums=torch.stack(sums).numpy().tobytes().hex(),
         )
         return Told(account.model_dump_json().encode(), last.show)
@@ -336,7 +343,7 @@ class Accounts:
         wanted: tuple[int, ...] = (last,)
         if last and self._trains:
             updates = [end.position - start.position for start, end in pairwise(account.links)]
-            far = account.where().diff(dim=0).square().sum(2)
+            far = account.where()[:, :2].diff(dim=0).square().sum(2)
             if trained := [place for place, number in enumerate(updates) if number > 0]:
                 first = self._chosen(trained, updates, far)
             if others := [place for place, number in enumerate(updates) if number <= 0]:
@@ -502,23 +509,22 @@ class Auditor:
         except (SafetensorError, LookupError, ValueError) as error:
             return f"has shown something else than it had committed itself to: {error}"[:200]
         vectors = {index: self._vector(snapshot) for index, snapshot in found.items()}
-        learned = {index: vector - self._theta(links[index].base) for index, vector in vectors.items()}
-        self._require_same(shown.account, float(learned[last].norm()))
+        learned = {index: vectors[index] - snapshot.theta for index, snapshot in found.items()}
+        length = float(learned[last].norm())
+        off = {index: self._off(shown.account, index, snapshot) for index, snapshot in found.items()}
+        _require_same(found[last], off[last][2], length)
         if why := misgiven(shown.given, learned[last]):
             return why
         if len(shown.wanted) == 1:
             return ""
-        if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * float(learned[last].norm()):
-            raise _Inconclusive("has begun anew with other weights than the run's")
         for index, snapshot in found.items():
-            both = _parameters(self.state.model, snapshot.weights), _remembered(snapshot.moments)
-            for tensors, said in zip(
-                both[: 1 + (index in shown.wanted[:2])], shown.account.where()[index], strict=False
-            ):
-                if not float((_sums(links, tensors) - said).norm()) <= _OFF * sum(float(one.norm()) for one in tensors):
-                    return "has said that it was elsewhere than it was"
+            _require_same(snapshot, off[index][2], length)
+            if not max(off[index][: 1 + (index in shown.wanted[:2])]) <= _OFF:
+                return "has said that it was elsewhere than it was"
+        if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * length:
+            raise _Inconclusive("has begun anew with other weights than the run's")
         if (moved := shown.moved) >= 0:
-            theta = self._theta(links[moved + 1].base)
+            theta = found[moved + 1].theta
             if links[moved].moments != links[moved + 1].moments:
                 return "has changed its optimizer without an update"
             if why := misled(vectors[moved + 1] - theta, learned[moved], learned[0], float(theta.norm())):
@@ -545,7 +551,7 @@ class Auditor:
             _require_committed("weights", weights, link.weights, weights_of(own.model))
             if place < 2 and len(shown.wanted) > 1 and (moments or link.moments != _NO_MOMENTS):
                 _require_committed("optimizer", moments, link.moments, moments_of(own.model, own.optimizer))
-            found[index] = _Snapshot(link, weights, moments)
+            found[index] = _Snapshot(link, weights, moments, self._theta(link.base))
         if (rates := tensors["rates"]).dtype != torch.float64 or rates.dim() != 1:
             raise ValueError("no learning rates")
         return found, rates
@@ -556,14 +562,11 @@ class Auditor:
             raise _Inconclusive("went on from other rounds' weights")
         return self._thetas[base][: self.common.num_parameters]
 
-    def _require_same(self, account: Account, learned: float) -> None:
-        """Raises `_Inconclusive` where that peer has other common weights, as far as matters beside what it learned."""
-        base = account.links[-1].base
-        theirs, own = bytearray.fromhex(account.probe), probe_of(self._thetas[base], base)
-        if len(theirs) != 4 * len(own) or not (
-            float((torch.frombuffer(theirs, dtype=torch.float32) - own).norm()) <= _MOVED * learned
-        ):  # also for not-a-number
-            raise _Inconclusive("went on from other weights than the run's")
+    def _off(self, account: Account, index: int, snapshot: _Snapshot) -> list[float]:
+        """By how much of their lengths weights, optimizer and common weights are elsewhere than the account says."""
+        both = zip(_parts(self.state.model, snapshot), account.where()[index], strict=True)
+        pairs = [(part, float((_sums(account.links, part) - said).norm())) for part, said in both]
+        return [error / max(sum(float(one.norm()) for one in part), _TINY) for part, error in pairs]
 
     def _vector(self, snapshot: _Snapshot) -> Tensor:
         return torch.cat(_parameters(self.state.model, snapshot.weights))
@@ -638,9 +641,16 @@ def _trained(
             if time.monotonic() > until:
                 raise _Unable(f"trains more than can be trained again here in {seconds:.0f} s")
             update(batches, lr=rate, seed=derive_seed(seed, position))
-    return _Snapshot(
-        start.link, _copies(weights_of(replica.model)), _copies(moments_of(replica.model, replica.optimizer))
-    )
+    weights, moments = weights_of(replica.model), moments_of(replica.model, replica.optimizer)
+    return _Snapshot(start.link, _copies(weights), _copies(moments), start.theta)
+
+
+def _require_same(snapshot: _Snapshot, off: float, learned: float) -> None:
+    """Raises `_Inconclusive` where a peer has gone on from other common weights, as far as matters beside what it has
+    learned: it has missed an average, perhaps, which is not its fault."""
+    length = float(snapshot.theta.norm())
+    if not off * length <= _MOVED * learned + _ROUNDING * length:
+        raise _Inconclusive("went on from other weights than the run's")
 
 
 def _require_committed(what: str, kept: Mapping[str, Tensor], digest: str, own: Mapping[str, Tensor]) -> None:
