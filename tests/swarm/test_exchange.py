@@ -527,10 +527,10 @@ def test_who_shows_a_round_is_not_held_to_what_it_gives_in_the_next(averager: An
             pass
 
     async def run() -> None:
-        await averager._draw("eve", 3, True)
+        await averager._draw("eve", 3, True, [])
         averager._accounts.asked, showing = asked, asyncio.ensure_future(show())
         await asyncio.sleep(0.2)
-        await averager._draw("eve", 4, True)
+        await averager._draw("eve", 4, True, [])
         averager._is_drawn, averager._arrived = False, {0: "given in round 4"}
         await showing
 
