@@ -110,7 +110,7 @@ def test_it_stays_until_those_have_heard_its_goodbye_whom_it_has(
     from trainkit.swarm import roles
 
     creator: Any = roles.Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
-    assert creator.rounds_alone == roles.LOST_AFTER
+    assert creator.rounds_alone == 3
     slept, said = list[float](), list[bool]()
     creator.publish = lambda stopped, wait: said.append(stopped)
     creator.clock, creator.rounds_alone = RoundClock(4.0, 0, 10), alone
