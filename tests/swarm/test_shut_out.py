@@ -79,8 +79,11 @@ def test_who_is_banned_or_revoked_is_out_and_stays_out(commands: Commands) -> No
     audit = "has given something else than it has trained"
     assert all(re.match(rf"was .* times longer|points against|{audit}", event["why"]) for event in dropped)
     line = r"^  (mallory was left out of|The audit of mallory in) round \d+: "
-    assert len(re.findall(line, creator.output, re.MULTILINE)) == len(dropped) <= 3
-    assert len(dropped) == 3 or dropped[-1]["why"].startswith(audit)
-    assert (ban["name"], ban["round"]) == ("mallory", dropped[-1]["round"])
+    once = [event for event in events if event["event"] == "peer_left_out" and event["peer"] == ban["peer"]]
+    assert len(re.findall(line, creator.output, re.MULTILINE)) == len([*dropped, *once])  # an audit that fails once
+    assert len(dropped) <= 4
+    assert len(dropped) >= 3 or dropped[-1]["why"].startswith(audit)
+    assert ban["name"] == "mallory"
+    assert ban["round"] in {event["round"] for event in dropped[-2:]}
     assert "To lift it: python -m jobs.swarm unban mallory" in creator.output
     assert "mallory" in (run / "bans.jsonl").read_text(encoding="utf-8")
