@@ -86,6 +86,9 @@ _SUSPECTED = 0.5
 _CLEARED = 10
 """Audits passed, after which one that has failed is forgotten."""
 _TINY, _LARGEST = 1e-30, 1e12
+_ONCE = "it counts when it has passed one; the next time it is banned"
+_BY_LIBRARIES = "it may be its other libraries, with which it does not count yet"
+"""What follows for who was found false."""
 _EVERYWHERE = ("fp32", "bf16")
 """Number formats that every device has."""
 
@@ -355,7 +358,8 @@ class Accounts:
 
     @staticmethod
     def _chosen(places: Sequence[int], updates: Sequence[int], far: Tensor) -> int:
-        """One of them: by how far weights and optimizer have moved there, and by the updates that are claimed."""
+        """One of the places, the likelier the further weights and optimizer have moved there, and the more updates are
+        claimed there."""
         some, moved = torch.tensor([updates[place] for place in places]).double(), far[list(places)]
         some = some.clamp_min(max(1.0, float(some.mean())))  # few of them as often as the average
         share = (moved / moved.sum(0).clamp_min(_TINY)).mean(1)
@@ -479,14 +483,11 @@ class Auditor:
                 if peer in self._strange:
                     remember(self.differ, peer, self.differ.get(peer, shown.account.round), _MOST_PEERS)
                 remember(self._strange, peer, None, _MOST_PEERS)
-                return Verdict(
-                    peer, "left out", f"{why}; it may be its other libraries, with which it does not count yet"
-                )
+                return Verdict(peer, "left out", f"{why}; {_BY_LIBRARIES}")
             if peer in self._suspects:
                 return Verdict(peer, "dropped", why)
             remember(self._suspects, peer, 0, _MOST_PEERS)
-            what_follows = "it counts when it has passed one; the next time it is banned"
-            return Verdict(peer, "left out", f"{why}; {what_follows}")
+            return Verdict(peer, "left out", f"{why}; {_ONCE}")
         self._times.pop(peer, None)
         if peer in self._suspects:
             self._suspects[peer] += 1
@@ -654,7 +655,8 @@ def _require_same(snapshot: _Snapshot, off: float, learned: float) -> None:
 
 
 def _require_committed(what: str, kept: Mapping[str, Tensor], digest: str, own: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for tensors that nobody had committed itself to, `_Otherwise` for others than ``own``."""
+    """Raises ValueError for tensors that nobody had committed itself to, `_Otherwise` for another model's than ``own``,
+    `_Unable` where there are no own."""
     shapes, wanted = ({name: (one.dtype, one.shape) for name, one in them.items()} for them in (kept, own))
     if _digest(kept) != digest:
         raise ValueError(f"other {what}")

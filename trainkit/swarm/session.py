@@ -282,8 +282,10 @@ def untried(manifest: Manifest, sync: str, values: int, *, is_volunteer: bool) -
     """Why no audit can show that a peer's other libraries train as the run's do; empty if one can."""
     if sync == "gradients":
         return "with sync: gradients nobody's work is looked at"
-    if not (manifest.trains and num_stretches(values)):
-        return "the model is too large for that" if manifest.trains else "the run's creator does not train"
+    if not manifest.trains:
+        return "the run's creator does not train"
+    if not num_stretches(values):
+        return "the model is too large for that"
     return "" if is_volunteer else "only the work of volunteers is looked at"
 
 
