@@ -63,6 +63,7 @@ REMOTE = Message("remote.json")
 SWARM = Message("swarm.json")
 SWARM_IDENTITY = Message("swarm_identity")
 SWARM_ADDRESS = Message("swarm_address")
+SWARM_CODE = Message("swarm_code.zip")
 BENCH = Message("bench.json")
 # In the log folder of an attempt
 CLAIM = Message("node-{}")

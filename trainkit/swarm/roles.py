@@ -19,7 +19,7 @@ from trainkit.data import build_data
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.run import snapshot
 from trainkit.run.events import Writer
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import SWARM_CODE, RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, dht, link, messages, session
 from trainkit.swarm.admission import Entry
@@ -35,8 +35,6 @@ from trainkit.training.recorder import Progress
 _DIAL_SECONDS = 30.0
 # Seconds for which a creator that comes back asks what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
-# The code that others are given, as it was when the run was last started.
-_GIVEN_FILE = "given.zip"
 
 
 def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
@@ -181,8 +179,8 @@ class Creator(Session):
             why = f"Packed, it has {terminal.size(len(archive))}; {terminal.size(dht.LONGEST_CODE)} can be given."
             fix = "Start it in a folder that has no Python files but those of the run."
             raise UserError("The code of this run is too large to give away.", why=why, fix=fix)
-        file = self.writer.run.path / _GIVEN_FILE
-        fileio.write(file, archive, file.parent)
+        file = SWARM_CODE.at(self.writer.run.path)
+        fileio.write(file, archive, self.writer.run.path)
         self.dht.in_dht(partial(dht.serve_code, file=file), dht.CODE_SECONDS, None)
         return hashlib.sha256(archive).hexdigest()
 
@@ -451,9 +449,8 @@ class Guest(Session):
             if rounds is not None:
                 rounds.remark("swarm_back", round=self.common.round)
             self._say_round("Back in {},")
-        if (
-            ending == "finished" and self.common.round < self.clock.count - LOST_AFTER
-        ):  # its clock says so, perhaps alone
+        # This machine's clock alone may say so.
+        if ending == "finished" and self.common.round < self.clock.count - LOST_AFTER:
             address.require_same_time(self.dht, self.memory.others)
         return ending
 
