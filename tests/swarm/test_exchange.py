@@ -25,13 +25,13 @@ from torch import Tensor
 from tests.benchmarks import swarm_matchmaking
 from trainkit.swarm import admission
 from trainkit.swarm import averager as module
+from trainkit.swarm.accounts import Account, Accounts, Link, Shown
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.averager import _Averager
 from trainkit.swarm.exchange import Exchange, digest_of, in_order, read_digest, read_state, sign_digest
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 from trainkit.swarm.link import PART, Codec, Outcome, Sending, encoded_bytes
 from trainkit.swarm.messages import CLIENT, NODE
-from trainkit.swarm.replay import Account, Accounts, Link, Shown
 from trainkit.swarm.robust import Limits, Screen
 from trainkit.swarm.sync import PROBE_SIZE
 
@@ -304,7 +304,7 @@ def averager() -> Any:
 
     made: Any = _Averager.__new__(_Averager)
     made._late, made._may_fetch, made._refused, made._parent_pid = {}, {}, {}, -1
-    made._reducers, made._told = 1, (b"", frozenset())
+    made._reducers, made._told, made._allreduce_timeout = 1, (b"", frozenset()), 4.0
     made.guard = SimpleNamespace(member=member)
     return made
 
@@ -492,11 +492,11 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
             pass
 
     async def run() -> None:
-        assert await asked("ann") == [[], "counts"]
-        assert await asked("bob") == [[], "tried"]  # of whom nothing is known yet
-        assert await asked("cyd") == [[], "tried"]
-        assert await asked("dan") == [[], "differs"]
-        assert await asked("eve") == [[0, 1], "counts"]
+        assert await asked("ann") == [[], [], "counts"]
+        assert await asked("bob") == [[], [], "tried"]  # of whom nothing is known yet
+        assert await asked("cyd") == [[], [], "tried"]
+        assert await asked("dan") == [[], [], "differs"]
+        assert await asked("eve") == [[0, 1], [], "counts"]
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(show(), 1.0)
 
@@ -506,6 +506,31 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     assert (shown is not None and (shown.peer, shown.data, shown.given)) == (
         arrives and ("eve", b"snapshots", {0: "given"})
     )
+
+
+@pytest.mark.parametrize("drawn_again", [False, True])
+def test_who_has_a_slow_link_hears_which_parts_to_show_when_all_have_arrived(averager: Any, drawn_again: bool) -> None:
+    link = Link(0, 0, "0" * 64, "0" * 64)
+    account = Account(round=3, links=[link], precision="fp32", micro_batch_size=1, sums=96 * "00", is_slow=True)
+    averager.guard.admission = SimpleNamespace(admitted=str)
+    averager._accounts, averager._draws, averager._possible, averager._differ = Accounts(1), 0, {"eve": 64.0}, []
+
+    async def asked() -> list[Any]:
+        request = averaging_pb2.DownloadData(metadata=account.model_dump_json().encode())
+        (answer,) = [one async for one in averager.rpc_account(request, SimpleNamespace(remote_id="eve"))]
+        return json.loads(answer.metadata)  # type: ignore[no-any-return]
+
+    async def run() -> Any:
+        await averager._draw("eve", 3, True, [])
+        asking = asyncio.ensure_future(asked())
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        if drawn_again:
+            await averager._draw("eve", 4, True, [])
+        averager._is_drawn, averager._arrived = False, {2 * PART: "given"}
+        return await asking
+
+    assert asyncio.run(run()) == ([[], [], "counts"] if drawn_again else [[0], [2], "counts"])
 
 
 @pytest.mark.parametrize("shows_late", [False, True])

@@ -22,8 +22,10 @@ from trainkit.data.base import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.swarm import replay
-from trainkit.swarm.link import BLOCK, Codec, cuts, decode, encode, rounded
-from trainkit.swarm.replay import Account, Accounts, Auditor, Journal, Link, Shown, misgiven, misled, num_stretches
+from trainkit.swarm.accounts import Account, Accounts, Journal, Link, Shown, is_too_slow, num_stretches
+from trainkit.swarm.address import MEGABIT
+from trainkit.swarm.link import BLOCK, PART, Codec, cuts, decode, encode, rounded
+from trainkit.swarm.replay import Auditor, misgiven, misled
 from trainkit.swarm.sync import Average, Given, OuterState, flatten
 from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
@@ -35,10 +37,10 @@ RATE, SEED = 3e-3, 7
 NOTHING = hashlib.sha256().hexdigest()
 
 
-def made(config: Config, codec: Codec) -> tuple[TrainState, OuterState]:
+def made(config: Config, codec: Codec, width: int = 32) -> tuple[TrainState, OuterState]:
     torch.manual_seed(0)
-    norm = nn.LayerNorm(32) if codec == "4bit" else nn.BatchNorm1d(32)  # whose statistics are never sent in 4 bit
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
+    norm = nn.LayerNorm(width) if codec == "4bit" else nn.BatchNorm1d(width)  # whose statistics are never sent in 4 bit
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), norm, nn.ReLU(), nn.Linear(width, 10))
     return build(alone(config), CPU, SPLITS, model=model), OuterState(model, lr=0.7, momentum=0.5)
 
 
@@ -46,12 +48,18 @@ class Swarm:
     """The owner and one volunteer, ben, whose clock goes by the updates: it takes a snapshot after every eighth."""
 
     def __init__(
-        self, *, precision: str = "fp32", micro_batch_size: int = 32, seconds: float = 8.0, codec: Codec = "8bit"
+        self,
+        *,
+        precision: str = "fp32",
+        micro_batch_size: int = 32,
+        seconds: float = 8.0,
+        codec: Codec = "8bit",
+        is_slow: bool = False,
     ) -> None:
-        self.codec: Codec = codec
+        self.codec, self.is_slow, width = codec, is_slow, 2500 if is_slow else 32  # in three parts
         settings = {"precision": precision, "micro_batch_size": micro_batch_size}
         theirs = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update=settings)})
-        (owner, self.owner), (self.state, self.common) = made(CONFIG, codec), made(theirs, codec)
+        (owner, self.owner), (self.state, self.common) = made(CONFIG, codec, width), made(theirs, codec, width)
         self.auditor = Auditor(owner, self.owner, lambda peer: SEED, lambda index: (RATE, RATE), 60.0)
         with owner.batches(0, 1, seed=0, workers=0) as batches:
             Updater(owner)(batches, lr=RATE, seed=0)
@@ -102,7 +110,7 @@ class Swarm:
         self.train(24 - settles_after - adopts)
         self.auditor._free_at = 0.0 if trains else math.inf
         self.accounts.draw(*self.draw())
-        told, given = self.journal.close(self.round), self.common.give(24 * 32, self.codec)
+        told, given = self.journal.close(self.round, is_slow=self.is_slow), self.common.give(24 * 32, self.codec)
         assert told is not None
         vector, size = sent(given.vector.clone()), self.common.num_parameters
         arrived = {
@@ -110,11 +118,13 @@ class Swarm:
             for part in cuts(size)
         }
         wanted = self.accounts.hear("ben", told.account)
+        parts = self.accounts.ask_for_parts(arrived) if self.is_slow else ()
         asked, self.round = self.accounts.asked, self.round + 1
-        average = Average(0.5 * given.vector, self.round, (True,), (counts,))
+        many = len(given.weights)
+        average = Average(0.5 * given.vector, self.round, (True,) * many, (counts,) * many)
         self.owner.step(average, self.owner.nothing(sound=True))
-        self.late = replace(average, arrived=(arrives,)), given
-        return asked._replace(data=told.show(wanted), given=arrived) if asked is not None else None
+        self.late = replace(average, arrived=(arrives,) * many), given
+        return asked._replace(data=told.show(wanted, parts), given=arrived) if asked is not None else None
 
     def draw(self) -> tuple[str, int, bool]:
         drawn, trains = self.auditor.draw(["ben"], self.round)
@@ -177,6 +187,57 @@ def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
         assert (found, why[:53]) == (action, "has given something else than it has trained (cosine ")
         assert why.endswith("; the next time it is banned") == (action == "left out")
         assert swarm.audited()[0] == "audited" or action == "dropped"  # and one that passes clears nobody
+
+
+@pytest.mark.parametrize("codec", ["8bit", "4bit"])
+def test_who_has_a_slow_link_shows_parts_of_what_it_has_given(codec: Codec) -> None:
+    swarm = Swarm(codec=codec, is_slow=True)
+    swarm.auditor.verified["ben"] = 768.0  # by what it has shown when its link was quicker
+    for settles_after in range(4):
+        shown = swarm.round_of(settles_after=settles_after)
+        assert shown is not None
+        assert len(set(shown.parts)) == 2
+        assert 2 * 4 * PART // 2 < len(shown.data) < 2 * 4 * PART + 2000
+        assert swarm.auditor.audit(shown) is None
+        assert not swarm.auditor.verified
+    found = swarm.audited(sent=half_turned)
+    assert found[0] == "left out"
+    assert found[1].startswith("has given something else than it has trained (cosine ")
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "another part", "other digests", "weights of a strange kind", "few weights"]
+)
+def test_parts_are_those_that_a_peer_has_committed_itself_to(what: str) -> None:
+    swarm = Swarm(is_slow=True)
+    shown = swarm.round_of()
+    assert shown is not None
+    tensors = safetensors.torch.load(shown.data)
+    name = str(shown.parts[0])
+    if what == "nothing":
+        del tensors[name]
+    elif what == "other digests":
+        tensors["digests"] = tensors["digests"] + 1
+    else:
+        changed = {"another part": -tensors[name], "few weights": tensors[name][1:]}
+        tensors[name] = changed.get(what, tensors[name].view(torch.int32))
+    verdict = swarm.auditor.audit(shown._replace(data=safetensors.torch.save(tensors)))
+    assert verdict is not None
+    assert verdict.why.startswith("has shown something else than it had committed itself to: ")
+
+
+def test_of_parts_that_nobody_has_seen_nothing_is_asked() -> None:
+    accounts = Accounts(32)
+    assert accounts.ask_for_parts([]) == ()
+    assert set(accounts.ask_for_parts([0, 3 * PART, 4 * PART])) < {0, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("megabits", "is_slow"),
+    [(None, False), (2.0, True), (30.0, True), (100.0, False)],  # 3 million weights in rounds of 12 s
+)
+def test_who_cannot_show_whole_snapshots_in_time_says_so(megabits: float | None, is_slow: bool) -> None:
+    assert is_too_slow(megabits and megabits * MEGABIT, 3_000_000, 12.0) == is_slow
 
 
 def test_who_has_failed_an_audit_is_asked_in_every_second_round() -> None:
@@ -559,13 +620,10 @@ def test_tensors_of_a_strange_kind_end_nobodys_training(what: str, rates: Tensor
     swarm = Swarm()
     shown = swarm.round_of()
     assert shown is not None
-    tensors, account = safetensors.torch.load(shown.data) | {"rates": rates}, shown.account
+    tensors = safetensors.torch.load(shown.data) | {"rates": rates}
     if what == "weights":
-        tensors = {name: value for name, value in tensors.items() if ".weights." not in name}
-        links = [link._replace(weights=NOTHING) for link in account.links]
-        account = account.model_copy(update={"links": links})
-    data = safetensors.torch.save(tensors)
-    verdict = swarm.auditor.audit(shown._replace(data=data, account=account))
+        tensors = {name: value.view(-1) if ".weights." in name else value for name, value in tensors.items()}
+    verdict = swarm.auditor.audit(shown._replace(data=safetensors.torch.save(tensors)))
     assert verdict is not None
     said = "the weights of another model" if what == "weights" else "something else than it had committed itself to: "
     assert verdict.why.startswith(f"has shown {said}")

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 CONFIG = load("hivemind").config
 
-ROUNDS = [f"swarm/{name}" for name in ("averager", "exchange", "link", "messages", "replay", "sync", "doctor")]
+ROUNDS = [
+    f"swarm/{name}" for name in ("accounts", "averager", "exchange", "link", "messages", "replay", "sync", "doctor")
+]
 
 
 @pytest.mark.parametrize(

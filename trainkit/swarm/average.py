@@ -123,6 +123,11 @@ class Averaging:
         self._usual_norm = 0.0  # of the last average that was used
         self._rounds = OwnRounds()
 
+    @property
+    def upload(self) -> float | None:
+        """Bytes per second that this peer can send; None: not known, so not slow."""
+        return self._link.upload
+
     def share(self) -> None:
         """From now on others may take over this peer's state, if it is of the owner's side."""
         if self._can_share:
@@ -287,7 +292,7 @@ class Averaging:
             self.averager.note_used()
         common.step(step, given, trained_on=trained_on)
         advice = self._link.learn(now.sent, received) if received.reducers else ""
-        self.averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
+        self.averager.bandwidth = self.upload  # who reduces gets a part of the vector in proportion
         return Round(
             group=members if used == "average" else 0,
             used=used,

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from trainkit.swarm import processes
 from trainkit.swarm.access import bound_calls, bound_node
+from trainkit.swarm.accounts import Accounts, Answer, Shown, Standing, Told, most_bytes, read_answer
 from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.exchange import Exchange, State, digest_of, in_order, read_state, sign_digest
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
-from trainkit.swarm.replay import Accounts, Shown, Standing, Told, most_bytes, read_answer
 from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
 from trainkit.swarm.sync import PROBE_SIZE, CommonState
 
@@ -55,6 +55,8 @@ _FETCH_SECONDS = 0.5
 _ACCOUNT_SECONDS = 20.0
 # A state is given back, and work is shown, in pieces of so many bytes; a state in so many seconds.
 _PIECE, _GIVE_SECONDS = 1 << 16, 120.0
+# Of what is shown, pieces that are under way at a time: what waits in the buffers of a slow link goes before its parts.
+_PIECES_UNDER_WAY = 8
 # Who is a stranger to a peer that has just come back may be known so much later.
 _INTRODUCED_SECONDS = 12.0
 # Refusals to report of a round; a stranger can cause as many as it likes.
@@ -179,11 +181,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
         def show() -> None:
             with suppress(FutureTimeoutError, OSError):
-                wanted, standing = asked.result(2 * _ACCOUNT_SECONDS)
-                self.standing = standing or self.standing
-                if wanted:
+                answer: Answer = asked.result(2 * self._answer_seconds)
+                self.standing = answer.standing or self.standing
+                if answer.wanted:
                     with self._one_shows:
-                        self._show.send_bytes(told.show(wanted))
+                        self._show.send_bytes(told.show(answer.wanted, answer.parts))
 
         threading.Thread(target=show, daemon=True).start()
 
@@ -257,19 +259,33 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:
         stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)
-        wanted, standing = tuple[int, ...](), ""
+        answer = Answer()
         with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
-            stream = await stub.rpc_account(DownloadData(metadata=account))
-            wanted, standing = read_answer((await anext(aiter_with_timeout(stream, _ACCOUNT_SECONDS))).metadata)
-        asked.set_result((wanted, standing))
-        if wanted:
-            data = await asyncio.get_running_loop().run_in_executor(None, self._to_show.recv_bytes)
+            stream = aiter_with_timeout(await stub.rpc_account(DownloadData(metadata=account)), self._answer_seconds)
+            answer = read_answer((await anext(stream)).metadata)
+        asked.set_result(answer)
+        if answer.wanted:
+            data, free = await self._in_thread(self._to_show.recv_bytes), asyncio.Semaphore(_PIECES_UNDER_WAY)
+
+            async def pieces() -> AsyncIterator[DownloadData]:
+                for first in range(0, len(data), _PIECE):
+                    await free.acquire()
+                    while self._running_groups:  # others wait for what this peer gives
+                        await asyncio.sleep(0.1)
+                    yield DownloadData(tensor_part=runtime_pb2.Tensor(buffer=data[first : first + _PIECE]))
+
             with suppress(Exception):
-                pieces = (data[first : first + _PIECE] for first in range(0, len(data), _PIECE))
-                stream = await stub.rpc_show(
-                    as_aiter(*(DownloadData(tensor_part=runtime_pb2.Tensor(buffer=piece)) for piece in pieces))
-                )
-                await anext(stream)
+                async for _ in await stub.rpc_show(pieces()):
+                    free.release()
+
+    @property
+    def _answer_seconds(self) -> float:
+        """For which an answer to an account, or a piece of what is shown, is waited for."""
+        return float(_ACCOUNT_SECONDS + self._allreduce_timeout)
+
+    @staticmethod
+    async def _in_thread(call: Callable[..., Any], *what: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, call, *what)
 
     async def _alone(self, peer: str, asked: Any) -> None:
         found = self._screen.alone(peer) if self._screen is not None else []
@@ -279,7 +295,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def _note_used(self) -> None:
         if self._screen is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._add_moved, self._screen)
+            await self._in_thread(self._add_moved, self._screen)
 
     def _add_moved(self, screen: Screen) -> None:
         size = self.common.num_parameters
@@ -353,9 +369,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         peer = str(context.remote_id)
         # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
         is_member = self.guard.admission.admitted(peer) is not None
-        wanted = self._accounts.hear(peer, request.metadata) if is_member else ()
+        wanted, draw = self._accounts.hear(peer, request.metadata) if is_member else (), self._draws
+        parts: tuple[int, ...] = ()
+        if (asked := self._accounts.asked) is not None and wanted and asked.account.is_slow:
+            wanted = wanted if await self._has_given(draw) else ()
+            parts = self._accounts.ask_for_parts(self._arrived) if wanted else ()
         standing: Standing = "counts" if self._possible.get(peer) else "tried"
-        answer = [wanted, "differs" if peer in self._differ else standing]
+        answer = Answer(wanted, parts, "differs" if peer in self._differ else standing)
         yield DownloadData(metadata=json.dumps(answer).encode())
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
@@ -364,18 +384,24 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         if asked is None or asked.peer != str(context.remote_id):
             return
         self._accounts.asked, most = None, most_bytes(self.common.theta.numel())
-        async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
+        async for message in aiter_with_timeout(stream, self._answer_seconds):
             data += message.tensor_part.buffer
             if len(data) > most:
                 return
-        while self._is_drawn and draw == self._draws:  # who shows early shows beside what it has yet to give
-            await asyncio.sleep(0.1)
-        if draw != self._draws:
-            return  # somebody was drawn since: what arrived for that is none of this one's
+            yield DownloadData()
+        if not await self._has_given(draw):
+            return
         shown = asked._replace(data=bytes(data), given=self._arrived)
         async with self._showing:  # one after the other: it may take a round until this peer looks
-            await asyncio.get_running_loop().run_in_executor(None, self._tell_shown.send, shown)
+            await self._in_thread(self._tell_shown.send, shown)
         yield DownloadData()
+
+    async def _has_given(self, draw: int) -> bool:
+        """Wait until all has arrived that the peer gives that was drawn then; False if somebody was drawn since: what
+        arrives now is of that round."""
+        while self._is_drawn and draw == self._draws:
+            await asyncio.sleep(0.1)
+        return draw == self._draws
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
         """A peer has a later state than this one, which has come back; answered once this one has taken it."""

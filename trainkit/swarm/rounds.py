@@ -21,10 +21,11 @@ from trainkit import fileio
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.data.base import Batch, derive_seed
 from trainkit.errors import RunFailedError
+from trainkit.swarm.accounts import Journal, is_too_slow, num_stretches
 from trainkit.swarm.admission import Member
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
-from trainkit.swarm.replay import Auditor, Journal, num_stretches
+from trainkit.swarm.replay import Auditor
 from trainkit.swarm.robust import lower_median, voices_of
 from trainkit.swarm.session import LOST_AFTER, Session, data_seed, together
 from trainkit.swarm.sync import GradientState, OuterState
@@ -246,7 +247,8 @@ class TimedLoop(_Loop):
         metrics = peer.team.read(self.update.meter)
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
-        if peer.journal is not None and (told := peer.journal.close(index)) is not None:
+        is_slow = is_too_slow(averaging.upload, peer.common.theta.numel(), clock.seconds) and not averaging.tried
+        if peer.journal is not None and (told := peer.journal.close(index, is_slow=is_slow)) is not None:
             averaging.averager.account(peer.watch.creator, told)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
         if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:

@@ -43,6 +43,7 @@ from trainkit.run.events import Remark, Writer
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access, address, processes
 from trainkit.swarm.access import banned_with
+from trainkit.swarm.accounts import Journal, num_stretches
 from trainkit.swarm.address import Memory, SavedPeer, keep_identity, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
@@ -51,7 +52,6 @@ from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
-from trainkit.swarm.replay import Journal, num_stretches
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
@@ -223,7 +223,7 @@ TRIED = frozenset(("torch", *_MODEL_LIBRARIES))
 _DATA = "data"
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
-_ROUNDS = ("averager", "exchange", "link", "messages", "replay", "sync")
+_ROUNDS = ("accounts", "averager", "exchange", "link", "messages", "replay", "sync")
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,387 @@
+"""What a volunteer commits itself to in each round, and shows when it is asked: see `trainkit.swarm.replay`.
+
+It keeps *snapshots* of its model and optimizer, a few in each round, and tells of them by their digests in an *account*
+of the round. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which has them checked where the
+weights have moved most. So an account also says where each snapshot is, in a few random sums of it, which follow from
+all digests: nobody can choose weights by them. Where it says that more has moved, there it is asked more often; and who
+makes a leap look small must say of most snapshots that they are elsewhere than they are.
+"""
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from torch import Tensor, nn
+
+from trainkit.checkpoint.state import Entry, moments_of, plain_name, weights_of, write
+from trainkit.swarm.admission import remember
+from trainkit.swarm.link import PART, cuts
+from trainkit.swarm.sync import OuterState, probe_of
+from trainkit.training.build import TrainState
+
+# Between snapshots, in a round; and bytes of those of a round, which take a second to be hashed.
+_STRETCHES = 16
+_MOST_BYTES = 1 << 30
+# Of a volunteer's time; those where a round ends, or the common weights move, come on top.
+_SHARE_FOR_SNAPSHOTS = 0.01
+# Of an update's sum of squares and the like there are two values a weight, of some optimizers one.
+_VALUES_A_WEIGHT = 3
+_LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
+_SUMS = 8  # of a snapshot
+# The share of audits that go by the updates that are claimed, not by how far they lead.
+_BY_UPDATES = 0.25
+MOST_AUDITED = 1000
+"""Peers of whom is remembered what an audit needs."""
+ROUNDS_TO_SHOW = 3
+# Of which a peer may spend this share on it; and what it is asked for that cannot show all in time.
+_SHARE_TO_SHOW, _PARTS_TO_SHOW = 0.5, 2
+TINY = 1e-30
+"""Nothing is divided by less."""
+_LARGEST = 1e12
+
+
+class Link(NamedTuple):
+    """A snapshot as its owner commits itself to it."""
+
+    position: Annotated[int, Field(ge=0, le=1 << 50)]
+    """Updates before it."""
+    base: Annotated[int, Field(ge=0, le=1 << 50)]
+    """The common weights that the model goes on from are those before this round."""
+    weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Digest."""
+    moments: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Digest of what the optimizer remembers."""
+
+
+class Account(BaseModel):
+    """What a volunteer says about a round."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    round: Annotated[int, Field(ge=0, le=1 << 50)]
+    links: Annotated[list[Link], Field(min_length=1, max_length=_LONGEST_CHAIN)]
+    """The first one is the last one of the round before."""
+    precision: Annotated[str, Field(max_length=8)]
+    micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
+    is_slow: bool = False
+    """Its link is: it can show parts of its weights, but no whole snapshots, see `is_too_slow`."""
+    sums: Annotated[str, Field(max_length=24 * _SUMS * _LONGEST_CHAIN, pattern="^([0-9a-f]{2})*$")]
+    """Of each snapshot's weights, what its optimizer remembers, and the common weights that it goes on from: float32
+    [links, 3, _SUMS], in hex."""
+
+    def where(self) -> Tensor:
+        """The sums as numbers. Raises ValueError for anything else."""
+        found = torch.frombuffer(bytearray.fromhex(self.sums), dtype=torch.float32)
+        if len(found) != len(self.links) * 3 * _SUMS or not bool((found.abs() < _LARGEST).all()):
+            raise ValueError("no sums of the snapshots")
+        return found.view(-1, 3, _SUMS).double()
+
+
+def read_account(data: bytes) -> Account | None:
+    """What a peer has sent; None for anything else."""
+    if len(data) <= _LONGEST_ACCOUNT:
+        with suppress(ValueError):
+            account = Account.model_validate_json(data)
+            account.where()
+            return account
+    return None
+
+
+def num_stretches(values: int) -> int:
+    """Into how many a round is cut of a model with so many values; 0: its snapshots would be too large."""
+    return max(0, min(_STRETCHES, _MOST_BYTES // (4 * _VALUES_A_WEIGHT * values) - 2))
+
+
+def most_bytes(values: int) -> int:
+    """What a peer may show at once: two snapshots, and the weights of four more."""
+    return 4 * values * (2 * _VALUES_A_WEIGHT + 2 + 4) + (1 << 22)
+
+
+def is_too_slow(upload: float | None, values: int, round_seconds: float) -> bool:
+    """Whether a peer that can send so many bytes per second cannot show in time what may be asked for."""
+    return upload is not None and most_bytes(values) > upload * _SHARE_TO_SHOW * ROUNDS_TO_SHOW * round_seconds
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+NO_MOMENTS = digest_of_tensors({})
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    link: Link
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    theta: Tensor
+    """The common weights that it goes on from, without buffers."""
+    digests: bytes = b""
+    """Those of the weights, see `digests_of`."""
+
+
+def parameters_of(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Those among the weights, without buffers."""
+    named = model.named_parameters()
+    return [weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad]
+
+
+def digests_of(model: nn.Module, weights: Mapping[str, Tensor]) -> bytes:
+    """SHA-256 of each part of the parameters, as parts are given, and of all other weights. Their own digest stands for
+    the weights, so that a part can be shown without the others."""
+    vector, named = torch.cat(parameters_of(model, weights)), {plain_name(name) for name, _ in model.named_parameters()}
+    others = digest_of_tensors({name: value for name, value in weights.items() if name not in named})
+    return b"".join(map(digest_of_part, map(vector.__getitem__, cuts(len(vector))))) + bytes.fromhex(others)
+
+
+def digest_of_part(part: Tensor) -> bytes:
+    return hashlib.sha256(part.numpy().data).digest()
+
+
+def _remembered(moments: Mapping[str, Tensor]) -> list[Tensor]:
+    return [value.float().view(-1) for _, value in sorted(moments.items()) if value.dim()]
+
+
+def summed_parts(model: nn.Module, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What an account has sums of."""
+    return parameters_of(model, snapshot.weights), _remembered(snapshot.moments), [snapshot.theta]
+
+
+def sums_of(links: Sequence[Link], tensors: Iterable[Tensor]) -> Tensor:
+    """Where they are, by signs that nobody knows before all digests are known."""
+    digest = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
+    total, seed = torch.zeros(_SUMS), int.from_bytes(digest[:7], "big")
+    for number, tensor in enumerate(tensors):
+        total += probe_of(tensor, seed + number, _SUMS)
+    return total
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What a peer can show of a round."""
+
+    model: nn.Module
+    snapshots: Sequence[Snapshot]
+    rates: Mapping[int, float]
+    """Learning rate of the update at each position."""
+    is_slow: bool
+
+    def show(self, wanted: Sequence[int], parts: Sequence[int] = ()) -> bytes:
+        """Their weights and, of the first two, which are neighbours, all; or ``parts`` of the last one and all of its
+        digests. As a safetensors file in memory."""
+        if self.is_slow:
+            last = self.snapshots[-1]
+            places = list(cuts(len(vector := torch.cat(parameters_of(self.model, last.weights)))))
+            tensors = {str(part): vector[places[part]] for part in parts}
+            return _safetensors(tensors | {"digests": torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)})
+        pair = [self.snapshots[index].link.position for index in wanted[:2]]
+        rates = [self.rates[position] for position in range(*pair)] if wanted[1:] else []
+        tensors = {"rates": torch.tensor(rates, dtype=torch.float64)}
+        for place, index in enumerate(wanted):
+            shown = self.snapshots[index]
+            tensors |= {f"{index}.weights.{name}": value for name, value in shown.weights.items()}
+            if wanted[1:] and place < 2:
+                tensors |= {f"{index}.moments.{name}": value for name, value in shown.moments.items()}
+        return _safetensors(tensors)
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    out = bytearray()
+    write(out.extend, [Entry.of(name, v.dtype, v.shape) for name, v in tensors.items()], lambda e: tensors[e.name])
+    return bytes(out)
+
+
+class Told(NamedTuple):
+    """What a volunteer says after a round, and how it shows snapshots, or parts of the last one."""
+
+    account: bytes
+    show: Callable[[Sequence[int], Sequence[int]], bytes]
+
+
+class Journal:
+    """A volunteer's snapshots of the round that it trains.
+
+    Args:
+        seconds: between two of them, at least.
+    """
+
+    def __init__(self, state: TrainState, common: OuterState, seconds: float) -> None:
+        self._state, self._common, self._seconds = state, common, seconds
+        self._kept: list[Snapshot] = []
+        self._rates: dict[int, float] = {}
+        self._position, self._due = 0, 0.0
+        self._known = (-1, -1)
+        """Position and version of the newest snapshot."""
+        common.before_change = self.note
+
+    def before_update(self, position: int, lr: float, now: float) -> None:
+        """The update at ``position`` of the data comes next."""
+        self._position = position
+        if now >= self._due or self._known[1] != self._common.version:
+            began = time.monotonic()
+            self.note()
+            self._due = now + max(self._seconds, (time.monotonic() - began) / _SHARE_FOR_SNAPSHOTS)
+        self._rates[position] = lr
+        self._position = position + 1
+
+    def note(self) -> None:
+        """Take a snapshot, if anything has changed since the last one."""
+        if self._known == (now := (self._position, self._common.version)):
+            return
+        self._known, state = now, self._state
+        weights, moments = copies(weights_of(state.model)), copies(moments_of(state.model, state.optimizer))
+        digests = digests_of(state.model, weights)
+        link = Link(self._position, self._common.round, hashlib.sha256(digests).hexdigest(), digest_of_tensors(moments))
+        theta = self._common.theta[: self._common.num_parameters]
+        kept = self._kept[-1].theta if self._kept else None
+        theta = kept if kept is not None and torch.equal(kept, theta) else theta.clone()
+        self._kept.append(Snapshot(link, weights, moments, theta, digests))
+
+    def close(self, round_index: int, *, is_slow: bool = False) -> Told | None:
+        """The round is over; None where there is nothing to tell."""
+        self.note()
+        last = _Round(self._state.model, self._kept, self._rates, is_slow)
+        self._kept, self._rates = self._kept[-1:], {}
+        if len(last.snapshots) > _LONGEST_CHAIN:
+            return None
+        state, links = self._state, [snapshot.link for snapshot in last.snapshots]
+        sums = [sums_of(links, part) for one in last.snapshots for part in summed_parts(state.model, one)]
+        account = Account(
+            round=round_index,
+            links=links,
+            precision=state.precision.name,
+            micro_batch_size=state.micro_batch_size,
+            is_slow=is_slow,
+            sums=torch.stack(sums).numpy().tobytes().hex(),
+        )
+        return Told(account.model_dump_json().encode(), last.show)
+
+
+Standing = Literal["counts", "tried", "differs"]
+"""Of a peer with other libraries than the run: an audit has agreed; none has, yet; they train otherwise."""
+_Wanted = tuple[Annotated[int, Field(ge=0, lt=_LONGEST_CHAIN)], ...]
+_Parts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=_PARTS_TO_SHOW)]
+
+
+class Answer(NamedTuple):
+    """What the owner says to an account."""
+
+    wanted: _Wanted = ()
+    """Snapshots that it wants to see."""
+    parts: _Parts = ()
+    """The parts of the last one that are enough."""
+    standing: Standing | Literal[""] = ""
+
+
+_ANSWER = TypeAdapter(Answer)
+
+
+def read_answer(data: bytes) -> Answer:
+    """Raises ValueError for anything else."""
+    return _ANSWER.validate_json(data)
+
+
+class Shown(NamedTuple):
+    """What the peer that was drawn has shown."""
+
+    peer: str
+    account: Account
+    wanted: Sequence[int]
+    """Two neighbours, the last one, the first, and two neighbours more; or the last one alone."""
+    data: bytes
+    goes_on: bool
+    """It goes on from the last round's account; else it may have forgotten what it has done."""
+    given: Mapping[int, Any]
+    """Position -> what it has given there, an array, as far as this peer has reduced it."""
+    parts: Sequence[int] = ()
+    """Of the last one, where the peer cannot show more."""
+    moved: int = -1
+    """Between this one and the next the common weights have moved; -1: they have not."""
+
+
+class Accounts:
+    """Hears accounts, and asks the peer that was drawn for what it has to show; in the averager's process.
+
+    ``batch``: samples of an update.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.stated: dict[str, float] = {}
+        """Samples of each peer's last account."""
+        self.drawn, self._round, self._trains = "", -1, False
+        self.asked: Shown | None = None
+        """What the peer has yet to show, without that."""
+        self._ends: dict[str, tuple[int, Link]] = {}
+        """Of each peer the last account's round, and where it has ended."""
+
+    def draw(self, peer: str, round_index: int, trains: bool) -> None:
+        """Want an account of that round from ``peer``; and to train some of it again, or only see what came of it."""
+        self.drawn, self._round, self._trains, self.asked = peer, round_index, trains, None
+
+    def hear(self, peer: str, data: bytes) -> tuple[int, ...]:
+        """Which snapshots the peer has to show; nothing, if none."""
+        account = read_account(data)
+        if account is None:
+            return ()
+        before, begins, ends = self._ends.get(peer), account.links[0], account.links[-1]
+        remember(self._ends, peer, (account.round, ends), MOST_AUDITED)
+        remember(self.stated, peer, float(self._batch * max(0, ends.position - begins.position)), MOST_AUDITED)
+        goes_on = before in (None, (account.round - 1, begins))
+        # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
+        is_vouched_for = goes_on or begins.moments == NO_MOMENTS
+        if not is_vouched_for or self.asked or (peer, account.round) != (self.drawn, self._round):
+            return ()
+        last, first, moved = len(account.links) - 1, -1, -1
+        wanted: tuple[int, ...] = (last,)
+        if last and self._trains and not account.is_slow:
+            updates = [end.position - start.position for start, end in pairwise(account.links)]
+            far = account.where()[:, :2].diff(dim=0).square().sum(2)
+            if trained := [place for place, number in enumerate(updates) if number > 0]:
+                first = self._chosen(trained, updates, far)
+            if others := [place for place, number in enumerate(updates) if number <= 0]:
+                moved = self._chosen(others, [0] * last, far)
+            pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
+            wanted = tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
+        self.asked = Shown(peer, account, wanted, b"", goes_on, {}, moved=moved)
+        return wanted
+
+    def ask_for_parts(self, given: Collection[int]) -> tuple[int, ...]:
+        """Which parts the peer has to show that cannot show more. Ask when it has given all: else it could give the
+        others as it likes.
+
+        Args:
+            given: where the parts begin that it has given.
+        """
+        known = [position // PART for position in given]
+        parts = tuple(random.SystemRandom().sample(known, min(_PARTS_TO_SHOW, len(known))))
+        if self.asked is not None:
+            self.asked = self.asked._replace(parts=parts)
+        return parts
+
+    @staticmethod
+    def _chosen(places: Sequence[int], updates: Sequence[int], far: Tensor) -> int:
+        """One of the places, the likelier the further weights and optimizer have moved there, and the more updates are
+        claimed there."""
+        some, moved = torch.tensor([updates[place] for place in places]).double(), far[list(places)]
+        some = some.clamp_min(max(1.0, float(some.mean())))  # few of them as often as the average
+        share = (moved / moved.sum(0).clamp_min(TINY)).mean(1)
+        weights = _BY_UPDATES * some / some.sum() + (1 - _BY_UPDATES) * share
+        (place,) = random.SystemRandom().choices(places, weights.tolist())
+        return place
