@@ -10,29 +10,39 @@ stop     end a swarm that was created here, for everybody
 status   peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
 """
 
+from __future__ import annotations
+
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, say_end, take_part
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.config.loading import load
-from trainkit.errors import UserError
+from trainkit.config.schema import CollaborativeConfig
+from trainkit.errors import TrainkitError, UserError
 from trainkit.finish import cancel
 from trainkit.run.events import history_of
-from trainkit.run.folder import RunDir, find_run
+from trainkit.run.folder import RunDir, find_run, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.base import require_no_job
-from trainkit.swarm import admission
-from trainkit.swarm.address import ADDRESS_FILE
-from trainkit.swarm.admission import KEY_FILE, run_with
-from trainkit.swarm.invitations import Role
+from trainkit.swarm import admission, processes
+from trainkit.swarm.address import ADDRESS_FILE, MEGABIT, MOST_APART, require_same_time
+from trainkit.swarm.admission import KEY_FILE, Entry, run_with
+from trainkit.swarm.invitations import Role, date
 from trainkit.swarm.spec import PeerSpec
+
+if TYPE_CHECKING:
+    from trainkit.swarm.view import PeerRow, View
 
 WATCH_SECONDS = 2.0
 """How often ``status --watch`` asks."""
@@ -145,14 +155,14 @@ def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Peers, rounds and loss of a swarm."""
-    from trainkit.swarm import view as swarm_view
+    from trainkit.swarm.view import looking
 
-    lines = swarm_view.leaderboard_lines if args.leaderboard else swarm_view.status_lines
-    with swarm_view.looking(args.swarm, env) as look:
+    lines = leaderboard_lines if args.leaderboard else status_lines
+    with looking(args.swarm, env) as look:
         if args.watch:
             terminal.watch(lambda: "\n".join(lines(look())), every=WATCH_SECONDS)
         view = look()
-    print(json.dumps(swarm_view.as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
+    print(json.dumps(as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
     return 0
 
 
@@ -166,8 +176,6 @@ def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Say what keeps this machine from joining a swarm. It does not join."""
     # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
-    from trainkit.swarm.address import examine
-
     worst = 0
     for finding in examine(admission.entry_of(args.words, env, name="doctor"), env):
         print(*finding.lines(), sep="\n", flush=True)
@@ -224,6 +232,207 @@ def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
         ending, ended = resume_swarm(run, loaded.config, place, hooks)
     say_end(ending, ended)
     return 0
+
+
+# What `status` prints: tables that fit the terminal, and an object for programs.
+
+
+def _cells(row: PeerRow) -> tuple[str, ...]:
+    alone = f"of {row.group}" if row.group else "alone"
+    return (
+        terminal.one_line(row.name, _LONGEST_NAME),
+        row.role,
+        str(row.round),
+        f"{row.parts}/{row.expected}" if row.expected else alone,
+        f"{row.samples:,}",
+        f"{row.samples_per_sec:,.0f}",
+        f"{row.loss:.4f}",
+        terminal.size(row.sent) if row.sent else "-",
+        terminal.size(row.received) if row.received else "-",
+        f"{terminal.age(row.seconds_ago)} ago",
+        f"..{row.peer[-6:]}",
+    )
+
+
+_PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
+# What a narrow terminal does without, in this order.
+_DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", "round", "parts")
+_LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
+_DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
+_MOST_SHOWN = 100
+# Characters of a name in a table: a long one would leave no room for the other columns. --json has all of it.
+_LONGEST_NAME = 24
+
+
+def status_lines(view: View) -> list[str]:
+    """The text of ``status``."""
+    peers = len(view.peers)
+    words = [f"{view.name}: {'running' if view.running else 'not running'}", f"round {view.round}/{view.rounds}"]
+    words += [f"{peers} peer{'s' * (peers != 1)}"]
+    words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
+    words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
+    measured = [key for key in (view.metrics.headline, "loss") if view.val.get(key) is not None]
+    words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
+    lines = terminal.wrapped(", ".join(words))
+    if peers:
+        lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
+    if peers > _MOST_SHOWN:
+        lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
+    return lines
+
+
+def leaderboard_lines(view: View) -> list[str]:
+    """The text of ``status --leaderboard``: contributions by name."""
+    if not view.contributions:
+        return [f"{view.name}: no contributions yet, or its creator has not said."]
+    whole = sum(item.samples for item in view.contributions)
+    here = {row.credited for row in view.peers}
+    rows = [
+        (
+            terminal.one_line(item.name, _LONGEST_NAME),
+            f"{item.samples:,.0f}",
+            f"{100 * item.samples / whole:.1f} %" if whole else "-",
+            str(item.rounds),
+            f"{item.seconds / 3600:,.2f}",
+            terminal.size(item.bytes),
+            "training" if item.name in here else "-",
+        )
+        for item in view.contributions
+    ]
+    title = f"{view.name}: round {view.round}/{view.rounds}, {whole:,.0f} samples of {len(rows)} contributors"
+    return [*terminal.wrapped(title), *_table(_LEADERBOARD, rows, _DISPENSABLE_OF_LEADERBOARD)]
+
+
+def as_object(view: View) -> dict[str, Any]:
+    """What a program may rely on; what is not known is null."""
+    plain: dict[str, Any] = fileio.finite({**asdict(view), "samples_per_sec": view.samples_per_sec})
+    del plain["metrics"]
+    return plain
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in terminal.table(header, rows, dispensable=dispensable, indent=2)]
+
+
+# What `doctor` looks at.
+
+# Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
+_BYTES_PER_PARAMETER = 4 * 3 * 4
+_LEAST_FREE = 200 << 20
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that `doctor` has looked at."""
+
+    what: str
+    found: str
+    remedy: str = ""
+    """What to do; empty if all is well, or nothing need be done."""
+    exit_code: int = 0
+    """2: this machine lacks it; 1: the swarm does."""
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        mark = "ok  " if self.exit_code == 0 else "FAIL"
+        first = f"{mark}  {self.what:9}  {terminal.one_line(self.found)}"
+        return [first, *([f"      fix: {terminal.one_line(self.remedy)}"] if self.remedy else [])]
+
+
+def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at all that this machine needs to join; what needs one that has failed is left out."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield Finding("device", torch.cuda.get_device_name(0))
+    else:
+        fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
+        yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
+    if (disk := _disk(env, 0)).exit_code:
+        yield disk
+    if entry.invited:
+        grant = entry.own.grant
+        yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
+    found = {item: _port(item) for item in entry.addresses}
+    reached = tuple(item for item, finding in found.items() if not finding.exit_code)
+    for finding in found.values():
+        # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
+        if reached and finding.exit_code:
+            finding = replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
+        yield finding
+    if reached:
+        yield from _swarm(replace(entry, addresses=reached), env)
+
+
+def _port(item: str) -> Finding:
+    _, _, host, _, port, *_ = item.split("/")
+    began = time.monotonic()
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (socket.gaierror, UnicodeError) as error:  # of a name that is none
+        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
+        return Finding("name", f"{host} is not known: {getattr(error, 'strerror', error)}", fix, 2)
+    except OSError as error:
+        fix = "The run is over or restarting, or a firewall is between. Ask its creator, or try another address."
+        return Finding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 1)
+    return Finding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
+
+
+def _disk(env: Mapping[str, str], parameters: int) -> Finding:
+    root = runs_root(env)
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    free, needed = shutil.disk_usage(there).free, max(_LEAST_FREE, parameters * _BYTES_PER_PARAMETER)
+    found = f"{free / 1e9:.1f} GB free in {root}, and {needed / 1e9:.1f} GB may be needed"
+    fix = "" if free >= needed else "Free some space, or set TRAINKIT_RUNS to a folder with more."
+    return Finding("disk", found, fix, 2 if fix else 0)
+
+
+def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
+    """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
+    what = "swarm"
+    try:
+        processes.require_hivemind()
+        from trainkit.swarm import access, messages, session
+        from trainkit.swarm.dht import open_dht, read_manifest
+        from trainkit.swarm.spec import adapted
+
+        with (
+            access.identity(None, entry.own, entry.admission()) as identity,
+            open_dht(identity, peers=entry.addresses) as dht,
+        ):
+            if require_same_time(dht, entry.addresses):
+                yield Finding("clock", f"within {MOST_APART:g} s of the swarm's")
+            what = "manifest"
+            _, manifest = read_manifest(dht, entry.addresses)
+            rounds = adapted(manifest.config, (), allow_code=True).collaborative
+            messages.require_going_on(manifest, rounds)
+            yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
+            what, ours = "versions", session.installed()
+            theirs = {name: version for name, version in manifest.facts.items() if name in ours}
+            parameters = session.parameters_in(manifest.facts)
+            is_volunteer = entry.own.grant.role == "volunteer"
+            why_not = session.untried(manifest, rounds.sync, parameters, is_volunteer=is_volunteer)
+            other = session.require_same(theirs, ours, manifest, why_not)
+            yield Finding(what, f"{other}: it counts after an audit" if other else "those of the creator")
+            yield _disk(env, parameters)
+            yield _upload(dht.upload(entry.addresses), parameters, rounds)
+    except TrainkitError as error:
+        what = "clock" if error.what.startswith("The clock") else what
+        yield Finding(what, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or what == "clock" else 1)
+
+
+def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
+    """What was sent went to a peer of the swarm: an exchange can have as much."""
+    from trainkit.swarm.link import enough, in_words, load_for
+
+    if rate <= 0.0:
+        fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
+        return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
+    if rounds.sync == "gradients" or rate >= enough(parameters, rounds):
+        return Finding("upload", f"{rate / MEGABIT:.1f} Mbit/s")
+    found = in_words(load_for(rate, parameters, rounds), rate).removeprefix("upload ")
+    return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class Trained:
     """From the first peer's first update to its last average."""
     bytes: int
     """Of parts of the vector and of averages, that all have sent in all rounds."""
+    wire: int
+    """All bytes that went over the network, from the start of the first peer on."""
     accuracy: float
     """In percent, of the validation of what they have in common in the end; and its loss."""
     loss: float
@@ -119,6 +121,7 @@ def trained(rates: Sequence[float], seed: int, codec: str = "fp16") -> Trained:
             utilisation=tuple(_utilisation(found, len(rates)) for found in records),
             seconds=records[0][-1]["time"] - records[0][0]["time"] + _busy(records[0][0], 0.0),
             bytes=sum(record["bytes_up"] for found in records for record in found),
+            wire=sum(net.sent()),
             accuracy=_validated(runs[0], "acc1"),
             loss=_validated(runs[0], "loss"),
         )

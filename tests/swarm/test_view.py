@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from base58 import b58decode
 
+from jobs.swarm import as_object, leaderboard_lines, status_lines
 from trainkit.config.components import metrics_of
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
@@ -17,7 +18,7 @@ from trainkit.swarm import view as swarm_view
 from trainkit.swarm.address import EXAMPLE
 from trainkit.swarm.admission import by_address
 from trainkit.swarm.messages import PROGRESS, Manifest, records_in
-from trainkit.swarm.view import PeerRow, SwarmRecords, View, as_object, leaderboard_lines, status_lines, view_of
+from trainkit.swarm.view import PeerRow, SwarmRecords, View, view_of
 
 
 def test_a_swarm_that_takes_too_long_to_answer_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Addresses of a swarm, ``/ip4/203.0.113.7/tcp/4711/p2p/QmPeer``: who is reached there, and what this machine lacks.
+"""Addresses of a swarm, ``/ip4/203.0.113.7/tcp/4711/p2p/QmPeer``: who is reached there, and what a peer keeps of them.
 
 An address names a machine, a port, and the peer that must answer there, so a stranger on the same port is not mistaken
 for it.
@@ -12,26 +12,20 @@ import json
 import logging
 import math
 import re
-import shutil
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
-from trainkit.config.schema import CollaborativeConfig
-from trainkit.errors import TrainkitError, UserError
-from trainkit.run.folder import SWARM, SWARM_ADDRESS, SWARM_IDENTITY, RunDir, runs_root
+from trainkit.errors import UserError
+from trainkit.run.folder import SWARM, SWARM_ADDRESS, SWARM_IDENTITY, RunDir
 from trainkit.swarm import processes
-
-if TYPE_CHECKING:
-    from trainkit.swarm.admission import Entry
 
 EXAMPLE = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 FORWARD = "Have your router and firewall let TCP port {port} through; add --port {port} --announce PUBLIC_IP:{port}."
@@ -406,124 +400,3 @@ def addresses_in(run: RunDir) -> tuple[str, ...]:
 def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
     """Where others join, for whoever reads the run folder."""
     fileio.write(run_dir.path / ADDRESS_FILE, "".join(f"{item}\n" for item in addresses), run_dir.path)
-
-
-# Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
-_BYTES_PER_PARAMETER = 4 * 3 * 4
-_LEAST_FREE = 200 << 20
-_CONNECT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that ``swarm doctor`` has looked at."""
-
-    what: str
-    found: str
-    remedy: str = ""
-    """What to do; empty if all is well, or nothing need be done."""
-    exit_code: int = 0
-    """2: this machine lacks it; 1: the swarm does."""
-
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        mark = "ok  " if self.exit_code == 0 else "FAIL"
-        first = f"{mark}  {self.what:9}  {terminal.one_line(self.found)}"
-        return [first, *([f"      fix: {terminal.one_line(self.remedy)}"] if self.remedy else [])]
-
-
-def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at all that this machine needs to join; what needs one that has failed is left out."""
-    import torch
-
-    from trainkit.swarm.invitations import date
-
-    if torch.cuda.is_available():
-        yield Finding("device", torch.cuda.get_device_name(0))
-    else:
-        fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
-        yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
-    if (disk := _disk(env, 0)).exit_code:
-        yield disk
-    if entry.invited:
-        grant = entry.own.grant
-        yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
-    found = {item: _port(item) for item in entry.addresses}
-    reached = tuple(item for item, finding in found.items() if not finding.exit_code)
-    for finding in found.values():
-        # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
-        if reached and finding.exit_code:
-            finding = replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
-        yield finding
-    if reached:
-        yield from _swarm(replace(entry, addresses=reached), env)
-
-
-def _port(item: str) -> Finding:
-    _, _, host, _, port, *_ = item.split("/")
-    began = time.monotonic()
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (socket.gaierror, UnicodeError) as error:  # of a name that is none
-        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
-        return Finding("name", f"{host} is not known: {getattr(error, 'strerror', error)}", fix, 2)
-    except OSError as error:
-        fix = "The run is over or restarting, or a firewall is between. Ask its creator, or try another address."
-        return Finding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 1)
-    return Finding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
-
-
-def _disk(env: Mapping[str, str], parameters: int) -> Finding:
-    root = runs_root(env)
-    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    free, needed = shutil.disk_usage(there).free, max(_LEAST_FREE, parameters * _BYTES_PER_PARAMETER)
-    found = f"{free / 1e9:.1f} GB free in {root}, and {needed / 1e9:.1f} GB may be needed"
-    fix = "" if free >= needed else "Free some space, or set TRAINKIT_RUNS to a folder with more."
-    return Finding("disk", found, fix, 2 if fix else 0)
-
-
-def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
-    """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
-    what = "swarm"
-    try:
-        processes.require_hivemind()
-        from trainkit.swarm import access, messages, session
-        from trainkit.swarm.dht import open_dht, read_manifest
-        from trainkit.swarm.spec import adapted
-
-        with (
-            access.identity(None, entry.own, entry.admission()) as identity,
-            open_dht(identity, peers=entry.addresses) as dht,
-        ):
-            if require_same_time(dht, entry.addresses):
-                yield Finding("clock", f"within {MOST_APART:g} s of the swarm's")
-            what = "manifest"
-            _, manifest = read_manifest(dht, entry.addresses)
-            rounds = adapted(manifest.config, (), allow_code=True).collaborative
-            messages.require_going_on(manifest, rounds)
-            yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
-            what, ours = "versions", session.installed()
-            theirs = {name: version for name, version in manifest.facts.items() if name in ours}
-            parameters = session.parameters_in(manifest.facts)
-            is_volunteer = entry.own.grant.role == "volunteer"
-            why_not = session.untried(manifest, rounds.sync, parameters, is_volunteer=is_volunteer)
-            other = session.require_same(theirs, ours, manifest, why_not)
-            yield Finding(what, f"{other}: it counts after an audit" if other else "those of the creator")
-            yield _disk(env, parameters)
-            yield _upload(dht.upload(entry.addresses), parameters, rounds)
-    except TrainkitError as error:
-        what = "clock" if error.what.startswith("The clock") else what
-        yield Finding(what, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or what == "clock" else 1)
-
-
-def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
-    """What was sent went to a peer of the swarm: an exchange can have as much."""
-    from trainkit.swarm.link import enough, in_words, load_for
-
-    if rate <= 0.0:
-        fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
-        return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
-    if rounds.sync == "gradients" or rate >= enough(parameters, rounds):
-        return Finding("upload", f"{rate / MEGABIT:.1f} Mbit/s")
-    found = in_words(load_for(rate, parameters, rounds), rate).removeprefix("upload ")
-    return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from trainkit import fileio, terminal
@@ -307,86 +307,6 @@ def _from_records(run_dir: RunDir) -> View:
         metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
     )
-
-
-# A view as text: tables that fit the terminal, and an object for programs.
-
-
-def _cells(row: PeerRow) -> tuple[str, ...]:
-    alone = f"of {row.group}" if row.group else "alone"
-    return (
-        terminal.one_line(row.name, _LONGEST_NAME),
-        row.role,
-        str(row.round),
-        f"{row.parts}/{row.expected}" if row.expected else alone,
-        f"{row.samples:,}",
-        f"{row.samples_per_sec:,.0f}",
-        f"{row.loss:.4f}",
-        terminal.size(row.sent) if row.sent else "-",
-        terminal.size(row.received) if row.received else "-",
-        f"{terminal.age(row.seconds_ago)} ago",
-        f"..{row.peer[-6:]}",
-    )
-
-
-_PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
-# What a narrow terminal does without, in this order.
-_DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", "round", "parts")
-_LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
-_DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
-_MOST_SHOWN = 100
-# Characters of a name in a table: a long one would leave no room for the other columns. --json has all of it.
-_LONGEST_NAME = 24
-
-
-def status_lines(view: View) -> list[str]:
-    """The text of ``status``."""
-    peers = len(view.peers)
-    words = [f"{view.name}: {'running' if view.running else 'not running'}", f"round {view.round}/{view.rounds}"]
-    words += [f"{peers} peer{'s' * (peers != 1)}"]
-    words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
-    words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
-    measured = [key for key in (view.metrics.headline, "loss") if view.val.get(key) is not None]
-    words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
-    lines = terminal.wrapped(", ".join(words))
-    if peers:
-        lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
-    if peers > _MOST_SHOWN:
-        lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
-    return lines
-
-
-def leaderboard_lines(view: View) -> list[str]:
-    """The text of ``status --leaderboard``: contributions by name."""
-    if not view.contributions:
-        return [f"{view.name}: no contributions yet, or its creator has not said."]
-    whole = sum(item.samples for item in view.contributions)
-    here = {row.credited for row in view.peers}
-    rows = [
-        (
-            terminal.one_line(item.name, _LONGEST_NAME),
-            f"{item.samples:,.0f}",
-            f"{100 * item.samples / whole:.1f} %" if whole else "-",
-            str(item.rounds),
-            f"{item.seconds / 3600:,.2f}",
-            terminal.size(item.bytes),
-            "training" if item.name in here else "-",
-        )
-        for item in view.contributions
-    ]
-    title = f"{view.name}: round {view.round}/{view.rounds}, {whole:,.0f} samples of {len(rows)} contributors"
-    return [*terminal.wrapped(title), *_table(_LEADERBOARD, rows, _DISPENSABLE_OF_LEADERBOARD)]
-
-
-def as_object(view: View) -> dict[str, Any]:
-    """What a program may rely on; what is not known is null."""
-    plain: dict[str, Any] = fileio.finite({**asdict(view), "samples_per_sec": view.samples_per_sec})
-    del plain["metrics"]
-    return plain
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in terminal.table(header, rows, dispensable=dispensable, indent=2)]
 
 
 def main() -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.swarm import address
-from trainkit.swarm.address import Finding, examine
+from jobs import swarm
+from jobs.swarm import Finding, examine
 from trainkit.swarm.admission import Entry, by_address
 from trainkit.swarm.invitations import Key, grant
 
@@ -18,7 +18,7 @@ About = Callable[..., dict[str, Finding]]
 @pytest.fixture
 def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> About:
     """What the doctor finds about ways in, short of asking the swarm."""
-    monkeypatch.setattr(address, "_swarm", lambda entry, env: iter([Finding("swarm", " ".join(entry.addresses))]))
+    monkeypatch.setattr(swarm, "_swarm", lambda entry, env: iter([Finding("swarm", " ".join(entry.addresses))]))
 
     def look(*places: str, entry: Entry | None = None) -> dict[str, Finding]:
         entry = entry or by_address([f"{place}/p2p/{PEER}" for place in places], name="doctor")
@@ -51,7 +51,7 @@ def test_where_somebody_listens_all_is_well_and_one_address_is_enough(about: Abo
 
 
 def test_a_disk_without_room_is_told_before_anything_is_joined(about: About, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "_LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(swarm, "_LEAST_FREE", 1 << 60)
     disk = about("/ip4/127.0.0.1/tcp/9")["disk"]
     assert (disk.exit_code, disk.remedy) == (2, "Free some space, or set TRAINKIT_RUNS to a folder with more.")
 
