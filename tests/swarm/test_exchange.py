@@ -478,7 +478,7 @@ def test_only_who_was_asked_shows_its_work_and_after_it_has_given(
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._arrived, averager._is_drawn = Accounts(1), {0: "given"}, not exchanged
     averager._draws = 1
-    averager._accounts.draw("eve", 3, True)
+    averager._accounts.draw("eve", 3, True, False)
     averager._possible, averager._differ = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}, ["dan"]
 
     async def asked(who: str) -> list[Any]:
@@ -521,12 +521,12 @@ def test_who_has_a_slow_link_hears_which_parts_to_show_when_all_have_arrived(ave
         return json.loads(answer.metadata)  # type: ignore[no-any-return]
 
     async def run() -> Any:
-        await averager._draw("eve", 3, True, [])
+        await averager._draw("eve", 3, True, False, [])
         asking = asyncio.ensure_future(asked())
         await asyncio.sleep(0.3)
         assert not asking.done()
         if drawn_again:
-            await averager._draw("eve", 4, True, [])
+            await averager._draw("eve", 4, True, False, [])
         averager._is_drawn, averager._arrived = False, {2 * PART: "given"}
         return await asking
 
@@ -552,10 +552,10 @@ def test_who_shows_a_round_is_not_held_to_what_it_gives_in_the_next(averager: An
             pass
 
     async def run() -> None:
-        await averager._draw("eve", 3, True, [])
-        averager._accounts.asked, showing = asked, asyncio.ensure_future(show())
+        await averager._draw("eve", 3, True, False, [])
+        averager._accounts.asked, showing = {"eve": asked}, asyncio.ensure_future(show())
         await asyncio.sleep(0.2)
-        await averager._draw("eve", 4, True, [])
+        await averager._draw("eve", 4, True, False, [])
         averager._is_drawn, averager._arrived = False, {0: "given in round 4"}
         await showing
 
@@ -573,9 +573,9 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
     averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts(1)
     averager._found, averager._tell = multiprocessing.Pipe(duplex=False)
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
-    asyncio.run(averager._draw("eve", 3, True, []))
+    asyncio.run(averager._draw("eve", 3, True, False, []))
     late = averager._draws
-    asyncio.run(averager._draw("eve", 4, True, []))
+    asyncio.run(averager._draw("eve", 4, True, False, []))
     averager._report(ended("in round 3"), late)
     assert (averager._arrived, averager._is_drawn) == ({}, True)
     averager._report(ended("in round 4"), averager._draws)

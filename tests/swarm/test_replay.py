@@ -91,6 +91,7 @@ class Swarm:
         arrives: bool = True,
         adopts: bool = False,
         trains: bool = True,
+        drawn: str = "ben",
     ) -> Shown | None:
         """A round of 24 updates, of which some come before the last round's average; what the volunteer shows.
 
@@ -99,6 +100,7 @@ class Swarm:
             arrives: the average arrives at the volunteer as well.
             adopts: the volunteer takes over the owner's weights after the last round's average.
             trains: the owner has time to train some of it again.
+            drawn: whose work the owner wants to see.
         """
         self.state.model.train()
         if self.late is not None:
@@ -108,8 +110,8 @@ class Swarm:
             self.train(1)
             self.common.load(self.owner.theta, self.owner.momentum, self.round)
         self.train(24 - settles_after - adopts)
-        self.auditor._free_at = 0.0 if trains else math.inf
-        self.accounts.draw(*self.draw())
+        self.auditor._last = (-math.inf if trains else math.inf), 0.0
+        self.accounts.draw(*self.draw(drawn))
         told, given = self.journal.close(self.round, is_slow=self.is_slow), self.common.give(24 * 32, self.codec)
         assert told is not None
         vector, size = sent(given.vector.clone()), self.common.num_parameters
@@ -119,16 +121,17 @@ class Swarm:
         }
         wanted = self.accounts.hear("ben", told.account)
         parts = self.accounts.ask_for_parts(arrived) if self.is_slow else ()
-        asked, self.round = self.accounts.asked, self.round + 1
+        asked, self.round = self.accounts.take("ben"), self.round + 1
         many = len(given.weights)
         average = Average(0.5 * given.vector, self.round, (True,) * many, (counts,) * many)
         self.owner.step(average, self.owner.nothing(sound=True))
         self.late = replace(average, arrived=(arrives,) * many), given
-        return asked._replace(data=told.show(wanted, parts), given=arrived) if asked is not None else None
+        given_there = arrived if drawn == "ben" else {}
+        return asked._replace(data=told.show(wanted, parts), given=given_there) if asked is not None else None
 
-    def draw(self) -> tuple[str, int, bool]:
-        drawn, trains = self.auditor.draw(["ben"], self.round)
-        return drawn, self.round, trains
+    def draw(self, peer: str) -> tuple[str, int, bool, bool]:
+        drawn, trains, asks_for_leaps = self.auditor.draw([peer], self.round)
+        return drawn, self.round, trains, asks_for_leaps
 
     def audited(self, *, precision: str = "", **how: Any) -> tuple[str, str]:
         shown = self.round_of(**how)
@@ -337,9 +340,13 @@ def test_what_the_owner_cannot_do_is_nobodys_fault(seconds: float, has_trained: 
 def test_audits_take_a_twentieth_of_the_owners_time() -> None:
     swarm = Swarm()
     swarm.audited()
-    left = swarm.auditor._free_at - time.monotonic()
-    assert swarm.auditor.draw(["ben"], 9) == ("ben", False)
-    assert left > 0.0
+    over, took = swarm.auditor._last
+    assert 0.0 < time.monotonic() - over < 19 * took
+    assert swarm.auditor.draw(["ben"], 9)[:2] == ("ben", False)
+    swarm.auditor._last, swarm.auditor._drawn = (time.monotonic() - 6.0, 1.0), ("", -1)
+    assert swarm.auditor.draw(["ben"], 9) == ("ben", False, True)  # a fifth for who has leapt
+    swarm.auditor._suspects["ben"], swarm.auditor._drawn = 0, ("", -1)
+    assert swarm.auditor.draw(["ben"], 9) == ("ben", True, True)  # or has failed
 
 
 def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -> None:
@@ -479,6 +486,56 @@ def test_cheats_are_caught_as_often_as_the_security_page_says(cheat: Callable[[S
     assert abs(caught / rounds - share) < 0.2
 
 
+@pytest.mark.parametrize("cheat", [leapt, turned])
+def test_who_leaps_is_asked_at_once_whoever_was_drawn(cheat: Callable[[Swarm], None]) -> None:
+    swarm = Swarm(seconds=1.4)
+    cheat(swarm)
+    for action in ("left out", "dropped"):
+        shown = swarm.round_of(drawn="ann")
+        assert shown is not None
+        assert shown.leapt
+        verdict = swarm.auditor.audit(shown)
+        assert verdict is not None
+        assert (verdict.action, verdict.why[:4]) == (action, "has ")
+
+
+def test_who_has_leapt_does_not_count_until_it_has_shown_how() -> None:
+    swarm, verdicts = Swarm(seconds=1.4), list[str]()
+    leapt(swarm)
+    while len(verdicts) < 3:
+        swarm.round_of(drawn="ann")  # and nothing of it comes
+        swarm.auditor._suspects.clear()  # as if an audit had been passed in between
+        verdicts += [f"{one.action}: {one.why}" for one in swarm.auditor.owe(swarm.accounts.owed())]
+    assert swarm.auditor.unproven == {"ben"}
+    assert [verdict.partition(":")[0] for verdict in verdicts] == ["left out", "left out", "dropped"]
+    assert verdicts[0].endswith("has not shown how; it counts when it has passed an audit")
+    assert swarm.round >= 12
+
+
+@pytest.mark.parametrize("settles_after", [0, 7])
+def test_honest_volunteers_leap_rarely_and_can_show_it(settles_after: int) -> None:
+    swarm, leaps = Swarm(seconds=1.4), 0
+    for _ in range(30):
+        if (shown := swarm.round_of(drawn="ann", settles_after=settles_after)) is not None:
+            verdict = swarm.auditor.audit(shown)
+            assert verdict is not None
+            assert verdict.why.startswith(TRUE), verdict
+            leaps += 1
+    assert leaps <= 6
+
+
+def test_who_hides_where_it_has_ended_is_caught_by_every_audit() -> None:
+    swarm = Swarm()
+    shown = swarm.round_of(trains=False)
+    assert shown is not None
+    where = shown.account.where().float()
+    where[-1, 0] *= 1.001
+    account = shown.account.model_copy(update={"sums": where.numpy().tobytes().hex()})
+    verdict = swarm.auditor.audit(shown._replace(account=account))
+    assert verdict is not None
+    assert verdict.why.startswith("has said that it was elsewhere than it was")
+
+
 def test_who_shows_nothing_three_times_does_not_count_until_it_passes() -> None:
     swarm, verdicts = Swarm(), list[str]()
     while len(verdicts) < 3:
@@ -587,9 +644,9 @@ def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> Non
 )
 def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
     accounts = Accounts(1)
-    accounts.draw("ben", 0, True)
+    accounts.draw("ben", 0, True, False)
     assert accounts.hear("ben", data) == ()
-    assert accounts.asked is None
+    assert not accounts.asked
 
 
 @pytest.mark.parametrize(
@@ -597,7 +654,7 @@ def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
 )
 def test_an_account_has_finite_sums_of_each_snapshot(given: str, asked: tuple[int, ...]) -> None:
     link, accounts = Link(0, 0, NOTHING, NOTHING), Accounts(1)
-    accounts.draw("ben", 0, True)
+    accounts.draw("ben", 0, True, False)
     account = Account(round=0, links=[link], precision="fp32", micro_batch_size=1, sums="")
     assert accounts.hear("ben", account.model_copy(update={"sums": given}).model_dump_json().encode()) == asked
 
@@ -673,7 +730,7 @@ def test_what_is_drawn_is_where_most_has_happened(
     account = Account(round=0, links=links, precision="fp32", micro_batch_size=1, sums=where.numpy().tobytes().hex())
     for _ in range(400):
         accounts = Accounts(1)
-        accounts.draw("ben", 0, True)
+        accounts.draw("ben", 0, True, False)
         wanted = accounts.hear("ben", account.model_dump_json().encode())
         drawn[wanted[0]] += 1
         assert {0, 1, 4} <= set(wanted)  # the move is looked at, too

@@ -3,8 +3,9 @@
 It keeps *snapshots* of its model and optimizer, a few in each round, and tells of them by their digests in an *account*
 of the round. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which has them checked where the
 weights have moved most. So an account also says where each snapshot is, in a few random sums of it, which follow from
-all digests: nobody can choose weights by them. Where it says that more has moved, there it is asked more often; and who
-makes a leap look small must say of most snapshots that they are elsewhere than they are.
+all digests: nobody can choose weights by them. Where it says that more has moved, there it is asked more often; who has
+moved much further somewhere than is usual in its round is asked at once, whoever was drawn; and who makes a leap look
+small must say of snapshots that they are elsewhere than they are.
 """
 
 import hashlib
@@ -38,6 +39,10 @@ _LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
 _SUMS = 8  # of a snapshot
 # The share of audits that go by the updates that are claimed, not by how far they lead.
 _BY_UPDATES = 0.25
+# How many times further than usual, in squares, is a leap. Honest peers came to 1 to 3, to more than 5 in one round of
+# fifty; who makes half a round's way sideways in one of six updates to 4 to 15. And of how many stretches that is said.
+_LEAP, _LEAST_STRETCHES = 5.0, 3
+_MOST_OWED = 8
 MOST_AUDITED = 1000
 """Peers of whom is remembered what an audit needs."""
 ROUNDS_TO_SHOW = 3
@@ -159,8 +164,8 @@ def _remembered(moments: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def summed_parts(model: nn.Module, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What an account has sums of."""
-    return parameters_of(model, snapshot.weights), _remembered(snapshot.moments), [snapshot.theta]
+    """What an account has sums of; those of weights and common weights are of the same signs."""
+    return [torch.cat(parameters_of(model, snapshot.weights))], _remembered(snapshot.moments), [snapshot.theta]
 
 
 def sums_of(links: Sequence[Link], tensors: Iterable[Tensor]) -> Tensor:
@@ -311,12 +316,14 @@ class Shown(NamedTuple):
     """Position -> what it has given there, an array, as far as this peer has reduced it."""
     parts: Sequence[int] = ()
     """Of the last one, where the peer cannot show more."""
+    leapt: bool = False
+    """It was not drawn, but has moved further between the first two than is usual."""
     moved: int = -1
     """Between this one and the next the common weights have moved; -1: they have not."""
 
 
 class Accounts:
-    """Hears accounts, and asks the peer that was drawn for what it has to show; in the averager's process.
+    """Hears accounts, and says what has to be shown, and by whom; in the averager's process.
 
     ``batch``: samples of an update.
     """
@@ -325,15 +332,38 @@ class Accounts:
         self._batch = batch
         self.stated: dict[str, float] = {}
         """Samples of each peer's last account."""
-        self.drawn, self._round, self._trains = "", -1, False
-        self.asked: Shown | None = None
-        """What the peer has yet to show, without that."""
+        self.drawn, self._round, self._trains, self._asks_for_leaps = "", -1, False, False
+        self.asked: dict[str, Shown] = {}
+        """What the peer that was drawn has yet to show, and another one that has leapt; without that."""
+        self._owed: dict[str, int] = {}
+        """Who has leapt and has not shown it, and for how many rounds."""
         self._ends: dict[str, tuple[int, Link]] = {}
         """Of each peer the last account's round, and where it has ended."""
 
-    def draw(self, peer: str, round_index: int, trains: bool) -> None:
-        """Want an account of that round from ``peer``; and to train some of it again, or only see what came of it."""
-        self.drawn, self._round, self._trains, self.asked = peer, round_index, trains, None
+    def draw(self, peer: str, round_index: int, trains: bool, asks_for_leaps: bool) -> None:
+        """A round ends. Want an account of it from ``peer``, if that is one; and to train some of it again, or only see
+        what came of it. ``asks_for_leaps``: there is time for that, too."""
+        if peer:
+            self.drawn, self._round, self._trains = peer, round_index, trains
+        self.asked = {
+            one: shown for one, shown in self.asked.items() if shown.leapt or (one == self.drawn and not peer)
+        }
+        self._asks_for_leaps = asks_for_leaps
+
+    def owed(self) -> dict[str, int]:
+        """Who has yet to show a leap, and for how many rounds; asked once in each. Who has owed it for too long is not
+        asked any more."""
+        self._owed = {peer: rounds + 1 for peer, rounds in self._owed.items() if rounds <= ROUNDS_TO_SHOW}
+        self.asked = {one: shown for one, shown in self.asked.items() if not shown.leapt or one in self._owed}
+        return self._owed
+
+    def take(self, peer: str) -> Shown | None:
+        """What that peer was asked for, and begins to show."""
+        return self.asked.pop(peer, None)
+
+    def shown(self, peer: str) -> None:
+        """It has shown all."""
+        self._owed.pop(peer, None)
 
     def hear(self, peer: str, data: bytes) -> tuple[int, ...]:
         """Which snapshots the peer has to show; nothing, if none."""
@@ -346,20 +376,26 @@ class Accounts:
         goes_on = before in (None, (account.round - 1, begins))
         # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
         is_vouched_for = goes_on or begins.moments == NO_MOMENTS
-        if not is_vouched_for or self.asked or (peer, account.round) != (self.drawn, self._round):
+        is_drawn, leap = (peer, account.round) == (self.drawn, self._round), -1
+        if not account.is_slow and (self._asks_for_leaps or (is_drawn and self._trains)):
+            leap = leap_in(account)
+        is_asked = is_drawn or (leap >= 0 and goes_on and len(self._owed) < _MOST_OWED)
+        if not is_vouched_for or peer in self.asked or not is_asked:
             return ()
         last, first, moved = len(account.links) - 1, -1, -1
         wanted: tuple[int, ...] = (last,)
-        if last and self._trains and not account.is_slow:
+        if last and not account.is_slow and (self._trains or leap >= 0):
             updates = [end.position - start.position for start, end in pairwise(account.links)]
             far = account.where()[:, :2].diff(dim=0).square().sum(2)
             if trained := [place for place, number in enumerate(updates) if number > 0]:
-                first = self._chosen(trained, updates, far)
+                first = leap if leap in trained else self._chosen(trained, updates, far)
             if others := [place for place, number in enumerate(updates) if number <= 0]:
-                moved = self._chosen(others, [0] * last, far)
+                moved = leap if leap in others else self._chosen(others, [0] * last, far)
             pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
             wanted = tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
-        self.asked = Shown(peer, account, wanted, b"", goes_on, {}, moved=moved)
+        self.asked[peer] = Shown(peer, account, wanted, b"", goes_on, {}, leapt=not is_drawn, moved=moved)
+        if not is_drawn:
+            self._owed.setdefault(peer, 0)
         return wanted
 
     def ask_for_parts(self, given: Collection[int]) -> tuple[int, ...]:
@@ -371,8 +407,8 @@ class Accounts:
         """
         known = [position // PART for position in given]
         parts = tuple(random.SystemRandom().sample(known, min(_PARTS_TO_SHOW, len(known))))
-        if self.asked is not None:
-            self.asked = self.asked._replace(parts=parts)
+        if self.drawn in self.asked:
+            self.asked[self.drawn] = self.asked[self.drawn]._replace(parts=parts)
         return parts
 
     @staticmethod
@@ -385,3 +421,24 @@ class Accounts:
         weights = _BY_UPDATES * some / some.sum() + (1 - _BY_UPDATES) * share
         (place,) = random.SystemRandom().choices(places, weights.tolist())
         return place
+
+
+def leap_in(account: Account) -> int:
+    """After which snapshot a peer has moved much further than is usual in that round, by its own account; -1: nowhere.
+
+    That is in proportion to the updates: of weights, or of what the optimizer remembers. Where there are none, the
+    weights are to move as the common ones do, but for what was contributed.
+    """
+    steps, weights, theta = account.where().diff(dim=0), account.where()[:, 0], account.where()[:, 2]
+    updates = torch.tensor([end.position - start.position for start, end in pairwise(account.links)])
+    trained, squares = updates > 0, steps.square().sum(2)[:, :2]
+    if int(trained.sum()) < _LEAST_STRETCHES:
+        return -1
+    each = squares[trained] / updates[trained, None]
+    ratios = torch.zeros(len(updates), dtype=torch.float64)
+    ratios[trained] = (each / each.median(0).values.clamp_min(TINY)).amax(1)
+    own = steps[:, 0] - steps[:, 2]
+    ways = torch.stack([own, own + weights[0] - theta[0], weights[1:] - theta[1:]])  # none counted, all, given up
+    usual = squares[trained, 0].median().clamp_min(TINY)
+    ratios[~trained] = (ways.square().sum(2).amin(0) / usual)[~trained]
+    return int(ratios.argmax()) if float(ratios.max()) > _LEAP else -1

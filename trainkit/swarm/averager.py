@@ -166,13 +166,18 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             told = {"possible": some, "verified": {peer: verified[peer] for peer in some if peer in verified}}
             self._outer_pipe.send(("_expect", [], {**told, "anew": not first}))
 
-    def draw(self, peer: str, round_index: int, trains: bool, differ: Sequence[str]) -> None:
+    def draw(self, peer: str, round_index: int, trains: bool, asks_for_leaps: bool, differ: Sequence[str]) -> None:
         """Have that peer show its work of the round that ends, see `Accounts.draw`; empty: nobody has to.
 
         ``differ``: whose other libraries train otherwise; the last of them are told.
         """
-        told = {"peer": peer, "round_index": round_index, "trains": trains, "differ": differ[-_AT_ONCE:]}
-        self._outer_pipe.send(("_draw", [], told))
+        told = {"peer": peer, "round_index": round_index, "trains": trains, "asks_for_leaps": asks_for_leaps}
+        self._outer_pipe.send(("_draw", [], {**told, "differ": differ[-_AT_ONCE:]}))
+
+    def owed(self) -> dict[str, int]:
+        """Who has yet to show a leap, and for how many rounds; see `Accounts.owed`."""
+        found: dict[str, int] = self._ask("_owed")
+        return found
 
     def account(self, to: str, told: Told) -> None:
         """Tell the owner of a round, and show what it then wants to see, while this peer goes on."""
@@ -251,11 +256,16 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._possible = possible if anew else {**self._possible, **possible}
         self._verified = verified if anew else {**self._verified, **verified}
 
-    async def _draw(self, peer: str, round_index: int, trains: bool, differ: Sequence[str]) -> None:
+    async def _draw(
+        self, peer: str, round_index: int, trains: bool, asks_for_leaps: bool, differ: Sequence[str]
+    ) -> None:
         self._is_drawn, self._differ = bool(peer), differ
+        self._accounts.draw(peer, round_index, trains, asks_for_leaps)
         if peer:
-            self._accounts.draw(peer, round_index, trains)
             self._draws, self._arrived = self._draws + 1, {}
+
+    async def _owed(self, asked: Any) -> None:
+        asked.set_result(self._accounts.owed())
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:
         stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)
@@ -371,7 +381,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         is_member = self.guard.admission.admitted(peer) is not None
         wanted, draw = self._accounts.hear(peer, request.metadata) if is_member else (), self._draws
         parts: tuple[int, ...] = ()
-        if (asked := self._accounts.asked) is not None and wanted and asked.account.is_slow:
+        if wanted and self._accounts.asked[peer].account.is_slow:
             wanted = wanted if await self._has_given(draw) else ()
             parts = self._accounts.ask_for_parts(self._arrived) if wanted else ()
         standing: Standing = "counts" if self._possible.get(peer) else "tried"
@@ -380,18 +390,19 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer shows what it was asked for."""
-        asked, data, draw = self._accounts.asked, bytearray(), self._draws
-        if asked is None or asked.peer != str(context.remote_id):
+        asked, data, draw = self._accounts.take(str(context.remote_id)), bytearray(), self._draws
+        if asked is None:
             return
-        self._accounts.asked, most = None, most_bytes(self.common.theta.numel())
+        most = most_bytes(self.common.theta.numel())
         async for message in aiter_with_timeout(stream, self._answer_seconds):
             data += message.tensor_part.buffer
             if len(data) > most:
                 return
             yield DownloadData()
-        if not await self._has_given(draw):
+        if not (asked.leapt or await self._has_given(draw)):
             return
-        shown = asked._replace(data=bytes(data), given=self._arrived)
+        self._accounts.shown(asked.peer)
+        shown = asked._replace(data=bytes(data), given={} if asked.leapt else self._arrived)
         async with self._showing:  # one after the other: it may take a round until this peer looks
             await self._in_thread(self._tell_shown.send, shown)
         yield DownloadData()

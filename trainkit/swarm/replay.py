@@ -63,8 +63,8 @@ from trainkit.training.build import TrainState
 from trainkit.training.precision import Precision
 from trainkit.training.update import Updater
 
-# Of its time that the owner gives to audits at most.
-_SHARE_FOR_AUDITS = 0.05
+# Of its time that the owner gives to audits at most; and to those of whoever has failed one, or has leapt.
+_SHARE_FOR_AUDITS, _SHARE_FOR_SUSPECTS = 0.05, 0.2
 # By how much of its length the sums of a snapshot may be off.
 _OFF = 1e-4
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
@@ -85,6 +85,8 @@ _SUSPECTED = 0.5
 _CLEARED = 10
 """Audits passed, after which one that has failed is forgotten."""
 _ANOTHER = "has shown something else than it had committed itself to"
+_UNSHOWN = "has moved much further at once than it usually does, and has not shown how"
+_LATER = "it counts when it has passed an audit"
 _ONCE = "it counts when it has passed one; the next time it is banned"
 _BY_LIBRARIES = "it may be its other libraries, with which it does not count yet"
 """What follows for who was found false."""
@@ -138,7 +140,12 @@ class Auditor:
     passed since."""
     _thetas: dict[int, Tensor] = field(default_factory=dict, init=False)
     _drawn: tuple[str, int] = field(default=("", -1), init=False)
-    _free_at: float = field(default=0.0, init=False)
+    _owed: Collection[str] = field(default=(), init=False)
+    """Who has yet to show that it has leapt for a reason, see `Accounts.owed`."""
+    _unshown: Counter[str] = field(default_factory=Counter, init=False)
+    """Leaps that were not shown."""
+    _last: tuple[float, float] = field(default=(-math.inf, 0.0), init=False)
+    """When the last audit was over, and how long it took."""
 
     @property
     def unproven(self) -> set[str]:
@@ -147,24 +154,40 @@ class Auditor:
         in_vain = {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
         accused = {peer for peer, passed in self._suspects.items() if not passed}
         tried = {peer for peer, is_tried in self._tried.items() if is_tried}
-        return in_vain | accused | (tried - self._agreed.keys())
+        return in_vain | accused | (tried - self._agreed.keys()) | {*self._owed}
 
     def hear(self, tried: Mapping[str, bool]) -> None:
         """Who says that it has other libraries. Its first word counts: else who is caught would plead them."""
         for peer in tried.keys() - self._tried.keys():
             remember(self._tried, peer, tried[peer], MOST_AUDITED)
 
-    def draw(self, volunteers: Iterable[str], round_index: int) -> tuple[str, bool]:
-        """The peer to ask about the round that ends, or nobody; and whether some of it is to be trained again, for
-        which there is not always time. Call it once in each round, before the exchange."""
+    def draw(self, volunteers: Iterable[str], round_index: int) -> tuple[str, bool, bool]:
+        """The peer to ask about the round that ends, or nobody; whether some of it is to be trained again, for which
+        there is not always time; and whether who has leapt is to be asked, too. Call it once in each round, before the
+        exchange."""
         remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
-        known = sorted(volunteers)
-        if not known or self._drawn[0]:
-            return "", False
-        chance = random.SystemRandom()
-        suspects = [peer for peer in known if peer in self._suspects and chance.random() < _SUSPECTED]
-        self._drawn = chance.choice(suspects or known), round_index
-        return self._drawn[0], time.monotonic() >= self._free_at
+        known, peer = sorted(volunteers), ""
+        if known and not self._drawn[0]:
+            chance = random.SystemRandom()
+            suspects = [peer for peer in known if peer in self._suspects and chance.random() < _SUSPECTED]
+            self._drawn = peer, _ = chance.choice(suspects or known), round_index
+        for_suspects = self._has_time(_SHARE_FOR_SUSPECTS)
+        return peer, for_suspects if peer in self._suspects else self._has_time(_SHARE_FOR_AUDITS), for_suspects
+
+    def _has_time(self, share: float) -> bool:
+        over, took = self._last
+        return time.monotonic() >= over + took / share
+
+    def owe(self, leaps: Mapping[str, int]) -> list[Verdict]:
+        """Who has yet to show a leap, and for how many rounds: until then it does not count. What to say of those who
+        do not show it."""
+        self._owed, found = leaps.keys(), list[Verdict]()
+        for peer in [peer for peer, rounds in leaps.items() if rounds > ROUNDS_TO_SHOW]:
+            self._unshown[peer] += 1
+            self._suspects[peer] = 0
+            is_over = self._unshown[peer] >= _MOST_IN_VAIN
+            found.append(Verdict(peer, *(("dropped", _UNSHOWN) if is_over else ("left out", f"{_UNSHOWN}; {_LATER}"))))
+        return found
 
     def overdue(self, members: Collection[str], round_index: int) -> Verdict | None:
         """The round is over, with these in the group: what to say of the peer that was drawn, if it keeps silent."""
@@ -186,7 +209,8 @@ class Auditor:
         None: it is what the peer has given, and nothing was trained again.
         """
         peer, began, by_libraries = shown.peer, time.monotonic(), False
-        self._drawn = "", -1
+        if peer == self._drawn[0]:
+            self._drawn = "", -1
         try:
             why = self._falsehood(shown)
         except _Otherwise as reason:
@@ -200,7 +224,7 @@ class Auditor:
             return self._in_vain(peer, str(reason))
         finally:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now + (now - began) / _SHARE_FOR_AUDITS)
+            self._last = now, now - began
         if why:
             self.verified.pop(peer, None)
             if by_libraries:
@@ -216,7 +240,7 @@ class Auditor:
         if peer in self._suspects:
             self._suspects[peer] += 1
             if self._suspects[peer] >= _CLEARED:
-                del self._suspects[peer]
+                del self._suspects[peer], self._unshown[peer]
         if shown.account.is_slow:
             self.verified.pop(peer, None)
         if len(shown.wanted) == 1:
@@ -245,12 +269,12 @@ class Auditor:
         _require_same(found[last].theta, off[last][2], length)
         if why := misgiven(shown.given, learned[last]):
             return why
-        if len(shown.wanted) == 1:
-            return ""
         for index, snapshot in found.items():
             _require_same(snapshot.theta, off[index][2], length)
-            if not max(off[index][: 1 + (index in shown.wanted[:2])]) <= _OFF:
+            if not max(off[index][: 1 + (index in shown.wanted[:2] and len(shown.wanted) > 1)]) <= _OFF:
                 return "has said that it was elsewhere than it was"
+        if len(shown.wanted) == 1:
+            return ""
         if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * length:
             raise _Inconclusive("has begun anew with other weights than the run's")
         if (moved := shown.moved) >= 0:
