@@ -39,6 +39,7 @@ from trainkit.swarm.admission import Member  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.averager import Averaged  # noqa: E402
 from trainkit.swarm.link import Outcome, cuts, num_parts  # noqa: E402
+from trainkit.swarm.replay import drawn_of  # noqa: E402
 from trainkit.swarm.robust import Limits, Screen, Strikes  # noqa: E402
 from trainkit.swarm.sync import Average, OuterState, flatten, unflattened  # noqa: E402
 from trainkit.swarm.trial import Trial  # noqa: E402
@@ -48,10 +49,14 @@ SIZES, SEEDS, ROUNDS = ((4, 1), (6, 2), (12, 4)), 2, 32
 FIRST, BATCH, SCOUTS, OWNER, UPDATES, RATE = 4, 32, 4, 0, 20, 1e-3
 SPEEDS = (20, 10, 40, 20, 30, 15)
 """Updates of the volunteers in a round."""
-SENT, TRAINED, STRETCH = 1.0, 0.8, 0.3
+SENT, TRAINED, STRETCHES = 1.0, 0.8, 0.5
 """Chances that an audit finds a cheat: who gives something else than it has trained; who trains otherwise; who does so
-between two snapshots only."""
-SUSPECTED, CLEARED = 0.5, 10
+between as many snapshots as it takes to leap nowhere."""
+LEAP = 0.9
+"""That who leaps is asked, and found, whoever was drawn: but for what gets lost on the way."""
+PROVEN, CLEARED = 3, 10
+HONEST, UNEVEN = 1.0, 8.0
+"""How unevenly peers move."""
 CONFIG = load("hivemind", ["train.precision=fp32", "launch.gpus_per_node=0", "data.workers=0"]).config
 HEAD = ("attack", "attackers", "seed", "loss", "accuracy", "backdoor (without)", "credit", "banned in round",
         "honest left out, banned")  # fmt: skip
@@ -232,6 +237,8 @@ class Attack:
     claim: float = 1.0
     every: int = 1
     """Attacks in one of so many rounds."""
+    leaps: bool = False
+    """Between two snapshots."""
 
 
 ATTACKS: dict[str, Attack] = {
@@ -241,16 +248,17 @@ ATTACKS: dict[str, Attack] = {
     "zeros, 3 times the claim": Attack(SENT, lambda known: known.own * 0, claim=3),
     "half the opposite of the mean": Attack(SENT, lambda known: -0.5 * known.scouts.mean(0)),
     "a little is enough": Attack(SENT, little),
-    "a little is enough, in one stretch": Attack(STRETCH, little),
-    "min-max, in one stretch": Attack(STRETCH, farthest),
+    "a little is enough, in some stretches": Attack(STRETCHES, little),
+    "min-max, in some stretches": Attack(STRETCHES, farthest),
     "7 as 3": Attack(TRAINED, poison=sevens),
     "7 as 3, 3 times the claim": Attack(TRAINED, poison=sevens, claim=3),
     "backdoor": Attack(TRAINED, poison=backdoor),
     "backdoor, 3 times the claim": Attack(TRAINED, poison=backdoor, claim=3),
     "backdoor, hidden": Attack(SENT, hidden, backdoor),
-    "backdoor, hidden in one stretch": Attack(STRETCH, hidden, backdoor),
-    "the same in every 3rd round": Attack(STRETCH, hidden, backdoor, every=3),
-    "wrong labels, hidden in one stretch": Attack(STRETCH, hidden, wrong),
+    "backdoor, hidden in one stretch": Attack(LEAP, hidden, backdoor, leaps=True),
+    "backdoor, hidden in some stretches": Attack(STRETCHES, hidden, backdoor),
+    "the same in every 3rd round": Attack(STRETCHES, hidden, backdoor, every=3),
+    "wrong labels, hidden in some stretches": Attack(STRETCHES, hidden, wrong),
 }
 
 
@@ -294,6 +302,7 @@ class Swarm:
         self.dropped, self.culprits, self.is_stray = Strikes(), Strikes(), False
         self.moved: dict[str, Tensor] = {}
         self.suspects: dict[int, int] = {}
+        self.uneven: dict[str, float] = {}
         self.owner = self._owner()
 
     def _owner(self) -> Averaging:
@@ -375,7 +384,8 @@ class Swarm:
 
     def _average(self, here: Sequence[int], vectors: dict[int, Tensor], claims: dict[int, float]) -> None:
         owner = self.names[OWNER]
-        possible = {self.names[one]: claims[one] for one in here}
+        # Who was found false does not count before it has passed some audits.
+        possible = {self.names[one]: claims[one] * (self.suspects.get(one, PROVEN) >= PROVEN) for one in here}
         limits = Limits(frozenset({owner}), possible, own=owner, keeps=True)
         self.screen, parts = Screen([self.names[one] for one in here], limits, self.size), list[Tensor]()
         for part in cuts(len(vectors[OWNER])):
@@ -395,18 +405,24 @@ class Swarm:
         """Who is found false a second time."""
         if not volunteers:
             return set()
-        suspects = [one for one in volunteers if one in self.suspects and self.random.random() < SUSPECTED]
-        one = self.random.choice(suspects or volunteers)
-        is_found = one in self.bad and self.active and self.random.random() < self.attack.found
-        if is_found and one in self.suspects:
-            return {one}
-        if is_found:
-            self.suspects[one] = 0
-        elif one in self.suspects:
-            self.suspects[one] += 1
-            if self.suspects[one] == CLEARED:
-                del self.suspects[one]
-        return set()
+        for one in volunteers:
+            cheats = one in self.bad and self.active and self.attack.found == STRETCHES
+            before = 0.85 * self.uneven.get(self.names[one], 0.0)
+            self.uneven[self.names[one]] = max(before, UNEVEN if cheats else HONEST)
+        names, suspects = [self.names[one] for one in volunteers], {self.names[one] for one in self.suspects}
+        drawn, out = self.names.index(drawn_of(names, suspects, self.uneven, self.random)), set[int]()
+        leapt = self.bad if self.active and self.attack.leaps else ()
+        for one in {drawn, *set(leapt).intersection(volunteers)}:
+            is_found = one in self.bad and self.active and self.random.random() < self.attack.found
+            if is_found and one in self.suspects:
+                out.add(one)
+            elif is_found:
+                self.suspects[one] = 0
+            elif one in self.suspects:
+                self.suspects[one] += 1
+                if self.suspects[one] == CLEARED:
+                    del self.suspects[one]
+        return out
 
     @torch.no_grad()
     def _measured(self, found: Found) -> Found:

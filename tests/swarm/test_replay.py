@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from trainkit.swarm import replay
 from trainkit.swarm.accounts import Account, Accounts, Journal, Link, Shown, is_too_slow, num_stretches
 from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.link import BLOCK, PART, Codec, cuts, decode, encode, rounded
-from trainkit.swarm.replay import Auditor, misgiven, misled
+from trainkit.swarm.replay import Auditor, drawn_of, misgiven, misled
 from trainkit.swarm.sync import Average, Given, OuterState, flatten
 from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
@@ -258,9 +259,11 @@ def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
     for passed, action in ((9, "dropped"), (10, "left out")):
         swarm = Swarm()
         assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
-        assert swarm.auditor.unproven == {"ben"}  # until it has passed one
-        assert {swarm.audited(trains=False)[0] for _ in range(passed)} == {""}
-        assert swarm.auditor.unproven == set()
+        counts = list[bool]()
+        for _ in range(passed):
+            assert swarm.audited(trains=False)[0] == ""
+            counts.append("ben" not in swarm.auditor.unproven)
+        assert counts == [False, False, *[True] * (passed - 2)]
         assert swarm.audited(sent=half_turned, trains=False)[0] == action
 
 
@@ -508,8 +511,24 @@ def test_who_has_leapt_does_not_count_until_it_has_shown_how() -> None:
         verdicts += [f"{one.action}: {one.why}" for one in swarm.auditor.owe(swarm.accounts.owed())]
     assert swarm.auditor.unproven == {"ben"}
     assert [verdict.partition(":")[0] for verdict in verdicts] == ["left out", "left out", "dropped"]
-    assert verdicts[0].endswith("has not shown how; it counts when it has passed an audit")
+    assert verdicts[0].endswith("has not shown how; it counts when it has passed 3 audits")
     assert swarm.round >= 12
+
+
+def test_who_moves_unevenly_is_drawn_more_often() -> None:
+    chance, uneven = random.Random(0), {"peer-1": 8.0, "peer-2": 1.0}
+    drawn = Counter(drawn_of(["peer-0", "peer-1", "peer-2"], (), uneven, chance) for _ in range(600))
+    assert abs(drawn["peer-1"] / 600 - (1 / 6 + 64 / 65 / 2)) < 0.08
+    assert abs(drawn["peer-0"] / 600 - 1 / 6) < 0.06
+    swarm = Swarm(seconds=1.4)
+    seen = list[float]()
+    for cheat in (lambda swarm: None, leapt, lambda swarm: setattr(swarm, "after_update", lambda: None)):
+        cheat(swarm)
+        swarm.round_of(drawn="ann")
+        seen.append(swarm.accounts.uneven["ben"])
+    honest, while_leaping, later = seen
+    assert 2 * honest < while_leaping
+    assert 0.8 * while_leaping < later < while_leaping
 
 
 @pytest.mark.parametrize("settles_after", [0, 7])

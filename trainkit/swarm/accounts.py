@@ -3,9 +3,9 @@
 It keeps *snapshots* of its model and optimizer, a few in each round, and tells of them by their digests in an *account*
 of the round. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which has them checked where the
 weights have moved most. So an account also says where each snapshot is, in a few random sums of it, which follow from
-all digests: nobody can choose weights by them. Where it says that more has moved, there it is asked more often; who has
-moved much further somewhere than is usual in its round is asked at once, whoever was drawn; and who makes a leap look
-small must say of snapshots that they are elsewhere than they are.
+all digests: nobody can choose weights by them. Where it says that more has moved, there it is asked more often; whoever
+moves unevenly is drawn more often; who has moved much further somewhere than is usual in its round is asked at once;
+and who makes a leap look small must say of snapshots that they are elsewhere than they are.
 """
 
 import hashlib
@@ -42,6 +42,8 @@ _BY_UPDATES = 0.25
 # How many times further than usual, in squares, is a leap. Honest peers came to 1 to 3, to more than 5 in one round of
 # fifty; who makes half a round's way sideways in one of six updates to 4 to 15. And of how many stretches that is said.
 _LEAP, _LEAST_STRETCHES = 5.0, 3
+# Of that so much is even; and how much is left after a round of how unevenly a peer has moved.
+_EVEN, _LEFT = 2.0, 0.85
 _MOST_OWED = 8
 MOST_AUDITED = 1000
 """Peers of whom is remembered what an audit needs."""
@@ -337,6 +339,8 @@ class Accounts:
         """What the peer that was drawn has yet to show, and another one that has leapt; without that."""
         self._owed: dict[str, int] = {}
         """Who has leapt and has not shown it, and for how many rounds."""
+        self.uneven: dict[str, float] = {}
+        """How unevenly each peer has moved in one of the last rounds."""
         self._ends: dict[str, tuple[int, Link]] = {}
         """Of each peer the last account's round, and where it has ended."""
 
@@ -376,9 +380,11 @@ class Accounts:
         goes_on = before in (None, (account.round - 1, begins))
         # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
         is_vouched_for = goes_on or begins.moments == NO_MOMENTS
-        is_drawn, leap = (peer, account.round) == (self.drawn, self._round), -1
-        if not account.is_slow and (self._asks_for_leaps or (is_drawn and self._trains)):
-            leap = leap_in(account)
+        is_drawn, leap, far = (peer, account.round) == (self.drawn, self._round), -1, ratios_in(account)
+        uneven = float((far - _EVEN).clamp_min(0.0).sum())
+        remember(self.uneven, peer, max(uneven, _LEFT * self.uneven.get(peer, 0.0)), MOST_AUDITED)
+        if not account.is_slow and (self._asks_for_leaps or (is_drawn and self._trains)) and far.max() > _LEAP:
+            leap = int(far.argmax())
         is_asked = is_drawn or (leap >= 0 and goes_on and len(self._owed) < _MOST_OWED)
         if not is_vouched_for or peer in self.asked or not is_asked:
             return ()
@@ -386,11 +392,11 @@ class Accounts:
         wanted: tuple[int, ...] = (last,)
         if last and not account.is_slow and (self._trains or leap >= 0):
             updates = [end.position - start.position for start, end in pairwise(account.links)]
-            far = account.where()[:, :2].diff(dim=0).square().sum(2)
+            moves = account.where()[:, :2].diff(dim=0).square().sum(2)
             if trained := [place for place, number in enumerate(updates) if number > 0]:
-                first = leap if leap in trained else self._chosen(trained, updates, far)
+                first = leap if leap in trained else self._chosen(trained, updates, moves)
             if others := [place for place, number in enumerate(updates) if number <= 0]:
-                moved = leap if leap in others else self._chosen(others, [0] * last, far)
+                moved = leap if leap in others else self._chosen(others, [0] * last, moves)
             pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
             wanted = tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
         self.asked[peer] = Shown(peer, account, wanted, b"", goes_on, {}, leapt=not is_drawn, moved=moved)
@@ -423,8 +429,9 @@ class Accounts:
         return place
 
 
-def leap_in(account: Account) -> int:
-    """After which snapshot a peer has moved much further than is usual in that round, by its own account; -1: nowhere.
+def ratios_in(account: Account) -> Tensor:
+    """How many times further than usual in that round, in squares, a peer has moved after each snapshot, by its own
+    account; zeros where that cannot be said.
 
     That is in proportion to the updates: of weights, or of what the optimizer remembers. Where there are none, the
     weights are to move as the common ones do, but for what was contributed.
@@ -432,13 +439,13 @@ def leap_in(account: Account) -> int:
     steps, weights, theta = account.where().diff(dim=0), account.where()[:, 0], account.where()[:, 2]
     updates = torch.tensor([end.position - start.position for start, end in pairwise(account.links)])
     trained, squares = updates > 0, steps.square().sum(2)[:, :2]
+    ratios = torch.zeros(max(1, len(updates)), dtype=torch.float64)
     if int(trained.sum()) < _LEAST_STRETCHES:
-        return -1
+        return ratios
     each = squares[trained] / updates[trained, None]
-    ratios = torch.zeros(len(updates), dtype=torch.float64)
     ratios[trained] = (each / each.median(0).values.clamp_min(TINY)).amax(1)
     own = steps[:, 0] - steps[:, 2]
     ways = torch.stack([own, own + weights[0] - theta[0], weights[1:] - theta[1:]])  # none counted, all, given up
     usual = squares[trained, 0].median().clamp_min(TINY)
     ratios[~trained] = (ways.square().sum(2).amin(0) / usual)[~trained]
-    return int(ratios.argmax()) if float(ratios.max()) > _LEAP else -1
+    return ratios

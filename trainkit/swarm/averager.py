@@ -174,9 +174,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         told = {"peer": peer, "round_index": round_index, "trains": trains, "asks_for_leaps": asks_for_leaps}
         self._outer_pipe.send(("_draw", [], {**told, "differ": differ[-_AT_ONCE:]}))
 
-    def owed(self) -> dict[str, int]:
-        """Who has yet to show a leap, and for how many rounds; see `Accounts.owed`."""
-        found: dict[str, int] = self._ask("_owed")
+    def accounts(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Who has yet to show a leap, and for how many rounds, and how unevenly peers move; see `Accounts`."""
+        found: tuple[dict[str, int], dict[str, float]] = self._ask("_heard")
         return found
 
     def account(self, to: str, told: Told) -> None:
@@ -264,8 +264,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         if peer:
             self._draws, self._arrived = self._draws + 1, {}
 
-    async def _owed(self, asked: Any) -> None:
-        asked.set_result(self._accounts.owed())
+    async def _heard(self, asked: Any) -> None:
+        asked.set_result((self._accounts.owed(), self._accounts.uneven))
 
     async def _account(self, to: str, account: bytes, asked: Any) -> None:
         stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)

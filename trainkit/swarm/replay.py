@@ -25,9 +25,10 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -82,12 +83,12 @@ _MOVED, _ROUNDING = 0.01, 1e-6
 _MOST_IN_VAIN, _LEAST_PASSED = 3, 2
 _SUSPECTED = 0.5
 """Of rounds: one that has failed an audit is asked again, for most cheats are found once in many rounds only."""
-_CLEARED = 10
-"""Audits passed, after which one that has failed is forgotten."""
+_PROVEN, _CLEARED = 3, 10
+"""Audits passed, after which one that has failed one counts again; and after which that is forgotten."""
 _ANOTHER = "has shown something else than it had committed itself to"
 _UNSHOWN = "has moved much further at once than it usually does, and has not shown how"
-_LATER = "it counts when it has passed an audit"
-_ONCE = "it counts when it has passed one; the next time it is banned"
+_LATER = f"it counts when it has passed {_PROVEN} audits"
+_ONCE = f"{_LATER}; the next time it is banned"
 _BY_LIBRARIES = "it may be its other libraries, with which it does not count yet"
 """What follows for who was found false."""
 _EVERYWHERE = ("fp32", "bf16")
@@ -149,10 +150,10 @@ class Auditor:
 
     @property
     def unproven(self) -> set[str]:
-        """Who has shown nothing too often, or something false, and does not count until it has passed an audit; or has
-        other libraries, until some of its updates were made again."""
+        """Who does not count: who has shown nothing too often, until it has passed an audit, or something false, until
+        it has passed some; and who has other libraries, until some of its updates were made again."""
         in_vain = {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
-        accused = {peer for peer, passed in self._suspects.items() if not passed}
+        accused = {peer for peer, passed in self._suspects.items() if passed < _PROVEN}
         tried = {peer for peer, is_tried in self._tried.items() if is_tried}
         return in_vain | accused | (tried - self._agreed.keys()) | {*self._owed}
 
@@ -161,16 +162,20 @@ class Auditor:
         for peer in tried.keys() - self._tried.keys():
             remember(self._tried, peer, tried[peer], MOST_AUDITED)
 
-    def draw(self, volunteers: Iterable[str], round_index: int) -> tuple[str, bool, bool]:
+    def draw(
+        self, volunteers: Iterable[str], round_index: int, uneven: Mapping[str, float] = MappingProxyType({})
+    ) -> tuple[str, bool, bool]:
         """The peer to ask about the round that ends, or nobody; whether some of it is to be trained again, for which
         there is not always time; and whether who has leapt is to be asked, too. Call it once in each round, before the
-        exchange."""
+        exchange.
+
+        Args:
+            uneven: how unevenly each has moved lately, see `Accounts.uneven`.
+        """
         remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
         known, peer = sorted(volunteers), ""
         if known and not self._drawn[0]:
-            chance = random.SystemRandom()
-            suspects = [peer for peer in known if peer in self._suspects and chance.random() < _SUSPECTED]
-            self._drawn = peer, _ = chance.choice(suspects or known), round_index
+            self._drawn = peer, _ = drawn_of(known, self._suspects, uneven, random.SystemRandom()), round_index
         for_suspects = self._has_time(_SHARE_FOR_SUSPECTS)
         return peer, for_suspects if peer in self._suspects else self._has_time(_SHARE_FOR_AUDITS), for_suspects
 
@@ -396,6 +401,16 @@ class Auditor:
         model = deepcopy(own.model)
         config, precise = own.config.model_copy(update={"train": train}), Precision(precision, own.dist)
         return replace(own, config=config, model=model, precision=precise)
+
+
+def drawn_of(known: Sequence[str], suspects: Container[str], uneven: Mapping[str, float], chance: random.Random) -> str:
+    """Whom to audit: a suspect in half of the rounds; else in half of them anybody, and in the others the likelier the
+    more unevenly one moves, in squares."""
+    if held := [peer for peer in known if peer in suspects and chance.random() < _SUSPECTED]:
+        return chance.choice(held)
+    squares = [uneven.get(peer, 0.0) ** 2 for peer in known]
+    (peer,) = chance.choices(known, [1 / len(known) + square / max(sum(squares), TINY) for square in squares])
+    return peer
 
 
 def _trained(

@@ -264,9 +264,10 @@ class TimedLoop(_Loop):
         heard = peer.watch.others(time.time() - LOST_AFTER * seconds)
         volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
         auditor.hear({one: told.tried for one, told in peer.watch.peers.items()})
-        for verdict in auditor.owe(peer.averaging.averager.owed()):
+        owed, uneven = peer.averaging.averager.accounts()
+        for verdict in auditor.owe(owed):
             peer.sentry.note_audit(index, verdict)
-        drawn, trains, asks_for_leaps = auditor.draw(volunteers, index)
+        drawn, trains, asks_for_leaps = auditor.draw(volunteers, index, uneven)
         peer.averaging.averager.draw(drawn, index, trains, asks_for_leaps, [*auditor.differ])
         peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=auditor.unproven)
 
