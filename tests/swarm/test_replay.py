@@ -427,15 +427,20 @@ def poisoned(swarm: Swarm) -> None:
 def leapt(swarm: Swarm) -> None:
     """Once in a round, between two updates, the model is moved as far as it has come in the round, but elsewhere."""
 
-    @torch.no_grad()
-    def leap() -> None:
-        if swarm.position % 24 == 13:
-            tensors = swarm.common._tensors()
-            way = (flatten(tensors) - swarm.common.theta)[: swarm.common.num_parameters]
-            swarm.common._move(way.norm() / way.numel() ** 0.5 * torch.randn(way.shape))
-            swarm.common.version -= 1
+    swarm.after_update = lambda: aside(swarm, 1.0) if swarm.position % 24 == 13 else None
 
-    swarm.after_update = leap
+
+def crept(swarm: Swarm) -> None:
+    """The same, but by a fifth of that, five times in a round."""
+    swarm.after_update = lambda: aside(swarm, 0.2) if swarm.position % 24 in (5, 9, 13, 17, 21) else None
+
+
+@torch.no_grad()
+def aside(swarm: Swarm, share: float) -> None:
+    """The model moves sideways by that share of how far it has come in the round."""
+    way = (flatten(swarm.common._tensors()) - swarm.common.theta)[: swarm.common.num_parameters]
+    swarm.common._move(share * way.norm() / way.numel() ** 0.5 * torch.randn(way.shape))
+    swarm.common.version -= 1
 
 
 def forgetful(swarm: Swarm) -> None:
@@ -473,7 +478,7 @@ def test_who_trains_otherwise_is_caught_when_that_is_drawn(cheat: Callable[[Swar
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("cheat", "share"), [(other_labels, 1.0), (leapt, 0.4), (poisoned, 0.25)])
+@pytest.mark.parametrize(("cheat", "share"), [(other_labels, 1.0), (leapt, 1.0), (poisoned, 1.0), (crept, 0.5)])
 def test_cheats_are_caught_as_often_as_the_security_page_says(cheat: Callable[[Swarm], None], share: float) -> None:
     """In every second round; all the time, or in one of 12 stretches. One volunteer is asked in each round."""
     caught = rounds = 0

@@ -39,8 +39,9 @@ _LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
 _SUMS = 8  # of a snapshot
 # The share of audits that go by the updates that are claimed, not by how far they lead.
 _BY_UPDATES = 0.25
-# How many times further than usual, in squares, is a leap. Honest peers came to 1 to 3, to more than 5 in one round of
-# fifty; who makes half a round's way sideways in one of six updates to 4 to 15. And of how many stretches that is said.
+# How many times further than usual, in squares, is a leap. Real honest peers came to more than 5 in 15 of 276 rounds of
+# six updates, to 9 at most; who went as far sideways at once as in a round otherwise to 5 to 70 in two rounds of three.
+# And of how many stretches that is said.
 _LEAP, _LEAST_STRETCHES = 5.0, 3
 # Of that so much is even; and how much is left after a round of how unevenly a peer has moved.
 _EVEN, _LEFT = 2.0, 0.85

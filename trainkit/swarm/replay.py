@@ -184,9 +184,9 @@ class Auditor:
         return time.monotonic() >= over + took / share
 
     def owe(self, leaps: Mapping[str, int]) -> list[Verdict]:
-        """Who has yet to show a leap, and for how many rounds: until then it does not count. What to say of those who
-        do not show it."""
-        self._owed, found = leaps.keys(), list[Verdict]()
+        """Who has yet to show a leap, and for how many rounds: after a whole one it does not count until then. What to
+        say of those who do not show it."""
+        self._owed, found = {peer for peer, rounds in leaps.items() if rounds > 1}, list[Verdict]()
         for peer in [peer for peer, rounds in leaps.items() if rounds > ROUNDS_TO_SHOW]:
             self._unshown[peer] += 1
             self._suspects[peer] = 0
