@@ -37,7 +37,7 @@ from tests.swarm.attackers import in_blocks  # noqa: E402
 from tests.swarm.test_average import settle  # noqa: E402
 from trainkit.swarm.admission import Member  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
-from trainkit.swarm.averager import Averaged  # noqa: E402
+from trainkit.swarm.averager import _FRESH, Averaged  # noqa: E402
 from trainkit.swarm.link import Outcome, cuts, num_parts  # noqa: E402
 from trainkit.swarm.replay import drawn_of  # noqa: E402
 from trainkit.swarm.robust import Limits, Screen, Strikes  # noqa: E402
@@ -312,7 +312,7 @@ class Swarm:
         me = Member(self.names[OWNER], "owner", "owner", 0, "", b"")
         averager: Any = SimpleNamespace(
             client_mode=False, peer_id=self.names[OWNER], lock_averaged_tensors=threading.Lock(),
-            note_used=self._note_used, taken_back=lambda peer: self.moved.pop(peer, None), alone=self._alone,
+            note_used=self._note_used, taken_back=self._taken_back, alone=self._alone,
         )  # fmt: skip
         dht: Any = SimpleNamespace(member=lambda peer: me if peer == self.names[OWNER] else None)
         link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
@@ -321,8 +321,13 @@ class Swarm:
         return averaging
 
     def _note_used(self) -> None:
+        for known in self.moved.values():
+            known[1] *= _FRESH
         for peer, position, by in self.screen.moved():
-            self.moved.setdefault(peer, torch.zeros(self.size))[position : position + len(by)] += by
+            self.moved.setdefault(peer, torch.zeros(2, self.size))[:, position : position + len(by)] += by
+
+    def _taken_back(self, peer: str) -> Tensor | None:
+        return self.moved.pop(peer).mean(0) if peer in self.moved else None
 
     def _alone(self, peer: str) -> Tensor | None:
         parts = [values for _, values in self.screen.alone(peer)]

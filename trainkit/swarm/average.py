@@ -281,6 +281,8 @@ class Averaging:
         if average is not None and not why:
             step = Average(average, now.next_round, tuple(map(bool, outcome.received)), outcome.counted)
             harm, harmful = self._try(step, now, outcome, rates)
+        if harm:
+            common.apart = now.next_round
         if average is not None and not (why := why or harm):
             used, self._usual_norm = "average", float(average[:size].norm())
             if false and not outcome.sources:

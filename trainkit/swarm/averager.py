@@ -61,6 +61,9 @@ _PIECES_UNDER_WAY = 8
 _INTRODUCED_SECONDS = 12.0
 # Refusals to report of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
+# Of what a peer has moved in a round, half is taken back in any case, and of the other half so much is left after each
+# further round: training makes up for some of it, see docs/tried.md.
+_FRESH = 0.8
 # Peers in a message to the averager's process: it does not wait for the rest of one that comes in several pieces, as of
 # 16 KiB, and dies of it.
 _AT_ONCE = 100
@@ -144,7 +147,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._screen: Screen | None = None
         """Of the last round, with what each has put into it."""
         self._moved: dict[str, Tensor] = {}
-        """Peer -> by what it has moved the averages that were used."""
+        """Peer -> by what it has moved the averages that were used, and what is fresh of it, [2, values]."""
         self._taken_back = torch.zeros(common.num_parameters if own.grant.role == "owner" else 0).share_memory_()
         self._late: dict[str, tuple[int, float]] = {}
         """Peer -> how often in a row it was late, and when it may come again."""
@@ -309,14 +312,16 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def _add_moved(self, screen: Screen) -> None:
         size = self.common.num_parameters
+        for known in self._moved.values():
+            known[1] *= _FRESH
         for peer, position, by in screen.moved():
-            known = self._moved[peer] if peer in self._moved else torch.zeros(size)
-            known[position : position + len(by)] += by
-            remember(self._moved, peer, known, MOST_KEPT // (4 * size))
+            known = self._moved[peer] if peer in self._moved else torch.zeros(2, size)
+            known[:, position : position + len(by)] += by
+            remember(self._moved, peer, known, MOST_KEPT // (8 * size))
 
     async def _take_back(self, peer: str, asked: Any) -> None:
         if (moved := self._moved.pop(peer, None)) is not None:
-            self._taken_back.copy_(moved)
+            self._taken_back.copy_(moved.mean(0))
         asked.set_result(moved is not None)
 
     async def _give_back(self, peer: str, asked: Any) -> None:

@@ -122,6 +122,8 @@ class CommonState(ABC):
         self.round = 0
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
+        self.apart = -10
+        """The last round in which this peer has gone another way than the others, who take over its state then."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before the common weights change, and the model with them."""
 
@@ -304,7 +306,7 @@ class OuterState(CommonState):
 
     def undo(self, moved: Tensor) -> None:
         """Take back by what somebody has moved averages: what came of it, and what momentum is still to make of it."""
-        way = self.lr / (1.0 - self.mu) * moved
+        way, self.apart = self.lr / (1.0 - self.mu) * moved, self.round
         with self.lock:
             self.theta[: self.num_parameters] += way
         self._move(way)
