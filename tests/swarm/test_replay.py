@@ -1,6 +1,7 @@
 """Audits by replay: what honest volunteers show is true, on whatever machine; and what is found of those that cheat."""
 
 import hashlib
+import itertools
 import math
 import random
 import time
@@ -65,7 +66,8 @@ class Swarm:
         with owner.batches(0, 1, seed=0, workers=0) as batches:
             Updater(owner)(batches, lr=RATE, seed=0)
         self.owner.into_model()
-        self.accounts, self.journal = Accounts(32), Journal(self.state, self.common, seconds)
+        self.accounts = Accounts(32, self.common.theta.numel())
+        self.journal = Journal(self.state, self.common, seconds)
         self.update, self.round, self.position = Updater(self.state), 0, 0
         self.late: tuple[Average, Given] | None = None
         self.first = {name: value.clone() for name, value in weights_of(self.state.model).items()}
@@ -88,16 +90,17 @@ class Swarm:
         *,
         settles_after: int = 0,
         sent: Callable[[Tensor], Tensor] = lambda vector: vector,
-        counts: bool = True,
+        counts: bool | Sequence[bool] = True,
         arrives: bool = True,
         adopts: bool = False,
         trains: bool = True,
         drawn: str = "ben",
+        shows: bool = True,
     ) -> Shown | None:
         """A round of 24 updates, of which some come before the last round's average; what the volunteer shows.
 
         Args:
-            counts: its contribution is in the average.
+            counts: its contribution is in the average, or some parts of it.
             arrives: the average arrives at the volunteer as well.
             adopts: the volunteer takes over the owner's weights after the last round's average.
             trains: the owner has time to train some of it again.
@@ -121,13 +124,17 @@ class Swarm:
             for part in cuts(size)
         }
         wanted = self.accounts.hear("ben", told.account)
-        parts = self.accounts.ask_for_parts(arrived) if self.is_slow else ()
+        is_owed = "ben" in self.accounts.asked and self.accounts.asked["ben"].is_owed
+        parts = self.accounts.ask_for_parts(arrived) if self.is_slow and not is_owed else ()
         asked, self.round = self.accounts.take("ben"), self.round + 1
         many = len(given.weights)
-        average = Average(0.5 * given.vector, self.round, (True,) * many, (counts,) * many)
+        counted = (counts,) * many if isinstance(counts, bool) else tuple(counts)
+        average = Average(0.5 * given.vector, self.round, (True,) * many, counted)
         self.owner.step(average, self.owner.nothing(sound=True))
         self.late = replace(average, arrived=(arrives,) * many), given
-        given_there = arrived if drawn == "ben" else {}
+        given_there = {} if is_owed else arrived
+        if shows:
+            self.accounts.shown("ben")
         return asked._replace(data=told.show(wanted, parts), given=given_there) if asked is not None else None
 
     def draw(self, peer: str) -> tuple[str, int, bool, bool]:
@@ -141,6 +148,69 @@ class Swarm:
             shown = shown._replace(account=shown.account.model_copy(update={"precision": precision}))
         verdict = self.auditor.audit(shown)
         return (verdict.action, verdict.why) if verdict is not None else ("", "")
+
+
+def other_labels(swarm: Swarm) -> None:
+    swarm.labels = lambda labels: torch.where(labels == 7, 3, labels)
+
+
+def other_rates(swarm: Swarm) -> None:
+    swarm.rate = 5 * RATE
+
+
+def turned(swarm: Swarm) -> None:
+    """Once in a round, between two updates, the model is moved against what it has learned."""
+
+    @torch.no_grad()
+    def move() -> None:
+        if swarm.position % 24 == 13:
+            swarm.journal.note()
+            theta = flatten(swarm.common._tensors())
+            swarm.common.into_model(theta + 0.5 * (swarm.common.theta - theta))
+
+    swarm.after_update = move
+
+
+def poisoned(swarm: Swarm) -> None:
+    """Once in a round the optimizer is told to remember what it has not seen."""
+
+    def poison() -> None:
+        if swarm.position % 24 == 13:
+            for state in swarm.state.optimizer.state.values():
+                state["exp_avg"].mul_(-1.0)
+
+    swarm.after_update = poison
+
+
+def leapt(swarm: Swarm) -> None:
+    """Once in a round, between two updates, the model is moved as far as it has come in the round, but elsewhere."""
+
+    swarm.after_update = lambda: aside(swarm, 1.0) if swarm.position % 24 == 13 else None
+
+
+def crept(swarm: Swarm) -> None:
+    """The same, but by a fifth of that, five times in a round."""
+    swarm.after_update = lambda: aside(swarm, 0.2) if swarm.position % 24 in (5, 9, 13, 17, 21) else None
+
+
+@torch.no_grad()
+def aside(swarm: Swarm, share: float) -> None:
+    """The model moves sideways by that share of how far it has come in the round."""
+    way = (flatten(swarm.common._tensors()) - swarm.common.theta)[: swarm.common.num_parameters]
+    swarm.common._move(share * way.norm() / way.numel() ** 0.5 * torch.randn(way.shape))
+    swarm.common.version -= 1
+
+
+def forgetful(swarm: Swarm) -> None:
+    """Once in a round the optimizer forgets, and it says that the common weights have moved."""
+
+    def forget() -> None:
+        if swarm.position % 24 == 13:
+            swarm.journal.note()
+            swarm.state.optimizer.state.clear()
+            swarm.common.version += 1
+
+    swarm.after_update = forget
 
 
 TRUE = "true, as was seen in "
@@ -196,17 +266,68 @@ def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
 def test_who_has_a_slow_link_shows_parts_of_what_it_has_given(codec: Codec) -> None:
     swarm = Swarm(codec=codec, is_slow=True)
-    swarm.auditor.verified["ben"] = 768.0  # by what it has shown when its link was quicker
     for settles_after in range(4):
-        shown = swarm.round_of(settles_after=settles_after)
+        shown = swarm.round_of(settles_after=settles_after, trains=False)
         assert shown is not None
         assert len(set(shown.parts)) == 2
         assert 2 * 4 * PART // 2 < len(shown.data) < 2 * 4 * PART + 2000
         assert swarm.auditor.audit(shown) is None
-        assert not swarm.auditor.verified
-    found = swarm.audited(sent=half_turned)
+    found = swarm.audited(sent=half_turned, trains=False)
     assert found[0] == "left out"
     assert found[1].startswith("has given something else than it has trained (cosine ")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("counts", [True, False, (True, False, True)])
+def test_now_and_then_it_shows_one_snapshot_or_a_move(precision: str, counts: Any) -> None:
+    swarm, kinds = Swarm(is_slow=True, precision=precision), set[bool]()
+    for settles_after in itertools.cycle((0, 5, 7, 3)):
+        shown = swarm.round_of(settles_after=settles_after, counts=counts)
+        if shown is None or (swarm.round > 8 and kinds == {False, True}):
+            break
+        assert len(shown.data) < 14 * swarm.common.theta.numel()
+        kinds.add(len(shown.wanted) > 1)
+        verdict = swarm.auditor.audit(shown)
+        assert verdict is not None
+        assert verdict.why.startswith(TRUE), verdict
+    assert kinds == {False, True}
+    assert swarm.auditor.verified
+
+
+@pytest.mark.parametrize("cheat", [other_labels, leapt, poisoned, turned])
+def test_who_has_a_slow_link_is_caught_as_others_are(cheat: Callable[[Swarm], None]) -> None:
+    swarm, found = Swarm(is_slow=True), list[str]()
+    cheat(swarm)
+    while len(found) < 200 and found[-1:] != ["left out"]:
+        found.append(swarm.audited()[0])
+    assert found[-1] == "left out"
+
+
+def test_for_a_snapshot_a_slow_peer_has_as_long_as_its_link_takes() -> None:
+    accounts = Accounts(32, 1_000_000)
+    accounts.received = {"fp16": 2_000_000, "8bit": 1_000_000, "a third of 4bit": 170_000}
+    allowed = {
+        peer: accounts._time_for(peer, False, is_slow=True).allowed for peer in (*accounts.received, "unheard of")
+    }
+    assert allowed == {"fp16": 6, "8bit": 9, "a third of 4bit": 39, "unheard of": 60}
+    assert accounts._time_for("8bit", True, is_slow=True).counts == 1  # until it has shown how it has leapt
+    assert accounts._time_for("8bit", True, is_slow=False).allowed == 3
+
+
+def test_one_slow_peer_shows_a_snapshot_at_a_time_and_nobody_waits_for_it() -> None:
+    swarm = Swarm(is_slow=True)
+    shown = swarm.round_of(shows=False)
+    assert shown is not None
+    assert shown.is_owed
+    for _ in range(10):  # rounds in which it is under way
+        swarm.auditor.owe(swarm.accounts.heard())
+        assert swarm.auditor.draw(["ann"], swarm.round)[0] == "ann"
+        swarm.auditor._drawn = "", -1
+        assert swarm.round_of(shows=False) is None
+        assert not swarm.auditor.unproven
+    verdict = swarm.auditor.audit(shown)  # of a round that is long over
+    assert verdict is not None
+    assert verdict.why.startswith(TRUE)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +335,7 @@ def test_who_has_a_slow_link_shows_parts_of_what_it_has_given(codec: Codec) -> N
 )
 def test_parts_are_those_that_a_peer_has_committed_itself_to(what: str) -> None:
     swarm = Swarm(is_slow=True)
-    shown = swarm.round_of()
+    shown = swarm.round_of(trains=False)
     assert shown is not None
     tensors = safetensors.torch.load(shown.data)
     name = str(shown.parts[0])
@@ -396,69 +517,6 @@ def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why:
     assert said == [*[("audited", why)] * 3, ("left out", why)]
 
 
-def other_labels(swarm: Swarm) -> None:
-    swarm.labels = lambda labels: torch.where(labels == 7, 3, labels)
-
-
-def other_rates(swarm: Swarm) -> None:
-    swarm.rate = 5 * RATE
-
-
-def turned(swarm: Swarm) -> None:
-    """Once in a round, between two updates, the model is moved against what it has learned."""
-
-    @torch.no_grad()
-    def move() -> None:
-        if swarm.position % 24 == 13:
-            swarm.journal.note()
-            theta = flatten(swarm.common._tensors())
-            swarm.common.into_model(theta + 0.5 * (swarm.common.theta - theta))
-
-    swarm.after_update = move
-
-
-def poisoned(swarm: Swarm) -> None:
-    """Once in a round the optimizer is told to remember what it has not seen."""
-
-    def poison() -> None:
-        if swarm.position % 24 == 13:
-            for state in swarm.state.optimizer.state.values():
-                state["exp_avg"].mul_(-1.0)
-
-    swarm.after_update = poison
-
-
-def leapt(swarm: Swarm) -> None:
-    """Once in a round, between two updates, the model is moved as far as it has come in the round, but elsewhere."""
-
-    swarm.after_update = lambda: aside(swarm, 1.0) if swarm.position % 24 == 13 else None
-
-
-def crept(swarm: Swarm) -> None:
-    """The same, but by a fifth of that, five times in a round."""
-    swarm.after_update = lambda: aside(swarm, 0.2) if swarm.position % 24 in (5, 9, 13, 17, 21) else None
-
-
-@torch.no_grad()
-def aside(swarm: Swarm, share: float) -> None:
-    """The model moves sideways by that share of how far it has come in the round."""
-    way = (flatten(swarm.common._tensors()) - swarm.common.theta)[: swarm.common.num_parameters]
-    swarm.common._move(share * way.norm() / way.numel() ** 0.5 * torch.randn(way.shape))
-    swarm.common.version -= 1
-
-
-def forgetful(swarm: Swarm) -> None:
-    """Once in a round the optimizer forgets, and it says that the common weights have moved."""
-
-    def forget() -> None:
-        if swarm.position % 24 == 13:
-            swarm.journal.note()
-            swarm.state.optimizer.state.clear()
-            swarm.common.version += 1
-
-    swarm.after_update = forget
-
-
 @pytest.mark.parametrize(
     ("cheat", "why"),
     [
@@ -505,7 +563,7 @@ def test_who_leaps_is_asked_at_once_whoever_was_drawn(cheat: Callable[[Swarm], N
     for action in ("left out", "dropped"):
         shown = swarm.round_of(drawn="ann")
         assert shown is not None
-        assert shown.leapt
+        assert shown.is_owed
         verdict = swarm.auditor.audit(shown)
         assert verdict is not None
         assert (verdict.action, verdict.why[:4]) == (action, "has ")
@@ -515,9 +573,9 @@ def test_who_has_leapt_does_not_count_until_it_has_shown_how() -> None:
     swarm, verdicts = Swarm(seconds=1.4), list[str]()
     leapt(swarm)
     while len(verdicts) < 3:
-        swarm.round_of(drawn="ann")  # and nothing of it comes
+        swarm.round_of(drawn="ann", shows=False)
         swarm.auditor._suspects.clear()  # as if an audit had been passed in between
-        verdicts += [f"{one.action}: {one.why}" for one in swarm.auditor.owe(swarm.accounts.owed())]
+        verdicts += [f"{one.action}: {one.why}" for one in swarm.auditor.owe(swarm.accounts.heard())]
     assert swarm.auditor.unproven == {"ben"}
     assert [verdict.partition(":")[0] for verdict in verdicts] == ["left out", "left out", "dropped"]
     assert verdicts[0].endswith("has not shown how; it counts when it has passed 3 audits")
@@ -534,7 +592,7 @@ def test_who_moves_unevenly_is_drawn_more_often() -> None:
     for cheat in (lambda swarm: None, leapt, lambda swarm: setattr(swarm, "after_update", lambda: None)):
         cheat(swarm)
         swarm.round_of(drawn="ann")
-        seen.append(swarm.accounts.uneven["ben"])
+        seen.append(swarm.accounts.heard().uneven["ben"])
     honest, while_leaping, later = seen
     assert 2 * honest < while_leaping
     assert 0.8 * while_leaping < later < while_leaping

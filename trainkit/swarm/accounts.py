@@ -10,6 +10,7 @@ and who makes a leap look small must say of snapshots that they are elsewhere th
 
 import hashlib
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,14 +44,17 @@ _BY_UPDATES = 0.25
 # six updates, to 9 at most; who went as far sideways at once as in a round otherwise to 5 to 70 in two rounds of three.
 # And of how many stretches that is said.
 _LEAP, _LEAST_STRETCHES = 5.0, 3
+# The same of who has a slow link, and does not count for some rounds then.
+_LEAP_OF_SLOW = 10.0
 # Of that so much is even; and how much is left after a round of how unevenly a peer has moved.
 _EVEN, _LEFT = 2.0, 0.85
 _MOST_OWED = 8
 MOST_AUDITED = 1000
 """Peers of whom is remembered what an audit needs."""
 ROUNDS_TO_SHOW = 3
-# Of which a peer may spend this share on it; and what it is asked for that cannot show all in time.
-_SHARE_TO_SHOW, _PARTS_TO_SHOW = 0.5, 2
+# Of its link that a peer spends on it; parts that it is asked for, if it cannot show all in time; and rounds that it
+# has at most to show one snapshot.
+SHARE_TO_SHOW, _PARTS_TO_SHOW, _MOST_ROUNDS_TO_SHOW = 0.5, 2, 60
 TINY = 1e-30
 """Nothing is divided by less."""
 _LARGEST = 1e12
@@ -80,7 +84,7 @@ class Account(BaseModel):
     precision: Annotated[str, Field(max_length=8)]
     micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
     is_slow: bool = False
-    """Its link is: it can show parts of its weights, but no whole snapshots, see `is_too_slow`."""
+    """Its link is: it shows parts of its weights, and one snapshot in many rounds, see `is_too_slow`."""
     sums: Annotated[str, Field(max_length=24 * _SUMS * _LONGEST_CHAIN, pattern="^([0-9a-f]{2})*$")]
     """Of each snapshot's weights, what its optimizer remembers, and the common weights that it goes on from: float32
     [links, 3, _SUMS], in hex."""
@@ -115,7 +119,14 @@ def most_bytes(values: int) -> int:
 
 def is_too_slow(upload: float | None, values: int, round_seconds: float) -> bool:
     """Whether a peer that can send so many bytes per second cannot show in time what may be asked for."""
-    return upload is not None and most_bytes(values) > upload * _SHARE_TO_SHOW * ROUNDS_TO_SHOW * round_seconds
+    return upload is not None and most_bytes(values) > upload * SHARE_TO_SHOW * ROUNDS_TO_SHOW * round_seconds
+
+
+def with_moments(account: Account, wanted: Sequence[int]) -> Sequence[int]:
+    """The snapshots that are shown with what the optimizer remembers."""
+    if account.is_slow:
+        return wanted if len(wanted) == 1 and wanted[0] + 1 < len(account.links) else ()
+    return wanted[:2] if wanted[1:] else ()
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -185,26 +196,26 @@ class _Round:
     """What a peer can show of a round."""
 
     model: nn.Module
+    account: Account
     snapshots: Sequence[Snapshot]
     rates: Mapping[int, float]
     """Learning rate of the update at each position."""
-    is_slow: bool
 
     def show(self, wanted: Sequence[int], parts: Sequence[int] = ()) -> bytes:
-        """Their weights and, of the first two, which are neighbours, all; or ``parts`` of the last one and all of its
+        """What is wanted of snapshots; of who has a slow link, instead of the last one ``parts`` of it, and all of its
         digests. As a safetensors file in memory."""
-        if self.is_slow:
-            last = self.snapshots[-1]
+        last, links = self.snapshots[-1], self.account.links
+        if self.account.is_slow and [*wanted] == [len(links) - 1]:
             places = list(cuts(len(vector := torch.cat(parameters_of(self.model, last.weights)))))
             tensors = {str(part): vector[places[part]] for part in parts}
             return _safetensors(tensors | {"digests": torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)})
-        pair = [self.snapshots[index].link.position for index in wanted[:2]]
-        rates = [self.rates[position] for position in range(*pair)] if wanted[1:] else []
-        tensors = {"rates": torch.tensor(rates, dtype=torch.float64)}
-        for place, index in enumerate(wanted):
+        whole = with_moments(self.account, wanted)
+        updates = range(links[whole[0]].position, links[whole[0] + 1].position) if whole else ()
+        tensors = {"rates": torch.tensor([self.rates[position] for position in updates], dtype=torch.float64)}
+        for index in wanted:
             shown = self.snapshots[index]
             tensors |= {f"{index}.weights.{name}": value for name, value in shown.weights.items()}
-            if wanted[1:] and place < 2:
+            if index in whole:
                 tensors |= {f"{index}.moments.{name}": value for name, value in shown.moments.items()}
         return _safetensors(tensors)
 
@@ -264,12 +275,12 @@ class Journal:
     def close(self, round_index: int, *, is_slow: bool = False) -> Told | None:
         """The round is over; None where there is nothing to tell."""
         self.note()
-        last = _Round(self._state.model, self._kept, self._rates, is_slow)
+        state, snapshots, rates = self._state, self._kept, self._rates
         self._kept, self._rates = self._kept[-1:], {}
-        if len(last.snapshots) > _LONGEST_CHAIN:
+        if len(snapshots) > _LONGEST_CHAIN:
             return None
-        state, links = self._state, [snapshot.link for snapshot in last.snapshots]
-        sums = [sums_of(links, part) for one in last.snapshots for part in summed_parts(state.model, one)]
+        links = [snapshot.link for snapshot in snapshots]
+        sums = [sums_of(links, part) for one in snapshots for part in summed_parts(state.model, one)]
         account = Account(
             round=round_index,
             links=links,
@@ -278,7 +289,7 @@ class Journal:
             is_slow=is_slow,
             sums=torch.stack(sums).numpy().tobytes().hex(),
         )
-        return Told(account.model_dump_json().encode(), last.show)
+        return Told(account.model_dump_json().encode(), _Round(state.model, account, snapshots, rates).show)
 
 
 Standing = Literal["counts", "tried", "differs"]
@@ -311,7 +322,8 @@ class Shown(NamedTuple):
     peer: str
     account: Account
     wanted: Sequence[int]
-    """Two neighbours, the last one, the first, and two neighbours more; or the last one alone."""
+    """Two neighbours, the last one, the first, and two neighbours more; or the last one alone. Of who has a slow link
+    the last one, in parts; or another one, with all; or two neighbours and the first one."""
     data: bytes
     goes_on: bool
     """It goes on from the last round's account; else it may have forgotten what it has done."""
@@ -319,29 +331,55 @@ class Shown(NamedTuple):
     """Position -> what it has given there, an array, as far as this peer has reduced it."""
     parts: Sequence[int] = ()
     """Of the last one, where the peer cannot show more."""
-    leapt: bool = False
-    """It was not drawn, but has moved further between the first two than is usual."""
+    is_owed: bool = False
+    """It has rounds to show it, and may have given something else meanwhile."""
     moved: int = -1
     """Between this one and the next the common weights have moved; -1: they have not."""
+
+
+class _Owed(NamedTuple):
+    """What a peer has been asked for that takes some rounds."""
+
+    allowed: int
+    """So many rounds."""
+    counts: int
+    """For so many of them it counts."""
+    has_leapt: bool
+    rounds: int = 0
+
+
+class Heard(NamedTuple):
+    """What the owner learns of accounts before each round."""
+
+    owing: Collection[str]
+    """Who is showing something, or is about to."""
+    late: Collection[str]
+    """Those of them who do not count until they have."""
+    refused: Mapping[str, bool]
+    """Who has not shown it in time, and is not asked any more; and whether it had leapt."""
+    uneven: Mapping[str, float]
+    """How unevenly each peer has moved in one of the last rounds."""
 
 
 class Accounts:
     """Hears accounts, and says what has to be shown, and by whom; in the averager's process.
 
-    ``batch``: samples of an update.
+    Args:
+        batch: samples of an update.
+        values: of the model.
     """
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    def __init__(self, batch: int, values: int = 0) -> None:
+        self._batch, self._values = batch, values
         self.stated: dict[str, float] = {}
         """Samples of each peer's last account."""
+        self.received: Mapping[str, int] = {}
+        """Bytes of each peer's parts that have arrived in the last round."""
         self.drawn, self._round, self._trains, self._asks_for_leaps = "", -1, False, False
         self.asked: dict[str, Shown] = {}
-        """What the peer that was drawn has yet to show, and another one that has leapt; without that."""
-        self._owed: dict[str, int] = {}
-        """Who has leapt and has not shown it, and for how many rounds."""
-        self.uneven: dict[str, float] = {}
-        """How unevenly each peer has moved in one of the last rounds."""
+        """What peers have yet to show, without that."""
+        self._owed: dict[str, _Owed] = {}
+        self._uneven: dict[str, float] = {}
         self._ends: dict[str, tuple[int, Link]] = {}
         """Of each peer the last account's round, and where it has ended."""
 
@@ -350,17 +388,18 @@ class Accounts:
         what came of it. ``asks_for_leaps``: there is time for that, too."""
         if peer:
             self.drawn, self._round, self._trains = peer, round_index, trains
-        self.asked = {
-            one: shown for one, shown in self.asked.items() if shown.leapt or (one == self.drawn and not peer)
-        }
+        kept = (one for one, shown in self.asked.items() if shown.is_owed or (one == self.drawn and not peer))
+        self.asked = {one: self.asked[one] for one in kept}
         self._asks_for_leaps = asks_for_leaps
 
-    def owed(self) -> dict[str, int]:
-        """Who has yet to show a leap, and for how many rounds; asked once in each. Who has owed it for too long is not
-        asked any more."""
-        self._owed = {peer: rounds + 1 for peer, rounds in self._owed.items() if rounds <= ROUNDS_TO_SHOW}
-        self.asked = {one: shown for one, shown in self.asked.items() if not shown.leapt or one in self._owed}
-        return self._owed
+    def heard(self) -> Heard:
+        """Ask once in each round."""
+        owed = {peer: one._replace(rounds=one.rounds + 1) for peer, one in self._owed.items()}
+        refused = {peer: one.has_leapt for peer, one in owed.items() if one.rounds > one.allowed}
+        self._owed = {peer: one for peer, one in owed.items() if peer not in refused}
+        self.asked = {one: shown for one, shown in self.asked.items() if one not in refused}
+        late = [peer for peer, one in self._owed.items() if one.rounds > one.counts]
+        return Heard([*self._owed], late, refused, self._uneven)
 
     def take(self, peer: str) -> Shown | None:
         """What that peer was asked for, and begins to show."""
@@ -383,27 +422,48 @@ class Accounts:
         is_vouched_for = goes_on or begins.moments == NO_MOMENTS
         is_drawn, leap, far = (peer, account.round) == (self.drawn, self._round), -1, ratios_in(account)
         uneven = float((far - _EVEN).clamp_min(0.0).sum())
-        remember(self.uneven, peer, max(uneven, _LEFT * self.uneven.get(peer, 0.0)), MOST_AUDITED)
-        if not account.is_slow and (self._asks_for_leaps or (is_drawn and self._trains)) and far.max() > _LEAP:
+        remember(self._uneven, peer, max(uneven, _LEFT * self._uneven.get(peer, 0.0)), MOST_AUDITED)
+        trains = is_drawn and self._trains
+        if (self._asks_for_leaps or trains) and far.max() > (_LEAP_OF_SLOW if account.is_slow else _LEAP):
             leap = int(far.argmax())
         is_asked = is_drawn or (leap >= 0 and goes_on and len(self._owed) < _MOST_OWED)
-        if not is_vouched_for or peer in self.asked or not is_asked:
+        if not is_vouched_for or peer in self.asked or peer in self._owed or not is_asked:
             return ()
-        last, first, moved = len(account.links) - 1, -1, -1
-        wanted: tuple[int, ...] = (last,)
-        if last and not account.is_slow and (self._trains or leap >= 0):
-            updates = [end.position - start.position for start, end in pairwise(account.links)]
-            moves = account.where()[:, :2].diff(dim=0).square().sum(2)
-            if trained := [place for place, number in enumerate(updates) if number > 0]:
-                first = leap if leap in trained else self._chosen(trained, updates, moves)
-            if others := [place for place, number in enumerate(updates) if number <= 0]:
-                moved = leap if leap in others else self._chosen(others, [0] * last, moves)
-            pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
-            wanted = tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
-        self.asked[peer] = Shown(peer, account, wanted, b"", goes_on, {}, leapt=not is_drawn, moved=moved)
-        if not is_drawn:
-            self._owed.setdefault(peer, 0)
+        last = len(account.links) - 1
+        moved, wanted = (-1, (last,)) if not last or (leap < 0 and not trains) else self._wanted(account, leap)
+        is_owed = not is_drawn or (account.is_slow and wanted != (last,))
+        self.asked[peer] = Shown(peer, account, wanted, b"", goes_on, {}, is_owed=is_owed, moved=moved)
+        if is_owed:
+            self._owed[peer] = self._time_for(peer, leap >= 0, is_slow=account.is_slow)
         return wanted
+
+    def _wanted(self, account: Account, leap: int) -> tuple[int, tuple[int, ...]]:
+        """Snapshots by which it can be seen how a peer has trained, and at which of them the common weights have moved;
+        -1: at none."""
+        last, first, moved = len(account.links) - 1, -1, -1
+        updates = [end.position - start.position for start, end in pairwise(account.links)]
+        moves = account.where()[:, :2].diff(dim=0).square().sum(2)
+        if trained := [place for place, number in enumerate(updates) if number > 0]:
+            first = leap if leap in trained else self._chosen(trained, updates, moves)
+        if others := [place for place, number in enumerate(updates) if number <= 0]:
+            moved = leap if leap in others else self._chosen(others, [0] * last, moves)
+        if account.is_slow:
+            if leap < 0 and any(not one.has_leapt for one in self._owed.values()):
+                return -1, (last,)  # slow peers show theirs one after the other
+            if first >= 0 and (moved < 0 or leap >= 0 or random.SystemRandom().random() < 0.5):
+                return -1, (first,)
+            return moved, tuple(dict.fromkeys((moved, moved + 1, 0)))
+        pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
+        return moved, tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
+
+    def _time_for(self, peer: str, has_leapt: bool, *, is_slow: bool) -> _Owed:
+        """For a snapshot a peer has as long as it takes with the link by which its parts have come: these within a
+        quarter of a round, and half of the link is for what is shown."""
+        if not is_slow:
+            return _Owed(ROUNDS_TO_SHOW, 1, has_leapt)
+        needed = math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
+        allowed = min(ROUNDS_TO_SHOW + needed, _MOST_ROUNDS_TO_SHOW)
+        return _Owed(allowed, 1 if has_leapt else allowed, has_leapt)
 
     def ask_for_parts(self, given: Collection[int]) -> tuple[int, ...]:
         """Which parts the peer has to show that cannot show more. Ask when it has given all: else it could give the
@@ -448,5 +508,6 @@ def ratios_in(account: Account) -> Tensor:
     own = steps[:, 0] - steps[:, 2]
     ways = torch.stack([own, own + weights[0] - theta[0], weights[1:] - theta[1:]])  # none counted, all, given up
     usual = squares[trained, 0].median().clamp_min(TINY)
-    ratios[~trained] = (ways.square().sum(2).amin(0) / usual)[~trained]
+    if not account.is_slow:  # of whose contribution some parts are counted, and others not
+        ratios[~trained] = (ways.square().sum(2).amin(0) / usual)[~trained]
     return ratios

@@ -31,7 +31,17 @@ from torch import Tensor
 
 from trainkit.swarm import processes
 from trainkit.swarm.access import bound_calls, bound_node
-from trainkit.swarm.accounts import Accounts, Answer, Shown, Standing, Told, most_bytes, read_answer
+from trainkit.swarm.accounts import (
+    SHARE_TO_SHOW,
+    Accounts,
+    Answer,
+    Heard,
+    Shown,
+    Standing,
+    Told,
+    most_bytes,
+    read_answer,
+)
 from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.exchange import Exchange, State, digest_of, in_order, read_state, sign_digest
 from trainkit.swarm.invitations import Pass
@@ -131,7 +141,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
         self._possible: Mapping[str, float] = {}
         self._verified: Mapping[str, float] = {}
-        self._accounts = Accounts(batch)
+        self._accounts = Accounts(batch, values)
         self._differ: Sequence[str] = ()
         self.standing: Standing = "tried"
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
@@ -177,15 +187,19 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         told = {"peer": peer, "round_index": round_index, "trains": trains, "asks_for_leaps": asks_for_leaps}
         self._outer_pipe.send(("_draw", [], {**told, "differ": differ[-_AT_ONCE:]}))
 
-    def accounts(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Who has yet to show a leap, and for how many rounds, and how unevenly peers move; see `Accounts`."""
-        found: tuple[dict[str, int], dict[str, float]] = self._ask("_heard")
+    def heard(self) -> Heard:
+        """See `Accounts.heard`."""
+        found: Heard = self._ask("_heard")
         return found
 
-    def account(self, to: str, told: Told) -> None:
-        """Tell the owner of a round, and show what it then wants to see, while this peer goes on."""
+    def account(self, to: str, told: Told, upload: float | None = None) -> None:
+        """Tell the owner of a round, and show what it then wants to see, while this peer goes on.
+
+        ``upload``: bytes per second that this peer can send, where that is known.
+        """
         asked: Any = MPFuture()
-        self._outer_pipe.send(("_account", [], {"to": to, "account": told.account, "asked": asked}))
+        pace = _PIECE / (SHARE_TO_SHOW * upload) if upload else 0.0
+        self._outer_pipe.send(("_account", [], {"to": to, "account": told.account, "pace": pace, "asked": asked}))
 
         def show() -> None:
             with suppress(FutureTimeoutError, OSError):
@@ -268,9 +282,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             self._draws, self._arrived = self._draws + 1, {}
 
     async def _heard(self, asked: Any) -> None:
-        asked.set_result((self._accounts.owed(), self._accounts.uneven))
+        asked.set_result(self._accounts.heard())
 
-    async def _account(self, to: str, account: bytes, asked: Any) -> None:
+    async def _account(self, to: str, account: bytes, pace: float, asked: Any) -> None:
         stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)
         answer = Answer()
         with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
@@ -286,6 +300,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     while self._running_groups:  # others wait for what this peer gives
                         await asyncio.sleep(0.1)
                     yield DownloadData(tensor_part=runtime_pb2.Tensor(buffer=data[first : first + _PIECE]))
+                    await asyncio.sleep(pace)
 
             with suppress(Exception):
                 async for _ in await stub.rpc_show(pieces()):
@@ -386,7 +401,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         is_member = self.guard.admission.admitted(peer) is not None
         wanted, draw = self._accounts.hear(peer, request.metadata) if is_member else (), self._draws
         parts: tuple[int, ...] = ()
-        if wanted and self._accounts.asked[peer].account.is_slow:
+        if wanted and (asked := self._accounts.asked[peer]).account.is_slow and not asked.is_owed:
             wanted = wanted if await self._has_given(draw) else ()
             parts = self._accounts.ask_for_parts(self._arrived) if wanted else ()
         standing: Standing = "counts" if self._possible.get(peer) else "tried"
@@ -404,10 +419,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             if len(data) > most:
                 return
             yield DownloadData()
-        if not (asked.leapt or await self._has_given(draw)):
+        if not (asked.is_owed or await self._has_given(draw)):
             return
         self._accounts.shown(asked.peer)
-        shown = asked._replace(data=bytes(data), given={} if asked.leapt else self._arrived)
+        shown = asked._replace(data=bytes(data), given={} if asked.is_owed else self._arrived)
         async with self._showing:  # one after the other: it may take a round until this peer looks
             await self._in_thread(self._tell_shown.send, shown)
         yield DownloadData()
@@ -560,7 +575,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         verdicts = (*runner.screen.verdicts(), *self._refused.values())
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
-        self._screen = runner.screen
+        self._screen, self._accounts.received = runner.screen, runner.received
         if self._is_drawn and draw == self._draws:
             self._is_drawn, self._arrived = False, runner.screen.given
         self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))

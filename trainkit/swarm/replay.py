@@ -13,7 +13,8 @@ of this round and of the one before were made. It checks four things:
 
 Whoever gives something else than it has trained is caught by every audit. Who says that its link is too slow to show
 whole snapshots is asked, once they are given, for its weights in some of the parts that it has given: that finds the
-same in those parts, and says nothing about how they were trained.
+same in those parts. Now and then it has many rounds to show one snapshot, from which its updates are made again and
+compared by the sums; or two between which the common weights have moved.
 
 Who trains by the same settings on like hardware gets the very same bits; other numbers of threads, micro batches and
 number formats get others (docs/security.md has what was measured). What passes is compared by the length of the
@@ -45,6 +46,7 @@ from trainkit.swarm.accounts import (
     ROUNDS_TO_SHOW,
     TINY,
     Account,
+    Heard,
     Link,
     Shown,
     Snapshot,
@@ -55,6 +57,7 @@ from trainkit.swarm.accounts import (
     parameters_of,
     summed_parts,
     sums_of,
+    with_moments,
 )
 from trainkit.swarm.admission import remember
 from trainkit.swarm.link import PART, cuts, misrounded, rounded
@@ -73,6 +76,7 @@ _OFF = 1e-4
 # peers are then off by half of what may be, and those who turn labels by twice that).
 _ALIKE, _AS_FAR = 0.02, 4.0
 _NOISE, _OTHER_NOISE = 1e-6, 2e-3
+_SUMMED = 2.0
 # Of what was learned, by which a contribution may differ, which was rounded on its way; the same of what 4 bit make of
 # that, which is known; and how much longer it may be.
 _ROUNDED, _MISROUNDED, _LONGER = 0.1, 0.04, 1.1
@@ -80,7 +84,7 @@ _HALF = 2.0**-24  # the smallest number of fp16
 # The same of a model that has followed the common weights; and of the common weights, which are rounded as well.
 _MOVED, _ROUNDING = 0.01, 1e-6
 # Messages get lost: so many audits in a row may come to nothing. And so many must be passed for a speed to be known.
-_MOST_IN_VAIN, _LEAST_PASSED = 3, 2
+_MOST_IN_VAIN, _LEAST_PASSED, _MOST_PINNED = 3, 2, 16
 # Until all have the owner's weights again, where it has gone another way than they.
 _ROUNDS_APART = 3
 _SUSPECTED = 0.5
@@ -142,9 +146,12 @@ class Auditor:
     """Who has failed one audit, as an honest peer may whose network fails in the midst of a round; and how many it has
     passed since."""
     _thetas: dict[int, Tensor] = field(default_factory=dict, init=False)
+    """The common weights before each of the last rounds."""
     _drawn: tuple[str, int] = field(default=("", -1), init=False)
-    _owed: Collection[str] = field(default=(), init=False)
-    """Who has yet to show that it has leapt for a reason, see `Accounts.owed`."""
+    _late: Collection[str] = field(default=(), init=False)
+    """Who does not count until it has shown what it was asked for, see `Heard`."""
+    _pinned: dict[str, Mapping[int, Tensor]] = field(default_factory=dict, init=False)
+    """The same of the rounds of which a peer has yet to show something."""
     _unshown: Counter[str] = field(default_factory=Counter, init=False)
     """Leaps that were not shown."""
     _last: tuple[float, float] = field(default=(-math.inf, 0.0), init=False)
@@ -157,7 +164,7 @@ class Auditor:
         in_vain = {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
         accused = {peer for peer, passed in self._suspects.items() if passed < _PROVEN}
         tried = {peer for peer, is_tried in self._tried.items() if is_tried}
-        return in_vain | accused | (tried - self._agreed.keys()) | {*self._owed}
+        return in_vain | accused | (tried - self._agreed.keys()) | {*self._late}
 
     def hear(self, tried: Mapping[str, bool]) -> None:
         """Who says that it has other libraries. Its first word counts: else who is caught would plead them."""
@@ -185,11 +192,19 @@ class Auditor:
         over, took = self._last
         return time.monotonic() >= over + took / share
 
-    def owe(self, leaps: Mapping[str, int]) -> list[Verdict]:
-        """Who has yet to show a leap, and for how many rounds: after a whole one it does not count until then. What to
-        say of those who do not show it."""
-        self._owed, found = {peer for peer, rounds in leaps.items() if rounds > 1}, list[Verdict]()
-        for peer in [peer for peer, rounds in leaps.items() if rounds > ROUNDS_TO_SHOW]:
+    def owe(self, heard: Heard) -> list[Verdict]:
+        """Take note of who has yet to show something; what to say of those who do not show it. Call it once in each
+        round, before `draw`."""
+        self._late, found = heard.late, list[Verdict]()
+        if self._drawn[0] in heard.owing:
+            self._drawn = "", -1  # it has more time than who was drawn
+        for peer in heard.owing:
+            remember(self._pinned, peer, self._pinned.get(peer) or {**self._thetas}, _MOST_PINNED)
+        for peer, has_leapt in heard.refused.items():
+            self._pinned.pop(peer, None)
+            if not has_leapt:
+                found.append(self._in_vain(peer, "has shown nothing"))
+                continue
             self._unshown[peer] += 1
             self._suspects[peer] = 0
             is_over = self._unshown[peer] >= _MOST_IN_VAIN
@@ -231,6 +246,7 @@ class Auditor:
             is_own_doing = shown.account.round <= self.common.apart + _ROUNDS_APART
             return Verdict(peer, "audited", str(reason)) if is_own_doing else self._in_vain(peer, str(reason))
         finally:
+            self._pinned.pop(peer, None)
             now = time.monotonic()
             self._last = now, now - began
         if why:
@@ -249,9 +265,7 @@ class Auditor:
             self._suspects[peer] += 1
             if self._suspects[peer] >= _CLEARED:
                 del self._suspects[peer], self._unshown[peer]
-        if shown.account.is_slow:
-            self.verified.pop(peer, None)
-        if len(shown.wanted) == 1:
+        if [*shown.wanted] == [len(shown.account.links) - 1]:
             return None
         self._passed[peer] += 1
         if self._passed[peer] >= _LEAST_PASSED:
@@ -264,7 +278,7 @@ class Auditor:
         """Why it is false; empty if it is true. Raises `_Inconclusive` and `_Unable`."""
         links, last = shown.account.links, len(shown.account.links) - 1
         if shown.account.is_slow:
-            return self._misgiven_parts(shown)
+            return self._misgiven_parts(shown) if [*shown.wanted] == [last] else self._false_slowly(shown)
         try:
             found, rates = self._read(shown)
         except (SafetensorError, LookupError, ValueError) as error:
@@ -285,23 +299,42 @@ class Auditor:
             return ""
         if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * length:
             raise _Inconclusive("has begun anew with other weights than the run's")
-        if (moved := shown.moved) >= 0:
-            theta = found[moved + 1].theta
-            if links[moved].moments != links[moved + 1].moments:
-                return "has changed its optimizer without an update"
-            if why := misled(vectors[moved + 1] - theta, learned[moved], learned[0], float(theta.norm())):
-                return why
+        if shown.moved >= 0 and (why := self._misled(shown, found)):
+            return why
         first, second = shown.wanted[:2]
-        if first == moved:
+        if first == shown.moved:
             return ""
-        if not (why := self._retrained(shown, found[first], found[second], rates)):
-            remember(self._agreed, shown.peer, None, MOST_AUDITED)
-            self.differ.pop(shown.peer, None)
-        return why
+        return self._retrained(shown, found[first], rates, lambda ours: self._apart(found[second], ours, found[first]))
+
+    def _false_slowly(self, shown: Shown) -> str:
+        """The same of who has a slow link: of one snapshot, or of a move. Raises `_Inconclusive` and `_Unable`."""
+        account, where, first = shown.account, shown.account.where(), shown.wanted[0]
+        try:
+            found, rates = self._read(shown)
+        except (SafetensorError, LookupError, ValueError) as error:
+            return f"{_ANOTHER}: {error}"[:200]
+        for index, snapshot in found.items():
+            off = _off(account.links, summed_parts(self.state.model, snapshot), where[index])
+            _require_same(snapshot.theta, off[2], float((where[-1, 0] - where[-1, 2]).norm()))
+            if not max(off[: 1 + (len(found) == 1)]) <= _OFF:
+                return "has said that it was elsewhere than it was"
+        if shown.moved >= 0:
+            return self._misled(shown, found)
+        return self._retrained(
+            shown, found[first], rates, lambda ours: self._apart_by_sums(account, first + 1, ours, found[first])
+        )
+
+    def _misled(self, shown: Shown, found: Mapping[int, Snapshot]) -> str:
+        links, moved = shown.account.links, shown.moved
+        if links[moved].moments != links[moved + 1].moments:
+            return "has changed its optimizer without an update"
+        before, now, began = (found[index] for index in (moved, moved + 1, 0))
+        then, here, contributed = (self._vector(one) - one.theta for one in (before, now, began))
+        return misled(here, then, contributed, float(now.theta.norm()))
 
     def _misgiven_parts(self, shown: Shown) -> str:
         """What is wrong with the parts that a peer has given whose link is slow. Raises `_Inconclusive`."""
-        links, theta = shown.account.links, self._theta(shown.account.links[-1].base)
+        links, theta = shown.account.links, self._theta(shown.peer, shown.account.links[-1].base)
         places, learned, values = list(cuts(len(theta))), torch.zeros_like(theta), 0
         try:
             tensors = safetensors.torch.load(shown.data)
@@ -330,43 +363,45 @@ class Auditor:
         """
         tensors, own = safetensors.torch.load(shown.data), self.state
         found = dict[int, Snapshot]()
-        for place, index in enumerate(shown.wanted):
+        whole = with_moments(shown.account, shown.wanted)
+        for index in shown.wanted:
             link = shown.account.links[index]
             weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
             _require_alike("weights", weights, weights_of(own.model))
             if hashlib.sha256(digests_of(own.model, weights)).hexdigest() != link.weights:
                 raise ValueError("other weights")
-            if place < 2 and len(shown.wanted) > 1 and (moments or link.moments != NO_MOMENTS):
+            if index in whole and (moments or link.moments != NO_MOMENTS):
                 if digest_of_tensors(moments) != link.moments:
                     raise ValueError("another optimizer")
                 _require_alike("optimizer", moments, moments_of(own.model, own.optimizer))
-            found[index] = Snapshot(link, weights, moments, self._theta(link.base))
+            found[index] = Snapshot(link, weights, moments, self._theta(shown.peer, link.base))
         if (rates := tensors["rates"]).dtype != torch.float64 or rates.dim() != 1:
             raise ValueError("no learning rates")
         return found, rates
 
-    def _theta(self, base: int) -> Tensor:
+    def _theta(self, peer: str, base: int) -> Tensor:
         """The common weights before that round, without buffers."""
-        if base not in self._thetas:
+        known = {**self._pinned.get(peer, {}), **self._thetas}
+        if base not in known:
             raise _Inconclusive("went on from other rounds' weights")
-        return self._thetas[base][: self.common.num_parameters]
+        return known[base][: self.common.num_parameters]
 
     def _vector(self, snapshot: Snapshot) -> Tensor:
         return torch.cat(parameters_of(self.state.model, snapshot.weights))
 
-    def _retrained(self, shown: Shown, start: Snapshot, end: Snapshot, rates: Tensor) -> str:
-        """Train from one snapshot to the next; what does not agree."""
+    def _retrained(self, shown: Shown, start: Snapshot, rates: Tensor, apart: Callable[[Snapshot], float]) -> str:
+        """Train from one snapshot to the next; what does not agree. ``apart``: from there, of where that leads."""
         lowest, highest = self.rates(shown.account.round)
-        is_right = (rates >= lowest / _LONGER) & (rates <= highest * _LONGER)
-        if len(rates) != end.link.position - start.link.position or not bool(is_right.all()):
+        is_right, end = (rates >= lowest / _LONGER) & (rates <= highest * _LONGER), shown.wanted[0] + 1
+        if len(rates) != shown.account.links[end].position - start.link.position or not bool(is_right.all()):
             return "has trained with other learning rates than the run's"
         if self.state.config.train.global_batch_size % shown.account.micro_batch_size:
             return f"has trained in micro batches of {shown.account.micro_batch_size}, which the run cannot have"
         try:
             replica, seed = self._replica(shown.account), self.seed_of(shown.peer)
             ours = _trained(replica, start, rates, seed, self.seconds / 2)
-            if (error := self._apart(end, ours, start)) <= _ALIKE:
-                return ""
+            if (error := apart(ours)) <= _ALIKE:
+                return self._agrees(shown.peer)
             # How far rounding leads in these updates: the same from weights that are off by that.
             is_same = replica.precision.name == shown.account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
@@ -375,10 +410,27 @@ class Auditor:
             raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:
             Precision(self.state.precision.name, self.state.dist)  # it sets torch's switches as they were
-        if error <= _AS_FAR * self._apart(noisy, ours, start):
-            return ""
+        # What random sums say of a length is off by a quarter, and now and then by more.
+        most = _AS_FAR * (_SUMMED if shown.account.is_slow else 1.0)
+        if error <= most * self._apart(noisy, ours, start):
+            return self._agrees(shown.peer)
         found = f"its {len(rates)} updates, made again, lead elsewhere by {100 * error:.0f} %"
         raise _Otherwise(f"has not trained so: {found}")
+
+    def _agrees(self, peer: str) -> str:
+        remember(self._agreed, peer, None, MOST_AUDITED)
+        self.differ.pop(peer, None)
+        return ""
+
+    def _apart_by_sums(self, account: Account, end: int, ours: Snapshot, start: Snapshot) -> float:
+        """As `_apart`, of what an account says of the snapshot at ``end``."""
+        here, before = (summed_parts(self.state.model, snapshot)[:2] for snapshot in (ours, start))
+        errors = list[float]()
+        for part, old, said in zip(here, before, account.where()[end], strict=False):
+            kept = old or [torch.zeros_like(one) for one in part]  # the optimizer knew nothing
+            way = math.sqrt(sum(float((one - other).norm()) ** 2 for one, other in zip(part, kept, strict=True)))
+            errors.append(float((sums_of(account.links, part) - said).norm()) / max(way, TINY))
+        return max(errors) if all(error >= 0.0 for error in errors) else math.inf  # also for not-a-number
 
     def _apart(self, one: Snapshot, other: Snapshot, start: Snapshot) -> float:
         """By how much of their length two ways from ``start`` differ, or what their optimizers remember."""

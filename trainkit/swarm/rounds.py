@@ -249,7 +249,7 @@ class TimedLoop(_Loop):
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
         is_slow = is_too_slow(averaging.upload, peer.common.theta.numel(), clock.seconds) and not averaging.tried
         if peer.journal is not None and (told := peer.journal.close(index, is_slow=is_slow)) is not None:
-            averaging.averager.account(peer.watch.creator, told)
+            averaging.averager.account(peer.watch.creator, told, averaging.upload)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
         if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:
             self.settle(_WAITING_SHARE * clock.seconds)
@@ -264,10 +264,11 @@ class TimedLoop(_Loop):
         heard = peer.watch.others(time.time() - LOST_AFTER * seconds)
         volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
         auditor.hear({one: told.tried for one, told in peer.watch.peers.items()})
-        owed, uneven = peer.averaging.averager.accounts()
-        for verdict in auditor.owe(owed):
+        known = peer.averaging.averager.heard()
+        for verdict in auditor.owe(known):
             peer.sentry.note_audit(index, verdict)
-        drawn, trains, asks_for_leaps = auditor.draw(volunteers, index, uneven)
+        free = [one for one in volunteers if one not in known.owing]
+        drawn, trains, asks_for_leaps = auditor.draw(free, index, known.uneven)
         peer.averaging.averager.draw(drawn, index, trains, asks_for_leaps, [*auditor.differ])
         peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=auditor.unproven)
 
