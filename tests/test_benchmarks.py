@@ -118,7 +118,9 @@ def test_a_table_is_written_in_place_and_rows_measured_alone_replace_theirs(tmp_
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(86.5, "yes"), (86.4, "no"), (88.0, "yes")])
 def test_a_swarm_may_be_half_a_point_below_the_mean_of_single_runs(accuracy: float, verdict: str) -> None:
-    swarms = [swarm_accuracy.Trained(9, 1000, (0.99, 0.97), 60.0, 3000, accuracy + apart, 0.5) for apart in (-0.3, 0.3)]
+    swarms = [
+        swarm_accuracy.Trained(9, 1000, (0.99, 0.97), 60.0, 3000, 4000, accuracy + apart, 0.5) for apart in (-0.3, 0.3)
+    ]
     runs = list(zip(swarms, (86.5, 87.5), strict=True))
     (goal,) = swarm_accuracy.table({(800.0, 400.0): runs}).goals
     assert goal.verdict == verdict
