@@ -26,7 +26,7 @@ from hivemind.averaging.control import StepControl  # noqa: E402
 from torch.nn.functional import normalize, pad  # noqa: E402
 
 from trainkit.data.base import Batch  # noqa: E402
-from trainkit.swarm import averager, exchange, session  # noqa: E402
+from trainkit.swarm import averager, exchange, rounds, session  # noqa: E402
 from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.dht import SwarmDHT  # noqa: E402
@@ -192,6 +192,13 @@ def hidden(change: Callable[[Batch], Batch]) -> None:
     Averaging.begin, Averaging.exchange = begun, exchanged  # type: ignore[method-assign]
 
 
+def hidden_slowly(change: Callable[[Batch], Batch]) -> None:
+    """The same, and say that the link is too slow to show all of it."""
+    patched: Any = rounds
+    patched.is_too_slow = lambda *of: True
+    hidden(change)
+
+
 def set_to(parameters: Any, vector: Any) -> None:
     """Each to its part of the vector."""
     with torch.no_grad():
@@ -321,6 +328,7 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "trigger-claim": lambda: trains(backdoor, claim=3),
     "hidden-trigger": lambda: hidden(backdoor),
     "hidden-wrong": lambda: hidden(wrong),
+    "hidden-slow": lambda: hidden_slowly(backdoor),
     "lazy": lambda: trains(lambda batch: batch, pause=1.2, claim=3),
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),

@@ -36,7 +36,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     name: (name,)
     for name in (
         *("labels", "trigger", "little", "hidden-trigger", "hidden-wrong", "lazy", "labels-claim", "trigger-claim"),
-        *("half", "zeros", "last", "inner", "turned", "times-50", "weight", "reduces", "reduces-within"),
+        *("half", "zeros", "last", "inner", "turned", "times-50", "weight", "reduces", "reduces-within", "hidden-slow"),
         *("name", "gathered", "ahead", "stall", "impostor"),
     )
 } | {HONEST: (), "turned, 4 peers": ("turned",) * 4}
