@@ -40,12 +40,12 @@ _LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
 _SUMS = 8  # of a snapshot
 # The share of audits that go by the updates that are claimed, not by how far they lead.
 _BY_UPDATES = 0.25
-# How many times further than usual, in squares, is a leap. Real honest peers came to more than 5 in 15 of 276 rounds of
-# six updates, to 9 at most; who went as far sideways at once as in a round otherwise to 5 to 70 in two rounds of three.
-# And of how many stretches that is said.
+# How many times further than usual, in squares, is a leap. Real honest peers came to more than 5 in 27 of 539 rounds of
+# six updates, and to more than 10 in three; who went as far sideways at once as in a round otherwise to 5 to 70 in two
+# rounds of three. And of how many stretches that is said.
 _LEAP, _LEAST_STRETCHES = 5.0, 3
-# The same of who has a slow link, and does not count for some rounds then.
-_LEAP_OF_SLOW = 10.0
+# Who has leapt so far does not count until it has shown how, which takes peers with slow links some rounds.
+_LARGE_LEAP = 10.0
 # Of that so much is even; and how much is left after a round of how unevenly a peer has moved.
 _EVEN, _LEFT = 2.0, 0.85
 _MOST_OWED = 8
@@ -424,7 +424,7 @@ class Accounts:
         uneven = float((far - _EVEN).clamp_min(0.0).sum())
         remember(self._uneven, peer, max(uneven, _LEFT * self._uneven.get(peer, 0.0)), MOST_AUDITED)
         trains = is_drawn and self._trains
-        if (self._asks_for_leaps or trains) and far.max() > (_LEAP_OF_SLOW if account.is_slow else _LEAP):
+        if (self._asks_for_leaps or trains) and far.max() > (_LARGE_LEAP if account.is_slow else _LEAP):
             leap = int(far.argmax())
         is_asked = is_drawn or (leap >= 0 and goes_on and len(self._owed) < _MOST_OWED)
         if not is_vouched_for or peer in self.asked or peer in self._owed or not is_asked:
@@ -434,7 +434,7 @@ class Accounts:
         is_owed = not is_drawn or (account.is_slow and wanted != (last,))
         self.asked[peer] = Shown(peer, account, wanted, b"", goes_on, {}, is_owed=is_owed, moved=moved)
         if is_owed:
-            self._owed[peer] = self._time_for(peer, leap >= 0, is_slow=account.is_slow)
+            self._owed[peer] = self._time_for(peer, float(far[leap]) if leap >= 0 else 0.0, is_slow=account.is_slow)
         return wanted
 
     def _wanted(self, account: Account, leap: int) -> tuple[int, tuple[int, ...]]:
@@ -456,14 +456,14 @@ class Accounts:
         pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
         return moved, tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
 
-    def _time_for(self, peer: str, has_leapt: bool, *, is_slow: bool) -> _Owed:
-        """For a snapshot a peer has as long as it takes with the link by which its parts have come: these within a
+    def _time_for(self, peer: str, leap: float, *, is_slow: bool) -> _Owed:
+        """For a snapshot a slow peer has as long as it takes with the link by which its parts have come: these within a
         quarter of a round, and half of the link is for what is shown."""
-        if not is_slow:
-            return _Owed(ROUNDS_TO_SHOW, 1, has_leapt)
-        needed = math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
-        allowed = min(ROUNDS_TO_SHOW + needed, _MOST_ROUNDS_TO_SHOW)
-        return _Owed(allowed, 1 if has_leapt else allowed, has_leapt)
+        allowed = ROUNDS_TO_SHOW
+        if is_slow:
+            allowed += math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
+        allowed = min(allowed, _MOST_ROUNDS_TO_SHOW)
+        return _Owed(allowed, 1 if leap > _LARGE_LEAP else allowed, has_leapt=leap > 0.0)
 
     def ask_for_parts(self, given: Collection[int]) -> tuple[int, ...]:
         """Which parts the peer has to show that cannot show more. Ask when it has given all: else it could give the
