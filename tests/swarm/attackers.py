@@ -259,7 +259,7 @@ def reduces(change: Callable[[Any], Any]) -> None:
             if answer.tensor_part.buffer:
                 own = self.parts_for_local_averaging[index].reshape(-1)
                 average = exchange.read_part(answer.tensor_part, own.numel())
-                codec = self._sending.codec_of(self._own_first + index, self._sending.codec_back)
+                codec = self._sending.codec_of(self._own_first + index, own.numel(), self._sending.codec_back)
                 answer.tensor_part.CopyFrom(exchange.written_part(change(average), codec))
                 print("GAVE BACK what is no average", flush=True)
             index += 1

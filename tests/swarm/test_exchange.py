@@ -571,7 +571,7 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
 
     def ended(given: str) -> Any:
         screen = SimpleNamespace(given=given, verdicts=tuple, counted=dict)
-        return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen)
+        return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen, outcome=Outcome)
 
     averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts(1)
     averager._found, averager._tell = multiprocessing.Pipe(duplex=False)
@@ -583,6 +583,28 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
     assert (averager._arrived, averager._is_drawn) == ({}, True)
     averager._report(ended("in round 4"), averager._draws)
     assert (averager._arrived, averager._is_drawn) == ("in round 4", False)
+
+
+def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(averager: Any, clock: Clock) -> None:
+    """With it nobody learns anything in its parts."""
+    averager._is_drawn, averager._accounts = False, Accounts(1)
+    averager._tell = SimpleNamespace(send=lambda findings: None)
+    averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
+    screen = SimpleNamespace(given={}, verdicts=tuple, counted=dict)
+    benched = list[bool]()
+    for came in (0, 0, 2, 0, 0, 0, 0, 0, 0):
+        outcome = Outcome(received=(2, came), expected=(2, 2), counted=(True, True), reducers=("me", "rita"))
+        averager._report(
+            SimpleNamespace(
+                ordered_peer_ids=("me", "rita"), banned_senders=(), received={"me": 1, "rita": 1}, screen=screen,
+                outcome=lambda outcome=outcome: outcome,
+            ), 0,
+        )  # fmt: skip
+        benched.append(averager.is_benched("rita"))
+    assert benched == [*[False] * 8, True]
+    assert not averager.is_benched("me")
+    clock.now += 40.0
+    assert not averager.is_benched("rita")
 
 
 # Whose state a newcomer takes over, and what it takes for one.

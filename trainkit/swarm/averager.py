@@ -55,8 +55,9 @@ _LARGEST_GROUP = 256
 # Who only calls out is told of those who reduce, and of so many others, by whom it knows how fast they are: the words
 # of all to all are 72 MB in a group of 256.
 _MOST_TOLD = 16
-# The others wait for a late peer in every round. A peer that is late too often in a row, where a round in which nothing
-# at all has come counts double, is not let into a group for so long; then for twice as long.
+# The others wait for a late peer in every round. A peer that is late too often in a row, or whose averages do not come,
+# where a round in which nothing at all has come counts double, is not let into a group for so long; then for twice as
+# long.
 _MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
 _MOST_REMEMBERED = 1000
 # After a peer was given the state it gets none for as long as that has taken, and at least so long.
@@ -102,12 +103,13 @@ def _held(create: Callable[..., Any], tasks: set[Any], *work: Any, **options: An
 class _Matchmaking(Matchmaking):  # type: ignore[misc]
     """Follows only those who may lead: a leader divides the work."""
 
-    def __init__(self, *args: Any, guard: Guard, **options: Any) -> None:
-        self._guard = guard
+    def __init__(self, *args: Any, guard: Guard, is_benched: Callable[[str], bool], **options: Any) -> None:
+        self._guard, self._is_benched = guard, is_benched
         super().__init__(*args, **options)
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        return await super()._request_join_group(leader) if await self._guard.trusts(str(leader)) else None
+        may_lead = not self._is_benched(str(leader)) and await self._guard.trusts(str(leader))
+        return await super()._request_join_group(leader) if may_lead else None
 
 
 class Averaged(NamedTuple):
@@ -266,7 +268,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         _become_helper(self._parent_pid)
         bound_calls()
         # hivemind's averager makes it itself, and has no hook; this process has nothing else that makes one.
-        hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard)
+        hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard, is_benched=self.is_benched)
         super().run()
 
     async def _expect(self, possible: dict[str, float], verified: dict[str, float], anew: bool) -> None:
@@ -570,8 +572,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         ``draw``: for which somebody was drawn when it began. One that ends late must not be taken for the next: its
         peer would have given then what it has not trained now.
         """
-        members = tuple(map(str, runner.ordered_peer_ids))
-        self.note_late(members, set(map(str, runner.banned_senders)), runner.received.keys())
+        members, outcome = tuple(map(str, runner.ordered_peer_ids)), runner.outcome()
+        # Without the average of a reducer nobody learns anything in its parts, for as long as it is one.
+        silent = {peer for peer, count in zip(outcome.reducers, outcome.received, strict=True) if not count}
+        self.note_late(members, {*map(str, runner.banned_senders), *silent}, runner.received.keys())
         verdicts = (*runner.screen.verdicts(), *self._refused.values())
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
