@@ -342,10 +342,11 @@ class Auditor:
             if len(digests) != 32 * (len(places) + 1) or hashlib.sha256(digests).hexdigest() != links[-1].weights:
                 raise ValueError("other digests")
             for number in shown.parts:
-                part, place = tensors[str(number)], places[number]
-                if part.dtype != torch.float32 or digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
+                part, own = tensors[str(number)], theta[places[number]]
+                is_part = (part.dtype, part.shape) == (own.dtype, own.shape)
+                if not is_part or digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
                     raise ValueError("other weights")
-                learned[place] = part - theta[place]
+                learned[places[number]] = part - own
                 values += len(part)
         except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
             return f"{_ANOTHER}: {error}"[:200]
