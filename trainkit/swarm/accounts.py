@@ -122,11 +122,16 @@ def is_too_slow(upload: float | None, values: int, round_seconds: float) -> bool
     return upload is not None and most_bytes(values) > upload * SHARE_TO_SHOW * ROUNDS_TO_SHOW * round_seconds
 
 
+def is_last_alone(account: Account, wanted: Sequence[int]) -> bool:
+    """Only what the peer has given is looked at, and not how it has trained."""
+    return [*wanted] == [len(account.links) - 1]
+
+
 def with_moments(account: Account, wanted: Sequence[int]) -> Sequence[int]:
     """The snapshots that are shown with what the optimizer remembers."""
-    if account.is_slow:
-        return wanted if len(wanted) == 1 and wanted[0] + 1 < len(account.links) else ()
-    return wanted[:2] if wanted[1:] else ()
+    if is_last_alone(account, wanted) or (account.is_slow and len(wanted) > 1):
+        return ()
+    return wanted[:2]
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -205,7 +210,7 @@ class _Round:
         """What is wanted of snapshots; of who has a slow link, instead of the last one ``parts`` of it, and all of its
         digests. As a safetensors file in memory."""
         last, links = self.snapshots[-1], self.account.links
-        if self.account.is_slow and [*wanted] == [len(links) - 1]:
+        if self.account.is_slow and is_last_alone(self.account, wanted):
             places = list(cuts(len(vector := torch.cat(parameters_of(self.model, last.weights)))))
             tensors = {str(part): vector[places[part]] for part in parts}
             return _safetensors(tensors | {"digests": torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)})
@@ -497,7 +502,8 @@ def ratios_in(account: Account) -> Tensor:
     That is in proportion to the updates: of weights, or of what the optimizer remembers. Where there are none, the
     weights are to move as the common ones do, but for what was contributed.
     """
-    steps, weights, theta = account.where().diff(dim=0), account.where()[:, 0], account.where()[:, 2]
+    where = account.where()
+    steps, weights, theta = where.diff(dim=0), where[:, 0], where[:, 2]
     updates = torch.tensor([end.position - start.position for start, end in pairwise(account.links)])
     trained, squares = updates > 0, steps.square().sum(2)[:, :2]
     ratios = torch.zeros(max(1, len(updates)), dtype=torch.float64)

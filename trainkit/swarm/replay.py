@@ -54,6 +54,7 @@ from trainkit.swarm.accounts import (
     digest_of_part,
     digest_of_tensors,
     digests_of,
+    is_last_alone,
     parameters_of,
     summed_parts,
     sums_of,
@@ -76,6 +77,7 @@ _OFF = 1e-4
 # peers are then off by half of what may be, and those who turn labels by twice that).
 _ALIKE, _AS_FAR = 0.02, 4.0
 _NOISE, _OTHER_NOISE = 1e-6, 2e-3
+# So many times as much, where random sums say how far it is: they are off by a quarter, and now and then by more.
 _SUMMED = 2.0
 # Of what was learned, by which a contribution may differ, which was rounded on its way; the same of what 4 bit make of
 # that, which is known; and how much longer it may be.
@@ -84,7 +86,9 @@ _HALF = 2.0**-24  # the smallest number of fp16
 # The same of a model that has followed the common weights; and of the common weights, which are rounded as well.
 _MOVED, _ROUNDING = 0.01, 1e-6
 # Messages get lost: so many audits in a row may come to nothing. And so many must be passed for a speed to be known.
-_MOST_IN_VAIN, _LEAST_PASSED, _MOST_PINNED = 3, 2, 16
+_MOST_IN_VAIN, _LEAST_PASSED = 3, 2
+# Peers of whose rounds the common weights are kept until they have shown what they owe.
+_MOST_PINNED = 16
 # Until all have the owner's weights again, where it has gone another way than they.
 _ROUNDS_APART = 3
 _SUSPECTED = 0.5
@@ -147,11 +151,11 @@ class Auditor:
     passed since."""
     _thetas: dict[int, Tensor] = field(default_factory=dict, init=False)
     """The common weights before each of the last rounds."""
+    _pinned: dict[str, Mapping[int, Tensor]] = field(default_factory=dict, init=False)
+    """The same of the rounds of which a peer has yet to show something."""
     _drawn: tuple[str, int] = field(default=("", -1), init=False)
     _late: Collection[str] = field(default=(), init=False)
     """Who does not count until it has shown what it was asked for, see `Heard`."""
-    _pinned: dict[str, Mapping[int, Tensor]] = field(default_factory=dict, init=False)
-    """The same of the rounds of which a peer has yet to show something."""
     _unshown: Counter[str] = field(default_factory=Counter, init=False)
     """Leaps that were not shown."""
     _last: tuple[float, float] = field(default=(-math.inf, 0.0), init=False)
@@ -179,7 +183,7 @@ class Auditor:
         exchange.
 
         Args:
-            uneven: how unevenly each has moved lately, see `Accounts.uneven`.
+            uneven: how unevenly each has moved lately, see `Heard.uneven`.
         """
         remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
         known, peer = sorted(volunteers), ""
@@ -206,7 +210,7 @@ class Auditor:
                 found.append(self._in_vain(peer, "has shown nothing"))
                 continue
             self._unshown[peer] += 1
-            self._suspects[peer] = 0
+            remember(self._suspects, peer, 0, MOST_AUDITED)
             is_over = self._unshown[peer] >= _MOST_IN_VAIN
             found.append(Verdict(peer, *(("dropped", _UNSHOWN) if is_over else ("left out", f"{_UNSHOWN}; {_LATER}"))))
         return found
@@ -265,7 +269,7 @@ class Auditor:
             self._suspects[peer] += 1
             if self._suspects[peer] >= _CLEARED:
                 del self._suspects[peer], self._unshown[peer]
-        if [*shown.wanted] == [len(shown.account.links) - 1]:
+        if is_last_alone(shown.account, shown.wanted):
             return None
         self._passed[peer] += 1
         if self._passed[peer] >= _LEAST_PASSED:
@@ -276,60 +280,48 @@ class Auditor:
 
     def _falsehood(self, shown: Shown) -> str:
         """Why it is false; empty if it is true. Raises `_Inconclusive` and `_Unable`."""
-        links, last = shown.account.links, len(shown.account.links) - 1
-        if shown.account.is_slow:
-            return self._misgiven_parts(shown) if [*shown.wanted] == [last] else self._false_slowly(shown)
+        account, wanted = shown.account, shown.wanted
+        first, last, is_alone = wanted[0], len(account.links) - 1, is_last_alone(account, wanted)
+        if account.is_slow and is_alone:
+            return self._misgiven_parts(shown)
         try:
             found, rates = self._read(shown)
         except (SafetensorError, LookupError, ValueError) as error:
             return f"{_ANOTHER}: {error}"[:200]
-        vectors = {index: self._vector(snapshot) for index, snapshot in found.items()}
-        learned = {index: vectors[index] - snapshot.theta for index, snapshot in found.items()}
-        length = float(learned[last].norm())
-        where, model = shown.account.where(), self.state.model
-        off = {index: _off(links, summed_parts(model, snapshot), where[index]) for index, snapshot in found.items()}
-        _require_same(found[last].theta, off[last][2], length)
-        if why := misgiven(shown.given, learned[last]):
-            return why
+        if account.is_slow:
+            where = account.where()[-1]
+            length = float((where[0] - where[2]).norm())
+        else:
+            learned = self._learned(found[last])
+            length = float(learned.norm())
+            _require_same(found[last].theta, self._off(shown, last, found[last])[2], length)
+            if why := misgiven(shown.given, learned):
+                return why
         for index, snapshot in found.items():
-            _require_same(snapshot.theta, off[index][2], length)
-            if not max(off[index][: 1 + (index in shown.wanted[:2] and len(shown.wanted) > 1)]) <= _OFF:
+            off = self._off(shown, index, snapshot)
+            _require_same(snapshot.theta, off[2], length)
+            if not max(off[: 1 + (index in with_moments(account, wanted))]) <= _OFF:
                 return "has said that it was elsewhere than it was"
-        if len(shown.wanted) == 1:
+        if is_alone:
             return ""
-        if not shown.goes_on and not float(learned[0].norm()) <= _MOVED * length:
+        if not (shown.goes_on or account.is_slow) and not float(self._learned(found[0]).norm()) <= _MOVED * length:
             raise _Inconclusive("has begun anew with other weights than the run's")
         if shown.moved >= 0 and (why := self._misled(shown, found)):
             return why
-        first, second = shown.wanted[:2]
         if first == shown.moved:
             return ""
-        return self._retrained(shown, found[first], rates, lambda ours: self._apart(found[second], ours, found[first]))
-
-    def _false_slowly(self, shown: Shown) -> str:
-        """The same of who has a slow link: of one snapshot, or of a move. Raises `_Inconclusive` and `_Unable`."""
-        account, where, first = shown.account, shown.account.where(), shown.wanted[0]
-        try:
-            found, rates = self._read(shown)
-        except (SafetensorError, LookupError, ValueError) as error:
-            return f"{_ANOTHER}: {error}"[:200]
-        for index, snapshot in found.items():
-            off = _off(account.links, summed_parts(self.state.model, snapshot), where[index])
-            _require_same(snapshot.theta, off[2], float((where[-1, 0] - where[-1, 2]).norm()))
-            if not max(off[: 1 + (len(found) == 1)]) <= _OFF:
-                return "has said that it was elsewhere than it was"
-        if shown.moved >= 0:
-            return self._misled(shown, found)
         return self._retrained(
-            shown, found[first], rates, lambda ours: self._apart_by_sums(account, first + 1, ours, found[first])
-        )
+            shown, found[first], rates,
+            lambda ours: self._apart_by_sums(account, first + 1, ours, found[first]) if account.is_slow
+            else self._apart(found[first + 1], ours, found[first]),
+        )  # fmt: skip
 
     def _misled(self, shown: Shown, found: Mapping[int, Snapshot]) -> str:
         links, moved = shown.account.links, shown.moved
         if links[moved].moments != links[moved + 1].moments:
             return "has changed its optimizer without an update"
         before, now, began = (found[index] for index in (moved, moved + 1, 0))
-        then, here, contributed = (self._vector(one) - one.theta for one in (before, now, began))
+        then, here, contributed = map(self._learned, (before, now, began))
         return misled(here, then, contributed, float(now.theta.norm()))
 
     def _misgiven_parts(self, shown: Shown) -> str:
@@ -390,6 +382,14 @@ class Auditor:
     def _vector(self, snapshot: Snapshot) -> Tensor:
         return torch.cat(parameters_of(self.state.model, snapshot.weights))
 
+    def _learned(self, snapshot: Snapshot) -> Tensor:
+        """How far the model is from the common weights."""
+        return self._vector(snapshot) - snapshot.theta
+
+    def _off(self, shown: Shown, index: int, snapshot: Snapshot) -> list[float]:
+        """As the function, of the snapshot at ``index``."""
+        return _off(shown.account.links, summed_parts(self.state.model, snapshot), shown.account.where()[index])
+
     def _retrained(self, shown: Shown, start: Snapshot, rates: Tensor, apart: Callable[[Snapshot], float]) -> str:
         """Train from one snapshot to the next; what does not agree. ``apart``: from there, of where that leads."""
         lowest, highest = self.rates(shown.account.round)
@@ -411,7 +411,6 @@ class Auditor:
             raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:
             Precision(self.state.precision.name, self.state.dist)  # it sets torch's switches as they were
-        # What random sums say of a length is off by a quarter, and now and then by more.
         most = _AS_FAR * (_SUMMED if shown.account.is_slow else 1.0)
         if error <= most * self._apart(noisy, ours, start):
             return self._agrees(shown.peer)
