@@ -35,11 +35,12 @@ processes.require_hivemind()
 
 from tests.swarm.attackers import in_blocks  # noqa: E402
 from tests.swarm.test_average import settle  # noqa: E402
+from trainkit.swarm.accounts import _LEFT  # noqa: E402
 from trainkit.swarm.admission import Member  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.averager import _FRESH, Averaged  # noqa: E402
 from trainkit.swarm.link import Outcome, cuts, num_parts  # noqa: E402
-from trainkit.swarm.replay import drawn_of  # noqa: E402
+from trainkit.swarm.replay import _CLEARED, _PROVEN, drawn_of  # noqa: E402
 from trainkit.swarm.robust import Limits, Screen, Strikes  # noqa: E402
 from trainkit.swarm.sync import Average, OuterState, flatten, unflattened  # noqa: E402
 from trainkit.swarm.trial import Trial  # noqa: E402
@@ -54,7 +55,6 @@ SENT, TRAINED, STRETCHES = 1.0, 0.8, 0.5
 between as many snapshots as it takes to leap nowhere."""
 LEAP = 0.9
 """That who leaps is asked, and found, whoever was drawn: but for what gets lost on the way."""
-PROVEN, CLEARED = 3, 10
 HONEST, UNEVEN = 1.0, 8.0
 """How unevenly peers move."""
 CONFIG = load("hivemind", ["train.precision=fp32", "launch.gpus_per_node=0", "data.workers=0"]).config
@@ -390,7 +390,7 @@ class Swarm:
     def _average(self, here: Sequence[int], vectors: dict[int, Tensor], claims: dict[int, float]) -> None:
         owner = self.names[OWNER]
         # Who was found false does not count before it has passed some audits.
-        possible = {self.names[one]: claims[one] * (self.suspects.get(one, PROVEN) >= PROVEN) for one in here}
+        possible = {self.names[one]: claims[one] * (self.suspects.get(one, _PROVEN) >= _PROVEN) for one in here}
         limits = Limits(frozenset({owner}), possible, own=owner, keeps=True)
         self.screen, parts = Screen([self.names[one] for one in here], limits, self.size), list[Tensor]()
         for part in cuts(len(vectors[OWNER])):
@@ -412,7 +412,7 @@ class Swarm:
             return set()
         for one in volunteers:
             cheats = one in self.bad and self.active and self.attack.found == STRETCHES
-            before = 0.85 * self.uneven.get(self.names[one], 0.0)
+            before = _LEFT * self.uneven.get(self.names[one], 0.0)
             self.uneven[self.names[one]] = max(before, UNEVEN if cheats else HONEST)
         names, suspects = [self.names[one] for one in volunteers], {self.names[one] for one in self.suspects}
         drawn, out = self.names.index(drawn_of(names, suspects, self.uneven, self.random)), set[int]()
@@ -425,7 +425,7 @@ class Swarm:
                 self.suspects[one] = 0
             elif one in self.suspects:
                 self.suspects[one] += 1
-                if self.suspects[one] == CLEARED:
+                if self.suspects[one] == _CLEARED:
                     del self.suspects[one]
         return out
 
