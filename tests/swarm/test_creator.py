@@ -72,9 +72,9 @@ def test_of_two_creators_of_a_run_the_one_that_was_started_later_goes_on(since: 
 
     said: list[str] = []
     creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
-    told = replace(TOLD, addresses=[THERE])
     creator.own_addresses, creator.since, creator.dht = HERE, 900.0, SimpleNamespace(peer_id=ME)
-    creator.watch = SimpleNamespace(since=since, peers={ME: told})
+    creator.watch = SimpleNamespace(since=since, peers={ME: replace(TOLD, addresses=HERE)})
+    creator.watch.poll = lambda: creator.watch.peers.update({ME: replace(TOLD, addresses=[THERE])})
     assert creator.has_moved is moved
     creator.leave("moved")
     assert f"was started later, at {THERE}." in said[0]

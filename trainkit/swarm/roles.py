@@ -33,6 +33,8 @@ from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
 _DIAL_SECONDS = 30.0
+# For which a creator that leaves a run to another one waits to hear where that is.
+_MOVED_SECONDS = 20.0
 # Seconds for which a creator that comes back asks what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
 
@@ -220,6 +222,11 @@ class Creator(Session):
         """Another process goes on with this run, and has its key; it was started later, so it counts."""
         return self.watch.since > self.since
 
+    def other_places(self) -> list[str]:
+        """Where another process with the key of this creator is, by what it has said."""
+        told = self.watch.peers.get(self.dht.peer_id)
+        return elsewhere(told.addresses, self.own_addresses, self.dht.peer_id) if told is not None else []
+
     def credit(self, counted: Iterable[Counted]) -> None:
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
         seconds = self.clock.seconds
@@ -256,8 +263,11 @@ class Creator(Session):
     def leave(self, ending: Ending) -> None:
         """Stay until the others can do without this peer."""
         if ending == "moved":
-            told = self.watch.peers.get(self.dht.peer_id)
-            there = elsewhere(told.addresses, self.own_addresses, self.dht.peer_id) if told is not None else []
+            # Its manifest comes first; until it has trained a round, this creator's own addresses stand under their id.
+            until = time.monotonic() + _MOVED_SECONDS
+            while not (there := self.other_places()) and time.monotonic() < until:
+                time.sleep(NEWS_SECONDS)
+                self.watch.poll()
             place = terminal.one_line(there[0]) if there else "another place"
             self.hooks.say(
                 f"A creator with the key of this run was started later, at {place}. This one leaves the run."
