@@ -247,9 +247,11 @@ class TimedLoop(_Loop):
         metrics = peer.team.read(self.update.meter)
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
-        is_slow = is_too_slow(averaging.upload, peer.common.theta.numel(), clock.seconds) and not averaging.tried
-        if peer.journal is not None and (told := peer.journal.close(index, is_slow=is_slow)) is not None:
-            averaging.averager.account(peer.watch.creator, told, averaging.upload)
+        if peer.journal is not None:
+            # Nobody counts with other libraries before whole snapshots were seen, and until then the link is free.
+            is_slow = not averaging.tried and is_too_slow(averaging.upload, peer.common.theta.numel(), clock.seconds)
+            if (told := peer.journal.close(index, is_slow=is_slow)) is not None:
+                averaging.averager.account(peer.watch.creator, told, averaging.upload)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
         if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:
             self.settle(_WAITING_SHARE * clock.seconds)
