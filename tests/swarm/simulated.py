@@ -35,12 +35,12 @@ processes.require_hivemind()
 
 from tests.swarm.attackers import in_blocks  # noqa: E402
 from tests.swarm.test_average import settle  # noqa: E402
-from trainkit.swarm.accounts import _LEFT  # noqa: E402
+from trainkit.swarm.accounts import _LEFT, Heard  # noqa: E402
 from trainkit.swarm.admission import Member  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.averager import _FRESH, Averaged  # noqa: E402
 from trainkit.swarm.link import Outcome, cuts, num_parts  # noqa: E402
-from trainkit.swarm.replay import _CLEARED, _PROVEN, drawn_of  # noqa: E402
+from trainkit.swarm.replay import Auditor  # noqa: E402
 from trainkit.swarm.robust import Limits, Screen, Strikes  # noqa: E402
 from trainkit.swarm.sync import Average, OuterState, flatten, unflattened  # noqa: E402
 from trainkit.swarm.trial import Trial  # noqa: E402
@@ -53,6 +53,8 @@ SPEEDS = (20, 10, 40, 20, 30, 15)
 SENT, TRAINED, STRETCHES = 1.0, 0.8, 0.5
 """Chances that an audit finds a cheat: who gives something else than it has trained; who trains otherwise; who does so
 between as many snapshots as it takes to leap nowhere."""
+AUDIT = 0.08
+"""Of a round, that one audit takes."""
 LEAP = 0.9
 """That who leaps is asked, and found, whoever was drawn: but for what gets lost on the way."""
 HONEST, UNEVEN = 1.0, 8.0
@@ -239,6 +241,8 @@ class Attack:
     """Attacks in one of so many rounds."""
     leaps: bool = False
     """Between two snapshots."""
+    waits: bool = False
+    """Is honest as long as it is suspected."""
 
 
 ATTACKS: dict[str, Attack] = {
@@ -258,6 +262,7 @@ ATTACKS: dict[str, Attack] = {
     "backdoor, hidden in one stretch": Attack(LEAP, hidden, backdoor, leaps=True),
     "backdoor, hidden in some stretches": Attack(STRETCHES, hidden, backdoor),
     "the same in every 3rd round": Attack(STRETCHES, hidden, backdoor, every=3),
+    "the same, and honest while suspected": Attack(STRETCHES, hidden, backdoor, every=3, waits=True),
     "wrong labels, hidden in some stretches": Attack(STRETCHES, hidden, wrong),
 }
 
@@ -301,14 +306,20 @@ class Swarm:
         self.out = set[int]()
         self.dropped, self.culprits, self.is_stray = Strikes(), Strikes(), False
         self.moved: dict[str, Tensor] = {}
-        self.suspects: dict[int, int] = {}
         self.uneven: dict[str, float] = {}
         self.owner = self._owner()
+        self.auditor = Auditor(self.state, self.states[OWNER], hash, lambda index: (RATE, RATE), 1.0, 1.0)
+        self.auditor._took = AUDIT
+
+    @property
+    def suspects(self) -> dict[str, int]:
+        """Who was found false, and how many audits it has passed since."""
+        return self.auditor._suspects
 
     def _owner(self) -> Averaging:
         common = self.states[OWNER]
         here = Distributed(RankEnv.single(), torch.device("cpu"))
-        state = build(alone(CONFIG), here, self.data.splits, model=common.model)
+        self.state = state = build(alone(CONFIG), here, self.data.splits, model=common.model)
         me = Member(self.names[OWNER], "owner", "owner", 0, "", b"")
         averager: Any = SimpleNamespace(
             client_mode=False, peer_id=self.names[OWNER], lock_averaged_tensors=threading.Lock(),
@@ -333,10 +344,13 @@ class Swarm:
         parts = [values for _, values in self.screen.alone(peer)]
         return torch.cat([*parts, self.average[self.size :]]) if parts else None
 
+    def _attacks(self, one: int) -> bool:
+        return one in self.bad and self.active and not (self.attack.waits and self.names[one] in self.suspects)
+
     def _batch(self, one: int) -> Batch:
         which = torch.randint(len(self.data.images), (BATCH,), generator=self.generators[one])
         batch = self.data.images[which], self.data.labels[which]
-        if one in self.bad and self.active and self.attack.poison:
+        if self._attacks(one) and self.attack.poison:
             return self.attack.poison(self.data, *batch)
         return batch
 
@@ -355,7 +369,7 @@ class Swarm:
             claims = {one: float(given[one].weights[0]) for one in here}
             for one in set(self.bad).intersection(here):
                 claims[one] *= attack.claim
-                if self.active:
+                if self._attacks(one):
                     scouts = torch.stack([given[scout].vector[: self.size] for scout in self.scouts])
                     vectors[one][: self.size] = attack.change(Known(scouts, vectors[one][: self.size].clone()))
             self._average(here, vectors, claims)
@@ -390,7 +404,7 @@ class Swarm:
     def _average(self, here: Sequence[int], vectors: dict[int, Tensor], claims: dict[int, float]) -> None:
         owner = self.names[OWNER]
         # Who was found false does not count before it has passed some audits.
-        possible = {self.names[one]: claims[one] * (self.suspects.get(one, _PROVEN) >= _PROVEN) for one in here}
+        possible = {self.names[one]: claims[one] * (self.names[one] not in self.auditor.unproven) for one in here}
         limits = Limits(frozenset({owner}), possible, own=owner, keeps=True)
         self.screen, parts = Screen([self.names[one] for one in here], limits, self.size), list[Tensor]()
         for part in cuts(len(vectors[OWNER])):
@@ -408,25 +422,22 @@ class Swarm:
 
     def _audited(self, volunteers: Sequence[int]) -> set[int]:
         """Who is found false a second time."""
-        if not volunteers:
-            return set()
         for one in volunteers:
-            cheats = one in self.bad and self.active and self.attack.found == STRETCHES
+            cheats = self._attacks(one) and self.attack.found == STRETCHES
             before = _LEFT * self.uneven.get(self.names[one], 0.0)
             self.uneven[self.names[one]] = max(before, UNEVEN if cheats else HONEST)
-        names, suspects = [self.names[one] for one in volunteers], {self.names[one] for one in self.suspects}
-        drawn, out = self.names.index(drawn_of(names, suspects, self.uneven, self.random)), set[int]()
-        leapt = self.bad if self.active and self.attack.leaps else ()
-        for one in {drawn, *set(leapt).intersection(volunteers)}:
-            is_found = one in self.bad and self.active and self.random.random() < self.attack.found
-            if is_found and one in self.suspects:
+        heard, out = Heard((), 0, (), {}, self.uneven), set[int]()
+        self.auditor.owe(heard)
+        drawn, _ = self.auditor.draw([self.names[one] for one in volunteers], heard)
+        leapt = [one for one in volunteers if self.attack.leaps and self._attacks(one)]
+        for one in {*map(self.names.index, drawn), *leapt}:
+            if not (self._attacks(one) and self.random.random() < self.attack.found):
+                self.auditor.note_true(self.names[one])
+                continue
+            self.owner.undo([self.names[one]])
+            self.is_stray = True
+            if self.auditor.note_false(self.names[one], "").action == "dropped":
                 out.add(one)
-            elif is_found:
-                self.suspects[one] = 0
-            elif one in self.suspects:
-                self.suspects[one] += 1
-                if self.suspects[one] == _CLEARED:
-                    del self.suspects[one]
         return out
 
     @torch.no_grad()

@@ -336,9 +336,11 @@ def test_who_fails_one_audit_is_banned_and_has_contributed_nothing(
 ) -> None:
     credits = Contributions()
     credits.add(8.0, [Counted("eve", 640.0, 0), Counted("ann", 320.0, 0)])
-    watched.sentry.withdraw = credits.withdraw
+    watched.sentry.withdraw, undone = credits.withdraw, list[str]()
+    watched.sentry.undo = undone.extend
     watched.rounds()
     watched.sentry.note_audit(0, Verdict("QmEve", action, "has not trained so"))
+    assert undone == ([] if action == "audited" else ["QmEve"])
     assert ([kind for kind, _ in watched.events], len(watched.lines)) == (kinds, lines)
     assert [one.name for one in credits.best_first()] == (["ann"] if action == "dropped" else ["eve", "ann"])
     if action == "dropped":

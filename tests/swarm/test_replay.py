@@ -1,9 +1,8 @@
 """Audits by replay: what honest volunteers show is true, on whatever machine; and what is found of those that cheat."""
 
+import base64
 import hashlib
-import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,18 @@ from trainkit.data.base import derive_seed
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.swarm import replay
-from trainkit.swarm.accounts import Account, Accounts, Journal, Link, Shown, is_too_slow, num_stretches
+from trainkit.swarm.accounts import (
+    Account,
+    Accounts,
+    Heard,
+    Journal,
+    Link,
+    Shown,
+    digests_of,
+    is_too_slow,
+    num_stretches,
+    parameters_of,
+)
 from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.link import BLOCK, PART, Codec, cuts, decode, encode, rounded
 from trainkit.swarm.replay import Auditor, drawn_of, misgiven, misled
@@ -56,12 +66,13 @@ class Swarm:
         seconds: float = 8.0,
         codec: Codec = "8bit",
         is_slow: bool = False,
+        wide: bool = False,
     ) -> None:
-        self.codec, self.is_slow, width = codec, is_slow, 2500 if is_slow else 32  # in three parts
+        self.codec, self.is_slow, width = codec, is_slow, 2500 if is_slow or wide else 32  # in three parts
         settings = {"precision": precision, "micro_batch_size": micro_batch_size}
         theirs = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update=settings)})
         (owner, self.owner), (self.state, self.common) = made(CONFIG, codec, width), made(theirs, codec, width)
-        self.auditor = Auditor(owner, self.owner, lambda peer: SEED, lambda index: (RATE, RATE), 60.0)
+        self.auditor = Auditor(owner, self.owner, lambda peer: SEED, lambda index: (RATE, RATE), 60.0, 1e9)
         with owner.batches(0, 1, seed=0, workers=0) as batches:
             Updater(owner)(batches, lr=RATE, seed=0)
         self.owner.into_model()
@@ -95,6 +106,7 @@ class Swarm:
         trains: bool = True,
         drawn: str = "ben",
         shows: bool = True,
+        takes_part: bool = True,
     ) -> Shown | None:
         """A round of 24 updates, of which some come before the last round's average; what the volunteer shows.
 
@@ -104,6 +116,8 @@ class Swarm:
             adopts: the volunteer takes over the owner's weights after the last round's average.
             trains: the owner has time to train some of it again.
             drawn: whose work the owner wants to see.
+            shows: what it is asked for.
+            takes_part: the volunteer says something of the round.
         """
         self.state.model.train()
         if self.late is not None:
@@ -113,8 +127,11 @@ class Swarm:
             self.train(1)
             self.common.load(self.owner.theta, self.owner.momentum, self.round)
         self.train(24 - settles_after - adopts)
-        self.auditor._last = (-math.inf if trains else math.inf), 0.0
-        self.accounts.draw(*self.draw(drawn))
+        self.heard = self.accounts.heard()
+        self.owes = self.auditor.owe(self.heard)
+        self.auditor.draw([], self.heard)  # it keeps the common weights
+        free = drawn not in self.heard.owing
+        self.accounts.draw({drawn: trains} if free else {}, self.round, trains)
         told, given = self.journal.close(self.round, is_slow=self.is_slow), self.common.give(24 * 32, self.codec)
         assert told is not None
         vector, size = sent(given.vector.clone()), self.common.num_parameters
@@ -122,23 +139,18 @@ class Swarm:
             part.start: decode(encode(vector[:size][part], self.codec), self.codec, len(vector[:size][part])).numpy()
             for part in cuts(size)
         }
-        wanted = self.accounts.hear("ben", told.account)
-        is_owed = "ben" in self.accounts.asked and self.accounts.asked["ben"].is_owed
-        parts = self.accounts.ask_for_parts(arrived) if self.is_slow and not is_owed else ()
+        self.accounts.took_part(["ben"])
+        is_drawn, wanted = self.accounts.hear("ben", told.account) if takes_part else (False, ())
+        parts = self.accounts.ask_for_parts("ben", arrived) if is_drawn else ()
         asked, self.round = self.accounts.take("ben"), self.round + 1
         many = len(given.weights)
         counted = (counts,) * many if isinstance(counts, bool) else tuple(counts)
         average = Average(0.5 * given.vector, self.round, (True,) * many, counted)
         self.owner.step(average, self.owner.nothing(sound=True))
         self.late = replace(average, arrived=(arrives,) * many), given
-        given_there = {} if is_owed else arrived
         if shows:
             self.accounts.shown("ben")
-        return asked._replace(data=told.show(wanted, parts), given=given_there) if asked is not None else None
-
-    def draw(self, peer: str) -> tuple[str, int, bool, bool]:
-        drawn, trains, asks_for_leaps = self.auditor.draw([peer], self.round)
-        return drawn, self.round, trains, asks_for_leaps
+        return asked._replace(data=told.show(wanted, parts)) if asked is not None else None
 
     def audited(self, *, precision: str = "", **how: Any) -> tuple[str, str]:
         shown = self.round_of(**how)
@@ -147,6 +159,13 @@ class Swarm:
             shown = shown._replace(account=shown.account.model_copy(update={"precision": precision}))
         verdict = self.auditor.audit(shown)
         return (verdict.action, verdict.why) if verdict is not None else ("", "")
+
+
+def with_sums(account: Account, change: Callable[[Tensor], Any]) -> Account:
+    """That account with other sums."""
+    where = account.where().float()
+    change(where)
+    return account.model_copy(update={"sums": base64.b64encode(where.numpy().tobytes()).decode()})
 
 
 def other_labels(swarm: Swarm) -> None:
@@ -262,7 +281,7 @@ def test_who_gives_something_else_than_it_has_trained_is_caught_at_once(
 
 
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
-def test_who_has_a_slow_link_shows_parts_of_what_it_has_given(codec: Codec) -> None:
+def test_who_has_a_slow_link_shows_two_parts_of_what_it_has_given(codec: Codec) -> None:
     swarm = Swarm(codec=codec, is_slow=True)
     for settles_after in range(4):
         shown = swarm.round_of(settles_after=settles_after, trains=False)
@@ -275,17 +294,18 @@ def test_who_has_a_slow_link_shows_parts_of_what_it_has_given(codec: Codec) -> N
     assert found[1].startswith("has given something else than it has trained (cosine ")
 
 
+@pytest.mark.parametrize("is_slow", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("counts", [True, False, (True, False, True)])
-def test_now_and_then_it_shows_one_snapshot_or_a_move(precision: str, counts: Any) -> None:
-    swarm, kinds = Swarm(is_slow=True, precision=precision), set[bool]()
+def test_an_audit_looks_at_one_snapshot_or_at_a_move(precision: str, counts: Any, is_slow: bool) -> None:
+    swarm, kinds = Swarm(is_slow=is_slow, precision=precision, wide=True), set[bool]()
     for settles_after in 15 * (0, 5, 7, 3):  # which of them is drawn
         if swarm.round > 8 and kinds == {False, True}:
             break
         shown = swarm.round_of(settles_after=settles_after, counts=counts)
         assert shown is not None
-        assert len(shown.data) < 14 * swarm.common.theta.numel()
-        kinds.add(len(shown.wanted) > 1)
+        assert len(shown.data) < (15 if is_slow else 18) * swarm.common.theta.numel()
+        kinds.add(shown.has_moved)
         verdict = swarm.auditor.audit(shown)
         assert verdict is not None
         assert verdict.why.startswith(TRUE), verdict
@@ -293,22 +313,15 @@ def test_now_and_then_it_shows_one_snapshot_or_a_move(precision: str, counts: An
     assert swarm.auditor.verified
 
 
-@pytest.mark.parametrize("cheat", [other_labels, leapt, poisoned, turned])
-def test_who_has_a_slow_link_is_caught_as_others_are(cheat: Callable[[Swarm], None]) -> None:
-    swarm, found = Swarm(is_slow=True), list[str]()
-    cheat(swarm)
-    while len(found) < 200 and found[-1:] != ["left out"]:
-        found.append(swarm.audited()[0])
-    assert found[-1] == "left out"
-
-
 def test_for_a_snapshot_a_slow_peer_has_as_long_as_its_link_takes() -> None:
-    accounts = Accounts(32, 1_000_000)
+    accounts, account = Accounts(32, 1_000_000), Account.model_construct(is_slow=True)
     accounts.received = {"fp16": 2_000_000, "8bit": 1_000_000, "a third of 4bit": 170_000}
-    allowed = {peer: accounts._time_for(peer, 0.0, is_slow=True).allowed for peer in (*accounts.received, "unheard of")}
+    peers = (*accounts.received, "unheard of")
+    allowed = {peer: accounts._time_for(peer, account, (1,), 0.0).allowed for peer in peers}
     assert allowed == {"fp16": 6, "8bit": 9, "a third of 4bit": 39, "unheard of": 60}
-    assert accounts._time_for("8bit", 11.0, is_slow=True).counts == 1  # until it has shown how it has leapt
-    quick = [accounts._time_for("8bit", leap, is_slow=False) for leap in (6.0, 11.0)]
+    assert accounts._time_for("8bit", account, (), 0.0).allowed == 3
+    assert accounts._time_for("8bit", account, (1,), 11.0).counts == 1  # until it has shown how it has leapt
+    quick = [accounts._time_for("8bit", account.model_copy(update={"is_slow": False}), (1,), leap) for leap in (6, 11)]
     assert [(one.allowed, one.counts) for one in quick] == [(3, 3), (3, 1)]
 
 
@@ -316,12 +329,10 @@ def test_one_slow_peer_shows_a_snapshot_at_a_time_and_nobody_waits_for_it() -> N
     swarm = Swarm(is_slow=True)
     shown = swarm.round_of(shows=False)
     assert shown is not None
-    assert shown.is_owed
+    assert shown.wanted
     for _ in range(10):  # rounds in which it is under way
-        swarm.auditor.owe(swarm.accounts.heard())
-        assert swarm.auditor.draw(["ann"], swarm.round)[0] == "ann"
-        swarm.auditor._drawn = "", -1
-        assert swarm.round_of(shows=False) is None
+        assert swarm.round_of(drawn="ann", shows=False) is None
+        assert ([*swarm.heard.owing], swarm.heard.behind) == (["ben"], 0)
         assert not swarm.auditor.unproven
     verdict = swarm.auditor.audit(shown)  # of a round that is long over
     assert verdict is not None
@@ -336,7 +347,7 @@ def test_parts_are_those_that_a_peer_has_committed_itself_to(what: str) -> None:
     shown = swarm.round_of(trains=False)
     assert shown is not None
     tensors = safetensors.torch.load(shown.data)
-    name = str(shown.parts[0])
+    name = f"part.{shown.parts[0]}"
     if what == "nothing":
         del tensors[name]
     elif what == "a column":  # of the same bytes: its difference from a row would have four billion values
@@ -353,39 +364,54 @@ def test_parts_are_those_that_a_peer_has_committed_itself_to(what: str) -> None:
 
 
 def test_of_parts_that_nobody_has_seen_nothing_is_asked() -> None:
-    accounts = Accounts(32)
-    assert accounts.ask_for_parts([]) == ()
-    assert set(accounts.ask_for_parts([0, 3 * PART, 4 * PART])) < {0, 3, 4}
+    shown = Swarm(is_slow=True).round_of(trains=False)
+    assert shown is not None
+    for given, asked in ({}, ()), (dict.fromkeys((0, 3 * PART, 4 * PART)), {0, 3, 4}):
+        accounts = Accounts(32)
+        accounts.draw({"ben": False}, 0, False)
+        assert accounts.hear("ben", shown.account.model_dump_json().encode()) == (True, ())
+        parts = accounts.ask_for_parts("ben", given)
+        assert set(parts) <= set(asked)
+        assert len(parts) == (2 if given else 0)
+        assert [*accounts.heard().owing] == (["ben"] if given else [])
 
 
 @pytest.mark.parametrize(
     ("megabits", "is_slow"),
-    [(None, False), (2.0, True), (30.0, True), (100.0, False)],  # 3 million weights in rounds of 12 s
+    [(None, False), (2.0, True), (20.0, True), (30.0, False)],  # 3 million weights in rounds of 12 s
 )
 def test_who_cannot_show_whole_snapshots_in_time_says_so(megabits: float | None, is_slow: bool) -> None:
     assert is_too_slow(megabits and megabits * MEGABIT, 3_000_000, 12.0) == is_slow
 
 
+def heard(*owing: str, behind: int = 0) -> Heard:
+    return Heard(owing, behind, (), {}, {})
+
+
 def test_who_has_failed_an_audit_is_asked_in_every_second_round() -> None:
-    swarm, peers = Swarm(), [f"peer-{index}" for index in range(10)]
-    swarm.auditor._suspects["peer-3"] = 0
-    drawn = Counter[str]()
-    for index in range(400):
-        drawn[swarm.auditor.draw(peers, index)[0]] += 1
-        swarm.auditor._drawn = "", -1
+    auditor, peers = Swarm().auditor, [f"peer-{index}" for index in range(10)]
+    auditor._suspects["peer-3"] = 0
+    drawn = Counter(peer for _ in range(400) for peer in auditor.draw(peers, heard())[0])
+    assert drawn.total() == 400
     assert 0.45 < drawn["peer-3"] / 400 < 0.65  # half, and a tenth of the rest
     assert len(drawn) == 10
 
 
-def test_an_audit_that_failed_is_forgotten_after_ten_that_were_passed() -> None:
-    for passed, action in ((9, "dropped"), (10, "left out")):
+def test_who_has_yet_to_show_something_is_not_drawn() -> None:
+    auditor = Swarm().auditor
+    assert auditor.draw(["ann", "ben"], heard("ann"))[0] == {"ben": True}
+    assert auditor.draw(["ann", "ben"], heard("ann", "ben"))[0] == {}
+
+
+def test_an_audit_that_failed_is_forgotten_after_twenty_that_were_passed() -> None:
+    for passed, action in ((19, "dropped"), (20, "left out")):
         swarm = Swarm()
         assert swarm.audited(sent=half_turned, trains=False)[0] == "left out"
         counts = list[bool]()
         for _ in range(passed):
             assert swarm.audited(trains=False)[0] == ""
             counts.append("ben" not in swarm.auditor.unproven)
-        assert counts == [False, False, *[True] * (passed - 2)]
+        assert counts == [*[False] * 5, *[True] * (passed - 5)]
         assert swarm.audited(sent=half_turned, trains=False)[0] == action
 
 
@@ -462,35 +488,55 @@ def test_what_the_owner_cannot_do_is_nobodys_fault(seconds: float, has_trained: 
     assert not swarm.auditor._times
 
 
-def test_audits_take_a_twentieth_of_the_owners_time() -> None:
-    swarm = Swarm()
-    swarm.audited()
-    over, took = swarm.auditor._last
-    assert 0.0 < took < over <= time.monotonic()
-    swarm.auditor._last, swarm.auditor._drawn = (time.monotonic() - 6.0, 1.0), ("", -1)
-    assert swarm.auditor.draw(["ben"], 9) == ("ben", False, True)  # a fifth for who has leapt
-    swarm.auditor._suspects["ben"], swarm.auditor._drawn = 0, ("", -1)
-    assert swarm.auditor.draw(["ben"], 9) == ("ben", True, True)  # or has failed
+def test_audits_take_a_share_of_the_owners_time_that_grows_with_the_swarm() -> None:
+    auditor = Swarm().auditor
+    auditor.round_seconds, auditor._at_once = 100.0, 16
+    for peers, took, suspects, many in (
+        (1, 0.0, (), 1.0),  # nobody knows, yet, how long one takes
+        (3, 6.0, (), 1.5),
+        (10, 6.0, (), 5.0),
+        (100, 6.0, (), 5.0),
+        (100, 0.6, (), 16.0),
+        (3, 60.0, (), 0.15),
+        (3, 60.0, ("peer-0",), 1 / 3),
+    ):
+        auditor._took, auditor._suspects = took, dict.fromkeys(suspects, 0)
+        rounds = [auditor.draw([f"peer-{index}" for index in range(peers)], heard()) for _ in range(400)]
+        assert all(drawn for drawn, _ in rounds)
+        trained = sum(sum(drawn.values()) for drawn, _ in rounds) / 400
+        assert abs(trained - many) < 0.15, peers
+        asks = sum(asks_for_leaps for _, asks_for_leaps in rounds) / 400
+        assert abs(asks - min(1.0, 20.0 / max(took, 0.1))) < 0.1
+
+
+def test_as_many_are_drawn_as_can_show_all_within_a_round() -> None:
+    auditor, drawn = Swarm().auditor, list[int]()
+    auditor._took = 1e-9
+    for behind in (0, 0, 0, 0, 2, 0, 9, 0):
+        auditor.owe(now := heard(behind=behind))
+        drawn.append(len(auditor.draw([f"peer-{index:02}" for index in range(20)], now)[0]))
+    assert drawn == [2, 3, 4, 5, 1, 3, 1, 2]
 
 
 def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -> None:
     swarm = Swarm()
     shown = swarm.round_of(sent=torch.zeros_like, trains=False)  # as if it had learned nothing
     assert shown is not None
-    first = {f"0.weights.{name}": value for name, value in swarm.first.items()}
-    links = shown.account.links
-    tensors = {f"{len(links) - 1}{name[1:]}": value for name, value in first.items()} | {
-        "rates": torch.zeros(0).double()
-    }
-    verdict = swarm.auditor.audit(shown._replace(data=safetensors.torch.save(tensors)))
-    assert verdict is not None
-    assert verdict.why.startswith("has shown something else than it had committed itself to: other weights")
+    weights = torch.cat(parameters_of(swarm.state.model, swarm.first))
+    digests = digests_of(swarm.state.model, swarm.first)
+    for shows, said in ((digests, "other digests"), (None, "other weights")):
+        tensors = safetensors.torch.load(shown.data) | {"part.0": weights}
+        if shows is not None:
+            tensors["digests"] = torch.frombuffer(bytearray(shows), dtype=torch.uint8)
+        verdict = swarm.auditor.audit(shown._replace(data=safetensors.torch.save(tensors)))
+        assert verdict is not None
+        assert verdict.why.startswith(f"has shown something else than it had committed itself to: {said}")
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"goes_on": False}, "has begun anew with other weights than the run's"),
+        ({"goes on": {"before": None}}, "has begun anew with other weights than the run's"),
         ({"sums": None}, "went on from other weights than the run's"),
         ({"base": 77}, "went on from other rounds' weights"),
     ],
@@ -498,17 +544,14 @@ def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -
 def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why: str) -> None:
     swarm = Swarm()
     swarm.round_of()
-    swarm.auditor._drawn = "", -1
     shown = swarm.round_of()
     assert shown is not None
     account, links = shown.account, shown.account.links
     if "base" in change:
         account = account.model_copy(update={"links": [link._replace(base=77) for link in links]})
     if "sums" in change:
-        where = account.where().float()
-        where[:, 2] *= 1.01
-        account = account.model_copy(update={"sums": where.numpy().tobytes().hex()})
-    shown = shown._replace(account=account, goes_on=change.get("goes_on", True))
+        account = with_sums(account, lambda where: where[:, 3].mul_(1.01))
+    shown = shown._replace(account=account, **change.get("goes on", {}))
     said = list[tuple[str, str]]()
     for swarm.owner.apart in (-9, -9, account.round, -9):  # the owner has gone its own way before the third
         verdict = swarm.auditor.audit(shown)
@@ -540,9 +583,9 @@ def test_who_trains_otherwise_is_caught_when_that_is_drawn(cheat: Callable[[Swar
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("cheat", "share"), [(other_labels, 1.0), (leapt, 1.0), (poisoned, 1.0), (crept, 0.5)])
+@pytest.mark.parametrize(("cheat", "share"), [(other_labels, 0.8), (leapt, 0.8), (poisoned, 0.8), (crept, 0.5)])
 def test_cheats_are_caught_as_often_as_the_security_page_says(cheat: Callable[[Swarm], None], share: float) -> None:
-    """In every second round; all the time, or in one of 12 stretches. One volunteer is asked in each round."""
+    """In every second round; all the time, or in one of 12 stretches. One volunteer is drawn in each round."""
     caught = rounds = 0
     for _ in range(10):
         swarm = Swarm(seconds=1.4)
@@ -562,7 +605,7 @@ def test_who_leaps_is_asked_at_once_whoever_was_drawn(cheat: Callable[[Swarm], N
     cheat(swarm)
     while swarm.round < 8 and said[-1:] != ["dropped"]:  # after a leap the next update may be the larger one
         if (shown := swarm.round_of(drawn="ann")) is not None:
-            assert shown.is_owed
+            assert not shown.given
             verdict = swarm.auditor.audit(shown)
             assert verdict is not None
             said.append(verdict.action)
@@ -573,12 +616,12 @@ def test_who_has_leapt_does_not_count_until_it_has_shown_how() -> None:
     swarm, verdicts = Swarm(seconds=1.4), list[str]()
     leapt(swarm)
     while len(verdicts) < 3 and swarm.round < 40:
-        swarm.round_of(drawn="ann", shows=False)
         swarm.auditor._suspects.clear()  # as if an audit had been passed in between
-        verdicts += [f"{one.action}: {one.why}" for one in swarm.auditor.owe(swarm.accounts.heard())]
+        swarm.round_of(drawn="ann", shows=False)
+        verdicts += [f"{one.action}: {one.why}" for one in swarm.owes]
     assert swarm.auditor.unproven == {"ben"}
     assert [verdict.partition(":")[0] for verdict in verdicts] == ["left out", "left out", "dropped"]
-    assert verdicts[0].endswith("has not shown how; it counts when it has passed 3 audits")
+    assert verdicts[0].endswith("has not shown how; it counts when it has passed 6 audits")
     assert swarm.round >= 12
 
 
@@ -610,29 +653,40 @@ def test_honest_volunteers_leap_rarely_and_can_show_it(settles_after: int) -> No
     assert leaps <= 6
 
 
-def test_who_hides_where_it_has_ended_is_caught_by_every_audit() -> None:
-    swarm = Swarm()
-    shown = swarm.round_of(trains=False)
-    assert shown is not None
-    where = shown.account.where().float()
-    where[-1, 0] *= 1.001
-    account = shown.account.model_copy(update={"sums": where.numpy().tobytes().hex()})
-    verdict = swarm.auditor.audit(shown._replace(account=account))
-    assert verdict is not None
-    assert verdict.why.startswith("has said that it was elsewhere than it was")
+def test_who_hides_where_it_has_ended_is_caught_by_audits_of_the_next_round() -> None:
+    """It would have gone somewhere else after its last snapshot but one."""
+    swarm, said = Swarm(), list[str]()
+    while len(said) < 100 and said[-1:] != ["has said that it was elsewhere than it was"]:
+        swarm.round_of()
+        told = swarm.accounts._last["ben"]
+        swarm.accounts._last["ben"] = with_sums(told, lambda where: where[-1, 0].mul_(1.001))
+        said.append(swarm.audited()[1].partition(";")[0])
+    assert said[-1] == "has said that it was elsewhere than it was"
 
 
 def test_who_shows_nothing_three_times_does_not_count_until_it_passes() -> None:
     swarm, verdicts = Swarm(), list[str]()
     while len(verdicts) < 3:
-        swarm.round_of()  # and nothing of it comes
-        if (verdict := swarm.auditor.overdue({"ben"}, swarm.round - 1)) is not None:
-            verdicts.append(f"{verdict.action}: {verdict.why}")
+        swarm.round_of(shows=False)
+        verdicts += [f"{verdict.action}: {verdict.why}" for verdict in swarm.owes]
     assert verdicts == [*["audited: has shown nothing"] * 2, verdicts[-1]]
     assert verdicts[-1].startswith("left out: has shown nothing; after 3 such audits")
     assert [*swarm.auditor.unproven] == ["ben"]
-    swarm.audited()
+    while (shown := swarm.round_of()) is None:
+        pass  # it has been asked once more
+    swarm.auditor.audit(shown)
     assert not swarm.auditor.unproven
+
+
+@pytest.mark.parametrize("takes_part", [True, False])
+def test_who_takes_part_and_says_nothing_is_as_who_shows_nothing(takes_part: bool) -> None:
+    swarm, verdicts = Swarm(), list[str]()
+    for _ in range(8):
+        swarm.round_of(takes_part=False, shows=False)
+        if not takes_part:
+            swarm.accounts._present.clear()
+        verdicts += [verdict.why for verdict in swarm.owes]
+    assert verdicts == (["has shown nothing"] if takes_part else [])
 
 
 def test_who_has_other_libraries_counts_once_it_has_passed_an_audit() -> None:
@@ -720,7 +774,6 @@ def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> Non
     swarm.audited()
     swarm.journal._kept[-1] = replace(swarm.journal._kept[-1], link=swarm.journal._kept[-1].link._replace(position=3))
     assert swarm.round_of() is None
-    swarm.auditor._drawn = "", -1
     assert swarm.audited()[0] == "audited"
 
 
@@ -730,19 +783,20 @@ def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> Non
 )
 def test_garbage_in_the_place_of_an_account_is_passed_over(data: bytes) -> None:
     accounts = Accounts(1)
-    accounts.draw("ben", 0, True, False)
-    assert accounts.hear("ben", data) == ()
+    accounts.draw({"ben": True}, 0, False)
+    assert accounts.hear("ben", data) == (False, ())
     assert not accounts.asked
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"), [("00" * 96, (0,)), ("00" * 95, ()), ("ff" * 96, ()), ("zz" * 96, ()), ("0" * 191, ())]
+    ("given", "asked"),
+    [("A" * 256, True), ("A" * 252, False), ("/" * 256, False), ("-" * 256, False), ("A" * 255, False), ("", False)],
 )
-def test_an_account_has_finite_sums_of_each_snapshot(given: str, asked: tuple[int, ...]) -> None:
+def test_an_account_has_finite_sums_of_each_snapshot(given: str, asked: bool) -> None:
     link, accounts = Link(0, 0, NOTHING, NOTHING), Accounts(1)
-    accounts.draw("ben", 0, True, False)
+    accounts.draw({"ben": True}, 0, False)
     account = Account(round=0, links=[link], precision="fp32", micro_batch_size=1, sums="")
-    assert accounts.hear("ben", account.model_copy(update={"sums": given}).model_dump_json().encode()) == asked
+    assert accounts.hear("ben", account.model_copy(update={"sums": given}).model_dump_json().encode()) == (asked, ())
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 100, safetensors.torch.save({"rates": torch.zeros(1)})])
@@ -772,15 +826,15 @@ def test_tensors_of_a_strange_kind_end_nobodys_training(what: str, rates: Tensor
     assert verdict.why.startswith(f"has shown {said}")
 
 
-@pytest.mark.parametrize("what", [0, 1])
+@pytest.mark.parametrize("what", [0, 1, 2])
 def test_who_says_that_a_snapshot_was_elsewhere_is_caught_when_it_shows_it(what: int) -> None:
-    swarm = Swarm()
-    shown = swarm.round_of()
-    assert shown is not None
-    where = shown.account.where().float()
-    where[shown.wanted[1], what] *= 1.001
-    account = shown.account.model_copy(update={"sums": where.numpy().tobytes().hex()})
-    verdict = swarm.auditor.audit(shown._replace(account=account))
+    swarm, shown = Swarm(), None
+    swarm.round_of()  # its optimizer has nothing to remember before
+    while shown is None or shown.has_moved:
+        shown = swarm.round_of()
+    (index,) = shown.wanted
+    shown = shown._replace(account=with_sums(shown.account, lambda where: where[index, what].mul_(1.001)))
+    verdict = swarm.auditor.audit(shown)
     assert verdict is not None
     assert verdict.why.startswith("has said that it was elsewhere than it was")
 
@@ -803,25 +857,40 @@ def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:
         # Where most is claimed, if nothing has moved: the others count as the average, each.
         ((0, 0, 10, 970, 980), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0), 2, 960 / 1614),
         # Where the weights have leapt, or what the optimizer remembers; a move of the common weights is no matter.
-        ((0, 0, 10, 20, 30), (0, 50, 51, 71, 72), (0, 0, 1, 2, 3), 2, 0.25 / 3 + 0.75 * (400 / 402 + 1 / 3) / 2),
-        ((0, 0, 10, 20, 30), (0, 50, 51, 52, 53), (0, 0, 1, 1, 9), 3, 0.25 / 3 + 0.75 * (64 / 65 + 1 / 3) / 2),
+        ((0, 0, 10, 20, 30), (0, 50, 51, 71, 72), (0, 0, 1, 2, 3), 2, 0.4 / 3 + 0.6),
+        ((0, 0, 10, 20, 30), (0, 50, 51, 52, 53), (0, 0, 1, 2, 5), 3, 0.4 / 3 + 0.6 * 81 / 83),
     ],
 )
 def test_what_is_drawn_is_where_most_has_happened(
     positions: Sequence[int], weights: Sequence[float], moments: Sequence[float], place: int, share: float
 ) -> None:
-    drawn = Counter[int]()
-    links = [Link(position, 0, NOTHING, NOTHING) for position in positions]
-    where = torch.tensor([weights, moments, [0] * len(links)]).T.float()[:, :, None].expand(-1, -1, 8).contiguous()
-    account = Account(round=0, links=links, precision="fp32", micro_batch_size=1, sums=where.numpy().tobytes().hex())
+    drawn = asked_for(positions, weights, moments)
+    moved = drawn.pop((0, 1))  # how the common weights were followed
+    assert abs(moved / 400 - 0.25) < 0.1
+    assert abs(drawn[place,] / (400 - moved) - share) < 0.1
+    assert sorted(drawn) == [(1,), (2,), (3,)]
+
+
+def test_a_leap_does_not_distract_from_the_rest_of_a_round() -> None:
+    """For it may have been trained."""
+    drawn = asked_for((0, 10, 20, 30, 40), (0, 20, 21, 22, 23), (0, 1, 2, 3, 4), asks_for_leaps=True)
+    assert abs(drawn[0,] / 400 - (0.5 + 0.5 * (0.4 / 4 + 0.6))) < 0.1
+    assert sorted(drawn) == [(0,), (1,), (2,), (3,)]
+
+
+def asked_for(
+    positions: Sequence[int], weights: Sequence[float], moments: Sequence[float], *, asks_for_leaps: bool = False
+) -> Counter[tuple[int, ...]]:
+    """What a peer that is drawn has to show, in 400 rounds of that kind."""
+    links, nothing = [Link(position, 0, NOTHING, NOTHING) for position in positions], [0] * len(positions)
+    where = torch.tensor([weights, moments, nothing, nothing]).T.float()[:, :, None].expand(-1, -1, 12).contiguous()
+    sums, drawn = base64.b64encode(where.numpy().tobytes()).decode(), Counter[tuple[int, ...]]()
+    account = Account(round=0, links=links, precision="fp32", micro_batch_size=1, sums=sums)
     for _ in range(400):
         accounts = Accounts(1)
-        accounts.draw("ben", 0, True, False)
-        wanted = accounts.hear("ben", account.model_dump_json().encode())
-        drawn[wanted[0]] += 1
-        assert {0, 1, 4} <= set(wanted)  # the move is looked at, too
-    assert abs(drawn[place] / 400 - share) < 0.1
-    assert min(drawn[place] for place in (1, 2, 3)) > 0
+        accounts.draw({"ben": True}, 0, asks_for_leaps)
+        drawn[accounts.hear("ben", account.model_dump_json().encode())[1]] += 1
+    return drawn
 
 
 @pytest.mark.parametrize(("values", "stretches"), [(10_000, 16), (11_200_000, 5), (25_600_000, 1), (86_000_000, 0)])

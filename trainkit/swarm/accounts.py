@@ -1,4 +1,4 @@
-"""What a volunteer commits itself to in each round, and shows when it is asked: see `trainkit.swarm.replay`.
+"""What a peer commits itself to in each round, and shows when it is asked: see `trainkit.swarm.replay`.
 
 It keeps *snapshots* of its model and optimizer, a few in each round, and tells of them by their digests in an *account*
 of the round. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which has them checked where the
@@ -8,6 +8,7 @@ moves unevenly is drawn more often; who has moved much further somewhere than is
 and who makes a leap look small must say of snapshots that they are elsewhere than they are.
 """
 
+import base64
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.state import Entry, moments_of, plain_name, weights_of, write
 from trainkit.swarm.admission import remember
-from trainkit.swarm.link import PART, cuts
+from trainkit.swarm.link import PART, cuts, num_parts
 from trainkit.swarm.sync import OuterState, probe_of
 from trainkit.training.build import TrainState
 
@@ -34,12 +35,18 @@ _STRETCHES = 16
 _MOST_BYTES = 1 << 30
 # Of a volunteer's time; those where a round ends, or the common weights move, come on top.
 _SHARE_FOR_SNAPSHOTS = 0.01
-# Of an update's sum of squares and the like there are two values a weight, of some optimizers one.
+# The weight itself, and what AdamW remembers of it; other optimizers remember less.
 _VALUES_A_WEIGHT = 3
-_LONGEST_CHAIN, _LONGEST_ACCOUNT = 40, 1 << 14
-_SUMS = 8  # of a snapshot
-# The share of audits that go by the updates that are claimed, not by how far they lead.
-_BY_UPDATES = 0.25
+_LONGEST_CHAIN, _LONGEST_ACCOUNT = 32, 1 << 14
+# Of a snapshot there are four times so many sums: of its weights, of what its optimizer remembers, of squares that it
+# remembers, which are much smaller, and of the common weights that it goes on from. They say how far it is, give or
+# take a fifth.
+_SUMS = 12
+WEIGHTS, _MOMENTS, THETA = 0, 1, 3
+# The share of audits that go by the updates that are claimed, not by how far they lead; that look at how the common
+# weights were followed, at least; and that look at a leap, of those that are drawn: else one that was trained would
+# distract from the rest of the round.
+_BY_UPDATES, _OF_MOVES, _OF_LEAPS = 0.4, 0.2, 0.5
 # How many times further than usual, in squares, is a leap. Real honest peers came to more than 5 in 27 of 539 rounds of
 # six updates, and to more than 10 in three; who went as far sideways at once as in a round otherwise to 5 to 70 in two
 # rounds of three. And of how many stretches that is said.
@@ -55,6 +62,7 @@ ROUNDS_TO_SHOW = 3
 # Of its link that a peer spends on it; parts that it is asked for, if it cannot show all in time; and rounds that it
 # has at most to show one snapshot.
 SHARE_TO_SHOW, _PARTS_TO_SHOW, _MOST_ROUNDS_TO_SHOW = 0.5, 2, 60
+_MOST_PARTS = num_parts(_MOST_BYTES // 4)
 TINY = 1e-30
 """Nothing is divided by less."""
 _LARGEST = 1e12
@@ -84,17 +92,16 @@ class Account(BaseModel):
     precision: Annotated[str, Field(max_length=8)]
     micro_batch_size: Annotated[int, Field(ge=1, le=1 << 20)]
     is_slow: bool = False
-    """Its link is: it shows parts of its weights, and one snapshot in many rounds, see `is_too_slow`."""
-    sums: Annotated[str, Field(max_length=24 * _SUMS * _LONGEST_CHAIN, pattern="^([0-9a-f]{2})*$")]
-    """Of each snapshot's weights, what its optimizer remembers, and the common weights that it goes on from: float32
-    [links, 3, _SUMS], in hex."""
+    """Its link is: it shows few parts of its last weights, and a snapshot in many rounds, see `is_too_slow`."""
+    sums: Annotated[str, Field(max_length=22 * _SUMS * _LONGEST_CHAIN)]
+    """Of each snapshot, see `sums_of`: float32 [links, 4, _SUMS], in Base64."""
 
     def where(self) -> Tensor:
         """The sums as numbers. Raises ValueError for anything else."""
-        found = torch.frombuffer(bytearray.fromhex(self.sums), dtype=torch.float32)
-        if len(found) != len(self.links) * 3 * _SUMS or not bool((found.abs() < _LARGEST).all()):
+        found = torch.frombuffer(bytearray(base64.b64decode(self.sums, validate=True)), dtype=torch.float32)
+        if len(found) != len(self.links) * 4 * _SUMS or not bool((found.abs() < _LARGEST).all()):
             raise ValueError("no sums of the snapshots")
-        return found.view(-1, 3, _SUMS).double()
+        return found.view(-1, 4, _SUMS).double()
 
 
 def read_account(data: bytes) -> Account | None:
@@ -113,25 +120,13 @@ def num_stretches(values: int) -> int:
 
 
 def most_bytes(values: int) -> int:
-    """What a peer may show at once: two snapshots, and the weights of four more."""
-    return 4 * values * (2 * _VALUES_A_WEIGHT + 2 + 4) + (1 << 22)
+    """What a peer may show at once: a snapshot, or the weights of three; and those that it has given."""
+    return 4 * values * (_VALUES_A_WEIGHT + 1) + (1 << 22)
 
 
 def is_too_slow(upload: float | None, values: int, round_seconds: float) -> bool:
     """Whether a peer that can send so many bytes per second cannot show in time what may be asked for."""
     return upload is not None and most_bytes(values) > upload * SHARE_TO_SHOW * ROUNDS_TO_SHOW * round_seconds
-
-
-def is_last_alone(account: Account, wanted: Sequence[int]) -> bool:
-    """Only what the peer has given is looked at, and not how it has trained."""
-    return [*wanted] == [len(account.links) - 1]
-
-
-def with_moments(account: Account, wanted: Sequence[int]) -> Sequence[int]:
-    """The snapshots that are shown with what the optimizer remembers."""
-    if is_last_alone(account, wanted) or (account.is_slow and len(wanted) > 1):
-        return ()
-    return wanted[:2]
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -178,22 +173,23 @@ def digest_of_part(part: Tensor) -> bytes:
     return hashlib.sha256(part.numpy().data).digest()
 
 
-def _remembered(moments: Mapping[str, Tensor]) -> list[Tensor]:
-    return [value.float().view(-1) for _, value in sorted(moments.items()) if value.dim()]
+def summed_in(model: nn.Module, snapshot: Snapshot) -> list[list[Tensor]]:
+    """What an account has sums of."""
+    moments = [(name, value.float().view(-1)) for name, value in sorted(snapshot.moments.items()) if value.dim()]
+    squares, others = ([value for name, value in moments if ("sq" in name.rpartition(".")[2]) == is_one]
+                       for is_one in (True, False))  # fmt: skip
+    return [[torch.cat(parameters_of(model, snapshot.weights))], others, squares, [snapshot.theta]]
 
 
-def summed_parts(model: nn.Module, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What an account has sums of; those of weights and common weights are of the same signs."""
-    return [torch.cat(parameters_of(model, snapshot.weights))], _remembered(snapshot.moments), [snapshot.theta]
-
-
-def sums_of(links: Sequence[Link], tensors: Iterable[Tensor]) -> Tensor:
-    """Where they are, by signs that nobody knows before all digests are known."""
+def sums_of(links: Sequence[Link], summed: Sequence[Iterable[Tensor]]) -> Tensor:
+    """Random sums of each, [..., _SUMS]: by signs that nobody knows before all digests are known, and the same for all,
+    so that differences of sums are sums of differences."""
     digest = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
-    total, seed = torch.zeros(_SUMS), int.from_bytes(digest[:7], "big")
-    for number, tensor in enumerate(tensors):
-        total += probe_of(tensor, seed + number, _SUMS)
-    return total
+    totals, seed = torch.zeros(len(summed), _SUMS), int.from_bytes(digest[:7], "big")
+    for total, tensors in zip(totals, summed, strict=True):
+        for number, tensor in enumerate(tensors):
+            total += probe_of(tensor, seed + number, _SUMS)
+    return totals
 
 
 @dataclass(frozen=True)
@@ -206,22 +202,21 @@ class _Round:
     rates: Mapping[int, float]
     """Learning rate of the update at each position."""
 
-    def show(self, wanted: Sequence[int], parts: Sequence[int] = ()) -> bytes:
-        """What is wanted of snapshots; of who has a slow link, instead of the last one ``parts`` of it, and all of its
-        digests. As a safetensors file in memory."""
-        last, links = self.snapshots[-1], self.account.links
-        if self.account.is_slow and is_last_alone(self.account, wanted):
+    def show(self, wanted: Sequence[int], parts: Sequence[int]) -> bytes:
+        """As a safetensors file in memory: one snapshot and the rates of the updates that follow it, or the weights of
+        several; ``parts`` of the last one, and the digests of all."""
+        last, links, tensors = self.snapshots[-1], self.account.links, dict[str, Tensor]()
+        if parts:
             places = list(cuts(len(vector := torch.cat(parameters_of(self.model, last.weights)))))
-            tensors = {str(part): vector[places[part]] for part in parts}
-            return _safetensors(tensors | {"digests": torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)})
-        whole = with_moments(self.account, wanted)
-        updates = range(links[whole[0]].position, links[whole[0] + 1].position) if whole else ()
-        tensors = {"rates": torch.tensor([self.rates[position] for position in updates], dtype=torch.float64)}
+            tensors |= {f"part.{part}": vector[places[part]] for part in parts}
+            tensors["digests"] = torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)
         for index in wanted:
-            shown = self.snapshots[index]
-            tensors |= {f"{index}.weights.{name}": value for name, value in shown.weights.items()}
-            if index in whole:
-                tensors |= {f"{index}.moments.{name}": value for name, value in shown.moments.items()}
+            tensors |= {f"{index}.weights.{name}": value for name, value in self.snapshots[index].weights.items()}
+        if len(wanted) == 1:
+            (index,) = wanted
+            updates = range(links[index].position, links[index + 1].position)
+            tensors["rates"] = torch.tensor([self.rates[position] for position in updates], dtype=torch.float64)
+            tensors |= {f"{index}.moments.{name}": value for name, value in self.snapshots[index].moments.items()}
         return _safetensors(tensors)
 
 
@@ -232,14 +227,14 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 class Told(NamedTuple):
-    """What a volunteer says after a round, and how it shows snapshots, or parts of the last one."""
+    """What a peer says after a round, and how it shows snapshots, and parts of the last one."""
 
     account: bytes
     show: Callable[[Sequence[int], Sequence[int]], bytes]
 
 
 class Journal:
-    """A volunteer's snapshots of the round that it trains.
+    """A peer's snapshots of the round that it trains.
 
     Args:
         seconds: between two of them, at least.
@@ -285,14 +280,14 @@ class Journal:
         if len(snapshots) > _LONGEST_CHAIN:
             return None
         links = [snapshot.link for snapshot in snapshots]
-        sums = [sums_of(links, part) for one in snapshots for part in summed_parts(state.model, one)]
+        sums = torch.stack([sums_of(links, summed_in(state.model, one)) for one in snapshots])
         account = Account(
             round=round_index,
             links=links,
             precision=state.precision.name,
             micro_batch_size=state.micro_batch_size,
             is_slow=is_slow,
-            sums=torch.stack(sums).numpy().tobytes().hex(),
+            sums=base64.b64encode(sums.numpy().tobytes()).decode(),
         )
         return Told(account.model_dump_json().encode(), _Round(state.model, account, snapshots, rates).show)
 
@@ -300,7 +295,7 @@ class Journal:
 Standing = Literal["counts", "tried", "differs"]
 """Of a peer with other libraries than the run: an audit has agreed; none has, yet; they train otherwise."""
 _Wanted = tuple[Annotated[int, Field(ge=0, lt=_LONGEST_CHAIN)], ...]
-_Parts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=_PARTS_TO_SHOW)]
+_Parts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=_MOST_PARTS)]
 
 
 class Answer(NamedTuple):
@@ -309,7 +304,7 @@ class Answer(NamedTuple):
     wanted: _Wanted = ()
     """Snapshots that it wants to see."""
     parts: _Parts = ()
-    """The parts of the last one that are enough."""
+    """The same of the last one."""
     standing: Standing | Literal[""] = ""
 
 
@@ -322,35 +317,41 @@ def read_answer(data: bytes) -> Answer:
 
 
 class Shown(NamedTuple):
-    """What the peer that was drawn has shown."""
+    """What a peer was asked for, and has shown."""
 
     peer: str
     account: Account
+    before: Account | None
+    """That of the round before, if this one goes on from it."""
     wanted: Sequence[int]
-    """Two neighbours, the last one, the first, and two neighbours more; or the last one alone. Of who has a slow link
-    the last one, in parts; or another one, with all; or two neighbours and the first one."""
-    data: bytes
-    goes_on: bool
-    """It goes on from the last round's account; else it may have forgotten what it has done."""
+    """One snapshot, from which the next one is to follow; or two between which the common weights have moved, and the
+    first one of the round; or none."""
     given: Mapping[int, Any]
-    """Position -> what it has given there, an array, as far as this peer has reduced it."""
+    """Position -> what the peer has given there, an array."""
     parts: Sequence[int] = ()
-    """Of the last one, where the peer cannot show more."""
-    is_owed: bool = False
-    """It has rounds to show it, and may have given something else meanwhile."""
-    moved: int = -1
-    """Between this one and the next the common weights have moved; -1: they have not."""
+    """Those of the last one."""
+    data: bytes = b""
+
+    @property
+    def has_moved(self) -> bool:
+        """It is to be seen how the peer has followed the common weights, not how it has trained."""
+        return len(self.wanted) > 1
 
 
 class _Owed(NamedTuple):
-    """What a peer has been asked for that takes some rounds."""
+    """What a peer is about to be asked for, or has to show."""
 
-    allowed: int
+    allowed: int = ROUNDS_TO_SHOW
     """So many rounds."""
-    counts: int
+    counts: int = ROUNDS_TO_SHOW
     """For so many of them it counts."""
-    has_leapt: bool
+    has_leapt: bool = False
     rounds: int = 0
+
+    @property
+    def is_long(self) -> bool:
+        """It is a snapshot over a slow link."""
+        return self.allowed > ROUNDS_TO_SHOW
 
 
 class Heard(NamedTuple):
@@ -358,6 +359,8 @@ class Heard(NamedTuple):
 
     owing: Collection[str]
     """Who is showing something, or is about to."""
+    behind: int
+    """So many of them whose links are not slow."""
     late: Collection[str]
     """Those of them who do not count until they have."""
     refused: Mapping[str, bool]
@@ -380,31 +383,39 @@ class Accounts:
         """Samples of each peer's last account."""
         self.received: Mapping[str, int] = {}
         """Bytes of each peer's parts that have arrived in the last round."""
-        self.drawn, self._round, self._trains, self._asks_for_leaps = "", -1, False, False
+        self.drawn: dict[str, bool] = {}
+        """Whom the owner wants an account of; and whether some of that is to be trained again."""
+        self._round, self._asks_for_leaps = -1, False
+        self._told, self._present = set[str](), set[str]()
+        """Of those who are drawn: whose account has come, and who has averaged in that round."""
         self.asked: dict[str, Shown] = {}
         """What peers have yet to show, without that."""
         self._owed: dict[str, _Owed] = {}
         self._uneven: dict[str, float] = {}
-        self._ends: dict[str, tuple[int, Link]] = {}
-        """Of each peer the last account's round, and where it has ended."""
+        self._last: dict[str, Account] = {}
 
-    def draw(self, peer: str, round_index: int, trains: bool, asks_for_leaps: bool) -> None:
-        """A round ends. Want an account of it from ``peer``, if that is one; and to train some of it again, or only see
-        what came of it. ``asks_for_leaps``: there is time for that, too."""
-        if peer:
-            self.drawn, self._round, self._trains = peer, round_index, trains
-        kept = (one for one, shown in self.asked.items() if shown.is_owed or (one == self.drawn and not peer))
-        self.asked = {one: self.asked[one] for one in kept}
-        self._asks_for_leaps = asks_for_leaps
+    def draw(self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool) -> None:
+        """A round ends. Want accounts of it from those who are drawn, and to train some of it again, or only see what
+        came of it. ``asks_for_leaps``: there is time for that, too."""
+        self.drawn, self._round, self._asks_for_leaps = {**drawn}, round_index, asks_for_leaps
+        self._told, self._present = set(), set()
+        self._owed |= dict.fromkeys(drawn, _Owed())
+
+    def took_part(self, members: Iterable[str]) -> None:
+        """These have averaged in the round that was drawn for."""
+        self._present |= {*members}
 
     def heard(self) -> Heard:
-        """Ask once in each round."""
-        owed = {peer: one._replace(rounds=one.rounds + 1) for peer, one in self._owed.items()}
+        """Ask once in each round, before `draw`."""
+        excused = self.drawn.keys() - self._present - self._told  # they were not there
+        self.drawn = {}
+        owed = {peer: one._replace(rounds=one.rounds + 1) for peer, one in self._owed.items() if peer not in excused}
         refused = {peer: one.has_leapt for peer, one in owed.items() if one.rounds > one.allowed}
         self._owed = {peer: one for peer, one in owed.items() if peer not in refused}
-        self.asked = {one: shown for one, shown in self.asked.items() if one not in refused}
+        self.asked = {peer: shown for peer, shown in self.asked.items() if peer in self._owed}
         late = [peer for peer, one in self._owed.items() if one.rounds > one.counts]
-        return Heard([*self._owed], late, refused, self._uneven)
+        behind = sum(not one.is_long for one in self._owed.values())
+        return Heard([*self._owed], behind, late, refused, self._uneven)
 
     def take(self, peer: str) -> Shown | None:
         """What that peer was asked for, and begins to show."""
@@ -414,83 +425,90 @@ class Accounts:
         """It has shown all."""
         self._owed.pop(peer, None)
 
-    def hear(self, peer: str, data: bytes) -> tuple[int, ...]:
-        """Which snapshots the peer has to show; nothing, if none."""
+    def hear(self, peer: str, data: bytes) -> tuple[bool, tuple[int, ...]]:
+        """Whether the peer was drawn, and has to show what it has given; and which snapshots it has to show."""
         account = read_account(data)
         if account is None:
-            return ()
-        before, begins, ends = self._ends.get(peer), account.links[0], account.links[-1]
-        remember(self._ends, peer, (account.round, ends), MOST_AUDITED)
+            return False, ()
+        before, begins, ends = self._last.get(peer), account.links[0], account.links[-1]
+        remember(self._last, peer, account, MOST_AUDITED)
         remember(self.stated, peer, float(self._batch * max(0, ends.position - begins.position)), MOST_AUDITED)
-        goes_on = before in (None, (account.round - 1, begins))
-        # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
-        is_vouched_for = goes_on or begins.moments == NO_MOMENTS
-        is_drawn, leap, far = (peer, account.round) == (self.drawn, self._round), -1, ratios_in(account)
+        is_new = before is None
+        if before is not None and (before.round + 1, before.links[-1]) != (account.round, begins):
+            before = None
+        far = ratios_in(account)
         uneven = float((far - _EVEN).clamp_min(0.0).sum())
         remember(self._uneven, peer, max(uneven, _LEFT * self._uneven.get(peer, 0.0)), MOST_AUDITED)
-        trains = is_drawn and self._trains
-        if (self._asks_for_leaps or trains) and far.max() > (_LARGE_LEAP if account.is_slow else _LEAP):
+        # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
+        is_vouched_for = is_new or before is not None or begins.moments == NO_MOMENTS
+        if not is_vouched_for:
+            return False, ()
+        is_drawn, leap = account.round == self._round and peer in self.drawn.keys() - self._told, -1
+        trains = is_drawn and self.drawn[peer]
+        self._told |= {peer} if is_drawn else set()
+        looks = self._asks_for_leaps and (not is_drawn or random.SystemRandom().random() < _OF_LEAPS)
+        if looks and far.max() > (_LARGE_LEAP if account.is_slow else _LEAP):
             leap = int(far.argmax())
-        is_asked = is_drawn or (leap >= 0 and goes_on and len(self._owed) < _MOST_OWED)
-        if not is_vouched_for or peer in self.asked or peer in self._owed or not is_asked:
-            return ()
-        last = len(account.links) - 1
-        moved, wanted = (-1, (last,)) if not last or (leap < 0 and not trains) else self._wanted(account, leap)
-        is_owed = not is_drawn or (account.is_slow and wanted != (last,))
-        self.asked[peer] = Shown(peer, account, wanted, b"", goes_on, {}, is_owed=is_owed, moved=moved)
-        if is_owed:
-            self._owed[peer] = self._time_for(peer, float(far[leap]) if leap >= 0 else 0.0, is_slow=account.is_slow)
-        return wanted
+        if not (is_drawn or (leap >= 0 and peer not in self._owed and len(self._owed) < _MOST_OWED)):
+            return False, ()
+        wanted = self._wanted(account, leap, far) if leap >= 0 or trains else ()
+        if wanted or is_drawn:
+            self.asked[peer] = Shown(peer, account, before, wanted, {})
+            self._owed[peer] = self._time_for(peer, account, wanted, float(far[leap]) if leap >= 0 else 0.0)
+        return is_drawn, wanted
 
-    def _wanted(self, account: Account, leap: int) -> tuple[int, tuple[int, ...]]:
-        """Snapshots by which it can be seen how a peer has trained, and at which of them the common weights have moved;
-        -1: at none."""
-        last, first, moved = len(account.links) - 1, -1, -1
+    def _wanted(self, account: Account, leap: int, far: Tensor) -> tuple[int, ...]:
+        """Snapshots by which it can be seen how a peer has trained, or how it has followed the common weights."""
+        if account.is_slow and leap < 0 and any(one.is_long for one in self._owed.values()):
+            return ()  # slow peers show theirs one after the other
         updates = [end.position - start.position for start, end in pairwise(account.links)]
-        moves = account.where()[:, :2].diff(dim=0).square().sum(2)
-        if trained := [place for place, number in enumerate(updates) if number > 0]:
-            first = leap if leap in trained else self._chosen(trained, updates, moves)
-        if others := [place for place, number in enumerate(updates) if number <= 0]:
-            moved = leap if leap in others else self._chosen(others, [0] * last, moves)
-        if account.is_slow:
-            if leap < 0 and any(not one.has_leapt for one in self._owed.values()):
-                return -1, (last,)  # slow peers show theirs one after the other
-            if first >= 0 and (moved < 0 or leap >= 0 or random.SystemRandom().random() < 0.5):
-                return -1, (first,)
-            return moved, tuple(dict.fromkeys((moved, moved + 1, 0)))
-        pairs = [place for one in (first, moved) if one >= 0 for place in (one, one + 1)]
-        return moved, tuple(dict.fromkeys((*pairs[:2], last, 0, *pairs[2:])))
+        trained, moved = ([place for place, number in enumerate(updates) if (number > 0) == is_one]
+                          for is_one in (True, False))  # fmt: skip
+        if leap >= 0:
+            chosen, is_move = leap, leap in moved
+        else:
+            share = max(_OF_MOVES, len(moved) / max(1, len(updates)))
+            is_move = bool(moved) and (not trained or random.SystemRandom().random() < share)
+            if not (places := moved if is_move else trained):
+                return ()
+            chosen = self._chosen(places, updates, far)
+        return tuple(dict.fromkeys((chosen, chosen + 1, 0))) if is_move else (chosen,)
 
-    def _time_for(self, peer: str, leap: float, *, is_slow: bool) -> _Owed:
+    def _time_for(self, peer: str, account: Account, wanted: Sequence[int], leap: float) -> _Owed:
         """For a snapshot a slow peer has as long as it takes with the link by which its parts have come: these within a
         quarter of a round, and half of the link is for what is shown."""
         allowed = ROUNDS_TO_SHOW
-        if is_slow:
+        if account.is_slow and wanted:
             allowed += math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
         allowed = min(allowed, _MOST_ROUNDS_TO_SHOW)
         return _Owed(allowed, 1 if leap > _LARGE_LEAP else allowed, has_leapt=leap > 0.0)
 
-    def ask_for_parts(self, given: Collection[int]) -> tuple[int, ...]:
-        """Which parts the peer has to show that cannot show more. Ask when it has given all: else it could give the
-        others as it likes.
+    def ask_for_parts(self, peer: str, given: Mapping[int, Any]) -> tuple[int, ...]:
+        """Which parts of its last weights the peer has to show, when it has given all: else it could give the others as
+        it likes.
 
         Args:
-            given: where the parts begin that it has given.
+            given: position -> what it has given there.
         """
-        known = [position // PART for position in given]
-        parts = tuple(random.SystemRandom().sample(known, min(_PARTS_TO_SHOW, len(known))))
-        if self.drawn in self.asked:
-            self.asked[self.drawn] = self.asked[self.drawn]._replace(parts=parts)
+        shown, positions = self.asked[peer], list(given)
+        if shown.account.is_slow:
+            positions = random.SystemRandom().sample(positions, min(_PARTS_TO_SHOW, len(positions)))
+        parts = tuple(position // PART for position in positions)
+        if not (shown.wanted or parts):
+            del self.asked[peer], self._owed[peer]
+            return ()  # it has nothing to show
+        self.asked[peer] = shown._replace(parts=parts, given={position: given[position] for position in positions})
         return parts
 
     @staticmethod
     def _chosen(places: Sequence[int], updates: Sequence[int], far: Tensor) -> int:
-        """One of the places, the likelier the further weights and optimizer have moved there, and the more updates are
-        claimed there."""
-        some, moved = torch.tensor([updates[place] for place in places]).double(), far[list(places)]
-        some = some.clamp_min(max(1.0, float(some.mean())))  # few of them as often as the average
-        share = (moved / moved.sum(0).clamp_min(TINY)).mean(1)
-        weights = _BY_UPDATES * some / some.sum() + (1 - _BY_UPDATES) * share
+        """One of the places: the likelier the further the peer has moved there, in squares of what `ratios_in` says;
+        or the more updates are claimed there, few of them as often as the average."""
+        by_updates = torch.tensor([updates[place] for place in places]).double()
+        by_updates = by_updates.clamp_min(max(1.0, float(by_updates.mean())))
+        by_length = far[list(places)].square()
+        weights = by_updates / by_updates.sum() * _BY_UPDATES
+        weights += by_length / by_length.sum().clamp_min(TINY) * (1 - _BY_UPDATES)
         (place,) = random.SystemRandom().choices(places, weights.tolist())
         return place
 
@@ -503,15 +521,15 @@ def ratios_in(account: Account) -> Tensor:
     weights are to move as the common ones do, but for what was contributed.
     """
     where = account.where()
-    steps, weights, theta = where.diff(dim=0), where[:, 0], where[:, 2]
+    steps, weights, theta = where.diff(dim=0), where[:, WEIGHTS], where[:, THETA]
     updates = torch.tensor([end.position - start.position for start, end in pairwise(account.links)])
-    trained, squares = updates > 0, steps.square().sum(2)[:, :2]
+    trained, squares = updates > 0, steps[:, [WEIGHTS, _MOMENTS]].square().sum(2)
     ratios = torch.zeros(max(1, len(updates)), dtype=torch.float64)
     if int(trained.sum()) < _LEAST_STRETCHES:
         return ratios
     each = squares[trained] / updates[trained, None]
     ratios[trained] = (each / each.median(0).values.clamp_min(TINY)).amax(1)
-    own = steps[:, 0] - steps[:, 2]
+    own = steps[:, WEIGHTS] - steps[:, THETA]
     ways = torch.stack([own, own + weights[0] - theta[0], weights[1:] - theta[1:]])  # none counted, all, given up
     usual = squares[trained, 0].median().clamp_min(TINY)
     if not account.is_slow:  # of whose contribution some parts are counted, and others not

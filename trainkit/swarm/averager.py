@@ -147,10 +147,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._differ: Sequence[str] = ()
         self.standing: Standing = "tried"
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
-        self._arrived: Mapping[int, Any] = {}
-        """What the peer that was drawn has given."""
+        self._arrived: Mapping[str, Mapping[int, Any]] = {}
+        """What the peers that were drawn have given."""
         self._draws, self._is_drawn = 0, False
-        """How often one was drawn; and whether what it gives has yet to arrive."""
+        """How often some were drawn; and whether what they give has yet to arrive."""
         self._refused: dict[str, Verdict] = {}
         self._proof = b""
         """In the peer's own process: what the owner's side has said of the state that it gives back."""
@@ -181,12 +181,12 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             told = {"possible": some, "verified": {peer: verified[peer] for peer in some if peer in verified}}
             self._outer_pipe.send(("_expect", [], {**told, "anew": not first}))
 
-    def draw(self, peer: str, round_index: int, trains: bool, asks_for_leaps: bool, differ: Sequence[str]) -> None:
-        """Have that peer show its work of the round that ends, see `Accounts.draw`; empty: nobody has to.
+    def draw(self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool, differ: Sequence[str]) -> None:
+        """Have those peers show their work of the round that ends, see `Accounts.draw`.
 
         ``differ``: whose other libraries train otherwise; the last of them are told.
         """
-        told = {"peer": peer, "round_index": round_index, "trains": trains, "asks_for_leaps": asks_for_leaps}
+        told = {"drawn": drawn, "round_index": round_index, "asks_for_leaps": asks_for_leaps}
         self._outer_pipe.send(("_draw", [], {**told, "differ": differ[-_AT_ONCE:]}))
 
     def heard(self) -> Heard:
@@ -207,14 +207,14 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             with suppress(FutureTimeoutError, OSError):
                 answer: Answer = asked.result(2 * self._answer_seconds)
                 self.standing = answer.standing or self.standing
-                if answer.wanted:
+                if answer.wanted or answer.parts:
                     with self._one_shows:
                         self._show.send_bytes(told.show(answer.wanted, answer.parts))
 
         threading.Thread(target=show, daemon=True).start()
 
     def shown(self) -> Shown | None:
-        """What the peer that was drawn has shown since the last call."""
+        """What a peer has shown since the last call."""
         return self._shown.recv() if self._shown.poll() else None
 
     def findings(self) -> list[Findings]:
@@ -276,12 +276,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._verified = verified if anew else {**self._verified, **verified}
 
     async def _draw(
-        self, peer: str, round_index: int, trains: bool, asks_for_leaps: bool, differ: Sequence[str]
+        self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool, differ: Sequence[str]
     ) -> None:
-        self._is_drawn, self._differ = bool(peer), differ
-        self._accounts.draw(peer, round_index, trains, asks_for_leaps)
-        if peer:
-            self._draws, self._arrived = self._draws + 1, {}
+        self._differ = differ
+        self._accounts.draw(drawn, round_index, asks_for_leaps)
+        self._draws, self._is_drawn, self._arrived = self._draws + 1, bool(drawn), {}
 
     async def _heard(self, asked: Any) -> None:
         asked.set_result(self._accounts.heard())
@@ -293,7 +292,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             stream = aiter_with_timeout(await stub.rpc_account(DownloadData(metadata=account)), self._answer_seconds)
             answer = read_answer((await anext(stream)).metadata)
         asked.set_result(answer)
-        if answer.wanted:
+        if answer.wanted or answer.parts:
             data, free = await self._in_thread(self._to_show.recv_bytes), asyncio.Semaphore(_PIECES_UNDER_WAY)
 
             async def pieces() -> AsyncIterator[DownloadData]:
@@ -401,18 +400,19 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         peer = str(context.remote_id)
         # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
         is_member = self.guard.admission.admitted(peer) is not None
-        wanted, draw = self._accounts.hear(peer, request.metadata) if is_member else (), self._draws
+        is_drawn, wanted = self._accounts.hear(peer, request.metadata) if is_member else (False, ())
         parts: tuple[int, ...] = ()
-        if wanted and (asked := self._accounts.asked[peer]).account.is_slow and not asked.is_owed:
-            wanted = wanted if await self._has_given(draw) else ()
-            parts = self._accounts.ask_for_parts(self._arrived) if wanted else ()
+        if is_drawn and await self._has_given(self._draws):
+            parts = self._accounts.ask_for_parts(peer, self._arrived.get(peer, {}))
+        elif is_drawn:  # the exchange was not over in time: nobody knows what it has given
+            wanted = ()
         standing: Standing = "counts" if self._possible.get(peer) else "tried"
         answer = Answer(wanted, parts, "differs" if peer in self._differ else standing)
         yield DownloadData(metadata=json.dumps(answer).encode())
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer shows what it was asked for."""
-        asked, data, draw = self._accounts.take(str(context.remote_id)), bytearray(), self._draws
+        asked, data = self._accounts.take(str(context.remote_id)), bytearray()
         if asked is None:
             return
         most = most_bytes(self.common.theta.numel())
@@ -421,16 +421,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             if len(data) > most:
                 return
             yield DownloadData()
-        if not (asked.is_owed or await self._has_given(draw)):
-            return
         self._accounts.shown(asked.peer)
-        shown = asked._replace(data=bytes(data), given={} if asked.is_owed else self._arrived)
         async with self._showing:  # one after the other: it may take a round until this peer looks
-            await self._in_thread(self._tell_shown.send, shown)
+            await self._in_thread(self._tell_shown.send, asked._replace(data=bytes(data)))
         yield DownloadData()
 
     async def _has_given(self, draw: int) -> bool:
-        """Wait until all has arrived that the peer gives that was drawn then; False if somebody was drawn since: what
+        """Wait until all has arrived that the peers give that were drawn then; False if others were drawn since: what
         arrives now is of that round."""
         while self._is_drawn and draw == self._draws:
             await asyncio.sleep(0.1)
@@ -553,8 +550,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                         own_id,
                         keeps,
                         self._verified,
-                        self._accounts.drawn if draw else "",
+                        {*self._accounts.drawn} if draw else (),
                         self._accounts.stated,
+                        frozenset(peer for peer, member in known.items() if member.role == "owner"),
                     ),
                     **options,
                 )
@@ -582,6 +580,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._screen, self._accounts.received = runner.screen, runner.received
         if self._is_drawn and draw == self._draws:
             self._is_drawn, self._arrived = False, runner.screen.given
+            self._accounts.took_part(members)
         self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 

@@ -23,7 +23,7 @@ from trainkit.run.metrics import typed_contributions
 from trainkit.swarm import address
 from trainkit.swarm.invitations import MOST_NEEDS, Requirement
 
-PROTOCOL = 7
+PROTOCOL = 8
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 """Keys of the records in the DHT."""

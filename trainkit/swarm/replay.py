@@ -2,19 +2,16 @@
 
 Training is a function of weights, optimizer, order of the data and learning rates. So a volunteer keeps *snapshots* of
 its model and optimizer, a few in each round, and commits itself to them by their digests in an *account* of the round.
-Only then the owner says which of them it wants to see, of the peer that it has drawn before the round's exchange and
-has told nobody: two neighbours, two between which the common weights have moved, and those at which the contributions
-of this round and of the one before were made. It checks four things:
+Only then the owner says what it wants to see, of peers that it has drawn before the round's exchange and has told
+nobody. It checks four things:
 
 - What the peer has given is how far its last snapshot is from the common weights.
-- Updates lead from the first neighbour to the second.
+- Updates that are made again lead from one snapshot to where the next one is, by its sums. Or else:
 - Where the common weights have moved, they have moved the model as they should.
 - The round goes on where the one before ended, or with an optimizer that knows nothing yet.
 
-Whoever gives something else than it has trained is caught by every audit. Who says that its link is too slow to show
-whole snapshots is asked, once they are given, for its weights in some of the parts that it has given: that finds the
-same in those parts. Now and then it has many rounds to show one snapshot, from which its updates are made again and
-compared by the sums; or two between which the common weights have moved.
+Whoever gives something else than it has trained is caught by every audit. Who says that its link is slow shows few of
+the parts that it has given, and has many rounds to show a snapshot.
 
 Who trains by the same settings on like hardware gets the very same bits; other numbers of threads, micro batches and
 number formats get others (docs/security.md has what was measured). What passes is compared by the length of the
@@ -29,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -44,7 +40,9 @@ from trainkit.swarm.accounts import (
     MOST_AUDITED,
     NO_MOMENTS,
     ROUNDS_TO_SHOW,
+    THETA,
     TINY,
+    WEIGHTS,
     Account,
     Heard,
     Link,
@@ -54,31 +52,29 @@ from trainkit.swarm.accounts import (
     digest_of_part,
     digest_of_tensors,
     digests_of,
-    is_last_alone,
     parameters_of,
-    summed_parts,
+    summed_in,
     sums_of,
-    with_moments,
 )
 from trainkit.swarm.admission import remember
-from trainkit.swarm.link import PART, cuts, misrounded, rounded
+from trainkit.swarm.link import cuts, misrounded, rounded
 from trainkit.swarm.robust import Verdict
 from trainkit.swarm.sync import OuterState
 from trainkit.training.build import TrainState
 from trainkit.training.precision import Precision
 from trainkit.training.update import Updater
 
-# Of its time that the owner gives to audits at most; and to those of whoever has failed one, or has leapt.
-_SHARE_FOR_AUDITS, _SHARE_FOR_SUSPECTS = 0.05, 0.2
+# Of its time that the owner gives to audits for each other peer, and in all; and in any case for who has failed one, or
+# has leapt.
+_SHARE_FOR_AUDITS, _MOST_FOR_AUDITS, _SHARE_FOR_SUSPECTS = 0.03, 0.3, 0.2
 # By how much of its length the sums of a snapshot may be off.
 _OFF = 1e-4
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
 # weights that are off by this share of them: in the same number format, and in another one (what bf16 rounds by: honest
-# peers are then off by half of what may be, and those who turn labels by twice that).
-_ALIKE, _AS_FAR = 0.02, 4.0
+# peers are then off by a third of what may be, and those who turn labels by 1.3 times that). Random sums say how far
+# that is, and are off by a fifth, now and then by more.
+_ALIKE, _AS_FAR = 0.02, 6.0
 _NOISE, _OTHER_NOISE = 1e-6, 2e-3
-# So many times as much, where random sums say how far it is: they are off by a quarter, and now and then by more.
-_SUMMED = 2.0
 # Of what was learned, by which a contribution may differ, which was rounded on its way; the same of what 4 bit make of
 # that, which is known; and how much longer it may be.
 _ROUNDED, _MISROUNDED, _LONGER = 0.1, 0.04, 1.1
@@ -87,13 +83,13 @@ _HALF = 2.0**-24  # the smallest number of fp16
 _MOVED, _ROUNDING = 0.01, 1e-6
 # Messages get lost: so many audits in a row may come to nothing. And so many must be passed for a speed to be known.
 _MOST_IN_VAIN, _LEAST_PASSED = 3, 2
-# Peers of whose rounds the common weights are kept until they have shown what they owe.
-_MOST_PINNED = 16
+# Peers of whose rounds the common weights are kept until they have shown what they owe; and that are drawn in a round.
+_MOST_PINNED = _MOST_DRAWN = 16
 # Until all have the owner's weights again, where it has gone another way than they.
 _ROUNDS_APART = 3
 _SUSPECTED = 0.5
 """Of rounds: one that has failed an audit is asked again, for most cheats are found once in many rounds only."""
-_PROVEN, _CLEARED = 3, 10
+_PROVEN, _CLEARED = 6, 20
 """Audits passed, after which one that has failed one counts again; and after which that is forgotten."""
 _ANOTHER = "has shown something else than it had committed itself to"
 _UNSHOWN = "has moved much further at once than it usually does, and has not shown how"
@@ -126,6 +122,7 @@ class Auditor:
         seed_of: a peer's order of the data.
         rates: the lowest and the highest learning rate that a peer can have used for a round.
         seconds: that one audit may take.
+        round_seconds: of a round.
     """
 
     state: TrainState
@@ -133,6 +130,7 @@ class Auditor:
     seed_of: Callable[[str], int]
     rates: Callable[[int], tuple[float, float]]
     seconds: float
+    round_seconds: float
     verified: dict[str, float] = field(default_factory=dict, init=False)
     """Samples of a round that a peer has trained on beyond doubt."""
     differ: dict[str, int] = field(default_factory=dict, init=False)
@@ -153,13 +151,14 @@ class Auditor:
     """The common weights before each of the last rounds."""
     _pinned: dict[str, Mapping[int, Tensor]] = field(default_factory=dict, init=False)
     """The same of the rounds of which a peer has yet to show something."""
-    _drawn: tuple[str, int] = field(default=("", -1), init=False)
     _late: Collection[str] = field(default=(), init=False)
     """Who does not count until it has shown what it was asked for, see `Heard`."""
     _unshown: Counter[str] = field(default_factory=Counter, init=False)
     """Leaps that were not shown."""
-    _last: tuple[float, float] = field(default=(-math.inf, 0.0), init=False)
-    """When the last audit was over, and how long it took."""
+    _took: float = field(default=0.0, init=False)
+    """Seconds of the last audit in which something was trained again."""
+    _at_once: int = field(default=1, init=False)
+    """Peers that can show something in one round."""
 
     @property
     def unproven(self) -> set[str]:
@@ -175,33 +174,12 @@ class Auditor:
         for peer in tried.keys() - self._tried.keys():
             remember(self._tried, peer, tried[peer], MOST_AUDITED)
 
-    def draw(
-        self, volunteers: Iterable[str], round_index: int, uneven: Mapping[str, float] = MappingProxyType({})
-    ) -> tuple[str, bool, bool]:
-        """The peer to ask about the round that ends, or nobody; whether some of it is to be trained again, for which
-        there is not always time; and whether who has leapt is to be asked, too. Call it once in each round, before the
-        exchange.
-
-        Args:
-            uneven: how unevenly each has moved lately, see `Heard.uneven`.
-        """
-        remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
-        known, peer = sorted(volunteers), ""
-        if known and not self._drawn[0]:
-            self._drawn = peer, _ = drawn_of(known, self._suspects, uneven, random.SystemRandom()), round_index
-        for_suspects = self._has_time(_SHARE_FOR_SUSPECTS)
-        return peer, for_suspects if peer in self._suspects else self._has_time(_SHARE_FOR_AUDITS), for_suspects
-
-    def _has_time(self, share: float) -> bool:
-        over, took = self._last
-        return time.monotonic() >= over + took / share
-
     def owe(self, heard: Heard) -> list[Verdict]:
         """Take note of who has yet to show something; what to say of those who do not show it. Call it once in each
         round, before `draw`."""
         self._late, found = heard.late, list[Verdict]()
-        if self._drawn[0] in heard.owing:
-            self._drawn = "", -1  # it has more time than who was drawn
+        # As many are drawn at once as have shown all within a round, whatever holds up the others.
+        self._at_once = max(1, self._at_once // 2) if heard.behind else min(self._at_once + 1, _MOST_DRAWN)
         for peer in heard.owing:
             remember(self._pinned, peer, self._pinned.get(peer) or {**self._thetas}, _MOST_PINNED)
         for peer, has_leapt in heard.refused.items():
@@ -215,13 +193,30 @@ class Auditor:
             found.append(Verdict(peer, *(("dropped", _UNSHOWN) if is_over else ("left out", f"{_UNSHOWN}; {_LATER}"))))
         return found
 
-    def overdue(self, members: Collection[str], round_index: int) -> Verdict | None:
-        """The round is over, with these in the group: what to say of the peer that was drawn, if it keeps silent."""
-        peer, drawn = self._drawn
-        if not peer or (round_index < drawn + ROUNDS_TO_SHOW and (peer in members or round_index > drawn)):
-            return None
-        self._drawn = "", -1
-        return self._in_vain(peer, "has shown nothing") if round_index > drawn else None
+    def draw(self, known: Iterable[str], heard: Heard) -> tuple[dict[str, bool], bool]:
+        """Whom to ask about the round that ends, each with whether some of it is to be trained again, for which there
+        is not always time; and whether who has leapt is to be asked, too. Call it once in each round, before the
+        exchange.
+
+        Args:
+            known: who takes part, without this peer.
+        """
+        remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
+        free, drawn, chance = sorted({*known} - {*heard.owing}), dict[str, bool](), random.SystemRandom()
+        share = min(_SHARE_FOR_AUDITS * len(free), _MOST_FOR_AUDITS)
+        if self._suspects.keys() & {*free}:
+            share = max(share, _SHARE_FOR_SUSPECTS)
+        many = min(self._times_in(share, chance), self._at_once - heard.behind)
+        while free and len(drawn) < max(1, many):
+            peer = drawn_of(free, self._suspects, heard.uneven, chance)
+            drawn[peer] = len(drawn) < many
+            free.remove(peer)
+        return drawn, self._times_in(_SHARE_FOR_SUSPECTS, chance) > 0
+
+    def _times_in(self, share: float, chance: random.Random) -> int:
+        """So many audits take that share of a round, on average."""
+        times = share * self.round_seconds / self._took if self._took else 1.0
+        return math.floor(min(times, _MOST_DRAWN) + chance.random())
 
     def _in_vain(self, peer: str, why: str) -> Verdict:
         self._times[peer] += 1
@@ -235,8 +230,6 @@ class Auditor:
         None: it is what the peer has given, and nothing was trained again.
         """
         peer, began, by_libraries = shown.peer, time.monotonic(), False
-        if peer == self._drawn[0]:
-            self._drawn = "", -1
         try:
             why = self._falsehood(shown)
         except _Otherwise as reason:
@@ -251,126 +244,119 @@ class Auditor:
             return Verdict(peer, "audited", str(reason)) if is_own_doing else self._in_vain(peer, str(reason))
         finally:
             self._pinned.pop(peer, None)
-            now = time.monotonic()
-            self._last = now, now - began
+            took = time.monotonic() - began
+            if len(shown.wanted) == 1:
+                self._took = took
         if why:
-            self.verified.pop(peer, None)
             if by_libraries:
+                self.verified.pop(peer, None)
                 if peer in self._strange:
                     remember(self.differ, peer, self.differ.get(peer, shown.account.round), MOST_AUDITED)
                 remember(self._strange, peer, None, MOST_AUDITED)
                 return Verdict(peer, "left out", f"{why}; {_BY_LIBRARIES}")
-            if peer in self._suspects:
-                return Verdict(peer, "dropped", why)
-            remember(self._suspects, peer, 0, MOST_AUDITED)
-            return Verdict(peer, "left out", f"{why}; {_ONCE}")
-        self._times.pop(peer, None)
-        if peer in self._suspects:
-            self._suspects[peer] += 1
-            if self._suspects[peer] >= _CLEARED:
-                del self._suspects[peer], self._unshown[peer]
-        if is_last_alone(shown.account, shown.wanted):
+            return self.note_false(peer, why)
+        self.note_true(peer)
+        if not shown.wanted:
             return None
         self._passed[peer] += 1
         if self._passed[peer] >= _LEAST_PASSED:
             links = shown.account.links
             samples = (links[-1].position - links[0].position) * self.state.config.train.global_batch_size
             remember(self.verified, peer, float(samples), MOST_AUDITED)
-        return Verdict(peer, "audited", f"true, as was seen in {now - began:.2f} s")
+        return Verdict(peer, "audited", f"true, as was seen in {took:.2f} s")
+
+    def note_false(self, peer: str, why: str) -> Verdict:
+        """It was found false: it does not count for a while, or the second time is out."""
+        self.verified.pop(peer, None)
+        if peer in self._suspects:
+            return Verdict(peer, "dropped", why)
+        remember(self._suspects, peer, 0, MOST_AUDITED)
+        return Verdict(peer, "left out", f"{why}; {_ONCE}")
+
+    def note_true(self, peer: str) -> None:
+        """It has passed an audit."""
+        self._times.pop(peer, None)
+        if peer in self._suspects:
+            self._suspects[peer] += 1
+            if self._suspects[peer] >= _CLEARED:
+                del self._suspects[peer], self._unshown[peer]
 
     def _falsehood(self, shown: Shown) -> str:
         """Why it is false; empty if it is true. Raises `_Inconclusive` and `_Unable`."""
-        account, wanted = shown.account, shown.wanted
-        first, last, is_alone = wanted[0], len(account.links) - 1, is_last_alone(account, wanted)
-        if account.is_slow and is_alone:
-            return self._misgiven_parts(shown)
+        account, links, where = shown.account, shown.account.links, shown.account.where()
+        theta, learned = self._theta(shown.peer, links[-1].base), where[:, WEIGHTS] - where[:, THETA]
+        length = float(learned[-1].norm())
+        _require_same(links, theta, where[-1], length)
         try:
-            found, rates = self._read(shown)
-        except (SafetensorError, LookupError, ValueError) as error:
+            tensors = safetensors.torch.load(shown.data)
+            why = self._misgiven(shown, tensors, theta)
+            found = {} if why else {index: self._read(shown, index, tensors) for index in shown.wanted}
+            rates = _rates_in(tensors) if len(found) == 1 else None
+        except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
             return f"{_ANOTHER}: {error}"[:200]
-        if account.is_slow:
-            where = account.where()[-1]
-            length = float((where[0] - where[2]).norm())
-        else:
-            learned = self._learned(found[last])
-            length = float(learned.norm())
-            _require_same(found[last].theta, self._off(shown, last, found[last])[2], length)
-            if why := misgiven(shown.given, learned):
-                return why
-        for index, snapshot in found.items():
-            off = self._off(shown, index, snapshot)
-            _require_same(snapshot.theta, off[2], length)
-            if not max(off[: 1 + (index in with_moments(account, wanted))]) <= _OFF:
-                return "has said that it was elsewhere than it was"
-        if is_alone:
-            return ""
-        if not (shown.goes_on or account.is_slow) and not float(self._learned(found[0]).norm()) <= _MOVED * length:
-            raise _Inconclusive("has begun anew with other weights than the run's")
-        if shown.moved >= 0 and (why := self._misled(shown, found)):
+        if why:
             return why
-        if first == shown.moved:
-            return ""
-        return self._retrained(
-            shown, found[first], rates,
-            lambda ours: self._apart_by_sums(account, first + 1, ours, found[first]) if account.is_slow
-            else self._apart(found[first + 1], ours, found[first]),
-        )  # fmt: skip
+        for index, snapshot in found.items():
+            _require_same(links, snapshot.theta, where[index], length)
+            said = [account] if index or shown.before is None else [account, shown.before]
+            # Of the first one it has said twice where it is: as the end of the round before, too.
+            rows = 1 if shown.has_moved else THETA
+            if not all(self._is_there(snapshot, one, index if one is account else -1, rows) for one in said):
+                return "has said that it was elsewhere than it was"
+        if found and shown.before is None and not float(learned[0].norm()) <= _MOVED * length:
+            raise _Inconclusive("has begun anew with other weights than the run's")
+        if shown.has_moved:
+            return self._misled(shown, found)
+        return self._retrained(shown, found[shown.wanted[0]], rates) if rates is not None else ""
+
+    def _is_there(self, snapshot: Snapshot, account: Account, index: int, rows: int) -> bool:
+        """Whether a snapshot is where an account says that the one at ``index`` is, by so many rows of sums."""
+        summed, said = summed_in(self.state.model, snapshot)[:rows], account.where()[index, :rows]
+        off = (sums_of(account.links, summed) - said).norm(dim=1)
+        lengths = torch.tensor([math.hypot(*(float(one.norm()) for one in tensors)) for tensors in summed])
+        return bool((off <= _OFF * lengths).all())  # also for not-a-number
 
     def _misled(self, shown: Shown, found: Mapping[int, Snapshot]) -> str:
-        links, moved = shown.account.links, shown.moved
+        links, moved = shown.account.links, shown.wanted[0]
         if links[moved].moments != links[moved + 1].moments:
             return "has changed its optimizer without an update"
         before, now, began = (found[index] for index in (moved, moved + 1, 0))
-        then, here, contributed = map(self._learned, (before, now, began))
+        then, here, contributed = (self._vector(one) - one.theta for one in (before, now, began))
         return misled(here, then, contributed, float(now.theta.norm()))
 
-    def _misgiven_parts(self, shown: Shown) -> str:
-        """What is wrong with the parts that a peer has given whose link is slow. Raises `_Inconclusive`."""
-        links, theta = shown.account.links, self._theta(shown.peer, shown.account.links[-1].base)
-        places, learned, values = list(cuts(len(theta))), torch.zeros_like(theta), 0
-        try:
-            tensors = safetensors.torch.load(shown.data)
-            digests = tensors["digests"].numpy().tobytes()
-            if len(digests) != 32 * (len(places) + 1) or hashlib.sha256(digests).hexdigest() != links[-1].weights:
-                raise ValueError("other digests")
-            for number in shown.parts:
-                part, own = tensors[str(number)], theta[places[number]]
-                is_part = (part.dtype, part.shape) == (own.dtype, own.shape)
-                if not is_part or digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
-                    raise ValueError("other weights")
-                learned[places[number]] = part - own
-                values += len(part)
-        except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            return f"{_ANOTHER}: {error}"[:200]
-        if not values:
+    def _misgiven(self, shown: Shown, tensors: Mapping[str, Tensor], theta: Tensor) -> str:
+        """What is wrong with the parts that a peer has given; empty if nothing is. Raises LookupError, RuntimeError,
+        TypeError or ValueError for others than it has committed itself to."""
+        if not shown.parts:
             return ""
-        off = _off(links, [[theta]], shown.account.where()[-1, 2:])
-        _require_same(theta, off[0], float(learned.norm()) * math.sqrt(len(theta) / values))
-        return misgiven({position: shown.given[position] for position in (PART * one for one in shown.parts)}, learned)
-
-    def _read(self, shown: Shown) -> tuple[dict[int, Snapshot], Tensor]:
-        """The snapshots, and the learning rates between the first two.
-
-        Raises SafetensorError, LookupError or ValueError for what is not what the peer has committed itself to, or no
-        state of this model and optimizer.
-        """
-        tensors, own = safetensors.torch.load(shown.data), self.state
-        found = dict[int, Snapshot]()
-        whole = with_moments(shown.account, shown.wanted)
-        for index in shown.wanted:
-            link = shown.account.links[index]
-            weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
-            _require_alike("weights", weights, weights_of(own.model))
-            if hashlib.sha256(digests_of(own.model, weights)).hexdigest() != link.weights:
+        places, learned = list(cuts(len(theta))), torch.zeros_like(theta)
+        digests = tensors["digests"].numpy().tobytes()
+        if len(digests) != 32 * (len(places) + 1) or _digest(digests) != shown.account.links[-1].weights:
+            raise ValueError("other digests")
+        for number in shown.parts:
+            part, own = tensors[f"part.{number}"], theta[places[number]]
+            is_part = (part.dtype, part.shape) == (own.dtype, own.shape)
+            if not is_part or digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
                 raise ValueError("other weights")
-            if index in whole and (moments or link.moments != NO_MOMENTS):
-                if digest_of_tensors(moments) != link.moments:
-                    raise ValueError("another optimizer")
-                _require_alike("optimizer", moments, moments_of(own.model, own.optimizer))
-            found[index] = Snapshot(link, weights, moments, self._theta(shown.peer, link.base))
-        if (rates := tensors["rates"]).dtype != torch.float64 or rates.dim() != 1:
-            raise ValueError("no learning rates")
-        return found, rates
+            learned[places[number]] = part - own
+        return misgiven(shown.given, learned)
+
+    def _read(self, shown: Shown, index: int, tensors: Mapping[str, Tensor]) -> Snapshot:
+        """The snapshot at ``index``, with what the optimizer remembers if it is the only one.
+
+        Raises ValueError for what is not what the peer has committed itself to, or no state of this model and
+        optimizer.
+        """
+        own, link = self.state, shown.account.links[index]
+        weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
+        _require_alike("weights", weights, weights_of(own.model))
+        if _digest(digests_of(own.model, weights)) != link.weights:
+            raise ValueError("other weights")
+        if len(shown.wanted) == 1 and (moments or link.moments != NO_MOMENTS):
+            if digest_of_tensors(moments) != link.moments:
+                raise ValueError("another optimizer")
+            _require_alike("optimizer", moments, moments_of(own.model, own.optimizer))
+        return Snapshot(link, weights, moments, self._theta(shown.peer, link.base))
 
     def _theta(self, peer: str, base: int) -> Tensor:
         """The common weights before that round, without buffers."""
@@ -382,71 +368,44 @@ class Auditor:
     def _vector(self, snapshot: Snapshot) -> Tensor:
         return torch.cat(parameters_of(self.state.model, snapshot.weights))
 
-    def _learned(self, snapshot: Snapshot) -> Tensor:
-        """How far the model is from the common weights."""
-        return self._vector(snapshot) - snapshot.theta
-
-    def _off(self, shown: Shown, index: int, snapshot: Snapshot) -> list[float]:
-        """As the function, of the snapshot at ``index``."""
-        return _off(shown.account.links, summed_parts(self.state.model, snapshot), shown.account.where()[index])
-
-    def _retrained(self, shown: Shown, start: Snapshot, rates: Tensor, apart: Callable[[Snapshot], float]) -> str:
-        """Train from one snapshot to the next; what does not agree. ``apart``: from there, of where that leads."""
-        lowest, highest = self.rates(shown.account.round)
-        is_right, end = (rates >= lowest / _LONGER) & (rates <= highest * _LONGER), shown.wanted[0] + 1
-        if len(rates) != shown.account.links[end].position - start.link.position or not bool(is_right.all()):
+    def _retrained(self, shown: Shown, start: Snapshot, rates: Tensor) -> str:
+        """Train from that snapshot to the next; what does not agree."""
+        account, (index,) = shown.account, shown.wanted
+        lowest, highest = self.rates(account.round)
+        is_right, end = (rates >= lowest / _LONGER) & (rates <= highest * _LONGER), account.links[index + 1]
+        if len(rates) != end.position - start.link.position or not bool(is_right.all()):
             return "has trained with other learning rates than the run's"
-        if self.state.config.train.global_batch_size % shown.account.micro_batch_size:
-            return f"has trained in micro batches of {shown.account.micro_batch_size}, which the run cannot have"
+        if self.state.config.train.global_batch_size % account.micro_batch_size:
+            return f"has trained in micro batches of {account.micro_batch_size}, which the run cannot have"
         try:
-            replica, seed = self._replica(shown.account), self.seed_of(shown.peer)
+            replica, seed = self._replica(account), self.seed_of(shown.peer)
             ours = _trained(replica, start, rates, seed, self.seconds / 2)
-            if (error := apart(ours)) <= _ALIKE:
+            before, here = (summed_in(self.state.model, one)[:THETA] for one in (start, ours))
+            pairs = zip(before, here, strict=True)  # an optimizer that knew nothing began with zeros
+            ways = torch.tensor([_apart(old or [0 * one for one in new], new) for old, new in pairs])
+            errors = (sums_of(account.links, here) - account.where()[index + 1, :THETA]).norm(dim=1)
+            if bool((errors <= _ALIKE * ways).all()):
                 return self._agrees(shown.peer)
             # How far rounding leads in these updates: the same from weights that are off by that.
-            is_same = replica.precision.name == shown.account.precision and not replica.precision.scales_loss
+            is_same = replica.precision.name == account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
-            noisy = _trained(replica, start, rates, seed, self.seconds / 2, noise=noise)
+            other = _trained(replica, start, rates, seed, self.seconds / 2, noise=noise)
+            noisy = summed_in(self.state.model, other)[:THETA]
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
             raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:
             Precision(self.state.precision.name, self.state.dist)  # it sets torch's switches as they were
-        most = _AS_FAR * (_SUMMED if shown.account.is_slow else 1.0)
-        if error <= most * self._apart(noisy, ours, start):
+        noises = torch.tensor([_apart(one, other) for one, other in zip(here, noisy, strict=True)])
+        if bool((errors <= torch.maximum(_AS_FAR * noises, _ALIKE * ways)).all()):
             return self._agrees(shown.peer)
-        found = f"its {len(rates)} updates, made again, lead elsewhere by {100 * error:.0f} %"
+        off = 100 * float((errors / ways.clamp_min(TINY)).max())
+        found = f"its {len(rates)} updates, made again, lead elsewhere by {off:.0f} %"
         raise _Otherwise(f"has not trained so: {found}")
 
     def _agrees(self, peer: str) -> str:
         remember(self._agreed, peer, None, MOST_AUDITED)
         self.differ.pop(peer, None)
         return ""
-
-    def _apart_by_sums(self, account: Account, end: int, ours: Snapshot, start: Snapshot) -> float:
-        """As `_apart`, of what an account says of the snapshot at ``end``."""
-        here, before = (summed_parts(self.state.model, snapshot)[:2] for snapshot in (ours, start))
-        errors = list[float]()
-        for part, old, said in zip(here, before, account.where()[end], strict=False):
-            kept = old or [torch.zeros_like(one) for one in part]  # the optimizer knew nothing
-            way = math.sqrt(sum(float((one - other).norm()) ** 2 for one, other in zip(part, kept, strict=True)))
-            errors.append(float((sums_of(account.links, part) - said).norm()) / max(way, TINY))
-        return max(errors) if all(error >= 0.0 for error in errors) else math.inf  # also for not-a-number
-
-    def _apart(self, one: Snapshot, other: Snapshot, start: Snapshot) -> float:
-        """By how much of their length two ways from ``start`` differ, or what their optimizers remember."""
-        before, there, here = (self._vector(snapshot) for snapshot in (start, one, other))
-        errors = [distance(there - before, here - before)]
-        if one.moments.keys() != other.moments.keys():
-            return math.inf
-        for kind in {name.rpartition(".")[2] for name in other.moments}:
-            pairs = [
-                (one.moments[name].float().view(-1), value.float().view(-1))
-                for name, value in other.moments.items()
-                if name.rpartition(".")[2] == kind and value.dim()
-            ]
-            if pairs:
-                errors.append(distance(*map(torch.cat, zip(*pairs, strict=True))))
-        return max(errors) if all(error >= 0.0 for error in errors) else math.inf  # also for not-a-number
 
     def _replica(self, account: Account) -> TrainState:
         """The model once more, as that peer trains it."""
@@ -490,18 +449,23 @@ def _trained(
     return Snapshot(start.link, copies(weights), copies(moments), start.theta)
 
 
-def _off(links: Sequence[Link], parts: Iterable[Sequence[Tensor]], said: Iterable[Tensor]) -> list[float]:
-    """By how much of its length each of the parts is elsewhere than an account says by its sums."""
-    pairs = [(part, float((sums_of(links, part) - sums).norm())) for part, sums in zip(parts, said, strict=True)]
-    return [error / max(sum(float(one.norm()) for one in part), TINY) for part, error in pairs]
-
-
-def _require_same(theta: Tensor, off: float, learned: float) -> None:
+def _require_same(links: Sequence[Link], theta: Tensor, said: Tensor, learned: float) -> None:
     """Raises `_Inconclusive` where a peer has gone on from other common weights, as far as matters beside what it has
     learned: it has missed an average, perhaps, which is not its fault."""
-    length = float(theta.norm())
-    if not off * length <= _MOVED * learned + _ROUNDING * length:
+    off = float((sums_of(links, [[theta]])[0] - said[THETA]).norm())
+    if not off <= _MOVED * learned + _ROUNDING * float(theta.norm()):
         raise _Inconclusive("went on from other weights than the run's")
+
+
+def _rates_in(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The learning rates of the updates. Raises LookupError or ValueError for anything else."""
+    if (rates := tensors["rates"]).dtype != torch.float64 or rates.dim() != 1:
+        raise ValueError("no learning rates")
+    return rates
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _require_alike(what: str, kept: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -519,9 +483,9 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """How far they are apart, over the length of the second."""
-    return float((one - other).norm()) / max(float(other.norm()), TINY)
+def _apart(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """How far they are apart, all together."""
+    return math.hypot(*(float((one - other).norm()) for one, other in zip(some, others, strict=True)))
 
 
 def misgiven(given: Mapping[int, Any], learned: Tensor) -> str:

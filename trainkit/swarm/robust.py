@@ -5,8 +5,8 @@ of their inner products, which adds up over the parts of a round: lengths and di
 so far, and every part is averaged as soon as it is there.
 
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
-- Weights are claims, and claims buy nothing: a volunteer's counts up to what its own speed makes possible, up to what
-  it has stated for an audit, and up to the median. The owner's side counts in full.
+- Weights are claims, and claims buy nothing: another peer's counts up to what its own speed makes possible, up to what
+  it has stated for an audit, and up to the median. The owner's and the reducer's own count in full.
 - Lengths are clipped to the median in each block of 4096 values, so that nobody can put all of theirs into one layer
   (kappa = 1; with 3, one of four cancels the rest). Who says that it has trained on more may be longer without being
   blamed, but is clipped alike. Who was many times longer is left out, and not blamed for it: so is an honest newcomer
@@ -96,7 +96,7 @@ class Limits:
     """What a reducer knows of senders beforehand."""
 
     trusted: frozenset[str] = frozenset()
-    """Ids of the owner's side: their weights are believed."""
+    """Ids of the owner's side: they are no liars, as far as is known."""
     possible: Mapping[str, float] = field(default_factory=dict)
     """Samples that a peer can have trained on in a round, by what it has said of its speed before; a newcomer is
     missing."""
@@ -108,10 +108,12 @@ class Limits:
     """What each has put into the average is kept, see `Screen.alone`."""
     verified: Mapping[str, float] = field(default_factory=dict)
     """Samples of a round that a peer has trained on beyond doubt, see `trainkit.swarm.replay`."""
-    drawn: str = ""
-    """Id of the peer that is to show its work: what it sends is kept."""
+    drawn: Collection[str] = ()
+    """Ids of peers that are to show their work: what they send is kept."""
     stated: Mapping[str, float] = field(default_factory=dict)
     """Samples that a peer has trained on in the round before, by the account that an audit holds it to."""
+    owners: frozenset[str] = frozenset()
+    """Ids of the owner's peers: their weights are believed."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,11 @@ class Screen:
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
         self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
-        self._own, self._drawn, self._verified, self._stated = limits.own, limits.drawn, limits.verified, limits.stated
-        self.given: dict[int, Any] = {}
-        """Position -> pseudo-gradients of the peer that is to show its work, as arrays."""
+        self._own, self._verified, self._stated = limits.own, limits.verified, limits.stated
+        self.given: dict[str, dict[int, Any]] = {peer: {} for peer in limits.drawn}
+        """Of each peer that is to show its work: position -> pseudo-gradients, as arrays."""
         self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
+        self._believes = {sender for sender, peer in enumerate(senders) if peer in limits.owners | {limits.own}}
         self._voices = torch.tensor([limits.voices.get(peer, 1.0) for peer in senders], dtype=torch.float64)
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
@@ -223,8 +226,8 @@ class Screen:
         split = min(max(self._num_parameters - position, 0), result.numel())
         for sender, part in sorted(parts.items()):
             self._claims.setdefault(sender, weights[sender])
-            if self._senders[sender] == self._drawn:
-                self.given[position] = part[:split].numpy().copy()
+            if self._senders[sender] in self.given:
+                self.given[self._senders[sender]][position] = part[:split].numpy().copy()
             if part.numel() != result.numel():
                 self._drop(sender, "sent something of the wrong shape")
             elif not bool((part.abs() <= _LARGEST_VALUE).all()):
@@ -253,11 +256,11 @@ class Screen:
         return found
 
     def moved(self) -> Iterator[tuple[str, int, Tensor]]:
-        """By what each volunteer has moved the average of each part, beyond what the others alone would have made of
-        it: id, position, pseudo-gradients."""
+        """By what each peer but the owner has moved the average of each part, beyond what the others alone would have
+        made of it: id, position, pseudo-gradients."""
         for position, values, senders, put, share in self._kept or []:
             for row, sender in enumerate(senders):
-                if sender not in self._trusted:
+                if sender not in self._believes:
                     others = share.sum(0) - share[row]
                     rest = (put.float().sum(0) - put[row]) / others.clamp_min(_TINY)[:, None]
                     yield self._senders[sender], position, (put[row] - share[row, :, None] * rest).view(-1)[:values]
@@ -310,7 +313,7 @@ class Screen:
         usual = self._median({sender: self._claims[sender] for sender in known}) if known else 0.0
         for sender in senders:
             claim = self._claims[sender]
-            if sender in self._trusted or len(senders) == 1:
+            if sender in self._believes:
                 believed[sender] = claim
                 continue
             seen = self._possible.get(self._senders[sender])
@@ -705,14 +708,10 @@ class Sentry:
         self.averager.expect(possible, verified)
         self.look()
 
-    def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> set[str]:
-        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``.
-
-        Who was in the group.
-        """
-        self._peers, self._invited, members = peers, {}, set[str]()
+    def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> None:
+        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
+        self._peers, self._invited = peers, {}
         for found in self.averager.findings():
-            members |= {*found.members}
             for peer in {*found.members} - self._banned_with.keys():
                 remember(self._banned_with, peer, self.invitation_of(peer), _MOST_SUSPECTS)
             self._invited |= found.names
@@ -729,12 +728,14 @@ class Sentry:
             if self.judges_reducers:
                 self._ban(index, out)
         self.look()
-        return members
 
     def note_audit(self, index: int, verdict: Verdict) -> None:
-        """Draw the consequences of an audit, of that round: who has been false is out, and has contributed nothing."""
+        """Draw the consequences of an audit, of that round: what a peer has put into the weights that counts no more is
+        taken out again; who has been false is out, and has contributed nothing."""
         name = self._name(verdict.peer)
         self._tell(index, [verdict], "The audit of {} in round {}")
+        if verdict.action == "left out":
+            self.undo([verdict.peer])
         if verdict.action == "dropped":
             self.withdraw(name)
             self._ban(index, {verdict.peer: verdict.why}, "")

@@ -188,8 +188,8 @@ class TimedLoop(_Loop):
             if role == "owner":
                 seed_of = partial(data_seed, self.config)
                 most = _AUDIT_SHARE * (seconds - self.config.collaborative.matchmaking_seconds)
-                self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, most)
-            elif role == "volunteer" and peer.journal is None:
+                self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, most, seconds)
+            elif peer.journal is None:
                 peer.journal = Journal(peer.team.state, common, seconds / stretches)
 
     def run(self) -> Ending:
@@ -263,16 +263,18 @@ class TimedLoop(_Loop):
         if auditor is None:
             peer.sentry.before_round(peer.watch.peers, seconds)
             return
-        heard = peer.watch.others(time.time() - LOST_AFTER * seconds)
-        volunteers = [one for one in heard if (who := peer.dht.member(one)) is not None and not who.trusted]
-        auditor.hear({one: told.tried for one, told in peer.watch.peers.items()})
-        known = peer.averaging.averager.heard()
-        for verdict in auditor.owe(known):
+        told = peer.watch.others(time.time() - LOST_AFTER * seconds)
+        roles = {one: who.role for one in told if (who := peer.dht.member(one)) is not None and who.role != "owner"}
+        # A reducer need not train; one that says so counts for nothing.
+        idle = {one for one, role in roles.items() if role == "reducer" and not told[one].samples_per_sec}
+        auditor.hear({one: said.tried for one, said in peer.watch.peers.items()})
+        heard = peer.averaging.averager.heard()
+        for verdict in auditor.owe(heard):
             peer.sentry.note_audit(index, verdict)
-        free = [one for one in volunteers if one not in known.owing]
-        drawn, trains, asks_for_leaps = auditor.draw(free, index, known.uneven)
-        peer.averaging.averager.draw(drawn, index, trains, asks_for_leaps, [*auditor.differ])
-        peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=auditor.unproven)
+        drawn, asks_for_leaps = auditor.draw(roles.keys() - idle, heard)
+        peer.averaging.averager.draw(drawn, index, asks_for_leaps, [*auditor.differ])
+        unproven = auditor.unproven | idle
+        peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=unproven)
 
     def audit(self, auditor: Auditor, index: int) -> None:
         """Look at what has been shown, if anything has."""
@@ -318,9 +320,7 @@ class TimedLoop(_Loop):
         if result is None:
             return
         self.done, peer.exchange_seconds = None, result.seconds
-        members = peer.sentry.after_round(done.index, peer.watch.peers, result)
-        if self.auditor is not None and (verdict := self.auditor.overdue(members, done.index)) is not None:
-            peer.sentry.note_audit(done.index, verdict)
+        peer.sentry.after_round(done.index, peer.watch.peers, result)
         done = replace(done, result=result)
         self.publish(done)
         peer.after_round(done)
