@@ -406,7 +406,7 @@ def test_the_owner_gets_its_average_as_one_peer_would_have_made_it(
     averager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def send(message: tuple[str, list[Any], dict[str, Any]]) -> None:
-        asyncio.run(getattr(averager, message[0])(**message[2]))
+        asyncio.run(getattr(averager, message[0])(*message[1], **message[2]))
 
     monkeypatch.setattr(module, "MPFuture", Future)
     averager._closed, averager._popen, averager._outer_pipe = False, None, SimpleNamespace(send=send)
@@ -421,20 +421,18 @@ def test_the_owner_gets_its_average_as_one_peer_would_have_made_it(
 def test_what_a_peer_has_moved_is_added_up_over_the_rounds_that_were_used(averager: Any) -> None:
     """What is old by half, at last."""
     averager.common, averager._moved = SimpleNamespace(num_parameters=4), {}
-    averager._taken_back, asked = torch.zeros(4), list[Any]()
 
-    async def rounds(*of: tuple[int, list[float]] | None) -> None:
+    async def rounds(*of: tuple[int, list[float]] | None) -> list[Tensor | None]:
         for by in of:
             moved = [] if by is None else [("eve", by[0], torch.tensor(by[1]))]
             averager._screen = SimpleNamespace(moved=lambda moved=moved: moved)
             await averager._note_used()
-        for peer in ("ann", "eve", "eve"):
-            await averager._take_back(peer, SimpleNamespace(set_result=asked.append))
+        return [await averager._take_back(peer) for peer in ("ann", "eve", "eve")]
 
-    asyncio.run(rounds((0, [1.0, 2.0]), None, (1, [5.0, 6.0])))
-    assert asked == [False, True, False]
+    unknown, found, again = asyncio.run(rounds((0, [1.0, 2.0]), None, (1, [5.0, 6.0])))
+    assert unknown is again is None
     old = (1 + 0.8**2) / 2
-    torch.testing.assert_close(averager._taken_back, torch.tensor([old, 2 * old + 5.0, 6.0, 0.0]))
+    torch.testing.assert_close(found, torch.tensor([old, 2 * old + 5.0, 6.0, 0.0]))
 
 
 def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
@@ -551,7 +549,7 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
         return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen, outcome=Outcome)
 
     averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts(1)
-    averager._found, averager._tell = multiprocessing.Pipe(duplex=False)
+    averager._found = []
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
     asyncio.run(averager._draw({"eve": True}, 3, False, []))
     late = averager._draws
@@ -565,7 +563,7 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
 def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(averager: Any, clock: Clock) -> None:
     """With it nobody learns anything in its parts."""
     averager._is_drawn, averager._accounts = False, Accounts(1)
-    averager._tell = SimpleNamespace(send=lambda findings: None)
+    averager._found = []
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
     screen = SimpleNamespace(given={}, verdicts=tuple, counted=dict)
     benched = list[bool]()

@@ -137,7 +137,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         """The codec of this peer's parts, then each part's weight."""
         self.probe = torch.zeros(PROBE_SIZE).share_memory_()
         """Of this peer's weights, see `CommonState.probe`."""
-        self._found, self._tell = multiprocessing.Pipe(duplex=False)
+        self._found: list[Findings] = []
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
         self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
@@ -160,7 +160,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         """Of the last round, with what each has put into it."""
         self._moved: dict[str, Tensor] = {}
         """Peer -> by what it has moved the averages that were used, and what is fresh of it, [2, values]."""
-        self._taken_back = torch.zeros(common.num_parameters if own.grant.role == "owner" else 0).share_memory_()
         self._late: dict[str, tuple[int, float]] = {}
         """Peer -> how often in a row it was late, and when it may come again."""
         self._may_fetch: dict[str, float] = {}
@@ -219,14 +218,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def findings(self) -> list[Findings]:
         """Those of the rounds since the last call."""
-        found = []
-        while self._found.poll():
-            found.append(self._found.recv())
+        found: list[Findings] = self._ask("_take_findings")
         return found
 
     def alone(self, peer: str) -> Tensor | None:
         """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
-        return self._averaged_tensors[0].clone() if self._ask("_alone", peer=peer) else None
+        found: Tensor | None = self._ask("_alone", peer)
+        return found
 
     def note_used(self) -> None:
         """The last average has become part of the weights."""
@@ -234,7 +232,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def taken_back(self, peer: str) -> Tensor | None:
         """By what a peer has moved the averages that were used, once; None if that is not known."""
-        return self._taken_back.clone() if self._ask("_take_back", peer=peer) else None
+        found: Tensor | None = self._ask("_take_back", peer)
+        return found
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
@@ -248,18 +247,19 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         ``proof``: what the owner's side has said of it; without it this peer says so.
         """
         self._proof = proof
-        self._ask("_give_back", peer=peer)
+        self._ask("_give_back", peer)
         self._proof = b""
 
     def given_back(self, newer_than: float) -> State | None:
         """The state that somebody has given back by now; until the next call another one, of a later round than that,
         is taken. Infinity: none."""
-        found: State | None = self._ask("_given_back", newer_than=newer_than)
+        found: State | None = self._ask("_given_back", newer_than)
         return found
 
-    def _ask(self, method: str, **what: Any) -> Any:
+    def _ask(self, work: str, *of: Any) -> Any:
+        """What a coroutine function of that name answers in the averager's process."""
         asked: Any = MPFuture()
-        self._outer_pipe.send((method, [], {**what, "asked": asked}))
+        self._outer_pipe.send(("_answer", [asked, work, *of], {}))
         return processes.answer_of(asked, "averager", self.pid)
 
     # In the averager's process.
@@ -270,6 +270,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         # hivemind's averager makes it itself, and has no hook; this process has nothing else that makes one.
         hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard, is_benched=self.is_benched)
         super().run()
+
+    async def _answer(self, asked: Any, work: str, *of: Any) -> None:
+        asked.set_result(await getattr(self, work)(*of))
 
     async def _expect(self, possible: dict[str, float], verified: dict[str, float], anew: bool) -> None:
         self._possible = possible if anew else {**self._possible, **possible}
@@ -282,8 +285,12 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._accounts.draw(drawn, round_index, asks_for_leaps)
         self._draws, self._is_drawn, self._arrived = self._draws + 1, bool(drawn), {}
 
-    async def _heard(self, asked: Any) -> None:
-        asked.set_result(self._accounts.heard())
+    async def _heard(self) -> Heard:
+        return self._accounts.heard()
+
+    async def _take_findings(self) -> list[Findings]:
+        found, self._found = self._found, []
+        return found
 
     async def _account(self, to: str, account: bytes, pace: float, asked: Any) -> None:
         stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)
@@ -316,11 +323,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     async def _in_thread(call: Callable[..., Any], *what: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, call, *what)
 
-    async def _alone(self, peer: str, asked: Any) -> None:
-        found = self._screen.alone(peer) if self._screen is not None else []
+    async def _alone(self, peer: str) -> Tensor | None:
+        if self._screen is None or not (found := self._screen.alone(peer)):
+            return None
+        average: Tensor = self._averaged_tensors[0].clone()
         for position, values in found:
-            self._averaged_tensors[0][position : position + len(values)] = values
-        asked.set_result(bool(found))
+            average[position : position + len(values)] = values
+        return average
 
     async def _note_used(self) -> None:
         if self._screen is not None:
@@ -335,12 +344,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             known[:, position : position + len(by)] += by
             remember(self._moved, peer, known, MOST_KEPT // (8 * size))
 
-    async def _take_back(self, peer: str, asked: Any) -> None:
-        if (moved := self._moved.pop(peer, None)) is not None:
-            self._taken_back.copy_(moved.mean(0))
-        asked.set_result(moved is not None)
+    async def _take_back(self, peer: str) -> Tensor | None:
+        moved = self._moved.pop(peer, None)
+        return None if moved is None else moved.mean(0)
 
-    async def _give_back(self, peer: str, asked: Any) -> None:
+    async def _give_back(self, peer: str) -> None:
         async def pieces() -> AsyncIterator[DownloadData]:
             metadata, tensors, _ = await self._get_current_state_from_host_process()
             for data in (memoryview(tensor.numpy()).cast("B") for tensor in tensors):
@@ -352,11 +360,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         with suppress(Exception):  # of libp2p, or of a peer that wants none
             stub = self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
             await stub.rpc_give_back(pieces(), timeout=_GIVE_SECONDS)
-        asked.set_result(None)
 
-    async def _given_back(self, newer_than: float, asked: Any) -> None:
+    async def _given_back(self, newer_than: float) -> State | None:
         self._wanted, found, self._given = newer_than, self._given, None
-        asked.set_result(found)
+        return found
 
     async def _step(self, **options: Any) -> None:
         # What came of it is in its control; hivemind raises it once more, where nobody waits for it.
@@ -581,7 +588,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         if self._is_drawn and draw == self._draws:
             self._is_drawn, self._arrived = False, runner.screen.given
             self._accounts.took_part(members)
-        self._tell.send(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
+        self._found.append(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
 
 
