@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -510,12 +511,16 @@ def test_audits_take_a_share_of_the_owners_time_that_grows_with_the_swarm() -> N
 
 
 def test_as_many_are_drawn_as_can_show_all_within_a_round() -> None:
-    auditor, drawn = Swarm().auditor, list[int]()
-    auditor._took = 1e-9
+    auditor: Any = Swarm().auditor
+    auditor._took, drawn = 1e-9, list[int]()
     for behind in (0, 0, 0, 0, 2, 0, 9, 0):
         auditor.owe(now := heard(behind=behind))
         drawn.append(len(auditor.draw([f"peer-{index:02}" for index in range(20)], now)[0]))
     assert drawn == [2, 3, 4, 5, 1, 3, 1, 2]
+    auditor.common = SimpleNamespace(theta=torch.empty(28_000_000, device="meta"))  # what is shown has to fit, too
+    for _ in range(9):
+        auditor.owe(heard())
+    assert auditor._at_once == 4
 
 
 def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -> None:
@@ -775,6 +780,13 @@ def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> Non
     swarm.journal._kept[-1] = replace(swarm.journal._kept[-1], link=swarm.journal._kept[-1].link._replace(position=3))
     assert swarm.round_of() is None
     assert swarm.audited()[0] == "audited"
+
+
+def test_who_has_missed_a_round_is_asked_as_others_are() -> None:
+    swarm = Swarm()
+    swarm.audited()
+    swarm.round += 3
+    assert swarm.audited()[1].startswith(TRUE)
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ class Shown(NamedTuple):
     peer: str
     account: Account
     before: Account | None
-    """That of the round before, if this one goes on from it."""
+    """The one before, if this one goes on from it."""
     wanted: Sequence[int]
     """One snapshot, from which the next one is to follow; or two between which the common weights have moved, and the
     first one of the round; or none."""
@@ -434,7 +434,7 @@ class Accounts:
         remember(self._last, peer, account, MOST_AUDITED)
         remember(self.stated, peer, float(self._batch * max(0, ends.position - begins.position)), MOST_AUDITED)
         is_new = before is None
-        if before is not None and (before.round + 1, before.links[-1]) != (account.round, begins):
+        if before is not None and before.links[-1] != begins:  # rounds may be missed meanwhile
             before = None
         far = ratios_in(account)
         uneven = float((far - _EVEN).clamp_min(0.0).sum())

@@ -52,13 +52,14 @@ from trainkit.swarm.accounts import (
     digest_of_part,
     digest_of_tensors,
     digests_of,
+    most_bytes,
     parameters_of,
     summed_in,
     sums_of,
 )
 from trainkit.swarm.admission import remember
 from trainkit.swarm.link import cuts, misrounded, rounded
-from trainkit.swarm.robust import Verdict
+from trainkit.swarm.robust import MOST_KEPT, Verdict
 from trainkit.swarm.sync import OuterState
 from trainkit.training.build import TrainState
 from trainkit.training.precision import Precision
@@ -178,8 +179,9 @@ class Auditor:
         """Take note of who has yet to show something; what to say of those who do not show it. Call it once in each
         round, before `draw`."""
         self._late, found = heard.late, list[Verdict]()
-        # As many are drawn at once as have shown all within a round, whatever holds up the others.
-        self._at_once = max(1, self._at_once // 2) if heard.behind else min(self._at_once + 1, _MOST_DRAWN)
+        # As many are drawn at once as have shown all within a round, whatever holds up the others, and as fit here.
+        fit = MOST_KEPT // most_bytes(self.common.theta.numel())
+        self._at_once = max(1, self._at_once // 2 if heard.behind else min(self._at_once + 1, _MOST_DRAWN, fit))
         for peer in heard.owing:
             remember(self._pinned, peer, self._pinned.get(peer) or {**self._thetas}, _MOST_PINNED)
         for peer, has_leapt in heard.refused.items():
@@ -443,7 +445,7 @@ def _trained(
     with replica.batches(first, first + len(rates), seed=seed, workers=0) as batches:
         for position, rate in enumerate(rates.tolist(), first):
             if time.monotonic() > until:
-                raise _Unable(f"trains more than can be trained again here in {seconds:.0f} s")
+                raise _Unable(f"trains more than can be trained again here in {seconds:.2g} s")
             update(batches, lr=rate, seed=derive_seed(seed, position))
     weights, moments = weights_of(replica.model), moments_of(replica.model, replica.optimizer)
     return Snapshot(start.link, copies(weights), copies(moments), start.theta)

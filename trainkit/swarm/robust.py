@@ -76,7 +76,8 @@ _LEAST_AGREED = 0.05
 _ROUNDING = 1e-9  # of voices: eight eighths are one
 _TINY = 1e-30  # nothing is divided by less
 MOST_KEPT = 1 << 31
-"""Bytes of a round that are kept to find out whose contribution does harm; and of what can be taken back."""
+"""Bytes of a round that are kept to find out whose contribution does harm; of what can be taken back; and of what is
+shown at once."""
 
 Action = Literal["dropped", "left out", "clipped", "audited"]
 """Dropped is who has sent what no honest peer sends; who is left out may be honest; who was audited counts."""
