@@ -30,7 +30,7 @@ from trainkit.swarm.robust import Round
 from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, search_seconds, take_part, tally
 from trainkit.swarm.session import Session, Team
 from trainkit.swarm.spec import Hooks, PeerSpec
-from trainkit.swarm.sync import Average, GatheringState, Given, GradientState, OuterState
+from trainkit.swarm.sync import Average, Given, GradientState, OuterState, gathering
 from trainkit.training.build import alone, build
 from trainkit.training.update import DivergedError
 
@@ -125,7 +125,7 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
     p.after_round = swarm.rounds.append
     p.may_be_alone, p.data_seed = may_be_alone, 5
     p.config, p.common, p.averaging, p.memory = CONFIG, common, swarm, Memory(())
-    p.team = Team(GatheringState.of(judge, common.gathered), judge, common)
+    p.team = Team(gathering(judge, common.gathered), judge, common)
     p.clock = UpdateClock(SECONDS, 0, 3, lambda: common.round)
     nothing: Any = lambda *_: None  # noqa: E731
     p.dht = SimpleNamespace(

@@ -22,7 +22,7 @@ from trainkit.swarm.admission import Member
 from trainkit.swarm.link import PART, codec_back, decode, encode
 from trainkit.swarm.robust import has_drifted
 from trainkit.swarm.session import data_seed
-from trainkit.swarm.sync import Average, CommonState, GatheringState, Given, GradientState, OuterState
+from trainkit.swarm.sync import Average, CommonState, Given, GradientState, OuterState, gathering
 from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 
@@ -305,7 +305,7 @@ def peers(request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
         made = []
         for name in ("one", "two"):
             common = GradientState(build_model(config.model, splits.info, config.seed), config)
-            state = GatheringState.of(build(alone(config), CPU, splits, model=common.model), common.gathered)
+            state = gathering(build(alone(config), CPU, splits, model=common.model), common.gathered)
             batches: Batches[Batch] = held.enter_context(state.batches(0, 1000, seed=data_seed(config, name)))
             state.model.train()
             made.append(Peer(common, Updater(state), batches, []))
@@ -387,6 +387,18 @@ def test_a_newcomer_goes_on_from_the_state_that_it_is_given_bit_for_bit(peers: l
         first, second = agree(peers)
         assert torch.equal(first, second)
     assert torch.equal(flat(newcomer.common.model), flat(veteran.common.model))
+
+
+@pytest.mark.parametrize("peers", [("optim.name=lamb",)], indirect=True)
+def test_what_an_optimizer_remembers_keeps_its_order_in_checkpoints(peers: list[Peer]) -> None:
+    """Group by group, first what the group itself counts: as in folders of 0.1.0, which are read without a name."""
+    for _ in range(3):
+        peers[0].gather()
+        agree(peers[:1])
+    common = peers[0].common
+    matrices = sum(parameter.numel() for parameter in common.params if parameter.ndim > 1)
+    assert [float(common.momentum[place]) for place in (0, 1 + 2 * matrices)] == [3.0, 3.0]
+    assert common.momentum.numel() == 2 + 2 * common.num_parameters
 
 
 def test_the_rate_is_that_of_one_machine_with_as_many_updates() -> None:

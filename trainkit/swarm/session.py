@@ -54,7 +54,7 @@ from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec, load_text
-from trainkit.swarm.sync import CommonState, GatheringState, GradientState, OuterState, unflattened
+from trainkit.swarm.sync import CommonState, GradientState, OuterState, gathering, unflattened
 from trainkit.swarm.trial import Trial
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
@@ -436,7 +436,7 @@ class Session:
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
         self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
         if isinstance(common, GradientState):
-            self.team = replace(self.team, state=GatheringState.of(self.team.state, common.gathered))
+            self.team = replace(self.team, state=gathering(self.team.state, common.gathered))
         link = Link(common.theta.numel(), agreed, spec.max_upload, measured)
         self.averaging, is_owner = Averaging(averager, dht, common, agreed, link), dht.own.grant.role == "owner"
         if is_owner and isinstance(common, OuterState) and len(self.splits.val):

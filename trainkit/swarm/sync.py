@@ -45,14 +45,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trainkit.checkpoint.state import Held, load_moments, moments_of
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import freeze
@@ -352,23 +352,16 @@ class Gathered(torch.optim.Optimizer):
         self.times, self._sums = 0, []
 
 
-@dataclass(frozen=True)
-class GatheringState(TrainState):
-    """Train state whose updates are one micro batch each, and only gather gradients."""
+def gathering(state: TrainState, gathered: Gathered) -> TrainState:
+    """``state`` for updates of one micro batch each, that only gather gradients.
 
-    gathered: Gathered = field(kw_only=True)
-
-    @cached_property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.gathered
-
-    @classmethod
-    def of(cls, state: TrainState, gathered: Gathered) -> GatheringState:
-        """The gradients are clipped when they are averaged: so are those of an update on one machine."""
-        micro_batch = {"global_batch_size": state.micro_batch_size, "grad_clip_norm": None}
-        train = state.config.train.model_copy(update=micro_batch)
-        own = {item.name: getattr(state, item.name) for item in fields(state)}
-        return cls(**{**own, "config": state.config.model_copy(update={"train": train})}, gathered=gathered)
+    They are clipped when they are averaged: so are those of an update on one machine.
+    """
+    micro_batch = {"global_batch_size": state.micro_batch_size, "grad_clip_norm": None}
+    train = state.config.train.model_copy(update=micro_batch)
+    made = replace(state, config=state.config.model_copy(update={"train": train}))
+    vars(made)["optimizer"] = gathered  # in the place of the one that it would make
+    return made
 
 
 class GradientState(CommonState):
@@ -389,7 +382,10 @@ class GradientState(CommonState):
         for master, part in unflattened(self.theta, self._masters):
             master.data = part  # before an optimizer of the user's own may keep it
         self._optimizer = build_optimizer(master_model, config.optim)
-        self._precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
+        # By its groups, whose order is that of ``momentum``: checkpoints hold it, too.
+        self._groups = nn.ModuleList(nn.ParameterList(group["params"]) for group in self._optimizer.param_groups)
+        self._dist = Distributed(RankEnv.single(), torch.device("cpu"))
+        self._precision = Precision("fp32", self._dist)
         # It makes its state as it is before the first update: its size is then known, and a newcomer's fits.
         before = self.theta.clone()
         for parameter in self._masters:
@@ -397,8 +393,8 @@ class GradientState(CommonState):
         set_lr(self._optimizer, 0.0)
         self._optimizer.step()
         self.theta.copy_(before)
-        self.momentum = torch.zeros_like(_remembered(self._optimizer))
-        _remember(self._optimizer, self.momentum)
+        self.momentum = torch.zeros_like(self._remembered())
+        self._remember()
 
     @property
     def lr(self) -> float:
@@ -440,7 +436,7 @@ class GradientState(CommonState):
             set_lr(self._optimizer, self.lr)
             self._precision.step(self._optimizer, self._masters, self._config.train.grad_clip_norm)
             self.theta[self.num_parameters :] = average.vector[self.num_parameters :]
-            self.momentum.copy_(_remembered(self._optimizer))
+            self.momentum.copy_(self._remembered())
             self.round = average.next_round
         self.forget()
 
@@ -448,39 +444,33 @@ class GradientState(CommonState):
         """Go on from another peer's state, or from a checkpoint. Raises ValueError when it does not fit."""
         super().load(theta, momentum, round_index)
         with self.lock:
-            _remember(self._optimizer, self.momentum)
+            self._remember()
 
     def forget(self) -> None:
         """Drop what is gathered here."""
         self.gathered.clear()
         self.into_model()
 
+    def _numbers(self) -> dict[str, Tensor]:
+        """What the optimizer remembers and changes: tensors and counts, but no switches, which are set once.
 
-def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where an optimizer keeps what it remembers: tensors and counts; timm's LAMB counts its updates in the group."""
-    for group in optimizer.param_groups:
-        if _changes(group.get("step")):
-            yield group, "step"
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            yield from ((state, key) for key in sorted(state) if _changes(state[key]))
+        Group by group, each with what it counts itself (timm's LAMB) before what belongs to its parameters.
+        """
 
+        def place(name: str) -> tuple[int, bool]:
+            room, group, *_ = name.split(".")
+            return int(group), room == "state"
 
-def _changes(value: object) -> bool:
-    return isinstance(value, Tensor | int | float) and not isinstance(value, bool)  # a switch is set once
+        found = moments_of(self._groups, self._optimizer)
+        return {name: found[name] for name in sorted(found, key=place) if found[name].dtype != torch.bool}
 
+    def _remembered(self) -> Tensor:
+        return flatten([*self._numbers().values()])
 
-def _remembered(optimizer: torch.optim.Optimizer) -> Tensor:
-    return flatten([torch.as_tensor(place[key], dtype=torch.float32) for place, key in _places(optimizer)])
-
-
-@torch.no_grad()
-def _remember(optimizer: torch.optim.Optimizer, vector: Tensor) -> None:
-    places = list(_places(optimizer))
-    sizes = [torch.as_tensor(place[key]).numel() for place, key in places]
-    for (place, key), part in zip(places, torch.split(vector, sizes), strict=True):
-        value = place[key]
-        if isinstance(value, Tensor):
-            value.copy_(part.view_as(value))
-        else:
-            place[key] = type(value)(part.item())
+    def _remember(self) -> None:
+        """Give the optimizer what ``momentum`` says."""
+        numbers = self._numbers()
+        parts = unflattened(self.momentum, [*numbers.values()])
+        told = {name: part.to(old.dtype, copy=True) for name, (old, part) in zip(numbers, parts, strict=True)}
+        everything = Held({**moments_of(self._groups, self._optimizer), **told})  # load_moments drops what is missing
+        load_moments(self._groups, self._optimizer, everything, self._dist)
