@@ -27,7 +27,7 @@ from trainkit.swarm.average import Averaging
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
-from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, search_seconds, take_part, tally
+from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, search_seconds, take_part
 from trainkit.swarm.session import Session, Team
 from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, Given, GradientState, OuterState, gathering
@@ -408,6 +408,21 @@ def says(samples: int, rate: float = 0.0, *, round_index: int = 3, age: float = 
     )
 
 
+def gathered_by(own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...]) -> Tally:
+    """What ``own`` and the others have gathered by `NOW`; "me" in ``trusted``: this peer is of the owner's side."""
+    loop: Any = SampleLoop.__new__(SampleLoop)
+    loop.common, loop.volunteers = SimpleNamespace(round=3, samples=own.samples), "me" not in trusted
+    dht = SimpleNamespace(
+        peer_id="me",
+        member=lambda peer: SimpleNamespace(trusted=peer in trusted, name=peer, invitation=peer),
+    )
+    team = SimpleNamespace(state=SimpleNamespace(micro_batch_size=own.samples_per_sec))
+    loop.peer = SimpleNamespace(dht=dht, team=team, step_seconds=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: NOW)
+        return loop.tally(others)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("own", "others", "trusted", "gathered"),
     [
@@ -424,7 +439,7 @@ def says(samples: int, rate: float = 0.0, *, round_index: int = 3, age: float = 
 def test_an_update_is_gathered_by_all_who_are_at_it(
     own: Tally, others: dict[str, PeerProgress], trusted: tuple[str, ...], gathered: tuple[float, float]
 ) -> None:
-    assert tally(own, others, round_index=3, trusted=trusted, is_trusted=False, now=NOW, voices={}) == Tally(*gathered)
+    assert gathered_by(own, others, trusted) == Tally(*gathered)
 
 
 def test_all_who_use_one_invitation_claim_no_more_than_one_peer(splits: Splits) -> None:
@@ -436,7 +451,6 @@ def test_all_who_use_one_invitation_claim_no_more_than_one_peer(splits: Splits) 
 
 
 def test_the_owners_own_claim_has_no_bound_and_the_time_that_is_left_follows() -> None:
-    others = {"a": says(100, 10)}
-    found = tally(Tally(5000, 500), others, round_index=3, trusted=(), is_trusted=True, now=NOW, voices={})
+    found = gathered_by(Tally(5000, 500), {"a": says(100, 10)}, ("me",))
     assert (found, found.seconds_left(15300)) == (Tally(5100, 510), 20.0)
     assert (Tally(300, 35).seconds_left(300), Tally(0, 0).seconds_left(1)) == (0.0, math.inf)

@@ -9,7 +9,7 @@ the others when its end is near.
 import math
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -345,45 +345,28 @@ class Tally:
         return 0.0 if left <= 0 else left / self.samples_per_sec if self.samples_per_sec else math.inf
 
 
-def tally(
-    own: Tally,
-    others: Mapping[str, PeerProgress],
-    *,
-    round_index: int,
-    trusted: Collection[str],
-    is_trusted: bool,
-    now: float,
-    voices: Mapping[str, float],
-    own_voice: float = 1.0,
-) -> Tally:
-    """This peer's ``own`` work and that of the others, by their ids, that are at the same update.
+def tally(claims: Mapping[str, Tally], free: Collection[str], voices: Mapping[str, float]) -> Tally:
+    """What peers that are at the same update have gathered together.
 
-    As `hivemind.optim.ProgressTracker` reckons it: what a peer had gathered when it last said so, and what it will have
-    gathered since at its speed. But a volunteer's word is a claim: it counts up to the median, and all who use one
-    invitation up to what one may claim, or one person could end every update before the others have anything
-    to give to it.
+    A volunteer's word is a claim: it counts up to the median, and all who use one invitation up to what one may claim,
+    or one person could end every update before the others have anything to give to it.
 
     Args:
-        trusted: those of the others that are of the owner's side.
-        is_trusted: this peer is. All bound a volunteer's work alike, its own too: so all come to the same sum.
-        voices: of the others, see `trainkit.swarm.robust.voices_of`; who is missing has one.
+        claims: of each peer, by its id.
+        free: peers of the owner's side. All bound a volunteer's work alike, its own too: so all come to the same sum.
+        voices: see `trainkit.swarm.robust.voices_of`; who is missing has one.
     """
-    claims = [(own.samples, own.samples_per_sec, is_trusted, own_voice)]
-    for peer, told in others.items():
-        if told.round == round_index:
-            gathered = told.samples + told.samples_per_sec * max(0.0, now - told.time)
-            claims.append((gathered, told.samples_per_sec, peer in trusted, voices.get(peer, 1.0)))
-    samples, rates, free, voice = zip(*claims, strict=True)
-    return Tally(_bounded(samples, free, voice), _bounded(rates, free, voice))
+    samples = {peer: claim.samples for peer, claim in claims.items()}
+    rates = {peer: claim.samples_per_sec for peer, claim in claims.items()}
+    return Tally(_bounded(samples, free, voices), _bounded(rates, free, voices))
 
 
-def _bounded(claims: Sequence[float], free: Sequence[bool], voices: Sequence[float]) -> float:
+def _bounded(claims: Mapping[str, float], free: Collection[str], voices: Mapping[str, float]) -> float:
     """The sum of what is claimed; but for those who are ``free``, nothing is more than what is usual, the
     lower median of those who have something, by their share of a voice."""
-    known = [(claim, voice) for claim, voice in zip(claims, voices, strict=True) if claim > 0.0]
+    known = [(claim, voices.get(peer, 1.0)) for peer, claim in claims.items() if claim > 0.0]
     most = lower_median(known) if known else 0.0
-    shares = zip(claims, free, voices, strict=True)
-    return sum(claim if is_free else min(claim, most * voice) for claim, is_free, voice in shares)
+    return sum(claim if peer in free else min(claim, most * voices.get(peer, 1.0)) for peer, claim in claims.items())
 
 
 class SampleLoop(_Loop):
@@ -483,19 +466,20 @@ class SampleLoop(_Loop):
         return {peer: member for peer in peers if (member := self.peer.dht.member(peer)) is not None}
 
     def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
-        """What all peers together have gathered."""
-        own_id = self.peer.dht.peer_id
-        voices = voices_of(self.members([own_id, *others]))
-        return tally(
-            Tally(self.common.samples, self.rate),
-            others,
-            round_index=self.common.round,
-            trusted=self.trusted(others),
-            is_trusted=not self.volunteers,
-            now=time.time(),
-            voices=voices,
-            own_voice=voices.get(own_id, 1.0),
-        )
+        """What all peers together have gathered.
+
+        As `hivemind.optim.ProgressTracker` reckons it: what a peer had gathered when it last said so, and what it will
+        have gathered since at its speed.
+        """
+        own_id, now = self.peer.dht.peer_id, time.time()
+        claims = {own_id: Tally(self.common.samples, self.rate)}
+        for peer, told in others.items():
+            if told.round == self.common.round:
+                since = told.samples_per_sec * max(0.0, now - told.time)
+                claims[peer] = Tally(told.samples + since, told.samples_per_sec)
+        free = self.trusted(others) if self.volunteers else {own_id, *self.trusted(others)}
+        # All who use one invitation share its voice, also those who are at another update.
+        return tally(claims, free, voices_of(self.members([own_id, *others])))
 
     def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
         """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
