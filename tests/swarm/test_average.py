@@ -49,7 +49,7 @@ def settled(
 
 def settle(averaging: Averaging, given: Given, averaged: Averaged, *, next_round: int = 3, leads: bool) -> Round:
     """A round in which a peer has given that, and its averager says this."""
-    averaging._exchange = _Exchange(
+    averaging.under_way = _Exchange(
         control=SimpleNamespace(result=lambda seconds: averaged), given=given, sent=given.weights, trained=1.0,
         next_round=next_round, began=time.monotonic(), failed="",
     )  # fmt: skip
@@ -101,8 +101,8 @@ def test_what_a_peer_with_other_libraries_learns_waits_until_it_counts(tried: bo
     averaging = Averaging(averager, averager, common, load("hivemind").config.collaborative, link)
     averaging.tried = tried
     averaging.exchange(samples=64, trained=1.0, next_round=3)
-    assert averaging._exchange is not None
-    assert (averaging._exchange.sent, averaging._exchange.given.weights) == ((sent,), (64.0,))
+    assert averaging.under_way is not None
+    assert (averaging.under_way.sent, averaging.under_way.given.weights) == ((sent,), (64.0,))
 
 
 def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:

@@ -67,7 +67,8 @@ class Swarm:
     """All others, as soon as a group has formed."""
     newer: tuple[int, Tensor, Tensor] | None = None
     """A state that the owner's side gives away."""
-    begun = found = False
+    search: object = None
+    found = False
     searches: int = 0
     given: list[Given] = field(default_factory=list)
     leads: list[bool] = field(default_factory=list)
@@ -78,13 +79,13 @@ class Swarm:
     """That the peer has taken note of."""
 
     def begin(self, boundary: float, samples_per_sec: float, *, grace: float) -> None:
-        assert not self.begun
-        self.begun, self.searches = True, self.searches + 1
+        assert self.search is None
+        self.search, self.searches = "begun", self.searches + 1
         if self.dies:
             self.found, self.others = True, {}
 
     def withdraw(self) -> None:
-        self.begun = self.found = False
+        self.search, self.found = None, False
 
     def require_helpers(self) -> None: ...
 
@@ -92,7 +93,7 @@ class Swarm:
         return b"by me"
 
     def exchange(self, *, samples: int, trained: float, next_round: int) -> None:
-        self.begun = False
+        self.search = None
         self.given.append(self.common.give(samples))
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round:
@@ -200,7 +201,7 @@ def test_a_volunteer_that_is_left_alone_makes_no_update_and_leaves(splits: Split
     with guest(splits, others={OWNER: told()} if dies else {}, dies=dies) as (p, swarm):
         began = time.time()
         assert take_part(p) == "lost"
-    assert (swarm.begun, swarm.searches, swarm.rounds, swarm.given, swarm.common.round) == (False, dies, [], [], 0)
+    assert (swarm.search, swarm.searches, swarm.rounds, swarm.given, swarm.common.round) == (None, dies, [], [], 0)
     assert 3 * SECONDS <= time.time() - began < 20.0
     assert swarm.common.samples == 64  # it has gathered one update's worth, and no more
 

@@ -110,23 +110,21 @@ class Averaging:
     def __init__(
         self, averager: Any, dht: SwarmDHT, common: CommonState, config: CollaborativeConfig, link: Link
     ) -> None:
-        self.averager, self._dht, self._common, self._config, self._link = averager, dht, common, config, link
+        self.averager, self.link = averager, link
+        self._dht, self._common, self._config = dht, common, config
         self._can_share = not averager.client_mode
         self.tried = False
         """This peer has other libraries than the run: it gives nothing before an audit has agreed."""
         self.trial: Trial | None = None
         """What an average must pass at the owner's."""
         self._searched = -2  # the round in which it was last asked who does harm
-        self._control: Any = None
-        self._exchange: _Exchange | None = None
+        self.search: Any = None
+        """This round's, for the others; None: not begun."""
+        self.under_way: _Exchange | None = None
+        """The last round, until its average has been judged."""
         self._signed = -1, b""  # the version of the state, and what is said of it
         self._usual_norm = 0.0  # of the last average that was used
         self._rounds = OwnRounds()
-
-    @property
-    def upload(self) -> float | None:
-        """Bytes per second that this peer can send; None: not known, so not slow."""
-        return self._link.upload
 
     def share(self) -> None:
         """From now on others may take over this peer's state, if it is of the owner's side."""
@@ -169,7 +167,7 @@ class Averaging:
 
         In this peer's clock it is of the present round. ``newer_than``: infinity refuses all from now on.
         """
-        found = None if self.pending else self.averager.given_back(newer_than)
+        found = self.averager.given_back(newer_than) if self.under_way is None else None
         if found is None:
             return None
         signed, (theta, momentum) = found
@@ -183,8 +181,8 @@ class Averaging:
             boundary: when the round ends.
             grace: the search has failed so many seconds after it.
         """
-        assert self._control is None
-        assert self._exchange is None
+        assert self.search is None
+        assert self.under_way is None
         probe = self._common.probe()
         self.averager.probe.copy_(probe)
         # Others compare their weights with those of a peer that gives its own away, and with nobody else's.
@@ -192,7 +190,7 @@ class Averaging:
         about = {"shares": self._can_share, "rate": float(samples_per_sec), "probe": told}
         control: Future[Any] = Future()
 
-        def search() -> None:
+        def look() -> None:
             try:
                 step = self.averager.step(
                     gather=about,
@@ -207,8 +205,8 @@ class Averaging:
                 control.set_result(step)
 
         # hivemind waits here without limit for a word of its process.
-        threading.Thread(target=search, daemon=True).start()
-        self._control = processes.answer_of(control, "averager", self.averager.pid)
+        threading.Thread(target=look, daemon=True).start()
+        self.search = processes.answer_of(control, "averager", self.averager.pid)
 
     def require_helpers(self) -> None:
         """Raises HelperDiedError when one is gone: without them this peer would go on as if it were the only one."""
@@ -217,25 +215,15 @@ class Averaging:
                 raise processes.helper_has_died(helper)
 
     @property
-    def begun(self) -> bool:
-        """Whether this round's search is under way."""
-        return self._control is not None
-
-    @property
     def found(self) -> bool:
         """Whether there is a group, which counts on this peer."""
-        return self._control is not None and self._control.stage is not AveragingStage.LOOKING_FOR_GROUP
+        return self.search is not None and self.search.stage is not AveragingStage.LOOKING_FOR_GROUP
 
     def withdraw(self) -> None:
         """Give up the search."""
-        control, self._control = self._control, None
+        control, self.search = self.search, None
         if control is not None:
             control.cancel()
-
-    @property
-    def pending(self) -> bool:
-        """Whether the average of the last round is still under way."""
-        return self._exchange is not None
 
     def exchange(self, *, samples: int, trained: float, next_round: int, loss: float | None = None) -> None:
         """The round is over: give this peer's part to the group. `settle` says what came of it.
@@ -245,13 +233,13 @@ class Averaging:
             trained: the share of the round in which it did.
             loss: of the round; None: not to be judged by.
         """
-        assert self._exchange is None
-        control, self._control = self._control, None
-        given = self._rounds.give(self._common, samples, trained, loss, self._link.load.codec)
+        assert self.under_way is None
+        control, self.search = self.search, None
+        given = self._rounds.give(self._common, samples, trained, loss, self.link.load.codec)
         waits = self.tried and self.averager.standing != "counts"
-        sent = (0.0,) * len(given.weights) if waits else self._link.sent(given.weights)
+        sent = (0.0,) * len(given.weights) if waits else self.link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
-        self._exchange = _Exchange(control, given, sent, trained, next_round, began, failed)
+        self.under_way = _Exchange(control, given, sent, trained, next_round, began, failed)
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round | None:
         """Wait for the average, at most this long; judge it, and make the outer step. None when it is still under way.
@@ -261,11 +249,11 @@ class Averaging:
             leads: without an average this peer goes on by itself; else it waits for the next, and keeps till then the
                 state that all have in common: the owner's side may need it.
         """
-        assert self._exchange is not None
-        now, ended = self._exchange, self._await(self._exchange, seconds)
+        assert self.under_way is not None
+        now, ended = self.under_way, self._await(self.under_way, seconds)
         if ended is None:
             return None
-        self._exchange = None
+        self.under_way = None
         (rates, drifted, received), average, why = ended
         took, outcome, false = time.monotonic() - now.began, received, tuple[Verdict, ...]()
         common, given, size = self._common, now.given, self._common.num_parameters
@@ -293,8 +281,8 @@ class Averaging:
         if used == "average" and self.trial is not None:
             self.averager.note_used()
         common.step(step, given, trained_on=trained_on)
-        advice = self._link.learn(now.sent, received) if received.reducers else ""
-        self.averager.bandwidth = self.upload  # who reduces gets a part of the vector in proportion
+        advice = self.link.learn(now.sent, received) if received.reducers else ""
+        self.averager.bandwidth = self.link.upload  # who reduces gets a part of the vector in proportion
         return Round(
             group=members if used == "average" else 0,
             used=used,
@@ -373,7 +361,7 @@ class Averaging:
             return "the round before is still being exchanged"
         try:
             averager._averaged_tensors[0].copy_(vector)
-            averager.plan.copy_(torch.tensor([CODECS.index(self._link.load.codec), *sent], dtype=torch.float64))
+            averager.plan.copy_(torch.tensor([CODECS.index(self.link.load.codec), *sent], dtype=torch.float64))
         finally:
             averager.lock_averaged_tensors.release()
         control.weight = float(max(sent))

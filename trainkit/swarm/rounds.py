@@ -202,7 +202,7 @@ class TimedLoop(_Loop):
             peer.before_round()
             if ending := self.ending():
                 break
-            if index > peer.common.round + peer.averaging.pending:
+            if index > peer.common.round + (peer.averaging.under_way is not None):
                 self.settle(math.inf)
                 # It has slept through a round, or was slow to judge the last one. The owner's weights are the run's.
                 if index > peer.common.round and peer.dht.own.grant.role != "owner":
@@ -222,7 +222,7 @@ class TimedLoop(_Loop):
         self.model.train()
         while True:
             now = time.time()
-            if not averaging.begun and (ending := self.ending()):
+            if averaging.search is None and (ending := self.ending()):
                 return ending  # afterwards the others count on this peer; the rest of the round is short
             if time.monotonic() >= news_at:
                 self.hear()
@@ -230,7 +230,7 @@ class TimedLoop(_Loop):
             self.settle(0.0)
             if self.auditor is not None and now + self.auditor.seconds < search_at:
                 self.audit(self.auditor, index)
-            if not averaging.begun and now + peer.step_seconds >= search_at:
+            if averaging.search is None and now + peer.step_seconds >= search_at:
                 self.settle(math.inf)
                 self.before_exchange(index)
                 averaging.begin(boundary, samples / seconds if seconds else 0.0)
@@ -248,10 +248,11 @@ class TimedLoop(_Loop):
         trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
         averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
         if peer.journal is not None:
+            upload = averaging.link.upload
             # Nobody counts with other libraries before whole snapshots were seen, and until then the link is free.
-            is_slow = not averaging.tried and is_too_slow(averaging.upload, peer.common.theta.numel(), clock.seconds)
+            is_slow = not averaging.tried and is_too_slow(upload, peer.common.theta.numel(), clock.seconds)
             if (told := peer.journal.close(index, is_slow=is_slow)) is not None:
-                averaging.averager.account(peer.watch.creator, told, averaging.upload)
+                averaging.averager.account(peer.watch.creator, told, upload)
         self.done = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position)
         if peer.exchange_seconds <= _WAITING_SHARE * clock.seconds:
             self.settle(_WAITING_SHARE * clock.seconds)
@@ -508,7 +509,7 @@ class SampleLoop(_Loop):
             left: seconds until there is enough.
         """
         peer, now, round_ends = self.peer, time.time(), self.began + self.peer.clock.seconds
-        if has_others and not peer.averaging.begun:
+        if has_others and peer.averaging.search is None:
             soon = self.config.collaborative.matchmaking_seconds + peer.step_seconds
             if peer.dht.client_mode:
                 self.search(max(now + 1.0, round_ends))
@@ -532,7 +533,7 @@ class SampleLoop(_Loop):
         """Average with the others, and make the update. Without an average everything stays for another try."""
         peer, common = self.peer, self.common
         index, lr, samples, seconds = common.round, common.lr, common.samples, self.seconds
-        if others and not peer.averaging.begun:
+        if others and peer.averaging.search is None:
             self.search(time.time() + self.config.collaborative.matchmaking_seconds)
         leads = peer.may_be_alone and (not others or self.tries >= _TRIES)
         peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1)
