@@ -178,7 +178,7 @@ def loaded_rank(
 
     Raises UserError when the swarm does not answer.
     """
-    from trainkit.swarm import view
+    from trainkit.swarm import processes, view
     from trainkit.swarm.spec import require_collaborative
 
     entry = entry_of([where] if where else [], env, name="train")
@@ -188,6 +188,7 @@ def loaded_rank(
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
         return loaded, entry.text  # rank 0 tells the others
+    processes.require_hivemind()  # all of it, for this process is to train
     return view.as_peer(entry, overrides, flags={}, env=env, allow_code=allow_code), entry.text
 
 

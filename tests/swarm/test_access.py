@@ -251,7 +251,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(DHTLocalStorage, "store_subkey", DHTLocalStorage.store_subkey)
     monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
     monkeypatch.setattr(asyncio.subprocess, "create_subprocess_exec", asyncio.create_subprocess_exec)
-    return access.bound_node
+    return access.bound_node.__wrapped__  # once for each test
 
 
 def test_a_node_keeps_so_many_records_for_so_long(bound: Callable[[], None]) -> None:

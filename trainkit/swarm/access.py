@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -301,8 +301,9 @@ class Places:
         return True
 
 
+@cache
 def bound_node() -> None:
-    """Bound the records that this process keeps and reads. Call it before the node starts; there is one in a process.
+    """Bound the records that this process and those that it forks keep and read. Call it before a node starts.
 
     hivemind's nodes keep every record that is valid, and read as many as somebody sends; of many they refuse all as
     soon as one is not valid. A volunteer's records must not outlast an hour: whoever floods a node gives up their place

@@ -1,13 +1,11 @@
 """A swarm seen from outside, in about a second without torch: its run, its peers, their progress and contributions.
 
-``python -m trainkit.swarm.view`` reads where a swarm is in a line of standard input, and prints its configuration as
-JSON: a process of its own, for the one that asks may import hivemind later, in its own way.
+Where no part of hivemind is loaded yet, only those parts are that talk to a DHT. A process that is to train afterwards
+calls `processes.require_hivemind` first, and has all of it.
 """
 
 import asyncio
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -18,8 +16,7 @@ from trainkit import fileio, terminal
 from trainkit.config import yaml
 from trainkit.config.components import LOSS, metrics_of
 from trainkit.config.loading import Loaded, load
-from trainkit.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.process import NoAnswer, ask
+from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, described, read_metrics
 from trainkit.swarm import address, admission, invitations, messages, processes
@@ -32,8 +29,6 @@ T = TypeVar("T")
 
 _START_SECONDS = 15.0
 _READ_SECONDS = 10.0
-# For a process of its own, its imports included.
-_ASK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -125,35 +120,20 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
         loop.close()
 
 
-def run_at(entry: Entry) -> str:
-    """The configuration, as YAML, of the run that ``entry`` leads to, as its creator publishes it.
-
-    Raises UserError when nobody answers.
-    """
-    command = [sys.executable, "-m", "trainkit.swarm.view"]
-    try:
-        answer: dict[str, Any] = fileio.parse(ask(command, text=f"{entry.text}\n", seconds=_ASK_SECONDS).require())
-    except NoAnswer as error:
-        words = error.words.replace(sys.executable, "The process that asks")
-        why = f"{words}: this machine is overloaded, or its network is."
-        fix = "Try again; `python -m jobs.swarm doctor` with the same token says what is in the way."
-        raise RunFailedError("The swarm could not be asked for its settings.", why=why, fix=fix) from None
-    if "error" in answer:
-        raise error_from_json(answer["error"])
-    return str(answer["config"])
-
-
 def as_peer(
     entry: Entry, overrides: Sequence[str], *, flags: Mapping[str, Any], env: Mapping[str, str], allow_code: bool
 ) -> Loaded:
     """The configuration of a job that joins by ``entry``: its creator's, with resources and data of this machine.
 
-    Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
-    allowed.
+    Raises UserError when nobody answers or the run is over, for overrides of what all peers have in common, and for
+    code of the creator's own that is not allowed.
     """
-    text, own = run_at(entry), [text for text in overrides if not text.startswith("launch.")]
+    own = [text for text in overrides if not text.startswith("launch.")]
     check_own(own)
-    config = adapted(text, own, allow_code=allow_code)
+    with open_reader(entry) as read:
+        _, manifest = messages.manifest_of(read().manifests, entry.addresses)
+    messages.require_going_on(manifest)
+    config = adapted(manifest.config, own, allow_code=allow_code)
     # Without what is of the creator's own site.
     values = config.model_dump(mode="json", exclude={"launch": True, "data": {"root", "workers"}})
     values["collaborative"] |= {"initial_peers": list(entry.addresses), "port": 0}
@@ -307,20 +287,3 @@ def _from_records(run_dir: RunDir) -> View:
         metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
     )
-
-
-def main() -> int:
-    """Ask, and print the answer."""
-    try:
-        entry = admission.entry_of(["-"], {}, name="ask")
-        with open_reader(entry) as read:
-            _, manifest = messages.manifest_of(read().manifests, entry.addresses)
-        messages.require_going_on(manifest)
-        print(json.dumps({"config": manifest.config}))
-    except TrainkitError as error:
-        print(json.dumps({"error": error.to_json()}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
