@@ -133,7 +133,8 @@ def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End the invitations of a name, in a swarm that was created here."""
     run = run_with(KEY_FILE, args.run, env)
     with admission.room_in(run):
-        print(admission.revoke(run, args.name))
+        admission.owner_of(run.path).revoke(args.name)
+    print(f"Revoked: {args.name}. The run's creator tells the swarm within seconds, or when it is back.")
     return 0
 
 
