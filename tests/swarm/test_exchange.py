@@ -25,7 +25,7 @@ from torch import Tensor
 from tests.benchmarks import swarm_matchmaking
 from trainkit.swarm import admission
 from trainkit.swarm import averager as module
-from trainkit.swarm.accounts import Account, Accounts, Link
+from trainkit.swarm.accounts import Account, Accounts, Link, Shown
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.averager import _Averager
 from trainkit.swarm.exchange import Exchange, digest_of, in_order, read_digest, read_state, sign_digest
@@ -515,6 +515,36 @@ def test_only_who_was_asked_shows_its_work(owners: Any, peer: str, pieces: list[
         arrives and ("eve", b"snapshots", {PART: "given"})
     )
     assert [*owners._accounts.heard().owing] == ([] if arrives else ["eve"])
+
+
+def test_who_leaves_while_it_is_looked_at_spoils_nothing_that_others_show(owners: Any) -> None:
+    """A peer that was banned broke the pipe, and with it the creator."""
+    owners.common.theta = torch.zeros(100_000)
+    sent = {peer: bytes([number]) * 1_000_000 for number, peer in enumerate(("eve", "ann"))}
+
+    async def show(peer: str) -> None:
+        owners._accounts.asked[peer] = Shown(peer, ACCOUNT, None, (), {})
+        stream = as_aiter(averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=sent[peer])))
+        async for _ in owners.rpc_show(stream, SimpleNamespace(remote_id=peer)):
+            pass
+
+    async def run() -> list[Any]:
+        leaving = asyncio.ensure_future(show("eve"))
+        await asyncio.sleep(0.3)  # more than fits into the pipe: it waits until somebody looks
+        leaving.cancel()
+        staying = asyncio.ensure_future(show("ann"))
+        await asyncio.sleep(0.3)
+        try:
+            reading = (asyncio.to_thread(owners._shown.recv) for _ in sent)
+            found = [await asyncio.wait_for(one, 10.0) for one in reading]
+            await staying
+        finally:
+            owners._tell_shown.close()  # so that no thread waits for the other end
+            owners._shown.close()
+        return found
+
+    found = asyncio.run(run())
+    assert {shown.peer: shown.data for shown in found} == sent
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -429,9 +429,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                 return
             yield DownloadData()
         self._accounts.shown(asked.peer)
-        async with self._showing:  # one after the other: it may take a round until this peer looks
-            await self._in_thread(self._tell_shown.send, asked._replace(data=bytes(data)))
+        # Also if the peer has gone meanwhile: half of it would spoil what comes next.
+        await asyncio.shield(asyncio.create_task(self._pass_on(asked._replace(data=bytes(data)))))
         yield DownloadData()
+
+    async def _pass_on(self, shown: Shown) -> None:
+        async with self._showing:  # one after the other: it may take a round until this peer looks
+            await self._in_thread(self._tell_shown.send, shown)
 
     async def _has_given(self, draw: int) -> bool:
         """Wait until all has arrived that the peers give that were drawn then; False if others were drawn since: what
