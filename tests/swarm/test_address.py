@@ -165,14 +165,6 @@ def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir) -> N
     assert address.identity_in(run).stat().st_mode & 0o777 == 0o600
 
 
-def test_others_are_remembered_on_the_disk_not_nonsense_nor_without_end(run: RunDir) -> None:
+def test_what_is_no_address_is_not_remembered() -> None:
     told = [at_home(1), "\x1b[2J", at_home(2), at_home(1), 7, f"/ip4/nowhere/tcp/1/p2p/{PEER}"]
     assert address.known_of(told) == (at_home(1), at_home(2))
-    memory = address.Memory([at_home(1)])
-    memory.keep_in(run, HOME)
-    memory.note([at_home(2)])
-    memory.note([at_home(port) for port in range(10, 10 + address.MOST_OTHERS - 2)])
-    others = json.loads((run.path / "swarm.json").read_text(encoding="utf-8"))["others"]
-    assert (len(others), others[0], others[-2:]) == (address.MOST_OTHERS, at_home(10), [at_home(2), at_home(1)])
-    memory.note([at_home(99)])
-    assert memory.others == (at_home(99), *others[:-1])

@@ -22,7 +22,6 @@ from trainkit.errors import RunFailedError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm import address
-from trainkit.swarm.address import Memory
 from trainkit.swarm.average import Averaging
 from trainkit.swarm.link import Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
@@ -125,7 +124,7 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
     p: Any = Session(ExitStack(), PeerSpec("me"), Hooks(lambda: len(swarm.rounds) >= until, swarm.said.append))
     p.after_round = swarm.rounds.append
     p.may_be_alone, p.data_seed = may_be_alone, 5
-    p.config, p.common, p.averaging, p.memory = CONFIG, common, swarm, Memory(())
+    p.config, p.common, p.averaging = CONFIG, common, swarm
     p.team = Team(gathering(judge, common.gathered), judge, common)
     p.clock = UpdateClock(SECONDS, 0, 3, lambda: common.round)
     nothing: Any = lambda *_: None  # noqa: E731
@@ -280,9 +279,9 @@ def test_peers_that_are_silent_are_looked_for_and_no_others(splits: Splits) -> N
     anna, ben = (f"/ip4/45.0.0.1/tcp/{port}/p2p/Qm{letter * 44}" for port, letter in ((1, "a"), (2, "b")))
     looked_for = list[Any]()
     with peer(splits, others={address.peer_of(anna): replace(told(), time=math.inf)}) as (p, _):
-        p.memory, p.dht.look_for = Memory([anna, ben]), looked_for.append
+        p.others, p.dht.look_for = (anna, ben), looked_for.append
         p.before_round()
-        p.memory = Memory([anna])
+        p.others = (anna,)
         p.before_round()
     assert looked_for == [[ben]]
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.rank_functions import QUICK, run_ranks
+from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -24,9 +26,11 @@ from trainkit.distributed.process_group import distributed
 from trainkit.errors import RefusedError, UserError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
-from trainkit.swarm import session
+from trainkit.run.folder import RunDir
+from trainkit.swarm import address, session
 from trainkit.swarm.messages import Manifest
 from trainkit.swarm.session import code_facts, facts_of, meeting_place, parameters_in, require_same
+from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, OuterState
 from trainkit.training.update import Updater
 
@@ -232,3 +236,26 @@ def test_a_rank_that_dies_ends_the_peer_at_once_and_in_words() -> None:
     with pytest.raises(AssertionError, match="A rank of this peer has died"):
         run_ranks(2, rank, 1)
     assert time.monotonic() - began < 60
+
+
+def test_others_are_remembered_on_the_disk_and_not_without_end(tmp_path: Path) -> None:
+    run, peer = RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n"), address.peer_of(address.EXAMPLE)
+    one: Any = session.Session(ExitStack(), PeerSpec("anna", host="0.0.0.0"), Hooks(lambda: False, print))
+    one.writer, one.dht, one.clock = SimpleNamespace(run=run), SimpleNamespace(port=4711), SimpleNamespace(first=7)
+    one.identity = SimpleNamespace(content=b"key")
+
+    def at(port: int) -> str:
+        return f"/ip4/192.168.1.7/tcp/{port}/p2p/{peer}"
+
+    one.remember([at(1)])
+    one.keep_place("hivemind-0001-0123abcd", [at(4711)])
+    assert address.saved_peer(run) == one.place
+    one.remember([at(2)])
+    one.remember([at(port) for port in range(10, 10 + address.MOST_OTHERS - 2)])
+    others = fileio.read_object(run.path / "swarm.json")["others"]
+    assert (len(others), others[0], others[-2:]) == (address.MOST_OTHERS, at(10), [at(2), at(1)])
+    one.remember([at(99)])
+    assert one.others == (at(99), *others[:-1])
+    (run.path / "swarm.json").unlink()
+    one.remember([at(10)])  # which is known
+    assert address.saved_peer(run) is None

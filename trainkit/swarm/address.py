@@ -353,32 +353,6 @@ def saved_peer(run: RunDir) -> SavedPeer | None:
     return replace(found, name=found.name[: terminal.LONGEST_NAME], others=known_of(found.others))
 
 
-class Memory:
-    """Peers to turn to when the swarm is lost, kept up to date; also on disk, in the `SavedPeer` there."""
-
-    def __init__(self, others: Sequence[str]) -> None:
-        self.others = known_of(others)
-        self._kept: tuple[RunDir, SavedPeer] | None = None
-
-    def keep_in(self, run: RunDir, home: SavedPeer) -> None:
-        """From now on also there."""
-        self._kept = run, home
-        self._write()
-
-    def note(self, reachable: Sequence[str]) -> None:
-        """These can be reached now. Those of before stay, for they may come back: the newest first."""
-        others = known_of([*reachable, *self.others])
-        if set(others) != set(self.others):
-            self.others = others
-            self._write()
-
-    def _write(self) -> None:
-        if self._kept is not None:
-            run, home = self._kept
-            with suppress(OSError):  # a full disk: what was known before is still there
-                replace(home, others=self.others).write(run)
-
-
 def identity_in(run: RunDir) -> Path:
     """The file of the peer's key."""
     return run.path / _IDENTITY

@@ -77,7 +77,7 @@ class Creator(Session):
         self.back_at = math.inf
         """The round with which it has come back, until somebody has averaged with it; else none."""
         self.saved = address.saved_peer(folder) if folder is not None else None
-        self.memory = address.Memory(self.saved.others if self.saved is not None else ())
+        self.others = self.saved.others if self.saved is not None else ()
         self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
         self.revoked = b""
         """The list of revoked invitations that the others have been told."""
@@ -134,7 +134,7 @@ class Creator(Session):
         """
         agreed, common, saved, done = self.config.collaborative, self.common, self.saved, self.common.round
         self.back_at = done if saved is not None else math.inf
-        if saved is not None and self.dht.reconnect(address.known_of(saved.others)):
+        if saved is not None and self.dht.reconnect(saved.others):
             self.clock = self.clock_from(saved.first_round)
             if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
                 self.hooks.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
@@ -337,7 +337,7 @@ class Guest(Session):
     def __init__(self, held: ExitStack, entry: Entry, spec: PeerSpec, hooks: Hooks) -> None:
         super().__init__(held, spec, hooks)
         self.entry, self.may_be_alone = entry, not spec.trains
-        self.memory = address.Memory(entry.addresses)
+        self.others = address.known_of(entry.addresses)
         self.signed: dict[str, bytes] = {}
         """Hash of a state -> what the owner's side has said of it; the newest."""
         self.other = ""
@@ -465,7 +465,7 @@ class Guest(Session):
             self._say_round("Back in {},")
         # This machine's clock alone may say so.
         if ending == "finished" and self.common.round < self.clock.count - LOST_AFTER:
-            address.require_same_time(self.dht, self.memory.others)
+            address.require_same_time(self.dht, self.others)
         return ending
 
     def wait_until_back(self) -> bool:
@@ -480,8 +480,8 @@ class Guest(Session):
         deadline = time.monotonic() + patience
         while not self.hooks.stop_requested():
             if (now := time.monotonic()) >= ask_at:
-                if self.dht.reconnect(self.memory.others):
-                    address.require_same_time(self.dht, self.memory.others)
+                if self.dht.reconnect(self.others):
+                    address.require_same_time(self.dht, self.others)
                     if self.finds_run() or self.watch.stopped:
                         return True
                 if now >= deadline:

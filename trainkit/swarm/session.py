@@ -44,7 +44,7 @@ from trainkit.strategies import AsItIs
 from trainkit.swarm import access, address, processes
 from trainkit.swarm.access import banned_with
 from trainkit.swarm.accounts import Journal, num_stretches
-from trainkit.swarm.address import Memory, SavedPeer, keep_identity, peer_of, write_addresses
+from trainkit.swarm.address import SavedPeer, keep_identity, known_of, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, open_averager
 from trainkit.swarm.dht import Watch, open_dht
@@ -375,8 +375,11 @@ class Session:
     config: Config
     clock: RoundClock
     watch: Watch
-    memory: Memory
     writer: Writer
+    others: tuple[str, ...] = ()
+    """Addresses of peers to turn to when the swarm is lost, those that were reached last before the others."""
+    place: SavedPeer | None = None
+    """How this peer comes back as the same one; as its run folder has it."""
 
     def __init__(self, held: ExitStack, spec: PeerSpec, hooks: Hooks) -> None:
         self.held, self.spec, self.hooks = held, spec, hooks
@@ -484,12 +487,20 @@ class Session:
 
     def keep_place(self, run_id: str, addresses: list[str]) -> None:
         """Keep in the run folder how this peer comes back as the same one, and where others join through it."""
-        spec = self.spec
+        spec, run, port = self.spec, self.writer.run, self.dht.port
         assert spec.host is not None
-        keep_identity(self.writer.run, self.identity.content)
-        place = SavedPeer(run_id, self.clock.first, spec.host, self.dht.port, spec.announce, spec.name)
-        self.memory.keep_in(self.writer.run, place)
-        write_addresses(self.writer.run, addresses)
+        keep_identity(run, self.identity.content)
+        self.place = SavedPeer(run_id, self.clock.first, spec.host, port, spec.announce, spec.name, self.others)
+        self.place.write(run)
+        write_addresses(run, addresses)
+
+    def remember(self, reachable: Sequence[str]) -> None:
+        """Turn to these first when the swarm is lost. Those of before stay, for they may come back."""
+        before, self.others = self.others, known_of([*reachable, *self.others])
+        if self.place is not None and set(self.others) != set(before):
+            self.place = replace(self.place, others=self.others)
+            with suppress(OSError):  # a full disk: what was known before is still there
+                self.place.write(self.writer.run)
 
     def adopt(self, seconds: float, *, newer_than: int = -1, fits: Callable[[], bool] = lambda: True) -> bool:
         """Take over the state of the run; asks again for so long, until told to leave. False if nobody has given one.
@@ -519,7 +530,7 @@ class Session:
         """
         self.averaging.require_helpers()
         if jumped := self.wall_clock.jumped():
-            agrees = address.require_same_time(self.dht, self.memory.others)
+            agrees = address.require_same_time(self.dht, self.others)
             if not agrees and self.may_be_alone:  # the others have gone by this clock as it was
                 raise address.wrong_clock(f"was set {'forward' if jumped > 0.0 else 'back'} by {abs(jumped):,.1f} s")
         self.watch.poll()
@@ -534,9 +545,9 @@ class Session:
 
         hivemind has forgotten them: the halves of a swarm whose network was cut for a while would stay two for ever.
         """
-        self.memory.note(self.watch.reachable())
+        self.remember(self.watch.reachable())
         heard = self.watch.others(time.time() - LOST_AFTER * self.clock.seconds)
-        if silent := [item for item in self.memory.others if peer_of(item) not in heard]:
+        if silent := [item for item in self.others if peer_of(item) not in heard]:
             self.dht.look_for(silent)  # this does not wait
 
     def after_round(self, done: PeerRound) -> None:
