@@ -10,6 +10,8 @@ invited with --reduce may add --public to be reached by others, which takes load
 
 import argparse
 import getpass
+import math
+import re
 import signal
 import socket
 import sys
@@ -24,9 +26,12 @@ from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir, next_path, runs_root
-from trainkit.swarm.address import announced, rate_of
+from trainkit.swarm.address import MEGABIT, announced
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, is_setting
 from trainkit.swarm.spec import PeerSpec
+
+# Of --max-upload, in Mbit.
+_UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
 
 
 def parser() -> cli.Parser:
@@ -110,6 +115,20 @@ def place_of(args: argparse.Namespace, entry: Entry | None = None, *, listens: b
         identity=args.identity,
         max_upload=rate_of(args.max_upload) if args.max_upload else None,
     )
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second of ``--max-upload``: ``20Mbit``, ``500kbit`` or ``1Gbit/s``.
+
+    Raises UserError.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
+    rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT if found else 0.0
+    if not 0.0 < rate < math.inf:
+        why = "It is given in bits per second, as on the contract with the provider."
+        fix = "Write it as 20Mbit, 500kbit or 1Gbit."
+        raise UserError(f"--max-upload {text} is no speed of a link.", why=why, fix=fix)
+    return rate
 
 
 def take_part(

@@ -13,11 +13,14 @@ status   peers, rounds and loss of a swarm: by a token, of a run, or of the newe
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,7 @@ from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, s
 from trainkit import fileio, terminal
 from trainkit.config.loading import load
 from trainkit.config.schema import CollaborativeConfig
-from trainkit.errors import TrainkitError, UserError
+from trainkit.errors import DiskError, TrainkitError, UserError
 from trainkit.finish import cancel
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, runs_root
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 2.0
 """How often ``status --watch`` asks."""
+# Of --expires, in seconds.
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_LONGEST_SECONDS = 366 * 86400.0
 # What is said of NAME.
 _NAMES = {
     "invite": "of who is invited; `revoke` takes it",
@@ -121,10 +127,10 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Print a token, with which somebody may join a swarm that was created here."""
-    seconds, run = admission.seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
+    seconds, run = _seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
     owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
     role: Role = "reducer" if args.reduce else "volunteer"
-    with admission.room_in(run):
+    with _room_in(run):
         print(*admission.invite(owner, addresses, args.name, seconds, role), sep="\n")
     return 0
 
@@ -132,7 +138,7 @@ def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End the invitations of a name, in a swarm that was created here."""
     run = run_with(KEY_FILE, args.run, env)
-    with admission.room_in(run):
+    with _room_in(run):
         admission.owner_of(run.path).revoke(args.name)
     print(f"Revoked: {args.name}. The run's creator tells the swarm within seconds, or when it is back.")
     return 0
@@ -140,12 +146,44 @@ def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Let a banned peer take part again, in a swarm that was created here."""
-    from trainkit.swarm.access import unban
+    from trainkit.swarm.access import BANS_FILE, Bans
 
-    run = run_with(ADDRESS_FILE, args.run, env)
-    count, name = len(unban(run.path, args.name)), terminal.name(args.name)
+    run, name = run_with(ADDRESS_FILE, args.run, env), terminal.name(args.name)
+    bans = Bans(run.path / BANS_FILE)
+    count = len(bans.lift(args.name))
+    if not count:
+        names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
+        why = f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it."
+        fix = "Give the name as the run has printed it, or the run behind it."
+        raise UserError(f"Nobody called {name} is banned from {run.name}.", why=why, fix=fix)
     print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
     return 0
+
+
+def _seconds_of(text: str) -> float:
+    """``7d``, ``12h``, ``30m``, ``2w`` in seconds.
+
+    Raises UserError for anything else, and for more than a year.
+    """
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 0.0 < seconds <= _LONGEST_SECONDS:
+        why = "It is a number with m, h, d or w behind it, and a year at most."
+        raise UserError(f"--expires {text} is no time.", why=why, fix="Use --expires 7d.")
+    return seconds
+
+
+@contextmanager
+def _room_in(run: RunDir) -> Iterator[None]:
+    """Say in words that the disk of the run's folder is full. Raises DiskError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        why = f"{error.strerror}. The run itself goes on, and this has no effect."
+        fix = "Free some space, and type the same again."
+        raise DiskError(f"There is no room in {run.path}.", why=why, fix=fix) from None
 
 
 def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:

@@ -2,14 +2,17 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from jobs.join import rate_of
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
+from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
-from trainkit.swarm.address import EXAMPLE
+from trainkit.swarm.address import EXAMPLE, MEGABIT
 
 
 @pytest.mark.swarm
@@ -32,3 +35,14 @@ def test_a_swarm_that_does_not_answer_is_shown_from_its_records(tmp_path: Path) 
         "hivemind-0001: not running, round 1/15, 0 peers, loss 1.5000, val acc1 61.50 %",
         "0 ['hivemind']",  # in a second: without torch
     ]
+
+
+SPEEDS: dict[str, float | None] = {"20Mbit": 20.0, "500kbit": 0.5, "1Gbit/s": 1000.0, "2.5 mbit": 2.5}
+SPEEDS |= dict.fromkeys(["20", "20MB", "fast", "0Mbit", "-1Mbit", "9" * 400 + "Mbit"])
+
+
+@pytest.mark.parametrize(("text", "megabits"), SPEEDS.items())
+def test_a_speed_is_written_as_on_the_contract_or_refused_with_an_example(text: str, megabits: float | None) -> None:
+    refused = pytest.raises(UserError, match=r"is no speed of a link[\s\S]*fix: Write it as 20Mbit")
+    with nullcontext() if megabits else refused:
+        assert rate_of(text) == pytest.approx((megabits or 0.0) * MEGABIT)

@@ -94,17 +94,6 @@ def test_a_peer_is_dialled_where_it_can_be_and_nowhere_else() -> None:
     assert len(address.worth_dialling([f"/ip4/45.10.10.66/tcp/{port}" for port in range(1, 1000)], "45.10.10.66")) == 3
 
 
-SPEEDS: dict[str, float | None] = {"20Mbit": 20.0, "500kbit": 0.5, "1Gbit/s": 1000.0, "2.5 mbit": 2.5}
-SPEEDS |= dict.fromkeys(["20", "20MB", "fast", "0Mbit", "-1Mbit", "9" * 400 + "Mbit"])
-
-
-@pytest.mark.parametrize(("text", "megabits"), SPEEDS.items())
-def test_a_speed_is_written_as_on_the_contract_or_refused_with_an_example(text: str, megabits: float | None) -> None:
-    refused = pytest.raises(UserError, match=r"is no speed of a link[\s\S]*fix: Write it as 20Mbit")
-    with nullcontext() if megabits else refused:
-        assert address.rate_of(text) == pytest.approx((megabits or 0.0) * address.MEGABIT)
-
-
 @pytest.mark.parametrize(
     ("ahead", "there", "back", "known"),
     [

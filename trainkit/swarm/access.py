@@ -541,20 +541,6 @@ def banned_with(member: Member | None, peer_id: str, own_id: str) -> str:
     return peer_id if member is None or member.trusted or member.name == invitations.GUESTS else member.invitation
 
 
-def unban(run: Path, name: str) -> list[Ban]:
-    """Let those of that name take part again in the run of a folder; the run reads it before its next round.
-
-    Raises UserError when nobody of that name is banned.
-    """
-    bans = Bans(run / BANS_FILE)
-    if lifted := bans.lift(name):
-        return lifted
-    names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
-    why = f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it."
-    fix = "Give the name as the run has printed it, or the run behind it."
-    raise UserError(f"Nobody called {terminal.name(name)} is banned from {run.name}.", why=why, fix=fix)
-
-
 class Excluded:
     """What one peer knows of who is out: invitations that the owner has revoked, and bans by its side.
 

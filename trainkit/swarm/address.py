@@ -10,7 +10,6 @@ import asyncio
 import ipaddress
 import json
 import logging
-import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -31,7 +30,6 @@ EXAMPLE = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7
 FORWARD = "Have your router and firewall let TCP port {port} through; add --port {port} --announce PUBLIC_IP:{port}."
 MEGABIT = 125_000.0
 """Bytes."""
-_UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
 _MOST_DIALLED = 3
 _PLACE = r"/(ip4|ip6|dns|dns4|dns6)/([\w.:-]+)/tcp/(\d{1,5})"
 # base58 has no 0, O, I and l. Identities here are RSA keys, whose ids begin with Qm and are 46 characters long.
@@ -153,20 +151,6 @@ def announced(text: str | None, port: int) -> str | None:
     host = match[1] or match[2]
     ip = _ip(host)
     return f"/{f'ip{ip.version}' if ip else 'dns'}/{host}/tcp/{there}"
-
-
-def rate_of(text: str) -> float:
-    """Bytes per second of ``--max-upload``: ``20Mbit``, ``500kbit`` or ``1Gbit/s``.
-
-    Raises UserError.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
-    rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT if found else 0.0
-    if not 0.0 < rate < math.inf:
-        why = "It is given in bits per second, as on the contract with the provider."
-        fix = "Write it as 20Mbit, 500kbit or 1Gbit."
-        raise UserError(f"--max-upload {text} is no speed of a link.", why=why, fix=fix)
-    return rate
 
 
 _TIME_HANDLER = "trainkit.time"

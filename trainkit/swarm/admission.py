@@ -14,7 +14,6 @@ kept nowhere.
 import asyncio
 import base64
 import ctypes
-import errno
 import hashlib
 import json
 import math
@@ -23,8 +22,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +35,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
-from trainkit.errors import DiskError, UserError
+from trainkit.errors import UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, invitations
 from trainkit.swarm.invitations import Pass, UntrustedError
@@ -379,7 +378,6 @@ NEEDS_FILE = "requirements.txt"
 """What the run's creator has, as `pip install -r` takes it."""
 # What the owner grants itself lasts longer than any run.
 _FOR_EVER = 20 * _A_YEAR
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 class Owner:
@@ -492,19 +490,6 @@ def keep_key(folder: Path, key: invitations.Key) -> Owner:
     return owner_of(folder)
 
 
-def seconds_of(text: str) -> float:
-    """``7d``, ``12h``, ``30m``, ``2w`` in seconds.
-
-    Raises UserError for anything else, and for more than a year.
-    """
-    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
-    seconds = int(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not 0.0 < seconds <= _A_YEAR + 86400.0:
-        why = "It is a number with m, h, d or w behind it, and a year at most."
-        raise UserError(f"--expires {text} is no time.", why=why, fix="Use --expires 7d.")
-    return seconds
-
-
 def run_with(file: str, reference: str | None, env: Mapping[str, str], *, fix: str = "Name its folder") -> RunDir:
     """The run of that name or path, or the newest one here that has such a file of a swarm's.
 
@@ -529,19 +514,6 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
         raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started, or it has none.", fix=fix)
     saved = address.saved_peer(run)  # which knows its anchors
     return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
-
-
-@contextmanager
-def room_in(run: RunDir) -> Iterator[None]:
-    """Say in words that the disk of the run's folder is full. Raises DiskError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        why = f"{error.strerror}. The run itself goes on, and this has no effect."
-        fix = "Free some space, and type the same again."
-        raise DiskError(f"There is no room in {run.path}.", why=why, fix=fix) from None
 
 
 def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
