@@ -404,8 +404,7 @@ class Swarm:
     def _average(self, here: Sequence[int], vectors: dict[int, Tensor], claims: dict[int, float]) -> None:
         owner = self.names[OWNER]
         # Who was found false does not count before it has passed some audits.
-        possible = {self.names[one]: claims[one] * (self.names[one] not in self.auditor.unproven) for one in here}
-        limits = Limits(frozenset({owner}), possible, own=owner, keeps=True)
+        limits = Limits(frozenset({owner}), dict.fromkeys(self.auditor.unproven, 0.0), own=owner, keeps=True)
         self.screen, parts = Screen([self.names[one] for one in here], limits, self.size), list[Tensor]()
         for part in cuts(len(vectors[OWNER])):
             sent = {place: vectors[one][part] for place, one in enumerate(here)}

@@ -1,7 +1,7 @@
 """Three strikes, the list of who is out, and what a reducer does about those that it had to leave out."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,6 @@ class Watched:
     """A sentry, the averager's process that it asks, and what came of it."""
 
     pending: list[Findings] = field(default_factory=list)
-    expected: Mapping[str, float] = field(default_factory=dict)
-    verified: Mapping[str, float] = field(default_factory=dict)
     bans: Bans = field(default_factory=lambda: Bans(None))
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -205,9 +203,6 @@ class Watched:
             enforce=lambda banned: self.shut_out.append(sorted(banned)),
             invitation_of=lambda peer: f"invitation of {peer}",
         )
-
-    def expect(self, possible: Mapping[str, float], verified: Mapping[str, float]) -> None:
-        self.expected, self.verified = possible, verified
 
     def findings(self) -> Collection[Any]:
         found, self.pending = self.pending, []
@@ -251,16 +246,8 @@ def test_the_third_time_in_a_row_shuts_the_door_until_the_ban_is_lifted(watched:
     assert watched.shut_out == [["invitation of QmEve"]]
     assert watched.lines[-1].endswith("To lift it: python -m jobs.swarm unban eve")
     watched.bans.lift("eve")
-    watched.sentry.before_round(PEERS, 4.0)
+    watched.sentry.look()
     assert watched.shut_out[-1] == []
-
-
-def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) -> None:
-    """Of a newcomer nothing is expected until it has told of a round."""
-    watched.sentry.before_round({**PEERS, "QmNew": PeerProgress("new", 3, 0, 0.0, 0.0, 0, 0.0)}, 4.0)
-    assert watched.expected == {"QmEve": 320.0}
-    watched.sentry.before_round(PEERS, 4.0, verified={"QmEve": 300.0}, unproven=["QmEve", "QmBob"])
-    assert (watched.expected, watched.verified) == ({"QmEve": 0.0, "QmBob": 0.0}, {"QmEve": 300.0})
 
 
 @pytest.mark.parametrize(("age", "is_news"), [(0, True), (60, False)])

@@ -164,7 +164,7 @@ class Account:
         creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
         creator.dht = SimpleNamespace(store=lambda key, value, seconds: self.told.append((key, value)))
         creator.credits = Contributions.of(self.run)
-        averager = SimpleNamespace(expect=lambda possible, verified: None, findings=lambda: [self.found.pop()])
+        averager = SimpleNamespace(findings=lambda: [self.found.pop()])
         self.creator, self.sentry = creator, Sentry(averager, Bans(None), credit=creator.credit)
 
     def after_round(self, found: Findings, peers: Mapping[str, PeerProgress] = PEERS) -> list[Contribution]:

@@ -147,7 +147,7 @@ def expect_many() -> None:
         open_averager(dht, common, config, "run") as averager,
     ):
         known = {f"{index:046}": index / 3 for index in range(MOST_PEERS)}
-        averager.expect(known, known)
+        averager.expect(known)
         print(averager.alone("nobody"))
 
 

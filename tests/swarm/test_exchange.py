@@ -269,7 +269,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
     averager: Any = SimpleNamespace(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member),
-        common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="", _possible={},
+        common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="",
         _verified={}, _accounts=Accounts(1), _is_drawn=False, _draws=0,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
         _report=lambda runner, draw: None, probe=1.01 * WEIGHTS,
@@ -471,7 +471,7 @@ def owners(averager: Any) -> Any:
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._draws = Accounts(1), 0
-    averager._possible = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}
+    averager._verified = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}
     return averager
 
 

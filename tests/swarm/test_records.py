@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.swarm.test_robust import POSSIBLE, SIZE, contributions
+from tests.swarm.test_robust import NAMES, SIZE, contributions
 from trainkit.config.components import metrics_of
 from trainkit.errors import DiskError, RunFailedError
 from trainkit.run.events import Attempt, StaleAttemptError, read_events
@@ -176,6 +176,6 @@ def test_who_has_lost_the_run_folder_to_another_does_not_wait_for_it(record: Pat
 def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() -> None:
     """No more than the median, and nothing of who was dropped or left out."""
     *honest, turned, long = contributions(6)
-    screen, claims = Screen(list(POSSIBLE)[:6], Limits(possible=POSSIBLE), SIZE), dict.fromkeys(range(6), 100.0)
+    screen, claims = Screen(NAMES[:6], Limits(), SIZE), dict.fromkeys(range(6), 100.0)
     screen.average(0, dict(enumerate([*honest, -9 * turned, 23 * long])), {**claims, 2: 1e3}, torch.zeros(SIZE))
     assert screen.counted() == {f"peer-{index}": 100.0 for index in range(4)}

@@ -141,7 +141,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
         self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
-        self._possible: Mapping[str, float] = {}
         self._verified: Mapping[str, float] = {}
         self._accounts = Accounts(batch, values)
         self._differ: Sequence[str] = ()
@@ -172,13 +171,12 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     # In the peer's own process.
 
-    def expect(self, possible: Mapping[str, float], verified: Mapping[str, float]) -> None:
-        """Say what peers can have trained on in this round, and what they have without doubt, see `Limits`."""
-        known = list(possible.items())
+    def expect(self, verified: Mapping[str, float]) -> None:
+        """Say what peers have trained on without doubt in a round, and who does not count, see `Limits`."""
+        known = list(verified.items())
         for first in range(0, max(1, len(known)), _AT_ONCE):
             some = dict(known[first : first + _AT_ONCE])
-            told = {"possible": some, "verified": {peer: verified[peer] for peer in some if peer in verified}}
-            self._outer_pipe.send(("_expect", [], {**told, "anew": not first}))
+            self._outer_pipe.send(("_expect", [], {"verified": some, "anew": not first}))
 
     def draw(self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool, differ: Sequence[str]) -> None:
         """Have those peers show their work of the round that ends, see `Accounts.draw`.
@@ -274,8 +272,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     async def _answer(self, asked: Any, work: str, *of: Any) -> None:
         asked.set_result(await getattr(self, work)(*of))
 
-    async def _expect(self, possible: dict[str, float], verified: dict[str, float], anew: bool) -> None:
-        self._possible = possible if anew else {**self._possible, **possible}
+    async def _expect(self, verified: dict[str, float], anew: bool) -> None:
         self._verified = verified if anew else {**self._verified, **verified}
 
     async def _draw(
@@ -413,7 +410,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             parts = self._accounts.ask_for_parts(peer, self._arrived.get(peer, {}))
         elif is_drawn:  # the exchange was not over in time: nobody knows what it has given
             wanted = ()
-        standing: Standing = "counts" if self._possible.get(peer) else "tried"
+        standing: Standing = "counts" if self._verified.get(peer) else "tried"
         answer = Answer(wanted, parts, "differs" if peer in self._differ else standing)
         yield DownloadData(metadata=json.dumps(answer).encode())
 
@@ -556,11 +553,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
                     limits=Limits(
                         frozenset(trusted),
-                        self._possible,
+                        self._verified,
                         voices_of(known),
                         own_id,
                         keeps,
-                        self._verified,
                         {*self._accounts.drawn} if draw else (),
                         self._accounts.stated,
                         frozenset(peer for peer, member in known.items() if member.role == "owner"),

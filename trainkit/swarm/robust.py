@@ -5,8 +5,8 @@ of their inner products, which adds up over the parts of a round: lengths and di
 so far, and every part is averaged as soon as it is there.
 
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
-- Weights are claims, and claims buy nothing: another peer's counts up to what its own speed makes possible, up to what
-  it has stated for an audit, and up to the median. The owner's and the reducer's own count in full.
+- Weights are claims, and claims buy nothing: another peer's counts up to what it has stated for an audit, and up to the
+  median. The owner's and the reducer's own count in full.
 - Lengths are clipped to the median in each block of 4096 values, so that nobody can put all of theirs into one layer
   (kappa = 1; with 3, one of four cancels the rest). Who says that it has trained on more may be longer without being
   blamed, but is clipped alike. Who was many times longer is left out, and not blamed for it: so is an honest newcomer
@@ -38,7 +38,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,10 +56,8 @@ from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
 
 # Values of a part that are judged together: a small layer's harm does not hide in a large one's length.
 _BLOCK = 4096
-# Speed varies: up to this many times a peer's speed of its last rounds is believed.
+# Speed varies: up to this many times what a peer has trained on in another round is believed.
 _SPEED_SLACK = 1.5
-# A claim this many times above what it may be is no accident.
-_GROSS_CLAIM = 20.0
 # How many times too long a contribution is left out, and a reducer's average is no accident.
 _GROSS_LENGTH = 5.0
 # Honest contributions can be this much longer than the median without a word about it, and as much shorter for what
@@ -98,17 +95,14 @@ class Limits:
 
     trusted: frozenset[str] = frozenset()
     """Ids of the owner's side: they are no liars, as far as is known."""
-    possible: Mapping[str, float] = field(default_factory=dict)
-    """Samples that a peer can have trained on in a round, by what it has said of its speed before; a newcomer is
-    missing."""
+    verified: Mapping[str, float] = field(default_factory=dict)
+    """Samples of a round that a peer has trained on beyond doubt, see `trainkit.swarm.replay`; 0: it does not count."""
     voices: Mapping[str, float] = field(default_factory=dict)
     """How much a peer counts where a majority decides, if that is not 1."""
     own: str = ""
     """Id of the reducer: no majority says that its own contribution is wrong."""
     keeps: bool = False
     """What each has put into the average is kept, see `Screen.alone`."""
-    verified: Mapping[str, float] = field(default_factory=dict)
-    """Samples of a round that a peer has trained on beyond doubt, see `trainkit.swarm.replay`."""
     drawn: Collection[str] = ()
     """Ids of peers that are to show their work: what they send is kept."""
     stated: Mapping[str, float] = field(default_factory=dict)
@@ -186,7 +180,7 @@ class Screen:
             senders: peer ids.
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
-        self._senders, self._possible, self._num_parameters = senders, limits.possible, num_parameters
+        self._senders, self._num_parameters = senders, num_parameters
         self._own, self._verified, self._stated = limits.own, limits.verified, limits.stated
         self.given: dict[str, dict[int, Any]] = {peer: {} for peer in limits.drawn}
         """Of each peer that is to show its work: position -> pseudo-gradients, as arrays."""
@@ -308,7 +302,7 @@ class Screen:
         return lower_median((value, float(self._voices[sender])) for sender, value in values.items())
 
     def _believed(self, senders: Collection[int]) -> dict[int, float]:
-        """How much each counts; without those whose claim is no accident."""
+        """How much each counts: nobody for more than what is usual, but who has shown what it did."""
         believed: dict[int, float] = {}
         known = self._reference(list(senders))
         usual = self._median({sender: self._claims[sender] for sender in known}) if known else 0.0
@@ -317,16 +311,10 @@ class Screen:
             if sender in self._believes:
                 believed[sender] = claim
                 continue
-            seen = self._possible.get(self._senders[sender])
-            # Who has said nothing about its speed yet counts as the others do; nobody counts for more than they, but
-            # who has shown what it did.
-            possible = usual if seen is None else _SPEED_SLACK * seen
-            stated = self._stated.get(self._senders[sender], math.inf)
-            if claim > _GROSS_CLAIM * max(possible, usual):
-                self._drop(sender, f"claims {claim:.3g} samples, {max(possible, usual):.3g} are possible")
-            elif min(possible, stated) > 0.0:  # who counts for nothing is left out: nothing can be in proportion to it
-                verified = _SPEED_SLACK * self._verified.get(self._senders[sender], 0.0)
-                believed[sender] = min(claim, possible, stated, max(usual, verified))
+            peer = self._senders[sender]
+            stated, verified = self._stated.get(peer, math.inf), self._verified.get(peer)
+            if stated > 0.0 and verified != 0.0:  # else nothing can be in proportion to it
+                believed[sender] = min(claim, stated, max(usual, _SPEED_SLACK * (verified or 0.0)))
         return believed
 
     def _parameters(self, position: int, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
@@ -661,7 +649,7 @@ class Sentry:
     """Keeps watch over one reducer's rounds: events, strikes, bans, credit."""
 
     averager: Any
-    """Is told what its group can have trained on, and tells its findings (`trainkit.swarm.averager`)."""
+    """Tells its findings (`trainkit.swarm.averager`)."""
     bans: Bans
     remark: Callable[..., None] = lambda kind, **facts: None
     """Writes an event."""
@@ -688,26 +676,6 @@ class Sentry:
     _invited: dict[str, str] = field(default_factory=dict, init=False)
     _banned_with: dict[str, str] = field(default_factory=dict, init=False)
     """Of peers in the rounds so far: of one that is shut out nobody knows its invitation any more."""
-
-    def before_round(
-        self,
-        peers: Mapping[str, PeerProgress],
-        round_seconds: float,
-        *,
-        verified: Mapping[str, float] = MappingProxyType({}),
-        unproven: Iterable[str] = (),
-    ) -> None:
-        """Tell the averager what peers can have trained on, by the speed that they have published; before its first
-        round a peer has none to tell of.
-
-        Args:
-            verified: samples of a round that a peer has trained on beyond doubt.
-            unproven: who does not count, whatever it says.
-        """
-        known = {peer: own.samples_per_sec for peer, own in peers.items() if own.samples_per_sec > 0.0}
-        possible = {peer: speed * round_seconds for peer, speed in known.items()} | dict.fromkeys(unproven, 0.0)
-        self.averager.expect(possible, verified)
-        self.look()
 
     def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> None:
         """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""

@@ -259,10 +259,9 @@ class TimedLoop(_Loop):
         return None
 
     def before_exchange(self, index: int) -> None:
-        """Say what is known of the others, and who is to show its work of this round."""
+        """At the owner's: say what is known of the others, and who is to show its work of this round."""
         peer, auditor, seconds = self.peer, self.auditor, self.peer.clock.seconds
         if auditor is None:
-            peer.sentry.before_round(peer.watch.peers, seconds)
             return
         told = peer.watch.others(time.time() - LOST_AFTER * seconds)
         roles = {one: who.role for one in told if (who := peer.dht.member(one)) is not None and who.role != "owner"}
@@ -274,8 +273,7 @@ class TimedLoop(_Loop):
             peer.sentry.note_audit(index, verdict)
         drawn, asks_for_leaps = auditor.draw(roles.keys() - idle, heard)
         peer.averaging.averager.draw(drawn, index, asks_for_leaps, [*auditor.differ])
-        unproven = auditor.unproven | idle
-        peer.sentry.before_round(peer.watch.peers, seconds, verified=auditor.verified, unproven=unproven)
+        peer.averaging.averager.expect(auditor.verified | dict.fromkeys(auditor.unproven | idle, 0.0))
 
     def audit(self, auditor: Auditor, index: int) -> None:
         """Look at what has been shown, if anything has."""
@@ -526,7 +524,6 @@ class SampleLoop(_Loop):
 
     def search(self, boundary: float) -> None:
         """Look for a group until then."""
-        self.peer.sentry.before_round(self.peer.watch.peers, max(1.0, boundary - self.began))
         self.peer.averaging.begin(boundary, self.rate, grace=2 * self.config.collaborative.matchmaking_seconds)
 
     def agree(self, others: Mapping[str, PeerProgress]) -> None:
