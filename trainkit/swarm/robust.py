@@ -142,13 +142,8 @@ def lower_median(values: Iterable[tuple[float, float]]) -> float:
 
     Raises ValueError for no values.
     """
-    ordered, counted = sorted(values), 0.0
-    half = sum(voice for _, voice in ordered) / 2
-    for value, voice in ordered:
-        counted += voice
-        if counted >= half - _ROUNDING:
-            return value
-    raise ValueError("the median of nothing")
+    numbers, voices = torch.tensor([*zip(*values, strict=True)], dtype=torch.float64)
+    return float(_middle(numbers, voices)[0])
 
 
 def _middle(rows: Tensor, voices: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,17 +389,14 @@ class Screen:
         senders = [sender for sender in senders if self._products[sender, sender] > 0.0]
         where = torch.tensor(senders, dtype=torch.long)
         squares = self._squares[where[:, None], where]
-        rows = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
-        cosines = {sender: dict(zip(senders, row, strict=True)) for sender, row in zip(senders, rows, strict=True)}
+        cosines = self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
         if len(senders) > 2 and (self._can_vote(senders) or not self._trusted.intersection(senders)):
+            voices = self._voices[where]
             # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
-            typical = {
-                sender: -self._median({other: -cosine for other, cosine in row.items() if other != sender})
-                for sender, row in cosines.items()
-            }
-            if self._median(typical) >= _AGREEMENT:
-                for sender, cosine in typical.items():
+            typical = -_middle(-cosines.T, voices[:, None] * (1.0 - torch.eye(len(senders))))[0]
+            if float(_middle(typical, voices)[0]) >= _AGREEMENT:
+                for sender, cosine in zip(senders, typical.tolist(), strict=True):
                     if cosine < -(_AGAINST + chance) and self._senders[sender] != self._own:
                         self._drop(sender, f"points against the others (cosine {cosine:.2f})")
 
