@@ -139,8 +139,7 @@ def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End the invitations of a name, in a swarm that was created here."""
     run = run_with(KEY_FILE, args.run, env)
     with _room_in(run):
-        admission.owner_of(run.path).revoke(args.name)
-    print(f"Revoked: {args.name}. The run's creator tells the swarm within seconds, or when it is back.")
+        print(admission.revoke(run, args.name))
     return 0
 
 

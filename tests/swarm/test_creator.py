@@ -20,9 +20,7 @@ from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
-from trainkit.swarm.admission import Admission, keep_key, own_pass
-from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import CREDITS, REVOKED, PeerProgress, RoundClock
+from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
 from trainkit.swarm.robust import Findings, Round, Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
 
@@ -82,31 +80,13 @@ def test_of_two_creators_of_a_run_the_one_that_was_started_later_goes_on(since: 
     assert f"was started later, at {THERE}." in said[0]
 
 
-def test_the_others_hear_once_of_whom_the_owner_has_revoked_in_the_folder(run: RunDir) -> None:
-    from trainkit.swarm.access import Excluded
-    from trainkit.swarm.roles import Creator
-
-    owner, told = keep_key(run.path, Key.generate()), list[dict[str, bytes]]()
-    excluded = Excluded(own_pass(owner.key, "owner"), ME, Admission(owner.key.public))
-    creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
-    creator.writer, creator.watch = SimpleNamespace(run=run), SimpleNamespace(poll=lambda: None)
-    creator.averaging = SimpleNamespace(require_helpers=lambda: None)
-    creator.dht = SimpleNamespace(excluded=excluded, publish_excluded=lambda: told.append(excluded.told()))
-    creator.hear()
-    owner.invite("anna", "volunteer", 60.0)
-    revoked = owner.revoke("anna")
-    creator.hear()
-    creator.hear()
-    assert told == [{REVOKED: revoked}]
-
-
-def test_a_creator_takes_back_what_is_later_until_it_has_averaged(run: RunDir) -> None:
+def test_a_creator_takes_back_what_is_later_until_it_has_averaged() -> None:
     from trainkit.swarm.records import PeerRound
     from trainkit.swarm.roles import Creator
 
     said, asked, given = list[str](), list[float](), iter((None, 9, None, None))
     creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
-    creator.writer, creator.watch = SimpleNamespace(run=run), SimpleNamespace(poll=lambda: None)
+    creator.watch = SimpleNamespace(poll=lambda: None)
     creator.averaging = SimpleNamespace(require_helpers=lambda: None)
 
     def take_back(newer_than: float) -> int | None:

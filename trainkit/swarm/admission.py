@@ -35,11 +35,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field, TypeAdapter
 
 from trainkit import fileio, terminal
-from trainkit.errors import UserError
+from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
-from trainkit.swarm import address, invitations
+from trainkit.swarm import address, invitations, processes
 from trainkit.swarm.invitations import Pass, UntrustedError
-from trainkit.swarm.messages import records_in
+from trainkit.swarm.messages import REVOKED, records_in
 
 # Members that are known at once; a new one takes the place of the first.
 _MOST_MEMBERS = 4096
@@ -402,8 +402,6 @@ class Owner:
     def revoke(self, name: str) -> bytes:
         """Revoke all invitations of that name; the signed list of everything that was revoked so far.
 
-        The run's creator reads it in the folder, and tells the others.
-
         Raises UserError when nobody of that name was invited.
         """
         invited = list(fileio.read_jsonl(self._invited))
@@ -530,3 +528,21 @@ def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, 
         # Not as an argument: everybody on a machine sees those of all processes.
         f"  {VARIABLE}={token} {terminal.command('join')}",
     ]
+
+
+def revoke(run: RunDir, name: str) -> str:
+    """Revoke the invitations of that name, and tell the swarm; what to tell the user."""
+    owner = owner_of(run.path)
+    statement, own = owner.revoke(name), own_pass(owner.key, "revoke")
+    try:
+        processes.require_hivemind()
+        from trainkit.swarm.access import identity
+        from trainkit.swarm.dht import open_dht
+
+        admission = Admission(owner.key.public, open_run=True)
+        with identity(None, own, admission) as known, open_dht(known, peers=addresses_of(run)) as dht:
+            dht.excluded.hear(REVOKED, statement)
+            dht.publish_excluded(wait=True)
+    except TrainkitError:
+        return f"Revoked: {name}. The swarm does not answer from here; its creator reads it in the next round."
+    return f"Revoked: {name}. The swarm knows."

@@ -79,8 +79,6 @@ class Creator(Session):
         self.saved = address.saved_peer(folder) if folder is not None else None
         self.others = self.saved.others if self.saved is not None else ()
         self.key = admission.key_of(folder.path) if folder is not None else Key.generate()
-        self.revoked = b""
-        """The list of revoked invitations that the others have been told."""
         self.rounds_alone = LOST_AFTER  # until somebody comes
 
     def open_swarm(self) -> None:
@@ -189,19 +187,17 @@ class Creator(Session):
         return hashlib.sha256(archive).hexdigest()
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
-        """Tell the swarm of the run."""
+        """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
+        if revoked := admission.revoked_in(self.writer.run.path):
+            self.dht.excluded.hear(REVOKED, revoked)
+            self.dht.publish_excluded()
         # From now on: a record only replaces one that would expire earlier.
         expires = self.clock.count * self.clock.seconds + 600.0
         self.dht.store(MANIFEST, asdict(replace(self.manifest, stopped=stopped)), expires, wait=wait)
 
     def hear(self) -> None:
-        """Tell the others of the invitations that `swarm revoke` has ended in the run folder; and come back to what
-        they have reached, if somebody has kept it and the folder has not."""
+        """Come back to what the others have reached, if somebody has kept it and the run folder has not."""
         super().hear()
-        if (revoked := admission.revoked_in(self.writer.run.path)) not in (b"", self.revoked):
-            self.revoked = revoked
-            self.dht.excluded.hear(REVOKED, revoked)
-            self.dht.publish_excluded()
         if self.back_at < math.inf and (given := self.averaging.take_back(self.back_at)) is not None:
             self.back_at = given
             self.remark("given_back", round=given)
