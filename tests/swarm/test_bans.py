@@ -55,6 +55,18 @@ def test_the_memory_of_suspects_is_bounded() -> None:
     assert len(strikes.counts) <= 1000
 
 
+def test_what_was_said_before_there_is_a_run_folder_is_kept_in_it(tmp_path: Path) -> None:
+    """By a guest, which hears of bans before it has one; and the later word of two counts."""
+    later = Ban("QmAnn", "ann", "", time=200.0, lifted=True)
+    Bans(tmp_path / "bans.jsonl").merge([later])
+    heard = Bans()
+    heard.merge([Ban("QmEve", "eve", "lies", time=100.0), Ban("QmAnn", "ann", "lies", time=100.0)])
+    for _ in range(2):  # once is enough
+        heard.keep_in(tmp_path)
+        assert list(Bans(tmp_path / "bans.jsonl").read()) == list(heard.read()) == ["QmEve"]
+    assert len((tmp_path / "bans.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_ban_holds_until_it_is_lifted_by_name_or_id(kept: bool, tmp_path: Path) -> None:
     """In a run folder for whoever opens it, and past a torn or foreign line; else as long as its peer lives."""

@@ -457,7 +457,7 @@ class Bans:
 
     def keep_in(self, folder: Path) -> None:
         """From now on in the run's folder, with what is there already."""
-        said, self._file = list(self.said()), folder / BANS_FILE
+        said, self._said, self._file = list(self.said()), {}, folder / BANS_FILE
         self.merge(said)
 
     def read(self) -> dict[str, Ban]:
