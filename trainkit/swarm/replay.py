@@ -123,7 +123,7 @@ class Auditor:
         state: the model for this rank alone.
         seed_of: a peer's order of the data.
         rates: the lowest and the highest learning rate that a peer can have used for a round.
-        seconds: that one audit may take.
+        seconds: that updates may take that are made again; an audit may take twice as long.
         round_seconds: of a round.
     """
 
@@ -382,7 +382,7 @@ class Auditor:
             return f"has trained in micro batches of {account.micro_batch_size}, which the run cannot have"
         try:
             replica, seed = self._replica(account), self.seed_of(shown.peer)
-            ours = _trained(replica, start, rates, seed, self.seconds / 2)
+            ours = _trained(replica, start, rates, seed, self.seconds)
             before, here = (summed_in(self.state.model, one)[:THETA] for one in (start, ours))
             pairs = zip(before, here, strict=True)  # an optimizer that knew nothing began with zeros
             ways = torch.tensor([_apart(old or [0 * one for one in new], new) for old, new in pairs])
@@ -392,7 +392,7 @@ class Auditor:
             # How far rounding leads in these updates: the same from weights that are off by that.
             is_same = replica.precision.name == account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
-            other = _trained(replica, start, rates, seed, self.seconds / 2, noise=noise)
+            other = _trained(replica, start, rates, seed, self.seconds, noise=noise)
             noisy = summed_in(self.state.model, other)[:THETA]
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
             raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem

@@ -44,8 +44,9 @@ NEWS_SECONDS = 1.0
 # By time: the share of a round that it may wait for its average; a later one arrives during the next round.
 _WAITING_SHARE = 0.02
 
-# Of a round, until the search for the others begins, that one audit may take.
-_AUDIT_SHARE = 0.2
+# Of a round, until the search for the others begins, that updates may take which an audit makes again. It may have to
+# make them twice.
+_AUDIT_SHARE = 0.3
 
 # By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
 _PUBLISH_SECONDS = 0.5
@@ -228,7 +229,7 @@ class TimedLoop(_Loop):
                 self.hear()
                 news_at = time.monotonic() + NEWS_SECONDS
             self.settle(0.0)
-            if self.auditor is not None and now + self.auditor.seconds < search_at:
+            if self.auditor is not None and now + 2 * self.auditor.seconds < search_at:
                 self.audit(self.auditor, index)
             if averaging.search is None and now + peer.step_seconds >= search_at:
                 self.settle(math.inf)
