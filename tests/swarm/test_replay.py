@@ -263,6 +263,13 @@ def test_volunteers_with_other_hardware_are_believed(other: dict[str, Any]) -> N
     assert {swarm.audited()[1][: len(TRUE)] for _ in range(6)} == {TRUE}
 
 
+def test_two_ranks_that_are_one_peer_keep_a_journal() -> None:
+    swarm = Swarm()
+    swarm.journal._state = replace(swarm.state, model=nn.DataParallel(swarm.state.model))
+    vars(swarm.journal._state)["optimizer"] = swarm.state.optimizer
+    assert {swarm.audited()[1][: len(TRUE)] for _ in range(6)} == {TRUE}
+
+
 def half_turned(vector: Tensor) -> Tensor:
     return torch.cat([vector[: len(vector) // 2], -vector[len(vector) // 2 :]])
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor, nn
 
-from trainkit.checkpoint.state import Entry, moments_of, plain_name, weights_of, write
+from trainkit.checkpoint.state import Entry, moments_of, plain_name, unwrapped, weights_of, write
 from trainkit.swarm.admission import remember
 from trainkit.swarm.link import PART, cuts, num_parts
 from trainkit.swarm.sync import OuterState, probe_of
@@ -157,14 +157,15 @@ class Snapshot:
 
 def parameters_of(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
     """Those among the weights, without buffers."""
-    named = model.named_parameters()
+    named = unwrapped(model).named_parameters()
     return [weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad]
 
 
 def digests_of(model: nn.Module, weights: Mapping[str, Tensor]) -> bytes:
     """SHA-256 of each part of the parameters, as parts are given, and of all other weights. Their own digest stands for
     the weights, so that a part can be shown without the others."""
-    vector, named = torch.cat(parameters_of(model, weights)), {plain_name(name) for name, _ in model.named_parameters()}
+    vector = torch.cat(parameters_of(model, weights))
+    named = {plain_name(name) for name, _ in unwrapped(model).named_parameters()}
     others = digest_of_tensors({name: value for name, value in weights.items() if name not in named})
     return b"".join(map(digest_of_part, map(vector.__getitem__, cuts(len(vector))))) + bytes.fromhex(others)
 
