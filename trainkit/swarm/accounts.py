@@ -431,22 +431,19 @@ class Accounts:
         account = read_account(data)
         if account is None:
             return False, ()
-        before, begins, ends = self._last.get(peer), account.links[0], account.links[-1]
+        last, begins, ends = self._last.get(peer), account.links[0], account.links[-1]
+        before = last if last is not None and last.links[-1] == begins else None  # rounds may be missed meanwhile
         remember(self._last, peer, account, MOST_AUDITED)
         remember(self.stated, peer, float(self._batch * max(0, ends.position - begins.position)), MOST_AUDITED)
-        is_new = before is None
-        if before is not None and before.links[-1] != begins:  # rounds may be missed meanwhile
-            before = None
         far = ratios_in(account)
         uneven = float((far - _EVEN).clamp_min(0.0).sum())
         remember(self._uneven, peer, max(uneven, _LEFT * self._uneven.get(peer, 0.0)), MOST_AUDITED)
-        # Else nobody vouches for what its optimizer remembers: that is as if it had said nothing.
-        is_vouched_for = is_new or before is not None or begins.moments == NO_MOMENTS
-        if not is_vouched_for:
-            return False, ()
+        if last is not None and before is None and begins.moments != NO_MOMENTS:
+            return False, ()  # nobody vouches for what its optimizer remembers: that is as if it had said nothing
         is_drawn, leap = account.round == self._round and peer in self.drawn.keys() - self._told, -1
         trains = is_drawn and self.drawn[peer]
-        self._told |= {peer} if is_drawn else set()
+        if is_drawn:
+            self._told.add(peer)
         looks = self._asks_for_leaps and (not is_drawn or random.SystemRandom().random() < _OF_LEAPS)
         if looks and far.max() > (_LARGE_LEAP if account.is_slow else _LEAP):
             leap = int(far.argmax())
@@ -455,7 +452,8 @@ class Accounts:
         wanted = self._wanted(account, leap, far) if leap >= 0 or trains else ()
         if wanted or is_drawn:
             self.asked[peer] = Shown(peer, account, before, wanted, {})
-            self._owed[peer] = self._time_for(peer, account, wanted, float(far[leap]) if leap >= 0 else 0.0)
+            is_long = account.is_slow and bool(wanted)
+            self._owed[peer] = self._time_for(peer, float(far[leap]) if leap >= 0 else 0.0, is_long=is_long)
         return is_drawn, wanted
 
     def _wanted(self, account: Account, leap: int, far: Tensor) -> tuple[int, ...]:
@@ -475,11 +473,11 @@ class Accounts:
             chosen = self._chosen(places, updates, far)
         return tuple(dict.fromkeys((chosen, chosen + 1, 0))) if is_move else (chosen,)
 
-    def _time_for(self, peer: str, account: Account, wanted: Sequence[int], leap: float) -> _Owed:
+    def _time_for(self, peer: str, leap: float, *, is_long: bool) -> _Owed:
         """For a snapshot a slow peer has as long as it takes with the link by which its parts have come: these within a
         quarter of a round, and half of the link is for what is shown."""
         allowed = ROUNDS_TO_SHOW
-        if account.is_slow and wanted:
+        if is_long:
             allowed += math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
         allowed = min(allowed, _MOST_ROUNDS_TO_SHOW)
         return _Owed(allowed, 1 if leap > _LARGE_LEAP else allowed, has_leapt=leap > 0.0)
