@@ -292,13 +292,12 @@ class Auditor:
         _require_same(links, theta, where[-1], length)
         try:
             tensors = safetensors.torch.load(shown.data)
-            why = self._misgiven(shown, tensors, theta)
-            found = {} if why else {index: self._read(shown, index, tensors) for index in shown.wanted}
+            if why := self._misgiven(shown, tensors, theta):
+                return why
+            found = {index: self._read(shown, index, tensors) for index in shown.wanted}
             rates = _rates_in(tensors) if len(found) == 1 else None
         except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
             return f"{_ANOTHER}: {error}"[:200]
-        if why:
-            return why
         for index, snapshot in found.items():
             _require_same(links, snapshot.theta, where[index], length)
             said = [account] if index or shown.before is None else [account, shown.before]

@@ -697,7 +697,7 @@ class Sentry:
         self._tell(index, [verdict], "The audit of {} in round {}")
         if verdict.action == "left out":
             self.undo([verdict.peer])
-        if verdict.action == "dropped":
+        elif verdict.action == "dropped":
             self.withdraw(name)
             self._ban(index, {verdict.peer: verdict.why}, "")
 
