@@ -35,6 +35,7 @@ def screened(
     together: Sequence[int] = (),
     verified: Mapping[str, float] = {},
     stated: Mapping[str, float] = {},
+    owners: Sequence[str] = (),
 ) -> tuple[Tensor, dict[str, str]]:
     """The average that a reducer makes, the first of the ``trusted``, and what became of each sender that does not
     count in full, and why. ``together``: those who use one invitation.
@@ -42,7 +43,7 @@ def screened(
     names = [f"peer-{index}" for index in range(len(parts))]
     voices = {names[index]: 1 / len(together) for index in together}
     mine = [names[index] for index in trusted]
-    limits = Limits(frozenset(mine), verified, voices, "".join(mine[:1]), stated=stated)
+    limits = Limits(frozenset(mine), verified, voices, "".join(mine[:1]), stated=stated, owners=frozenset(owners))
     screen = Screen(names, limits, parameters)
     claims = [100.0] * len(parts) if weights is None else weights
     average = screen.average(0, dict(enumerate(parts)), dict(enumerate(claims)), own)
@@ -75,8 +76,10 @@ PARTS = contributions(8)
         ),
         # Who does not count stops nobody, even if they are the most.
         ({}, {"weights": [100.0] * 5, "trusted": [0], "verified": UNPROVEN}, [1, 0.5, 0, 0, 0], 0.05),
-        # The owner's side counts in full however fast it is.
+        # The reducer itself and the owner count in full however fast they are; others that reduce do not.
         ({}, {"weights": [1.0, 1.0, 1000.0], "trusted": [2]}, [0, 0, 1], 0.01),
+        ({}, {"weights": [1.0, 1.0, 1000.0], "trusted": [0, 2], "owners": ["peer-2"]}, [0, 0, 1], 0.01),
+        ({}, {"weights": [100.0, 100.0, 900.0], "trusted": [0, 2]}, [1, 1, 1], 0.15),
         # The owner's side moves further in proportion; a tiny one does not shrink the others.
         ({0: 3.0}, {"weights": [120.0, 40.0, 40.0], "trusted": [0]}, [3, 1, 1], 0.05),
         ({2: 1e-9}, {"weights": [100.0] * 3}, [1, 1, 1], 0.05),
@@ -145,6 +148,14 @@ def test_what_a_peer_has_moved_is_what_the_average_of_others_lacks() -> None:
     without = Screen(names[:3], limits, SIZE).average(0, dict(enumerate(PARTS[:3])), claims, ZEROS)
     assert distance(average - moved["peer-3"], without) < 0.05  # the median length is another one without it
     assert distance(average, without) > 0.2
+
+
+@pytest.mark.parametrize(("owners", "moved"), [([], {"peer-1", "peer-2"}), (["peer-1"], {"peer-2"})])
+def test_what_reducers_have_trained_can_be_taken_back(owners: list[str], moved: set[str]) -> None:
+    limits = Limits(frozenset({"peer-0", "peer-1"}), own="peer-0", keeps=True, owners=frozenset(owners))
+    screen = Screen(NAMES[:3], limits, SIZE)
+    screen.average(0, dict(enumerate(PARTS[:3])), dict.fromkeys(range(3), 100.0), ZEROS)
+    assert {peer for peer, _, _ in screen.moved()} == moved
 
 
 def test_two_of_six_that_train_a_backdoor_do_not_get_it_into_the_weights() -> None:

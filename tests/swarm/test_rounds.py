@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -166,6 +166,42 @@ def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> 
     assert [set(given.weights) for given in swarm.given] == [{64.0}] * 3
     assert swarm.searches == 0  # nobody is there
     assert (p.progress.step, p.progress.position) == (3, 12)
+
+
+def test_all_who_train_are_audited_but_the_owner() -> None:
+    """Also who reduces; one that says that it does not train counts for nothing."""
+    roles = {
+        "me": "owner",
+        "twin": "owner",
+        "rita": "reducer",
+        "idle": "reducer",
+        "ann": "volunteer",
+        "eve": "volunteer",
+    }
+    news = {one: replace(told(), samples_per_sec=0.0 if one in ("idle", "eve") else 8.0) for one in roles}
+    drawn, expected, known = list[Any](), list[Any](), set[str]()
+
+    def draw(names: Iterable[str], heard: Any) -> tuple[dict[str, bool], bool]:
+        known.update(names)
+        return {"rita": True}, False
+
+    auditor: Any = SimpleNamespace(
+        hear=lambda tried: None, owe=lambda heard: [], differ={}, verified={"ann": 64.0}, unproven={"eve"},
+        draw=draw,
+    )  # fmt: skip
+    averager = SimpleNamespace(heard=lambda: None, draw=lambda *of: drawn.append(of), expect=expected.append)
+    loop: Any = SimpleNamespace(
+        auditor=auditor,
+        peer=SimpleNamespace(
+            clock=SimpleNamespace(seconds=4.0), averaging=SimpleNamespace(averager=averager),
+            watch=SimpleNamespace(peers=news, others=lambda since: {one: news[one] for one in news if one != "me"}),
+            dht=SimpleNamespace(member=lambda one: SimpleNamespace(role=roles[one])),
+        ),
+    )  # fmt: skip
+    TimedLoop.before_exchange(loop, 7)
+    assert known == {"rita", "ann", "eve"}  # a volunteer that tells of no speed is none the less drawn
+    assert drawn == [({"rita": True}, 7, False, [])]
+    assert expected == [{"ann": 64.0, "eve": 0.0, "idle": 0.0}]
 
 
 @pytest.mark.parametrize(("others_at", "stays"), [(2, True), (3, False)])
