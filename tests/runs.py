@@ -29,11 +29,17 @@ def last_event(run: RunDir, kind: str) -> dict[str, Any] | None:
 T = TypeVar("T")
 
 
-def wait_until(look: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """What ``look`` returns as soon as that is true."""
-    deadline = time.monotonic() + seconds
+def wait_until(look: Callable[[], T | None], seconds: float = 60.0, what: str | Callable[[], str] = "") -> T:
+    """What ``look`` returns as soon as that is true; else the test fails, with ``what`` it has waited for.
+
+    Of the time between two looks at most 5 s count. A machine that was paused for minutes would else be past the
+    limit when it goes on, though what the test waits for has had no time to happen.
+    """
+    left, before = seconds, time.monotonic()
     while not (seen := look()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        now = time.monotonic()
+        left, before = left - min(now - before, 5.0), now
+        assert left > 0, f"not within {seconds:g} s: {what() if callable(what) else what}".removesuffix(": ")
         time.sleep(0.05)
     return seen
 

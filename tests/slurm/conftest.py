@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import pytest
 from jobs import cli
 from tests import light_experiment
 from tests.debian import cannot_run
+from tests.runs import wait_until
 from trainkit.ranks import is_free
 
 PROJECT = Path(__file__).parents[2]
@@ -107,12 +107,12 @@ class Cluster:
 
     def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 200) -> None:
         """Poll until it holds; else the test fails with what the cluster is doing."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                seen = "".join(self.run(*command, check=False).stdout for command in CLUSTER_STATE)
-                pytest.fail(f"Not within {timeout:.0f} s: {what}\n{seen}{self.logs()}")
-            time.sleep(0.3)
+
+        def seen() -> str:
+            state = "".join(self.run(*command, check=False).stdout for command in CLUSTER_STATE)
+            return f"{what}\n{state}{self.logs()}"
+
+        wait_until(condition, timeout, seen)
 
     def wait(self, job_id: str, *, timeout: float = 240) -> str:
         """Wait until the job has ended for good; its state. All tasks of an array must have ended in the same state."""

@@ -8,25 +8,24 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
 
 from tests import readme
+from tests.runs import wait_until
 
 with warnings.catch_warnings():  # of hivemind's own use of torch
     warnings.simplefilter("ignore")
     import hivemind  # noqa: F401
 
-T = TypeVar("T")
 FAST = ("monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "model.name=tests.swarm.patient:model")
 GRADIENTS = (
     *("collaborative.sync=gradients", "collaborative.round_seconds=12"),
@@ -34,16 +33,6 @@ GRADIENTS = (
 )
 PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
-
-
-def wait_for(condition: Callable[[], T | None], seconds: float, what: str | Callable[[], str]) -> T:
-    """What ``condition`` returns, once it is true. Fail with ``what`` if it is not in time."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
-        time.sleep(0.1)
-    return found
 
 
 @dataclass
@@ -76,7 +65,7 @@ class Command:
             assert match or not is_over, f"ended with {self.process.returncode}: {self.output}"
             return match
 
-        return wait_for(found, seconds, lambda: f"{pattern!r} in {self.output}")
+        return wait_until(found, seconds, lambda: f"{pattern!r} in {self.output}")
 
     def ends(self, seconds: float = 90.0) -> int:
         """Wait for its end; its exit code."""
@@ -86,7 +75,7 @@ class Command:
             return self.process.poll() is not None
 
         try:
-            wait_for(over, seconds, f"the end of {self.process.args!r}")
+            wait_until(over, seconds, f"the end of {self.process.args!r}")
         except AssertionError as error:
             self.process.send_signal(signal.SIGABRT)  # it says where it hangs
             self.process.wait(10)

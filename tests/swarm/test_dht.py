@@ -26,8 +26,9 @@ import pytest
 from hivemind.p2p import PeerID
 from torch import nn
 
+from tests.runs import wait_until
 from tests.shell import python
-from tests.swarm.conftest import Commands, wait_for
+from tests.swarm.conftest import Commands
 from trainkit.config.loading import load
 from trainkit.errors import RunFailedError
 from trainkit.swarm import averager, processes
@@ -175,7 +176,7 @@ def test_nobody_else_controls_a_peers_daemon_whatever_the_umask(commands: Comman
                 sockets.update(path for path in paths if path.name.startswith("hivemind-"))
         return len(sockets) >= 2
 
-    wait_for(are_there, 60, "the sockets of the daemon and of the node")
+    wait_until(are_there, 60, "the sockets of the daemon and of the node")
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in sockets} == {0}
     creator.process.send_signal(signal.SIGINT)
     creator.ends()

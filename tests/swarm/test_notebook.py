@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.swarm.conftest import PROJECT, Command, Commands, wait_for
+from tests.runs import wait_until
+from tests.swarm.conftest import PROJECT, Command, Commands
 from trainkit.swarm import session
 from trainkit.swarm.address import EXAMPLE
 from trainkit.swarm.invitations import Key, grant, write_token
@@ -65,7 +66,7 @@ def kernel_of(command: Command) -> psutil.Process:
         children = psutil.Process(command.process.pid).children(recursive=True)
         return [child for child in children if any("ipykernel" in word for word in child.cmdline())]
 
-    return wait_for(found, 60, "the notebook's kernel")[0]
+    return wait_until(found, 60, "the notebook's kernel")[0]
 
 
 def ids_of_notebook(commands: Commands, address: str) -> set[str]:
@@ -156,7 +157,7 @@ def test_the_notebook_joins_plots_and_comes_back_after_a_restart(commands: Comma
         files = [run / "metrics.jsonl" for run in sorted(runs.glob("*-peer-*"))]
         return len(files) == 2 and files[1].is_file() and len(files[1].read_text().splitlines()) >= 2
 
-    wait_for(trained_again, 120, f"two rounds after the restart: {second.output}")
+    wait_until(trained_again, 120, f"two rounds after the restart: {second.output}")
     after = ids_of_notebook(commands, address)
     assert len(before) == 1
     assert after == before

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.swarm.conftest import Command, Commands, wait_for
+from tests.runs import wait_until
+from tests.swarm.conftest import Command, Commands
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions
 
@@ -36,12 +37,12 @@ def test_another_torch_counts_after_an_audit_and_one_that_differs_leaves(command
 
     same = join("other-torch")
     same.says("2 peers averaged")
-    wait_for(lambda: agreed(same), 480, lambda: f"{same.output} {creator.output}")
+    wait_until(lambda: agreed(same), 480, lambda: f"{same.output} {creator.output}")
     other = join("trains-otherwise")
     other.says("train otherwise than the run's", 480)
     assert other.ends() == 3
     assert "fix: python -m pip install " in other.output
-    wait_for(lambda: samples("other-torch"), 60, "samples that count")
+    wait_until(lambda: samples("other-torch"), 60, "samples that count")
     assert samples("trains-otherwise") == 0
     assert "banned" not in creator.output
     assert "The audit of trains-otherwise in round" in creator.output

@@ -16,7 +16,8 @@ from typing import BinaryIO, NamedTuple
 import psutil
 import pytest
 
-from tests.swarm.conftest import Command, Commands, wait_for
+from tests.runs import wait_until
+from tests.swarm.conftest import Command, Commands
 from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.errors import RefusedError, UserError
@@ -209,7 +210,7 @@ def second_rank(command: Command) -> psutil.Process:
         children = psutil.Process(command.process.pid).children()
         return [child for child in children if child.environ().get("RANK") == "1" and "join" in child.cmdline()]
 
-    return wait_for(found, 30, "rank 1")[0]
+    return wait_until(found, 30, "rank 1")[0]
 
 
 @pytest.mark.long

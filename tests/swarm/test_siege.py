@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.conftest import FAST, TOKEN, started_in, wait_for
+from tests.runs import wait_until
+from tests.swarm.conftest import FAST, TOKEN, started_in
 from tests.swarm.internet import internet
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
@@ -51,7 +52,7 @@ def test_a_copy_that_is_started_in_a_cut_network_goes_on_alone(tmp_path: Path) -
         home = commands.join(token, "--name", "home", on=net.on("lan1"))
         creator.says("3 peers averaged", 150)
         saved = commands.run("hivemind-0001") / "swarm.json"
-        wait_for(lambda: "/ip4/45.10.10.12/" in saved.read_text(), 60, "the anchor among those that are remembered")
+        wait_until(lambda: "/ip4/45.10.10.12/" in saved.read_text(), 60, "the anchor among those that are remembered")
         creator.process.send_signal(signal.SIGSTOP)  # or a checkpoint might go while it is copied
         copy = shutil.copytree(commands.run("hivemind-0001"), commands.folder / "copied" / "hivemind-0001")
         creator.process.send_signal(signal.SIGCONT)

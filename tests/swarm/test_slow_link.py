@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.conftest import started_in, wait_for
+from tests.runs import wait_until
+from tests.swarm.conftest import started_in
 from tests.swarm.internet import internet
 
 ROUND_SECONDS = 12
@@ -52,12 +53,12 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
         def averaged(peers: int) -> list[int]:
             return [record["round"] for record in rounds_of(run) if record["peers"] == peers]
 
-        wait_for(lambda: len(averaged(2)) >= 1, 120, creator.file.read_text)
+        wait_until(lambda: len(averaged(2)) >= 1, 120, creator.file.read_text)
         doctor = commands.start("swarm", "doctor", address, on=net.on("pub3"))
         assert doctor.ends() == 0, doctor.output
-        wait_for(lambda: len(averaged(2)) >= WARM + BEFORE, 200, creator.file.read_text)
+        wait_until(lambda: len(averaged(2)) >= WARM + BEFORE, 200, creator.file.read_text)
         slow = commands.start("join", address, "--allow-code", "--name", "slow", on=net.on("pub3"))
-        wait_for(lambda: len(averaged(3)) >= WITH, 240, creator.file.read_text)
+        wait_until(lambda: len(averaged(3)) >= WITH, 240, creator.file.read_text)
     joined = averaged(3)[0]
     creators, quicks = rounds_of(run), rounds_of(peer)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.conftest import wait_for
+from tests.runs import wait_until
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
@@ -101,5 +101,5 @@ def test_a_step_that_lasts_is_told_of_again_and_again(monkeypatch: pytest.Monkey
     with spec.telling(lines.append, "Loading") as step:
         for what in ("Loading", "Joining"):
             step(what)
-            wait_for(partial(lambda line: lines.count(line) >= 2, f"  {what} (0 s)"), 10, what)
+            wait_until(partial(lambda line: lines.count(line) >= 2, f"  {what} (0 s)"), 10, what)
         step("")

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.runs import wait_until
 from tests.shell import python
-from tests.swarm.conftest import Command, started_in, wait_for
+from tests.swarm.conftest import Command, started_in
 from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.swarm import processes
@@ -132,7 +133,7 @@ def test_a_creator_with_an_old_folder_or_without_its_daemon_loses_one_round(tmp_
         run = commands.run("hivemind-0001")
         old = shutil.copytree(run, tmp_path / "copied" / "hivemind-0001", symlinks=True)
         enough = last_average(creator) + 4
-        wait_for(lambda: last_average(creator) >= enough, 120, "four averages more")
+        wait_until(lambda: last_average(creator) >= enough, 120, "four averages more")
         time.sleep(2.5)  # until anna has heard what the creator has signed
         creator.kill()
         before = last_average(creator)

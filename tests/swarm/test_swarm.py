@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests import readme
-from tests.swarm.conftest import FAST, PROJECT, TOKEN, Commands, wait_for
+from tests.runs import wait_until
+from tests.swarm.conftest import FAST, PROJECT, TOKEN, Commands
 from trainkit import fileio
 from trainkit.swarm.invitations import read_token
 
@@ -31,7 +32,7 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
 
     first.kill()  # as the memory killer does it, or `restart runtime` in a notebook
     assert len(first.family) >= 3  # itself, the DHT, libp2p's daemon
-    wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
+    wait_until(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
 
     late = commands.join(token, "--name", "late")
     late.says("Who uses this machine sees the token in its list of processes; put it in TRAINKIT_TOKEN or a file")
