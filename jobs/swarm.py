@@ -382,8 +382,10 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """Look at all that this machine needs to join; what needs one that has failed is left out."""
     import torch
 
-    if torch.cuda.is_available():
-        yield Finding("device", torch.cuda.get_device_name(0))
+    from trainkit.distributed.device import accelerator, device_name
+
+    if (device := accelerator()) is not None:
+        yield Finding("device", device_name(torch.device(device.type, 0)))
     else:
         fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
         yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)

@@ -429,6 +429,21 @@ def test_every_error_for_users_says_what_why_and_how_to_fix_it() -> None:
 # Sizes and names
 
 
+_ACCELERATOR = re.compile(r"cuda|nccl|\bhip\b|xpu|\bmps\b", re.I)
+_KNOW_ACCELERATORS = ("trainkit/accelerators.py", "trainkit/distributed/device.py", "trainkit/diagnosis/")
+
+
+def test_two_files_know_the_kinds_of_accelerators() -> None:
+    """And the tables of causes, which quote what others print; elsewhere a few words for people name one."""
+    files = [name for name in tracked() if name.startswith(("trainkit/", "jobs/")) and name.endswith(".py")]
+    found = [
+        f"{name}: {line.strip()}"
+        for name in files if not name.startswith(_KNOW_ACCELERATORS)
+        for line in (PROJECT / name).read_text("utf-8").splitlines() if _ACCELERATOR.search(line)
+    ]  # fmt: skip
+    assert len(found) <= 15, found
+
+
 @cache
 def tracked() -> list[str]:
     """Files that git knows, or will with the next `git add`."""

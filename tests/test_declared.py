@@ -30,6 +30,7 @@ WITH_ANOTHER = {
 """Modules that come with a package that is declared, and must be the one that it works with."""
 BY_NAME = {"sklearn"}  # trainkit/data/datasets/digits.py looks for its file without importing it
 OF_COLAB = {"google", "IPython"}  # a notebook's own
+OF_ROCM = {"amdsmi"}  # fits one version of AMD's driver only, with which it comes
 
 
 def requirements(table: str) -> list[Requirement]:
@@ -78,7 +79,7 @@ def imported() -> dict[str, str]:
 def test_what_is_imported_is_declared_with_a_lower_bound() -> None:
     names = declared()
     assert set(WITH_ANOTHER.values()) <= names
-    allowed = names | WITH_ANOTHER.keys() | OF_COLAB
+    allowed = names | WITH_ANOTHER.keys() | OF_COLAB | OF_ROCM
     assert {name: file for name, file in imported().items() if name not in allowed} == {}
 
 

@@ -14,7 +14,7 @@ from trainkit.checkpoint.state import start_from
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.distributed.device import device_name, share_of_cpus, software
+from trainkit.distributed.device import device_name, kind_of, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import TrainkitError, UserError
 from trainkit.monitor import open_loggers
@@ -74,7 +74,7 @@ def run(
             check_batch_sizes(config, dist.world_size, splits)
             build_task(config, splits)  # fails before a run folder exists
             writer = _meet(config, dist, open_run)
-            run_dir, gpu = writer.run, dist.device.type == "cuda"
+            run_dir, kind = writer.run, kind_of(dist.device)
             with _failures_recorded(writer.attempt, dist), ExitStack() as held:
                 uploads = open_remote(config.checkpoint.remote, writer, dist)
                 config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
@@ -95,9 +95,9 @@ def run(
                     loggers as metrics,
                     sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), env),
                     watched(parts, node, hosts, beat) as beat,
-                    snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
+                    snapshot_on_oom(run_dir, dist.rank, kind, history=monitor.memory_history),
                 ):
-                    profiler = Profiler(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main)
+                    profiler = Profiler(run_dir, monitor.profile_steps, is_main=dist.is_main)
                     clock, saved = clock_of(dist.device), uploads.look if uploads is not None else lambda: None
                     keeper = Recorder(
                         parts, writer, checkpoints, metrics, progress, beat, clock, hosts, saved, profiler

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from trainkit import terminal
+from trainkit.accelerators import MASKS
 from trainkit.errors import SchedulerError
 
 PATIENCE_SECONDS = 30.0
@@ -97,9 +98,9 @@ def granted_cpus() -> int:
     return min(visible_cpus(), int(granted) if granted.isdigit() else 0) or visible_cpus()
 
 
-def gpu_mask() -> str | None:
-    """CUDA_VISIBLE_DEVICES of this process; None where it is not set, so that every GPU is visible."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
+def device_masks() -> dict[str, str]:
+    """Variables of this process that leave it some of a node's accelerators."""
+    return {name: os.environ[name] for name in MASKS if name in os.environ}
 
 
 def node_disk() -> Path | None:

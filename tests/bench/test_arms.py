@@ -10,18 +10,19 @@ from trainkit.config.loading import load
 
 
 def where(
-    nodes: int = 1, ranks: int = 1, *, gpu: str = "", capability: tuple[int, int] = (0, 0), gpus: int = 0
+    nodes: int = 1, ranks: int = 1, *, gpu: str = "", formats: tuple[str, ...] = ("fp32",), gpus: int = 0
 ) -> Where:
     places = [
-        Place(node * ranks + local, node, local, f"n{node}", gpu or "cpu", capability, gpus or (ranks if gpu else 0), 8)
+        Place(node * ranks + local, node, local, f"n{node}", gpu or "cpu", formats, gpus or (ranks if gpu else 0), 8)
         for node in range(nodes)
         for local in range(ranks)
     ]
     return Where(tuple(places), train_images=1000, params=1_000_000)
 
 
-AMPERE = where(gpu="A100", capability=(8, 0))
-TURING = where(gpu="T4", capability=(7, 5))
+A100, T4 = ("bf16", "tf32", "fp16", "fp32"), ("fp16", "fp32")
+AMPERE = where(gpu="A100", formats=A100)
+TURING = where(gpu="T4", formats=T4)
 
 
 def arms(name: str, place: Where, *asked: str, settings: tuple[str, ...] = ()) -> tuple[list[Arm], dict[str, str]]:
@@ -127,5 +128,5 @@ def test_loaders_are_compared_with_the_model_alone_and_with_packs(tmp_path: Path
 def test_every_bench_asks_a_question_and_has_arms(name: str) -> None:
     bench = bench_of(name)
     assert bench.question.endswith("here?")
-    assert arms(name, where(2, 2, gpu="A100", capability=(8, 0), gpus=2))[0]
+    assert arms(name, where(2, 2, gpu="A100", formats=A100, gpus=2))[0]
     assert set(bench.dispensable) <= {column for column, _ in bench.columns}

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -292,7 +291,7 @@ def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
     monkeypatch: pytest.MonkeyPatch, free: int, where: Any, workers: int, there: bool
 ) -> None:
     size = PICTURES.images.nbytes + PICTURES.labels.nbytes
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * size * free, 0))
+    monkeypatch.setattr(loader, "free_memory", lambda device: 3 * size * free)
     monkeypatch.setattr(Tensor, "to", lambda tensor, device: tensor)
     gpu: Any = Gpu()
     found: Any = loader.to_device(IN_MEMORY, where, gpu, workers=workers)
@@ -308,14 +307,14 @@ def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monk
         def wait_stream(self, other: Any) -> None:
             log.append("wait")
 
-    @contextmanager
-    def on(stream: Any) -> Iterator[None]:
-        log.append("copy")
-        yield
+        def __enter__(self) -> None:
+            log.append("copy")
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", on)
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
     three = [Batch(torch.full((1,), number), torch.ones(1), torch.zeros(1)) for number in range(3)]
     error = UserError("Broken.", why="It is.", fix="Mend it.")
     seen = []

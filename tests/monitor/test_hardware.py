@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.runs import script, wait_until
-from trainkit.monitor.hardware import Energy, Gpus, energy_of, last_sample, sample_hardware, visible_indices
+from trainkit.monitor.hardware import Energy, Gpus, energy_of, last_sample, open_gpus, sample_hardware, visible_indices
 from trainkit.run.folder import RunDir
 
 
@@ -152,6 +152,50 @@ def fake_nvml(*, gpus: int, driver: bool = True) -> ModuleType:
     nvml.nvmlDeviceGetPowerUsage = lambda handle: 60500 + 1000 * handle
     nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetTotalEnergyConsumption = fails
     return nvml  # type: ignore[no-any-return]
+
+
+def fake_amdsmi(gpus: int) -> ModuleType:
+    """AMD's library with GPUs of which the first is an MI300X, the others MI250X, as ROCm 6.4 tells of them."""
+
+    class AmdSmiException(Exception):
+        pass
+
+    def activity(handle: int) -> dict[str, Any]:
+        if handle == 2:
+            raise AmdSmiException("not supported")
+        return {"gfx_activity": 90 + handle, "umc_activity": "N/A"}
+
+    smi: Any = ModuleType("amdsmi")
+    smi.AmdSmiException = AmdSmiException
+    smi.AmdSmiMemoryType, smi.AmdSmiTemperatureMetric = SimpleNamespace(VRAM=0), SimpleNamespace(CURRENT=0)
+    smi.AmdSmiTemperatureType = SimpleNamespace(JUNCTION=1)
+    smi.amdsmi_init = lambda: None
+    smi.amdsmi_get_processor_handles = lambda: list(range(gpus))
+    smi.amdsmi_get_gpu_device_uuid = lambda handle: f"uuid-{handle}"
+    smi.amdsmi_get_gpu_activity = activity
+    smi.amdsmi_get_gpu_memory_usage = lambda handle, kind: (1000 + handle) * 2**20
+    smi.amdsmi_get_gpu_memory_total = lambda handle, kind: 65536 * 2**20
+    smi.amdsmi_get_power_info = lambda handle: {
+        "current_socket_power": 700 if handle == 0 else "N/A", "average_socket_power": "N/A" if handle == 0 else 500,
+    }  # fmt: skip
+    smi.amdsmi_get_temp_metric = lambda handle, kind, metric: 60 + handle
+    smi.amdsmi_get_energy_count = lambda handle: (
+        {"power": 2_000_000, "counter_resolution": 15.3, "timestamp": 7} if handle else {"energy_accumulator": "N/A"}
+    )
+    return smi  # type: ignore[no-any-return]
+
+
+def test_gpus_by_amd_are_sampled_below_both_of_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0, driver=False))
+    monkeypatch.setitem(sys.modules, "amdsmi", fake_amdsmi(4))
+    common = {"memory_total_mb": 65536.0}
+    first = {"util_percent": 90, "memory_used_mb": 1000.0, "power_w": 700, "temperature_c": 60, **common}
+    third = {"memory_used_mb": 1002.0, "power_w": 500, "temperature_c": 62, **common}
+    found = open_gpus({"ROCR_VISIBLE_DEVICES": "2,0,3", "HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "2"})
+    assert found.samples() == [{"index": 0, **first}, {"index": 2, **third}]
+    assert found.joules() == {2: pytest.approx(30.6)}
+    assert [*open_gpus({"CUDA_VISIBLE_DEVICES": "3"}).handles] == [3]
+    assert [*open_gpus({}).handles] == [0, 1, 2, 3]
 
 
 class Counted(Gpus):

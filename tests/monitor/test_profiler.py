@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training.parts import Linear, keeper_of, parts_of
+from trainkit.accelerators import NVIDIA
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.monitor import profiler as module
@@ -32,7 +33,7 @@ def trained(folder: Path, steps: tuple[int, int] | None, asks: Any = None) -> No
 
     parts = parts_of(*FEW, model=Asking())
     plain = keeper_of(parts, folder, Progress())
-    profiler = Profiler(plain.writer.run, steps, gpu=False, is_main=True)
+    profiler = Profiler(plain.writer.run, steps, is_main=True)
     keeper = replace(plain, profiler=profiler)
     train(parts, keeper, lambda: False)
     profiler.close(keeper.progress.step)
@@ -96,7 +97,7 @@ def test_when_memory_is_too_small_there_is_a_snapshot_of_it(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_text("snapshot"))
-    with pytest.raises(RuntimeError) as raised, snapshot_on_oom(RunDir(tmp_path), 3, gpu=True, history=False):
+    with pytest.raises(RuntimeError) as raised, snapshot_on_oom(RunDir(tmp_path), 3, NVIDIA, history=False):
         raise RuntimeError("for the user") from error
     assert raised.value.__cause__ is error
     found = [file.name for file in tmp_path.rglob("*.pickle")]

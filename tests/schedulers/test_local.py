@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runs import last_event, wait_until
-from trainkit.launch.controller import gpu_mask
+from trainkit.accelerators import mask_variables
 from trainkit.launch.plan import Plan
 from trainkit.run.events import ProcessId, history_of, read_events
 from trainkit.run.folder import RunDir
@@ -160,7 +160,12 @@ def test_a_run_that_is_told_to_stop_may_save_and_goes_on_or_not(
 
 def test_simulated_nodes_divide_the_devices_that_were_visible() -> None:
     masks = {
-        (None, 0, 2): "0,1", (None, 1, 2): "2,3", ("5,6", 0, 2): "5,6", ("5,6", 1, 1): "6",
-        ("GPU-a,GPU-b", 1, 1): "GPU-b", (None, 0, 0): "", ("0,1", 1, 0): "",
+        (None, 0, 2): "0,1", (None, 2, 4): "2,3", ("5,6", 0, 2): "5,6", ("5,6", 1, 2): "6",
+        ("GPU-a,GPU-b", 1, 2): "GPU-b", (None, 0, 0): "", ("0,1", 1, 1): "",
     }  # fmt: skip
-    assert {asked: gpu_mask(*asked) for asked in masks} == masks
+    for (inherited, *which), left in masks.items():
+        env = {} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}
+        made = mask_variables(env, *which)
+        assert made["CUDA_VISIBLE_DEVICES"] == made["HIP_VISIBLE_DEVICES"] == left
+    assert mask_variables({"ZE_AFFINITY_MASK": "2,3"}, 1, 2)["ZE_AFFINITY_MASK"] == "3"
+    assert "ZE_AFFINITY_MASK" not in mask_variables({}, 0, 0), "an empty one hides nothing"

@@ -23,6 +23,7 @@ from trainkit.site.profile import (
     count_gpus,
     discover,
     doubtful,
+    local_gpus,
     require_access,
     require_room,
     require_shared,
@@ -38,6 +39,23 @@ def test_gpus_are_counted_in_generic_resources() -> None:
         "gpu:a100:2(S:0),gpu:t4:1(S:1),nvme:1": 3,
     }  # fmt: skip
     assert {gres: count_gpus(gres) for gres in counts} == counts
+
+
+def test_gpus_of_other_makers_are_counted_by_their_kernel_drivers(tmp_path: Path) -> None:
+    assert local_gpus({}, tmp_path) == 0
+    intel = {"card0": ("0x8086", "0x030000"), "card1": ("0x8086", "0x038000"), "card2": ("0x1a03", "0x038000")}
+    for card, told in intel.items():  # a processor's own, one that computes, and a board's own
+        (tmp_path / "sys/class/drm" / card / "device").mkdir(parents=True)
+        for name, text in zip(("vendor", "class"), told, strict=True):
+            (tmp_path / "sys/class/drm" / card / "device" / name).write_text(f"{text}\n")
+    assert local_gpus({}, tmp_path) == 1
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for node, gpu_id in enumerate(("0", "51766", "8182", "")):  # a processor, two GPUs, one of another job
+        (nodes / str(node)).mkdir(parents=True)
+        (nodes / str(node) / "gpu_id").write_text(gpu_id)
+    assert local_gpus({}, tmp_path) == 2
+    assert local_gpus({"HIP_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert local_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
 
 
 def test_the_visible_device_mask_is_counted_as_cuda_reads_it() -> None:

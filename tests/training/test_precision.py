@@ -19,6 +19,7 @@ from trainkit.checkpoint.state import master_of, weights_of
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.data.base import Batch
+from trainkit.distributed.device import allow_tf32
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks import RankEnv
@@ -29,7 +30,7 @@ from trainkit.strategies import fsdp
 from trainkit.training import precision as precision_module
 from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import Precision, allow_tf32, choose_precision, to_half
+from trainkit.training.precision import Precision, choose_precision, to_half
 from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")

@@ -39,12 +39,12 @@ _SMALLEST = 8
 def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
     """All formats that the device has; a slow one, and O2, only if asked for."""
     found: list[Arm | LeftOut] = []
-    capability = where.places[0].capability
+    has = where.places[0].formats
     for name in asked or FORMATS[:-1]:
         why = ""
-        if name == "tf32" and capability < (8, 0):
+        if name == "tf32" and name not in has:
             why = "only NVIDIA GPUs from Ampere on have it"
-        elif name == "bf16" and where.gpu and capability < (8, 0) and not asked:
+        elif name == "bf16" and where.gpu and name not in has and not asked:
             why = "this GPU emulates it (--arms fp32,bf16 measures it)"
         elif name == "fp16" and not where.gpu and not asked:
             why = "it crawls on a CPU (--arms fp32,fp16 measures it)"

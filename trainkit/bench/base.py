@@ -129,8 +129,8 @@ class Place:
     host: str
     device: str
     """The GPU's name, or ``cpu``."""
-    capability: tuple[int, int] = (0, 0)
-    """Of an NVIDIA GPU."""
+    formats: tuple[str, ...] = ("fp32",)
+    """Number formats that the device multiplies itself."""
     gpus: int = 0
     """That the rank sees."""
     cpus: int = 1

@@ -33,20 +33,20 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch, Splits, derive_seed
 from trainkit.data.loader import resolve_workers
-from trainkit.distributed.device import MemoryGauge, cpus_of_rank, device_name
+from trainkit.distributed.device import MemoryGauge, cpus_of_rank, device_name, device_of_rank, formats_of, synchronize
 from trainkit.distributed.meeting import meet
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError
 from trainkit.models import build_model
 from trainkit.monitor.hardware import CpuWaits
 from trainkit.process import visible_cpus
-from trainkit.ranks import RankEnv, Secret, device_index
+from trainkit.ranks import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer
 from trainkit.training.build import TrainState, build, wants_gpu
 from trainkit.training.memory import check_batch_sizes, is_out_of_memory, probed
 from trainkit.training.recorder import Progress
-from trainkit.training.timing import Clock, StreamClock
+from trainkit.training.timing import clock_since
 from trainkit.training.update import Updater
 
 WARM_UP = 4
@@ -175,7 +175,7 @@ class Worker:
     ) -> dict[str, Any]:  # fmt: skip
         """Make the updates of an order, after some that warm up; their time, loss and parts."""
         dist, config, total = parts.dist, parts.config, WARM_UP + order["updates"]
-        clock = (StreamClock if dist.device.type == "cuda" else Clock)(time.perf_counter())
+        clock = clock_since(time.perf_counter(), dist.device)
         update, spent = Updater(parts, beat=self.beat, clock=clock), Progress()
         losses: list[torch.Tensor] = []
         parts.model.train()
@@ -256,8 +256,7 @@ def _meet(dist: Distributed) -> None:
 
 def _wait(dist: Distributed) -> None:
     """Wait until the device is idle."""
-    if dist.device.type == "cuda":
-        torch.cuda.synchronize(dist.device)
+    synchronize(dist.device)
 
 
 def run(
@@ -280,7 +279,7 @@ def run(
     store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
     store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
     told = [json.loads(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size)]
-    places = tuple(Place(**{**one, "capability": tuple(one["capability"])}) for one in told)
+    places = tuple(Place(**{**one, "formats": tuple(one["formats"])}) for one in told)
     team = Team(Worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)
     if not env.is_main:
         team.serve()
@@ -295,11 +294,10 @@ def run(
 
 
 def _place(env: RankEnv, use_gpu: bool) -> Place:
-    gpus = torch.cuda.device_count() if use_gpu else 0
-    device = torch.device("cuda", device_index(env.local_rank, gpus)) if use_gpu else torch.device("cpu")
-    capability = torch.cuda.get_device_capability(device) if use_gpu else (0, 0)
+    gpus = torch.accelerator.device_count() if use_gpu else 0
+    device = device_of_rank(env.local_rank) if use_gpu else torch.device("cpu")
     return Place(
-        env.rank, env.node_rank, env.local_rank, socket.gethostname(), device_name(device), capability, gpus,
+        env.rank, env.node_rank, env.local_rank, socket.gethostname(), device_name(device), formats_of(device), gpus,
         visible_cpus(),
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from trainkit.checkpoint import format
 from trainkit.checkpoint import state as kept
 from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record
 from trainkit.checkpoint.state import Entry, Held, Sent, Source, Stored
+from trainkit.distributed.device import copies_later
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import DiskError, TrainkitError, UserError
 
@@ -265,24 +266,24 @@ class Checkpoints:
             token.unlink(missing_ok=True)
         return [rank for rank, seen in enumerate(sees) if not seen]
 
-    def _copy(self, files: _Files) -> torch.cuda.Event | None:
+    def _copy(self, files: _Files) -> torch.Event | None:
         """Copy this rank's share as it is now, on the current stream; returns what a GPU's copy has yet to reach.
 
         It goes over the copy before, for new memory costs more than the copying. A copy of what is on a GPU is pinned,
         so that the GPU copies.
         """
-        before, self._copies, is_on_gpu = self._copies, {}, False
+        before, self._copies, is_later = self._copies, {}, False
         for name, named in files.items():
             self._copies[name] = {}
             for entry, value in named.items():
-                buffer = before.get(name, {}).get(entry)
+                buffer, later = before.get(name, {}).get(entry), copies_later(value.device)
                 if buffer is None:
-                    buffer = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=value.is_cuda)
-                self._copies[name][entry] = buffer.copy_(value, non_blocking=True)
-                is_on_gpu |= value.is_cuda
-        if not is_on_gpu:
+                    buffer = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=later)
+                self._copies[name][entry] = buffer.copy_(value, non_blocking=later)
+                is_later |= later
+        if not is_later:
             return None
-        copied = torch.cuda.Event()
+        copied = torch.Event()
         copied.record()
         return copied
 

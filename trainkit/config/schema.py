@@ -310,7 +310,7 @@ class LaunchConfig(Section):
     """Start after another job or run: afterok:JOBID, afterok:RUN."""
     interface: Annotated[str | None, PLAIN] = None
     """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
-    node. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME outrank it."""
+    node. The backends' own variables, as GLOO_SOCKET_IFNAME, outrank it."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
     mail_user: Annotated[str | None, SENDS] = None

@@ -15,7 +15,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -29,6 +29,7 @@ from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform, derive_seed, steps_per_epoch
 from trainkit.data.folders import BrokenImages, ImageFiles, read_whole
 from trainkit.data.pack import Pack
+from trainkit.distributed.device import copies_later, free_memory
 from trainkit.errors import TrainkitError
 from trainkit.process import granted_cpus
 
@@ -38,33 +39,40 @@ def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     A batch that lies there already stays, and an error in place of a batch passes as it is.
     """
-    stream = torch.cuda.Stream(device)
+    stream = torch.Stream(device)
 
-    def moved(item: Tensor) -> Tensor:
-        if device.type == "cuda" and not item.is_cuda and not item.is_pinned():
-            item = item.pin_memory()  # of a data set that is in memory
-        return item.to(device, non_blocking=True)
+    def pinned(item: Tensor) -> Tensor:
+        is_in_memory = item.device.type == "cpu" and not item.is_pinned()  # a data set's own, or the loader's
+        return item.pin_memory() if is_in_memory else item
 
     def copied() -> Any:
         batch = next(batches, None)
-        with torch.cuda.stream(stream):
-            if isinstance(batch, Batch):
-                return Batch(moved(batch.images), moved(batch.labels), batch.keys)
-            if isinstance(batch, EvalBatch):
-                return EvalBatch(*map(moved, batch))
-        return batch
+        with stream:
+            return _moved(batch, lambda item: pinned(item).to(device, non_blocking=True))
 
     ahead = copied()
     while ahead is not None:
         batch = ahead
-        user = torch.cuda.current_stream(device)
+        user = torch.accelerator.current_stream(device)
         user.wait_stream(stream)
         if isinstance(batch, Batch | EvalBatch):
             for item in batch:
-                if item.is_cuda:
+                if item.device.type != "cpu":
                     item.record_stream(user)  # or its memory would be given to the next copy while it is still read
         ahead = copied()
         yield batch
+
+
+def _each_moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    for batch in batches:
+        yield _moved(batch, lambda item: item.to(device))
+
+
+def _moved(batch: Any, move: Callable[[Tensor], Any]) -> Any:
+    """A batch with its tensors moved; what is no batch stays as it is."""
+    if isinstance(batch, Batch):
+        return Batch(move(batch.images), move(batch.labels), batch.keys)
+    return EvalBatch(*map(move, batch)) if isinstance(batch, EvalBatch) else batch
 
 
 BatchT = TypeVar("BatchT")
@@ -88,8 +96,9 @@ class Batches(Generic[BatchT]):
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             iterator: Any = iter(loader)
         self._batches: Iterator[Any] = iterator if broken is None else _noted(iterator, broken)
-        if device is not None and device.type == "cuda":
-            self._batches = on_gpu(self._batches, device)
+        if device is not None and device.type != "cpu":
+            move = on_gpu if copies_later(device) else _each_moved
+            self._batches = move(self._batches, device)
         self._end = weakref.finalize(self, _end_workers, iterator)
         # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
         atexit.register(self._end)
@@ -291,13 +300,12 @@ def to_device(splits: Splits, where: Literal["auto", "cpu"], device: torch.devic
 
     Bytes are cut out alike wherever they lie. Only resizing rounds otherwise on a GPU, by one level of 255 at most.
     """
-    if where == "cpu" or device.type != "cuda" or workers:  # a loader process has no GPU
+    if where == "cpu" or device.type == "cpu" or workers:  # a loader process has no GPU
         return splits
     parts = [part for part in (splits.train, splits.val, splits.test) if isinstance(part, TensorSamples)]
     if len(parts) < 3:
         return splits
-    free, _ = torch.cuda.mem_get_info(device)
-    if sum(part.images.nbytes + part.labels.nbytes for part in parts) > free * SHARE_OF_FREE:
+    if sum(part.images.nbytes + part.labels.nbytes for part in parts) > free_memory(device) * SHARE_OF_FREE:
         return splits
     train, val, test = (TensorSamples(part.images.to(device), part.labels.to(device)) for part in parts)
     return replace(splits, train=train, val=val, test=test)
@@ -524,7 +532,7 @@ def _loader(dataset: object, keys: Iterable[Keys], *, workers: int, device: torc
         batch_sampler=keys,  # type: ignore[arg-type]  # it is iterated once, and never measured
         num_workers=workers,
         collate_fn=_as_it_is,
-        pin_memory=device is not None and device.type == "cuda",
+        pin_memory=device is not None and copies_later(device),
         worker_init_fn=init_worker,
         generator=torch.Generator().manual_seed(0),  # or the loader draws its seed from the run's own random numbers
         multiprocessing_context="fork" if workers and platform.system() == "Linux" else None,

@@ -1,4 +1,7 @@
-"""What this rank's share of the machine is: its device, its CPUs, its memory."""
+"""What this rank's share of the machine is: its device, its CPUs, its memory.
+
+With `trainkit.accelerators` the only module that names a kind of accelerator.
+"""
 
 from __future__ import annotations
 
@@ -7,73 +10,148 @@ import gc
 import os
 import resource
 import socket
+import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import torch.distributed as c10d
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainkit import fileio
+from trainkit import accelerators, fileio
+from trainkit.accelerators import APPLE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
 from trainkit.errors import RefusedError
-from trainkit.process import granted_cpus, is_set, visible_cpus
-from trainkit.ranks import RankEnv
+from trainkit.process import granted_cpus, is_set, set_variables, visible_cpus
+from trainkit.ranks import RankEnv, device_index
+from trainkit.site.profile import cpu_has_bf16
 
 if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed
 
 DEVICE = "TRAINKIT_DEVICE"
 """``cpu``: train on the CPU also where GPUs are granted. For clusters whose GPUs are only names (slurm/devcluster)."""
-_MASK = "CUDA_VISIBLE_DEVICES"
-_MASKS = (_MASK, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _UNLIMITED = 1 << 60
 
 
+def kind_of(device: torch.device) -> Kind:
+    """What the device is, and what it has and lacks."""
+    return accelerators.kind_of(device.type, is_rocm=torch.version.hip is not None)
+
+
+def accelerator() -> torch.device | None:
+    """What torch computes on here beside the CPU, without a number; None if there is nothing."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def gpu_is_here() -> bool:
-    """Whether CUDA sees a GPU.
+    """Whether torch sees an accelerator.
 
     Raises:
-        RefusedError: this process was granted GPUs, and CUDA sees none: on the CPU it would train for weeks.
+        RefusedError: this process was granted GPUs, and torch sees none: on the CPU it would train for weeks.
     """
     if os.environ.get(DEVICE) == "cpu":
         return False
-    if torch.cuda.is_available():
+    if torch.version.hip is not None:
+        set_variables(dict.fromkeys(accelerators.masked_twice(os.environ)))
+    if accelerator() is not None:
         return True
     if granted := _granted_gpus(os.environ):
         raise _unseen_gpus(granted)
     return False
 
 
+def device_of_rank(local_rank: int) -> torch.device:
+    """The accelerator of that rank of a node, among those that this process sees.
+
+    Raises UserError when there are not as many.
+    """
+    found = accelerator()
+    assert found is not None
+    return torch.device(found.type, device_index(local_rank, torch.accelerator.device_count()))
+
+
+def make_current(device: torch.device) -> None:
+    """Have this thread use the accelerator ``device`` from now on. Before its backend starts, or every rank opens a
+    context on the first one."""
+    torch.accelerator.set_device_index(device)
+
+
+def copies_later(device: torch.device) -> bool:
+    """Whether it copies to and from pinned memory while it computes."""
+    return device.type != "cpu" and kind_of(device).has(PINS)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def backends(device: torch.device) -> str:
+    """The backends of a process group whose ranks compute on such devices; gloo carries what is in host memory."""
+    if device.type == "cpu" or not kind_of(device).has(EXCHANGES):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{c10d.get_default_backend_for_device(device)}"
+
+
+def require_exchanges(device: torch.device, world_size: int) -> None:
+    """Raises RefusedError where several ranks are to train and nothing carries tensors between such devices."""
+    if world_size > 1 and not (kind := kind_of(device)).has(EXCHANGES):
+        raise RefusedError(
+            f"{world_size} ranks cannot train together on GPUs by {kind.maker}.",
+            why="torch has no backend that carries tensors between them.",
+            fix="Start one rank with strategy.name=single, or train on the CPUs (--gpus-per-node 0).",
+        )
+
+
+def open_group(device: torch.device, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group that carries tensors of the device, and that c10d does not know: one that breaks takes no other
+    with it. It has c10d's own verbs, such as ``allreduce``."""
+    name = c10d.get_default_backend_for_device(device)
+    kinds = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+    if name in kinds:
+        return getattr(c10d, kinds[name])(store, rank, size, timeout)
+    return c10d.Backend._plugins[name.upper()].creator_fn(store, rank, size, timeout)  # of a plugin
+
+
 def _granted_gpus(env: Mapping[str, str]) -> str:
     """Which GPUs the scheduler, or a supervisor of ours, has given this process; empty for none."""
     none = {"SLURM_STEP_GPUS": "", "SLURM_JOB_GPUS": "", "SLURM_GPUS_ON_NODE": "0"}
-    none |= {_MASK: "-1"} if "TRAINKIT_ATTEMPT" in env else {}
+    none |= dict.fromkeys(MASKS, "-1") if "TRAINKIT_ATTEMPT" in env else {}
     return next((f"{name}={env[name]}" for name in none if env.get(name, "") not in ("", none[name])), "")
 
 
 def gpu_driver(root: Path = Path("/")) -> str:
-    """What drives the GPUs of the node whose /sys lies under ``root``: NVIDIA's version, or ``amdgpu``; empty for none.
+    """What drives the GPUs of the node whose /sys lies under ``root``: NVIDIA's version, ``amdgpu``, or ``xe`` or
+    ``i915``, Intel's; empty for none.
 
     The kernel says so to containers as well.
     """
     with suppress(OSError, UnicodeDecodeError):
         return fileio.read_text(root / "sys/module/nvidia/version").strip()
-    return "amdgpu" if (root / "sys/module/amdgpu").exists() else ""
+    return next((name for name in ("amdgpu", "xe", "i915") if (root / "sys/module" / name).exists()), "")
 
 
 def _unseen_gpus(granted: str) -> RefusedError:
-    """CUDA sees none of the GPUs that were granted: what that may come from."""
-    host, cuda, hip = socket.gethostname(), torch.version.cuda, torch.version.hip
-    built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "without CUDA"
-    masks = [f"{name}={os.environ[name]!r}" for name in _MASKS if name in os.environ] or [f"{_MASK} is not set"]
+    """Torch sees none of the GPUs that were granted: what that may come from."""
+    host, versions = socket.gethostname(), {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": _xpu()}
+    built = next((f"for {name} {version}" for name, version in versions.items() if version), "for CPUs alone")
+    masks = [f"{name}={os.environ[name]!r}" for name in MASKS if name in os.environ] or [f"{MASKS[0]} is not set"]
     return RefusedError(
-        f"GPUs are granted, and CUDA sees none on {host}.",
+        f"GPUs are granted, and torch sees none on {host}.",
         why=f"{granted}; driver {gpu_driver() or 'not loaded'}; torch {torch.__version__} is built {built}; "
         f"{', '.join(masks)}.",
         fix="Install a torch that is built for this driver; start a container with its GPUs (--nv, --gpus all); do not "
-        f"set {_MASK} yourself; or do without this node (--exclude {host}). --gpus-per-node 0 trains on the CPU.",
+        f"set {MASKS[0]} yourself; or do without this node (--exclude {host}). --gpus-per-node 0 trains on the CPU.",
     )
+
+
+def _xpu() -> str | None:
+    return getattr(torch.version, "xpu", None)
 
 
 def cpus_of_rank(env: RankEnv) -> int | None:
@@ -97,8 +175,14 @@ def seed_random(seed: int, device: torch.device) -> None:
     Not `torch.manual_seed`: where CUDA is not in use it formats a stack trace each time, 1 ms per call.
     """
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def random_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Draws in this block leave torch's generators as they were."""
+    is_cpu = device.type == "cpu"
+    return torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type)
 
 
 def is_free_to_ask(device: torch.device) -> bool:
@@ -107,31 +191,69 @@ def is_free_to_ask(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's own name, or ``cpu``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """The accelerator's own name, or ``cpu``."""
+    if device.type == "cpu":
+        return "cpu"
+    if kind_of(device) is APPLE:
+        return torch.backends.mps.get_name()
+    module = torch.get_device_module(device)
+    name = str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
+    # ROCm does not know the names of all of AMD's GPUs.
+    return name or str(getattr(module.get_device_properties(device), "gcnArchName", device.type))
 
 
 def software(device: torch.device) -> dict[str, str]:
     """Versions of what the training runs on, where it runs: a login node may have others, or no GPU."""
     found: dict[str, str | None] = {"torch": str(torch.__version__)}
     if device.type == "cuda":
-        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+        nccl = torch.cuda.nccl.version() if c10d.is_nccl_available() else ()
         found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": ".".join(map(str, nccl))}
-        cudnn = torch.backends.cudnn.version()
-        found |= {"cuDNN": str(cudnn or ""), "driver": gpu_driver()}
+        found["cuDNN"] = str(torch.backends.cudnn.version() or "")
+    if device.type != "cpu":
+        found |= {"XPU": _xpu(), "driver": gpu_driver()}
     return {name: version for name, version in found.items() if version}
+
+
+def formats_of(device: torch.device) -> tuple[str, ...]:
+    """Number formats that the device multiplies itself, the fastest that trains well first.
+
+    Ampere has TF32 and bf16, which was emulated before; Volta and Turing have fp16. A CPU may have bf16.
+    """
+    kind = kind_of(device)
+    if kind is NVIDIA:
+        generation = torch.cuda.get_device_capability(device)
+        return ("bf16", "tf32", "fp16", "fp32") if generation >= (8, 0) else ("fp16", "fp32")[generation < (7, 0) :]
+    if device.type == "cpu":
+        return ("bf16", "fp32") if cpu_has_bf16() else ("fp32",)
+    if kind.formats:
+        return kind.formats
+    has = torch.accelerator.get_device_capability(device)["supported_dtypes"]
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return (*(name for name, dtype in half.items() if dtype in has), "fp32")
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether this process multiplies and convolves float32 in TF32, on GPUs that have it."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def peak_memory_mb(device: torch.device) -> float:
     """Most memory held at once, in MiB: by the GPU's allocator, or by this process on CPU."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+    if device.type != "cpu":
+        return round(torch.accelerator.max_memory_allocated(device) / 2**20, 1)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
 
 def reserved_memory_mb(device: torch.device) -> float | None:
     """Most memory that the GPU's allocator has taken, in use or kept, in MiB; None on CPU."""
-    return round(torch.cuda.max_memory_reserved(device) / 2**20, 1) if device.type == "cuda" else None
+    return None if device.type == "cpu" else round(torch.accelerator.max_memory_reserved(device) / 2**20, 1)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the accelerator has free."""
+    return int(torch.accelerator.get_memory_info(device)[0])
 
 
 def share_of_cpus(device: torch.device) -> dict[str, int]:
@@ -157,15 +279,16 @@ class MemoryGauge:
 
     def __init__(self, dist: Distributed, limit_mb: float | None) -> None:
         self._device, self._ranks, self._limit = dist.device, max(1, dist.env.local_world_size), limit_mb
+        self._is_gpu = dist.device.type != "cpu"
         self.start()
 
     def start(self) -> None:
         """Forget the peak so far."""
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._is_gpu:
+            synchronize(self._device)
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(self._device)
             return
         _give_freed_memory_back()
         try:
@@ -180,22 +303,22 @@ class MemoryGauge:
 
     def peak(self) -> int:
         """Most bytes held since `start`."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return torch.cuda.max_memory_reserved(self._device)
+        if self._is_gpu:
+            synchronize(self._device)
+            return torch.accelerator.max_memory_reserved(self._device)
         return _status("VmHWM")
 
     def held(self) -> int:
         """Bytes held now."""
-        if self._device.type == "cuda":
-            return torch.cuda.memory_reserved(self._device)
+        if self._is_gpu:
+            return torch.accelerator.memory_reserved(self._device)
         _give_freed_memory_back()
         return _status("VmRSS")
 
     def room(self) -> int:
         """Bytes that this rank may hold: what it holds, and its share of what is free."""
-        if self._device.type == "cuda":
-            free = torch.cuda.mem_get_info(self._device)[0]
+        if self._is_gpu:
+            free = free_memory(self._device)
         else:
             free = min(psutil.virtual_memory().available, cgroup_free()) // self._ranks
         limit = _UNLIMITED if self._limit is None else int(self._limit * 2**20)

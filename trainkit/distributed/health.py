@@ -23,17 +23,18 @@ import torch.distributed as c10d
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
+from trainkit.distributed.device import accelerator, device_name, device_of_rank, make_current, open_group, synchronize
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.process import run_program, set_variables
-from trainkit.ranks import RankEnv, Secret, device_index
+from trainkit.ranks import RankEnv, Secret
 from trainkit.site import node_health
 from trainkit.site.node_health import node_facts
 
 _TIMEOUT = timedelta(seconds=4)
 """Longest wait for one message. gloo tries four times as long to connect: so soon is a link that is down known."""
 _GPU_TIMEOUT = timedelta(seconds=20)
-"""The same for NCCL, which connects with the first message."""
+"""The same for a GPU's backend, which connects with the first message."""
 _LONGEST_SECONDS = 40.0
 _ARRIVE = timedelta(seconds=15)
 """Ranks may come to a measurement one after the other: to open a GPU takes seconds."""
@@ -49,7 +50,7 @@ def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
 
     The best of all sizes of a message, each by the slowest of the ranks.
     """
-    best, number, largest = 0.0, _SMALLEST, _LARGEST_GPU if device.type == "cuda" else _LARGEST
+    best, number, largest = 0.0, _SMALLEST, _LARGEST if device.type == "cpu" else _LARGEST_GPU
     _timed_all_reduce(group, number, device)  # connections are made by the first
     while True:
         seconds = min(_timed_all_reduce(group, number, device) for _ in range(_REPEATS))
@@ -64,8 +65,7 @@ def _timed_all_reduce(group: Any, number: int, device: torch.device) -> float:
     message, options = torch.zeros(number // 4, device=device), c10d.AllreduceOptions()
     began = time.perf_counter()
     group.allreduce([message], options).wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     seconds = torch.tensor([time.perf_counter() - began], device=device)
     options.reduceOp = c10d.ReduceOp.MAX
     group.allreduce([seconds], options).wait()
@@ -81,20 +81,18 @@ def measure(store: Store, name: str, ranks: Sequence[int], rank: int, device: to
 
     def work() -> None:
         try:
-            is_gpu = device.type == "cuda"
-            kind: Any = c10d.ProcessGroupNCCL if is_gpu else c10d.ProcessGroupGloo
-            if is_gpu:
-                torch.cuda.set_device(device)  # of this thread
+            patience = _TIMEOUT
+            if device.type != "cpu":
+                patience = _GPU_TIMEOUT
+                make_current(device)
             store.set(f"{name}/here/{rank}", "1")
             store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
-            group = kind(
-                PrefixStore(name, store), list(ranks).index(rank), len(ranks), _GPU_TIMEOUT if is_gpu else _TIMEOUT
-            )
+            group = open_group(device, PrefixStore(name, store), list(ranks).index(rank), len(ranks), patience)
             found["gb_s"] = round(all_reduce_gb_s(group, len(ranks), device), 4)
-        except (RuntimeError, OSError, RunFailedError) as error:  # gloo and NCCL raise the first for everything
+        except (RuntimeError, OSError, RunFailedError) as error:  # backends raise the first for everything
             found["error"] = f"{str(error).splitlines()[0][:200]} ({socket.gethostname()})"
 
-    # NCCL may wait for a peer for ever while it connects: then this rank goes on without an answer.
+    # A GPU's backend may wait for a peer for ever while it connects: then this rank goes on without an answer.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_LONGEST_SECONDS)
@@ -185,11 +183,11 @@ def _host_of(rank: int, env: RankEnv) -> str:
 def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int]], report: dict[str, Any]) -> None:
     """Products on this rank's device, and bandwidth inside its node and to others."""
     me, device, name = rank_env.rank, torch.device("cpu"), "cpu"
-    if torch.cuda.is_available():
+    if accelerator() is not None:
         # From here on this rank has a context on its GPU; all nodes have been asked for strangers' before.
-        device = torch.device("cuda", device_index(rank_env.local_rank, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-        name = torch.cuda.get_device_name(device)
+        device = device_of_rank(rank_env.local_rank)
+        make_current(device)
+        name = device_name(device)
     found = matmul_check(device) | {"device": name}
     number = next(number for number, ranks in enumerate(nodes) if me in ranks)
     if len(nodes[number]) > 1:
@@ -204,7 +202,7 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     They hold small whole numbers, so that every sum is exact in any order and at any precision that a GPU may use. A
     checksum that differs is thus a fault, also between different machines.
     """
-    size = size or (4096 if device.type == "cuda" else 512)
+    size = size or (512 if device.type == "cpu" else 4096)
     rows = torch.arange(size, device=device)
     a = ((rows[:, None] * 7 + rows[None, :] * 3) % 11 - 5).float()
     b = ((rows[:, None] * 5 + rows[None, :] * 13) % 7 - 3).float()

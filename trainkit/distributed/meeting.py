@@ -10,24 +10,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import islice
 
 import psutil
 import torch.distributed as c10d
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from trainkit.accelerators import interface_variables
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.process import is_set, set_variables
 from trainkit.ranks import VARIABLE, ForgedError, RankEnv, Secret, address_towards, head_address
 
 HEAD = "head"
 """Where ranks of other nodes write the head node's address, as they reach it: it may not know that itself."""
-_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @contextmanager
 def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> Iterator[None]:
-    """Set what gloo and NCCL take their network interface from, while process groups are made; what the user has set
+    """Set what backends take their network interface from, while process groups are made; what the user has set
     stays.
 
     Left alone, gloo listens at the address that the machine's own name has on that machine, which Debian makes
@@ -42,7 +43,7 @@ def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> I
     """
     names = [name for _, name in socket.if_nameindex()]
     if env.on_one_machine:  # where no other machine listens
-        found = {_GLOO: next((name for name in names if name in ("lo", "lo0")), None)}
+        chosen = next((name for name in names if name in ("lo", "lo0")), None)
     else:
         if named and named not in names:
             raise RefusedError(
@@ -51,8 +52,10 @@ def interfaces_set(env: RankEnv, store: Store, *, named: str | None = None) -> I
                 fix="Correct launch.interface in the site's profile; null takes that of the route to the head node.",
             )
         chosen = named or _towards_head(env, store)
-        found = {_GLOO: chosen, _NCCL: chosen and f"={chosen}"}  # to NCCL eth0 is how a name begins, =eth0 all of it
-    ours = {variable: value for variable, value in found.items() if value and not is_set(variable)}
+    found = interface_variables(chosen) if chosen else {}
+    if env.on_one_machine:
+        found = dict(islice(found.items(), 1))  # gloo's alone: GPUs of one machine do without a network
+    ours = {variable: value for variable, value in found.items() if not is_set(variable)}
     set_variables(ours)
     try:
         yield

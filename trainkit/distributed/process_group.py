@@ -35,11 +35,11 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit import fileio
-from trainkit.distributed.device import intra_op_threads
+from trainkit.distributed.device import backends, device_of_rank, intra_op_threads, make_current, require_exchanges
 from trainkit.distributed.meeting import interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.process import is_set
-from trainkit.ranks import NO_SECRET, RankEnv, Secret, device_index
+from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import STARTING_SECONDS, hang
 from trainkit.run.events import Attempt
 from trainkit.run.folder import HANG
@@ -70,7 +70,7 @@ class Distributed:
         return self.env.is_main
 
     def barrier(self) -> None:
-        """Wait for every rank, over the CPU backend: NCCL's barrier would open a context on GPU 0 from every rank."""
+        """Wait for every rank, over the CPU backend: a GPU's barrier would open a context on GPU 0 from every rank."""
         self.any(False)
 
     def any(self, flag: bool) -> bool:
@@ -192,11 +192,11 @@ def distributed(
 ) -> Iterator[Distributed]:
     """Join the other ranks, and leave together with them.
 
-    NCCL carries GPU tensors and gloo CPU tensors. A single rank has a process group as well, so that nothing above has
-    to distinguish.
+    The GPU's own backend carries its tensors, and gloo those of the CPU. A single rank has a process group as well, so
+    that nothing above has to distinguish.
 
     Args:
-        use_gpu: train on the GPU of this rank's ``local_rank`` among the visible ones, else on CPU.
+        use_gpu: train on the accelerator of this rank's ``local_rank`` among the visible ones, else on CPU.
         secret: what the ranks of this run know and nobody else.
         interface: the site's network interface for the ranks of several nodes; else that of the route to the head node.
         timeout: longest wait for the others at the start.
@@ -209,8 +209,9 @@ def distributed(
     """
     device = torch.device("cpu")
     if use_gpu:
-        device = torch.device("cuda", device_index(env.local_rank, torch.cuda.device_count()))
-        torch.cuda.set_device(device)  # before NCCL starts, or every rank opens a context on GPU 0
+        device = device_of_rank(env.local_rank)
+        require_exchanges(device, env.world_size)
+        make_current(device)
     elif not is_set("OMP_NUM_THREADS"):
         torch.set_num_threads(intra_op_threads(env))
     # Kept here for as long as torch works with it: it holds no reference to the Python half of a store.
@@ -221,12 +222,12 @@ def distributed(
         place = meet(env, secret, timeout)
     with interfaces_set(env, place, named=interface):
         c10d.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+            backends(device),
             store=PrefixStore(name, place) if name else place,
             rank=env.rank,
             world_size=env.world_size,
             timeout=collective_timeout or timeout,
-            device_id=device if use_gpu else None,
+            device_id=device if ":" in backends(device) else None,
         )
         try:
             dist = Distributed(env, device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainkit.accelerators import MASKS
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError
 from trainkit.process import leaked
@@ -26,7 +27,7 @@ _NOT_OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # docker passes no variable on by itself. Those that hold a path of this machine are left out.
 _PASSED = re.compile(
     r"(?!.*_(HOME|CACHE|DIR|FILE|PATH|BUNDLE)$)"
-    r"(CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|(NCCL|GLOO|TORCH|OMP|WANDB|HF|AWS|TRAINKIT)_.*)"
+    rf"({'|'.join(MASKS)}|CUDA_LAUNCH_BLOCKING|(NCCL|CCL|GLOO|TORCH|OMP|WANDB|HF|AWS|TRAINKIT)_.*)"
 )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from trainkit.accelerators import mask_variables
 from trainkit.diagnosis.evidence import RankLog, is_lost_connection
 from trainkit.fileio import append
 from trainkit.launch.batch_job import KILLED, budget_spent, passing_failure
@@ -397,7 +398,7 @@ def _ranks_of(attempt: Attempt, plan: Plan, job_id: str, pickles: Path, env: Map
             "SUBMITIT_LOCAL_GLOBALID": str(rank),
             "SUBMITIT_LOCAL_LOCALID": str(local_rank),
             "SUBMITIT_LOCAL_NODEID": str(node),
-            "CUDA_VISIBLE_DEVICES": gpu_mask(env.get("CUDA_VISIBLE_DEVICES"), node, plan.gpus_per_node),
+            **mask_variables(env, node * plan.gpus_per_node, (node + 1) * plan.gpus_per_node),
         }
         ranks.append(Rank(command, common | own, attempt.logs / f"rank-{rank}"))
     return ranks
@@ -411,13 +412,6 @@ def _common(attempt: Attempt, code: Path, secret: str, ranks_here: int, env: Map
         # Without this every rank starts as many threads as there are cores, and they get in one another's way.
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(visible_cpus() // ranks_here, 1)),
     }
-
-
-def gpu_mask(inherited: str | None, node: int, gpus_per_node: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a simulated node: its part of the devices that were visible; none for zero GPUs."""
-    first, last = node * gpus_per_node, (node + 1) * gpus_per_node
-    devices = [str(index) for index in range(last)] if inherited is None else inherited.split(",")
-    return ",".join(devices[first:last])
 
 
 @dataclass(frozen=True)
@@ -459,7 +453,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     attempt = Attempt.begin(run, node_rank=node.node_rank)
     common = _common(attempt, run.code, node.secret, plan.ntasks_per_node, env)
     if not plan.gpus_per_node:
-        common["CUDA_VISIBLE_DEVICES"] = ""
+        common |= mask_variables(env, 0, 0)
     # The caller has decided whether the run's own code may be run.
     older = not (run.code / "trainkit" / "__main__.py").is_file()  # than the command of its own
     entry = ["jobs.train"] if older else ["trainkit", "train"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainkit import fileio, terminal
+from trainkit.accelerators import interface_variables, mask_variables
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config, LaunchConfig
 from trainkit.errors import RefusedError, SchedulerError, UserError
@@ -164,7 +165,7 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
     # This process becomes the rank, which reads its environment.
     set_variables(dict.fromkeys(leaked(env)) | attempt.environment())
     if not plan.gpus_per_node:
-        set_variables({"CUDA_VISIBLE_DEVICES": ""})
+        set_variables(mask_variables(env, 0, 0))
     state = "FAILED"
     try:
         function(str(run.path))
@@ -293,9 +294,9 @@ def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | No
     own |= {"TRAINKIT_SECRET": Secret.generate().text, FOLDER: str(folder.absolute()), "SLURM_EXPORT_ENV": "ALL"}
     own["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # else a missing rank prints pages of stack traces
     if interface:
-        own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} | own
+        own = interface_variables(interface) | own
     if not plan.gpus_per_node:
-        own["CUDA_VISIBLE_DEVICES"] = ""
+        own |= mask_variables(env, 0, 0)
     command = [sys.executable, "-u", "-m", "trainkit.distributed.health"]
     together = named(plan.executor).on_its_nodes(plan, command, LIMIT_MINUTES)
     starts: list[tuple[list[str], dict[str, str]]] = [(together or command, own)]

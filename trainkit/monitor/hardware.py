@@ -15,8 +15,8 @@ Keys of a sample::
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
     gpu_kwh, cpu_kwh      energy of the run on this host so far; absent if nothing measures it
 
-GPUs measure their energy since Volta (NVML). Processors do for each package (RAPL), other programs included; by default
-only root may read it.
+GPUs measure their energy since Volta (NVML) and MI100 (amdsmi). Processors do for each package (RAPL), other programs
+included; by default only root may read it.
 
 ``nvidia-smi-<host>.txt`` beside that file shows what `nvidia-smi` said when the GPUs of the run held most memory.
 """
@@ -28,13 +28,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from trainkit import fileio
-from trainkit.process import NoAnswer, ask, gpu_mask
+from trainkit.accelerators import AMD, NVIDIA, ROCR
+from trainkit.process import NoAnswer, ask, device_masks
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 
@@ -68,11 +70,11 @@ def sample_hardware(
     A sampler that fails says so once on stderr and stops: training does not depend on it.
 
     Args:
-        device: ``cuda`` samples GPUs as well; anything else does not.
+        device: torch's name of it; ``cpu``: no GPUs.
         ranks: number of ranks of the run.
     """
     over = threading.Event()
-    gpus = Gpus(gpu_mask() if device.startswith("cuda") else "")
+    gpus = NO_GPUS if device == "cpu" else open_gpus(device_masks())
     file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
     energy, processes = Energy(gpus, last_sample(file)), dict[int, psutil.Process]()
     _process_tree(processes)  # psutil measures between two calls: this is the first
@@ -193,61 +195,118 @@ def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
     return cpu, memory
 
 
+@dataclass
 class Gpus:
-    """The GPUs that a CUDA_VISIBLE_DEVICES mask leaves, read by NVML; none where there is no driver.
+    """The GPUs that a process sees, by their index on the machine, and what their driver tells of each.
 
-    Values that the driver does not report are left out: vGPUs and MIG slices lack some.
+    Values that it does not report are left out: vGPUs and slices lack some.
     """
 
-    def __init__(self, mask: str | None) -> None:
-        self._handles: dict[int, Any] = {}
-        self._nvml: Any = None
-        if mask == "":
-            return
-        import pynvml
-
-        self._nvml = pynvml
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-            self._handles = {index: handles[index] for index in visible_indices(mask, uuids)}
+    handles: Mapping[int, Any]
+    readings: Mapping[str, Callable[[Any], Any]]
+    """util_percent, memory_used_mb, memory_total_mb, power_w, temperature_c."""
+    joules_of: Callable[[Any], float]
+    """Energy since the driver was loaded."""
+    errors: tuple[type[Exception], ...]
+    """What they raise for a value that is not reported."""
 
     def samples(self) -> list[dict[str, Any]]:
-        """For each GPU: index, util_percent, memory_used_mb, memory_total_mb, power_w, temperature_c."""
-        nvml = self._nvml
-        readings: dict[str, Callable[[Any], Any]] = {
-            "util_percent": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "memory_used_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
-            "memory_total_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).total / MB, 1),
-            "power_w": lambda handle: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 1),
-            "temperature_c": lambda handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        }
-        return [{"index": index, **self._reported(handle, readings)} for index, handle in self._handles.items()]
+        """For each GPU: its index, and the readings."""
+        told = ((index, self._told(handle, self.readings)) for index, handle in self.handles.items())
+        return [{"index": index, **readings} for index, readings in told]
 
     def joules(self) -> dict[int, float]:
-        """Energy since the driver was loaded, by index, of the GPUs that measure it."""
-        counted = {}
-        for index, handle in self._handles.items():
-            with suppress(self._nvml.NVMLError):
-                counted[index] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-        return counted
+        """Energy by index, of the GPUs that measure it."""
+        told = {index: self._told(handle, {"joules": self.joules_of}) for index, handle in self.handles.items()}
+        return {index: float(readings["joules"]) for index, readings in told.items() if readings}
 
-    def _reported(self, handle: Any, readings: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-        reported = {}
+    def _told(self, handle: Any, readings: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+        found = {}
         for key, read in readings.items():
-            with suppress(self._nvml.NVMLError):
-                reported[key] = read(handle)
-        return reported
+            with suppress(*self.errors):
+                found[key] = read(handle)
+        return {key: value for key, value in found.items() if fileio.is_number(value)}
+
+
+NO_GPUS = Gpus({}, {}, float, ())
+
+
+def open_gpus(masks: Mapping[str, str]) -> Gpus:
+    """The GPUs that a process with these masks sees (`trainkit.accelerators`); none where there is no driver."""
+    found = (gpus for look in (_nvidia, _amd) if (gpus := look(masks)) is not None and gpus.handles)
+    return next(found, NO_GPUS)
+
+
+def _nvidia(masks: Mapping[str, str]) -> Gpus | None:
+    """By NVML."""
+    import pynvml as nvml
+
+    with suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        return Gpus(
+            {index: handles[index] for index in visible_indices(masks.get(NVIDIA.masks[0]), uuids)},
+            {
+                "util_percent": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+                "memory_used_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
+                "memory_total_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).total / MB, 1),
+                "power_w": lambda handle: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 1),
+                "temperature_c": lambda handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            },
+            lambda handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
+            (nvml.NVMLError,),
+        )
+    return None
+
+
+def _amd(masks: Mapping[str, str]) -> Gpus | None:
+    """By amdsmi, which comes with ROCm, and fails in many ways where that is not whole."""
+    try:
+        import amdsmi as smi
+
+        smi.amdsmi_init()
+        handles = smi.amdsmi_get_processor_handles()
+        uuids = [f"GPU-{smi.amdsmi_get_gpu_device_uuid(handle)}" for handle in handles]
+    except Exception:
+        return None
+    # HIP counts anew what the lower layer has left.
+    left = visible_indices(masks.get(ROCR), uuids)
+    of_hip = next((masks[mask] for mask in AMD.masks if masks.get(mask)), None)
+    seen = [left[index] for index in visible_indices(of_hip, [uuids[index] for index in left])]
+    vram, junction = smi.AmdSmiMemoryType.VRAM, smi.AmdSmiTemperatureType.JUNCTION
+
+    def power(handle: Any) -> Any:
+        told = smi.amdsmi_get_power_info(handle)  # MI300 says what it takes now, older ones say it of a while
+        return next(filter(fileio.is_number, (told.get(f"{which}_socket_power") for which in ("current", "average"))))
+
+    def joules(handle: Any) -> float:
+        told = smi.amdsmi_get_energy_count(handle)
+        return float(told.get("energy_accumulator", told.get("power")) * told["counter_resolution"] / 1e6)
+
+    return Gpus(
+        {index: handles[index] for index in seen},
+        {
+            "util_percent": lambda handle: smi.amdsmi_get_gpu_activity(handle)["gfx_activity"],
+            "memory_used_mb": lambda handle: round(smi.amdsmi_get_gpu_memory_usage(handle, vram) / MB, 1),
+            "memory_total_mb": lambda handle: round(smi.amdsmi_get_gpu_memory_total(handle, vram) / MB, 1),
+            "power_w": power,
+            "temperature_c": lambda handle: smi.amdsmi_get_temp_metric(
+                handle, junction, smi.AmdSmiTemperatureMetric.CURRENT
+            ),
+        },
+        joules,
+        (smi.AmdSmiException, StopIteration, TypeError, KeyError),  # "N/A", and names that other versions have
+    )
 
 
 def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
-    """NVML's indices of the GPUs that a CUDA_VISIBLE_DEVICES mask leaves; all without a mask.
+    """The driver's indices of the GPUs that a mask leaves; all without a mask.
 
-    Like CUDA, it stops at the first entry that names no GPU.
+    Like CUDA and ROCm, it stops at the first entry that names no GPU.
 
     Args:
-        uuids: of every GPU in NVML's order; a mask may name a GPU by a unique prefix of its UUID.
+        uuids: of every GPU in the driver's order; a mask may name a GPU by a unique prefix of its UUID.
     """
     if mask is None:
         return list(range(len(uuids)))

@@ -11,6 +11,7 @@ trainkit never reads it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainkit import fileio
+from trainkit.accelerators import CPU, TELLS_ALLOCATIONS, Kind
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class Profiler:
         is_main: whether this is the rank that is profiled.
     """
 
-    def __init__(self, run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_main: bool = False) -> None:
-        self._run_dir, self._gpu = run_dir, gpu
+    def __init__(self, run_dir: RunDir, steps: tuple[int, int] | None, *, is_main: bool = False) -> None:
+        self._run_dir = run_dir
         self._steps = steps if is_main else None
         self.next = self._steps[0] if self._steps else _NEVER
         """The step at which to call `turn`."""
@@ -76,9 +78,9 @@ class Profiler:
             self.turn(step)
 
     def _begin(self, step: int) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile
 
-        running = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._gpu)
+        running = profile()  # of all that this torch can look at
         running.start()
         self._running = (step, running)
         is_planned = self._steps is not None and step == self._steps[0]
@@ -94,7 +96,9 @@ class Profiler:
             fileio.make_folder(folder, run)
             with fileio.replacing(folder / f"{name}.json.gz", run) as out:
                 running.export_chrome_trace(out.name)
-            sort_by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
+            from torch.profiler import supported_activities
+
+            sort_by = "self_device_time_total" if len(supported_activities()) > 1 else "self_cpu_time_total"
             fileio.write(folder / f"{name}.txt", running.key_averages().table(sort_by=sort_by, row_limit=_ROWS), run)
             print(f"Profile: {folder / name}.json.gz", flush=True)
         finally:
@@ -105,29 +109,36 @@ class Profiler:
 
 
 @contextmanager
-def snapshot_on_oom(run_dir: RunDir, rank: int, *, gpu: bool, history: bool) -> Iterator[None]:
-    """Write ``RUN/profile/oom-rank-<n>.pickle`` if the body runs out of the GPU's memory.
+def snapshot_on_oom(run_dir: RunDir, rank: int, kind: Kind, *, history: bool) -> Iterator[None]:
+    """Write ``RUN/profile/oom-rank-<n>.pickle`` if the body runs out of the GPU's memory; where torch has no record of
+    its blocks, ``.json`` with the statistics of its allocator.
 
     Args:
         history: record from now on which line of Python allocated what. Without it the snapshot has only the blocks
             that are held at the end, and how full they are.
     """
-    if not gpu:
+    if kind is CPU:
         yield
         return
     import torch
 
-    if history:
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS, stacks="python")
+    module = torch.get_device_module(kind.device_type)
+    dumps = kind.has(TELLS_ALLOCATIONS)
+    if history and dumps:
+        module.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS, stacks="python")
     try:
         yield
     except BaseException as error:
         if out_of_gpu_memory(error):
-            file = run_dir.profile / f"oom-rank-{rank}.pickle"
+            file = run_dir.profile / f"oom-rank-{rank}.{'pickle' if dumps else 'json'}"
             try:
                 fileio.make_folder(run_dir.profile, run_dir.path)
-                with fileio.replacing(file, run_dir.path) as out:
-                    torch.cuda.memory._dump_snapshot(out.name)
+                if dumps:
+                    with fileio.replacing(file, run_dir.path) as out:
+                        module.memory._dump_snapshot(out.name)
+                else:
+                    told = json.dumps(torch.accelerator.memory_stats(), indent=1)
+                    fileio.write(file, f"{told}\n", run_dir.path)
                 print(f"What the GPU's memory held: {file}", file=sys.stderr, flush=True)
             except Exception as problem:  # the error that ends the run must be the one that is seen
                 print(f"No snapshot of the GPU's memory: {problem}", file=sys.stderr, flush=True)

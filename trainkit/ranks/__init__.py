@@ -356,7 +356,7 @@ class RankEnv:
 def device_index(local_rank: int, visible_device_count: int) -> int:
     """The index, among the devices visible to this process, of the one it should use.
 
-    The mask (CUDA_VISIBLE_DEVICES) is taken as it is: under ``--gpus-per-node`` each task sees all devices of the job
+    The mask is taken as it is: under ``--gpus-per-node`` each task sees all devices of the job
     on its node, under ``--gpus-per-task=1`` only its own, which then is number 0.
     """
     if visible_device_count == 1:
@@ -364,7 +364,7 @@ def device_index(local_rank: int, visible_device_count: int) -> int:
     if local_rank < visible_device_count:
         return local_rank
     what = f"Local rank {local_rank} has no device: {visible_device_count} visible."
-    fix = "Start as many ranks per node as it has devices (--ntasks-per-node), or widen CUDA_VISIBLE_DEVICES."
+    fix = "Start as many ranks per node as it has devices (--ntasks-per-node), or let this process see more."
     raise UserError(what, why="Every rank of a node takes the visible device of its local rank's number.", fix=fix)
 
 

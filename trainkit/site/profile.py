@@ -7,8 +7,10 @@ checks of a submission (`require_access`, `require_shared`) read it there instea
 
 import grp
 import os
+import platform
 import re
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +22,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
+from trainkit.accelerators import AMD, INTEL, NVIDIA
 from trainkit.config import yaml
 from trainkit.config.loading import SITE, Loaded, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
@@ -106,7 +109,7 @@ def discover(env: Mapping[str, str]) -> Site:
     except NoAnswer as error:
         scheduler, unknown = None if isinstance(error, NoCluster) else scheduler, error.words
     groups = _own_groups() if os.geteuid() != 0 and any(partition.groups for partition in partitions) else ()
-    name, gpus = scheduler.name if scheduler is not None else "", local_gpus(env.get("CUDA_VISIBLE_DEVICES"))
+    name, gpus = scheduler.name if scheduler is not None else "", local_gpus(env)
     return Site(name, gpus, visible_cpus(), partitions, unknown, groups)
 
 
@@ -139,9 +142,9 @@ def _gpus_in(gres: str) -> list[list[str]]:
 
 
 def visible_gpus(mask: str | None, present: int) -> int:
-    """How many of the ``present`` GPUs a process with that CUDA_VISIBLE_DEVICES sees.
+    """How many of the ``present`` GPUs a process with that mask sees.
 
-    As CUDA reads it: the list ends at the first entry that names no device.
+    As CUDA and ROCm read it: the list ends at the first entry that names no device.
     """
     if mask is None or not present:
         return present
@@ -152,28 +155,49 @@ def visible_gpus(mask: str | None, present: int) -> int:
     return len(list(takewhile(names_one, dict.fromkeys(map(str.strip, mask.split(","))))))
 
 
-def local_gpus(mask: str | None) -> int:
-    """GPUs of this machine that are visible under ``mask``; asked from the driver, without torch."""
+def local_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
+    """GPUs of this machine that a process with that environment sees; asked from drivers, without torch.
+
+    Args:
+        root: of /sys.
+    """
+    counted = {NVIDIA: _nvidia_gpus, AMD: _amd_gpus, INTEL: _intel_gpus}
+    for kind, count in counted.items():
+        if present := count(root):
+            masks = [env[mask] for mask in kind.masks if mask in env]
+            return visible_gpus(masks[0] if masks else None, present)
+    return int(sys.platform == "darwin" and platform.machine() == "arm64")
+
+
+def _nvidia_gpus(root: Path) -> int:
     with suppress(Exception):  # no library, or no driver
         import pynvml
 
         pynvml.nvmlInit()
         try:
-            return visible_gpus(mask, int(pynvml.nvmlDeviceGetCount()))
+            return int(pynvml.nvmlDeviceGetCount())
         finally:
             pynvml.nvmlShutdown()
     return 0
 
 
-def auto_precision(capability: tuple[int, int] | None) -> str:
-    """The fastest format that trains well: on a GPU of that compute capability; None: on this machine's CPU.
+def _amd_gpus(root: Path) -> int:
+    """Those that this process may use: a job's cgroup hides the others' properties."""
+    found = 0
+    for node in root.glob("sys/class/kfd/kfd/topology/nodes/*"):
+        with suppress(OSError, ValueError):
+            found += int(fileio.read_text(node / "gpu_id")) != 0
+    return found
 
-    Ampere has bf16, which was emulated before; Volta and Turing have fp16. A CPU has bf16 where it multiplies that
-    natively.
-    """
-    if capability is not None:
-        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-    return "bf16" if cpu_has_bf16() else "fp32"
+
+def _intel_gpus(root: Path) -> int:
+    """Cards that only compute; what shows a picture is counted as part of the processor."""
+    found = 0
+    for device in root.glob("sys/class/drm/card*/device"):
+        with suppress(OSError):
+            vendor, kind = (fileio.read_text(device / name).strip() for name in ("vendor", "class"))
+            found += vendor == "0x8086" and kind.startswith("0x0380")
+    return found
 
 
 def cpu_has_bf16() -> bool:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import plugins
+from trainkit.accelerators import SYNCHRONIZES_BATCHNORM
 from trainkit.config.checks import strategy_traits
+from trainkit.distributed.device import kind_of
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError, require
 
@@ -108,10 +110,10 @@ class AsItIs:
 def synchronize_batchnorm(model: nn.Module, dist: Distributed) -> nn.Module:
     """Replace every BatchNorm by one whose statistics are those of the global batch.
 
-    Raises UserError on CPU: torch implements `SyncBatchNorm` for GPUs only.
+    Raises UserError on a device for which torch has no `SyncBatchNorm`.
     """
-    must_be = "false on CPUs: torch implements SyncBatchNorm for GPUs only"
-    require(dist.device.type == "cuda", "strategy.sync_batchnorm", "true", must_be)
+    must_be = "false here: torch does not implement SyncBatchNorm for CPUs and Apple's GPUs"
+    require(kind_of(dist.device).has(SYNCHRONIZES_BATCHNORM), "strategy.sync_batchnorm", "true", must_be)
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 

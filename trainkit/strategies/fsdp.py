@@ -133,7 +133,7 @@ def build(
     memory); ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's
     statistics are those of all ranks; needs GPUs.
     """
-    is_gpu = dist.device.type == "cuda"
+    is_gpu = dist.device.type != "cpu"
     require(is_gpu or not cpu_offload, "strategy.cpu_offload", "true", "false on CPUs: the shards are in host memory")
     casts = CASTS_SOME and param_dtype == "auto" and precision in ("bf16", "fp16")
     return FSDP(

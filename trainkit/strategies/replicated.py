@@ -146,7 +146,7 @@ class Replicated:
         laid_out = device.type == "cpu" and not self.find_unused_parameters and isinstance(self.comm_hook, str)
         ddp = (_LastFirst if laid_out else DistributedDataParallel)(
             model,
-            device_ids=[device.index] if device.type == "cuda" else None,
+            device_ids=[device.index] if device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,

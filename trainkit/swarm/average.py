@@ -35,7 +35,7 @@ from trainkit.swarm.trial import Trial
 def open_averager(dht: SwarmDHT, common: CommonState, config: Config, run_id: str) -> Iterator[Any]:
     """Start the averager; on leaving, end its process.
 
-    Open it before the first use of CUDA: the process is forked.
+    Open it before a GPU is used for the first time: the process is forked.
     """
     agreed, interrupt = config.collaborative, signal.getsignal(signal.SIGINT)
     averager = _Averager(

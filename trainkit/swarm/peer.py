@@ -331,7 +331,7 @@ def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[st
     Args:
         make: makes or opens its run folder.
         comes_back: of a creator, flags of ``swarm create --resume``: when a helper of hivemind's has died, this process
-            becomes that command, for without a creator nobody trains. Not in the same process: it has used CUDA.
+            becomes that command, for without a creator nobody trains. Not in the same process: it has used a GPU.
     """
     attempts: list[Attempt] = []  # one, once there is a run
     began = time.monotonic()

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import torch
-
 from trainkit import fileio
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.data.base import Batch, derive_seed
+from trainkit.distributed.device import synchronize
 from trainkit.errors import RunFailedError
 from trainkit.swarm.accounts import Journal, is_too_slow, num_stretches
 from trainkit.swarm.admission import Member
@@ -303,8 +302,7 @@ class TimedLoop(_Loop):
         with together(peer.team.size):
             peer.team.before_update(lr, seed)
             made = self.update(self.batches, lr=lr, seed=seed)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
+        synchronize(device)  # the round ends by the clock: an update counts when it is done
         peer.progress.step += made.stepped.skip is None
         taken = time.monotonic() - began
         self.note_update(made, peer.progress.step, taken)

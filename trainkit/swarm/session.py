@@ -427,7 +427,7 @@ class Session:
     def open_training(self, run_id: str, measured: float | None = None) -> None:
         """What trains here, and what agrees with the others.
 
-        In this order: the averager's process is forked, which must be before CUDA is used for the first time.
+        In this order: the averager's process is forked, which must be before a GPU is used for the first time.
 
         Args:
             measured: bytes per second that this peer can send, where that is too slow for all that there is to send.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, plugins
+from trainkit.accelerators import MASKS
 from trainkit.config.checks import check_strategy, strategy_traits
 from trainkit.config.loading import Loaded, flatten, load
 from trainkit.config.schema import SECTIONS, Config, reach
@@ -130,7 +131,7 @@ def check_peer(config: Config, spec: PeerSpec) -> None:
         raise UserError(
             f"A peer of {spec.env.world_size} ranks cannot take part with collaborative.sync=gradients.",
             why="There every rank gathers gradients for itself.",
-            fix="Start one peer for each GPU, with CUDA_VISIBLE_DEVICES; all may use the same token.",
+            fix=f"Start one peer for each GPU, and leave it that one alone ({MASKS[0]}); all may use the same token.",
         )
 
 

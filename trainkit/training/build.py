@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainkit import process
+from trainkit.accelerators import COMPILES
 from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.components import TaskMetrics, judged_by, metrics_of
@@ -22,7 +23,7 @@ from trainkit.data.base import Batch, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import Batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
-from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
+from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, kind_of
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import require
 from trainkit.fileio import make_own
@@ -304,6 +305,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     make_deterministic(config.train.deterministic)
     if dist.device.type == "cpu":
         keep_freed_memory()
+    how, kind = config.train.compile, kind_of(dist.device)
+    require(how == "off" or kind.has(COMPILES), "train.compile", how, f"off on GPUs by {kind.maker}")
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)

@@ -166,7 +166,7 @@ def _record(
         record["grad_norm"] = norm.item()
     if state.precision.scales_loss:
         record["skipped_steps"] = state.precision.skipped_steps
-    if device.type == "cuda":
+    if device.type != "cpu":
         record["max_memory_mb"] = peak_memory_mb(device)
     return record
 

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainkit.accelerators import OUT_OF_MEMORY
 from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits, steps_per_epoch
-from trainkit.distributed.device import MemoryGauge, device_name
+from trainkit.distributed.device import MemoryGauge, device_name, random_kept
 from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor.profiler import out_of_gpu_memory
@@ -44,10 +45,7 @@ _MB = 2**20
 _MOST_SKIPPED = 24
 """Updates that fp16 may skip at first: it halves its scale from 65536, and the optimizer has no state before its first
 update."""
-_OUT_OF_MEMORY = (
-    *("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", "CUDNN_STATUS_ALLOC_FAILED"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "std::bad_alloc"),
-)
+_OUT_OF_MEMORY = (*OUT_OF_MEMORY, "can't allocate memory", "std::bad_alloc")
 
 
 def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
@@ -117,11 +115,11 @@ def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainSta
     # Compiling for each size would take minutes, and a compiled model hardly needs less memory.
     size = sizes[0]
     small = _with(config, micro_batch_size=size, global_batch_size=_PASSES * size * dist.world_size, compile="off")
-    with torch.random.fork_rng([dist.device] if dist.device.type == "cuda" else []):
+    with random_kept(dist.device):
         found = probe(build(small), sizes)
         gc.collect()
-        if dist.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if dist.device.type != "cpu":
+            torch.accelerator.empty_cache()
     return found
 
 
@@ -143,7 +141,7 @@ def explain_out_of_memory(config: Config, dist: Distributed) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, TrainkitError) or not is_out_of_memory(error):
             raise
-        train, gpu = config.train, dist.device.type == "cuda"
+        train, gpu = config.train, dist.device.type != "cpu"
         share = train.global_batch_size // dist.world_size
         micro = train.micro_batch_size if isinstance(train.micro_batch_size, int) else share
         half = smaller(micro, share, even=config.augment.mixes)
@@ -247,7 +245,7 @@ class _Trials:
         """Bytes that an update with micro batches of ``size`` takes; infinite where memory ran out."""
         self._gauge.start()
         try:
-            if self._dist.device.type == "cuda":  # on a new size cuDNN tries its ways, in memory that it gives back
+            if self._dist.device.type != "cpu":  # on a new size cuDNN tries its ways, in memory that it gives back
                 self._update(size)
                 self._gauge.start()
             self._update(size)

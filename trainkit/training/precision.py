@@ -10,33 +10,26 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainkit.checkpoint.state import follow_masters, master_of
-from trainkit.distributed.device import is_free_to_ask
+from trainkit.distributed.device import allow_tf32, formats_of, is_free_to_ask
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import RefusedError
-from trainkit.site.profile import auto_precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """What ``auto`` means on this device: `trainkit.site.profile.auto_precision`.
+    """What ``auto`` means on this device: the fastest format that trains well.
 
     Raises RefusedError when tf32 is asked for on a device without it.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if asked == "tf32" and (capability is None or capability < (8, 0)):
+    formats = formats_of(device)
+    if asked == "tf32" and "tf32" not in formats:
         raise RefusedError(
             f"train.precision=tf32 does not exist on {device.type}.",
             why="TF32 is a format of NVIDIA GPUs from Ampere on.",
             fix="Use train.precision=auto.",
         )
-    return auto_precision(capability) if asked == "auto" else asked
-
-
-def allow_tf32(allowed: bool) -> None:
-    """Whether this process multiplies and convolves float32 in TF32, on GPUs that have it."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+    return formats[0] if asked == "auto" else asked
 
 
 class Skip(NamedTuple):
@@ -71,7 +64,7 @@ class Precision:
         self._dist = dist
         self._dtype = _DTYPES.get(name)
         self._scaler = GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
-        if dist.device.type == "cuda":
+        if dist.device.type != "cpu":
             allow_tf32(name == "tf32")
 
     @property

@@ -283,7 +283,7 @@ class Recorder:
     """Of each rank, where that is known."""
     saved: Callable[[], None] = lambda: None
     """Called on rank 0 when a checkpoint is on disk."""
-    profiler: Profiler = field(default_factory=lambda: Profiler(RunDir(Path()), None, gpu=False))
+    profiler: Profiler = field(default_factory=lambda: Profiler(RunDir(Path()), None))
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""

@@ -148,11 +148,11 @@ class StreamClock(Clock):
     def __init__(self, began: float | None = None) -> None:
         super().__init__(began)
         super().to(START)  # until here it is the host's time
-        self._marks: list[tuple[str, torch.cuda.Event]] = []  # part, and where it begins
+        self._marks: list[tuple[str, torch.Event]] = []  # part, and where it begins
         self.to(START)
 
     def to(self, part: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(enable_timing=True)
         event.record()
         self._marks.append((part, event))
         self.part = part
@@ -196,10 +196,15 @@ class Lap(NamedTuple):
         }
 
 
+def clock_since(began: float, device: torch.device) -> Clock:
+    """The clock of what a device does from ``began`` on, by `time.perf_counter`."""
+    return (Clock if device.type == "cpu" else StreamClock)(began)
+
+
 def clock_of(device: torch.device) -> Clock:
     """The clock of a rank on ``device``; its ``start`` began with this process."""
     began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
-    return StreamClock(began) if device.type == "cuda" else Clock(began)
+    return clock_since(began, device)
 
 
 SLOWER = 1.5
@@ -272,7 +277,7 @@ def _peak_tflops() -> dict[str, dict[str, float]]:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Peak FLOP/s of a device by the name that CUDA gives it; None where it is not known, as of CPUs.
+    """Peak FLOP/s of a device by the name that torch gives it; None where it is not known, as of CPUs.
 
     Args:
         precision: of the matrix products: fp32, tf32, bf16, fp16 or o2, which is fp16.
@@ -363,7 +368,7 @@ def mfu(state: TrainState, images_per_sec: float | None) -> float | None:
     if peak is None or state.flops_per_image is None or images_per_sec is None:
         return None
     takes_all = strategy_traits(state.config.strategy.name).gpus_per_rank == "all"
-    gpus = torch.cuda.device_count() if takes_all else state.dist.world_size
+    gpus = torch.accelerator.device_count() if takes_all else state.dist.world_size
     return round(100 * state.flops_per_image * images_per_sec / (gpus * peak), 2)
 
 
