@@ -92,13 +92,14 @@ NO_MASTER = without(OPEN_MPI, "MASTER_ADDR")
         ({**SRUN_TASK, "SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
           "SLURM_PROCID": "1", "SLURM_NODEID": "0"}, "n2", ("n2",)),
         ({**SRUN_TASK, "MASTER_ADDR": "ib-n1"}, "ib-n1", ("n1", "n2")),
+        ({**SRUN_TASK, "TRAINKIT_HEAD_SUFFIX": "i"}, "n1i", ("n1", "n2")),
         ({**AGENT, **TORCHRUN}, "n1", ("n1", "n2")),
         ({**NO_MASTER, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, "127.0.0.1", ()),
         ({**NO_MASTER, "SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "c[7-8]"}, "c7", ()),
         ({**NO_MASTER, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, "10.0.0.4", ()),
         ({**NO_MASTER, "AZ_BATCHAI_MPI_MASTER_NODE": "vm0"}, "vm0", ()),
     ],
-    ids=["step", "part of a job", "exported", "torchrun", "one machine", "mpi in slurm", "azure", "azure's one node"],
+    ids=["step", "part of a job", "exported", "another network", "torchrun", "one machine", "mpi in slurm", "azure", "azure's one node"],
 )  # fmt: skip
 def test_the_head_node_is_what_the_launcher_says(env: Env, addr: str, hosts: tuple[str, ...]) -> None:
     found = RankEnv.from_mapping(env)

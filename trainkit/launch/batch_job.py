@@ -29,7 +29,7 @@ from trainkit import fileio, terminal
 from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import NoAnswer, NoProgram, run_program
-from trainkit.ranks import Secret, expand, free_port, job_port
+from trainkit.ranks import HEAD_SUFFIX, Secret, expand, free_port, job_port
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
 from trainkit.run.folder import NODES, PREFLIGHT, REQUEUE, RunDir, umask_of
@@ -215,7 +215,7 @@ def begin(env: Mapping[str, str]) -> str:
     NODES.send(attempt.logs, nodes, within=run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
-        "MASTER_ADDR": expand(nodes)[0],
+        "MASTER_ADDR": expand(nodes)[0] + env.get(HEAD_SUFFIX, ""),
         "MASTER_PORT": str(free_port(job_port(env))),
         "TRAINKIT_SECRET": Secret.generate().text,
     }

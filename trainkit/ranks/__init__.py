@@ -32,6 +32,8 @@ VARIABLE = "TRAINKIT_SECRET"
 SHORTEST = 16
 """Characters of a secret. Strangers can see what is sealed with it, and try all short ones in peace."""
 HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+HEAD_SUFFIX = "TRAINKIT_HEAD_SUFFIX"
+"""What the names of nodes end with in the network between them, where that has names of its own: ``i`` at JSC."""
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _OTHER_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -438,7 +440,9 @@ def _from_slurm(read: Reader) -> RankEnv:
         what = f"SLURM_NODEID is {node_rank}, but the tasks per node are given for {len(tasks)} nodes."
         fix = "Submit from a shell without SLURM_* of another job."
         raise UserError(what, why="Variables of two jobs are mixed in this environment.", fix=fix)
-    addr = read.text("MASTER_ADDR", "") or next(iter(hosts), "") or read.missing("SLURM_STEP_NODELIST")
+    first = next(iter(hosts), "")
+    named = f"{first}{read.env.get(HEAD_SUFFIX, '')}" if first else ""
+    addr = read.text("MASTER_ADDR", "") or named or read.missing("SLURM_STEP_NODELIST")
     return read.rank(
         rank, world_size, tasks[node_rank], addr, read.number("MASTER_PORT", job_port(read.env)), hosts=hosts,
         local_rank=local_rank, node_rank=node_rank, num_nodes=len(hosts) or read.number("SLURM_NNODES"),

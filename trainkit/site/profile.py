@@ -37,7 +37,7 @@ _DOWN = {
     "NOT_RESPONDING", "UNKNOWN",
 }  # fmt: skip
 Dialect = Literal["gpus-per-node", "gres", "constraint"]
-ON_GPUS = "bf16 on GPUs from Ampere on, fp16 on Volta and Turing, else fp32"
+ON_GPUS = "bf16 on GPUs from Ampere on and by AMD and Intel, fp16 on Volta and Turing, else fp32"
 ON_CPUS = "bf16 on CPUs with AVX512-BF16 or AMX, else fp32"
 _HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
 
