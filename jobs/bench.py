@@ -181,7 +181,7 @@ def _show(run: BenchDir, args: argparse.Namespace) -> int:
 
     told = page(run)  # which writes the results anew
     print(fileio.read_text(run.results).rstrip("\n") if args.json else "\n".join(told))
-    return 0
+    return int(any(arm["outcome"] == "failed" for arm in fileio.read_object(run.results)["arms"]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 discover [NAME]   ask SLURM and this machine, and write configs/clusters/NAME.yaml (default: the cluster's own name)
 show [NAME]       what is known of the site: of a profile, or, without a name, asked now
-check             try nodes before a training does: devices, disks, clocks, versions, network; name the bad one
+check             try nodes before a training does: devices, disks, clocks, versions, network; name the bad one;
+                  with --train: prove that training works there
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from trainkit.errors import RefusedError, SchedulerError, UserError
 if TYPE_CHECKING:
     from trainkit.site.profile import SiteFacts
 
+TRAIN = "--train"
+
 
 def parser() -> cli.Parser:
     return cli.verb_parser("cluster", __doc__ or "", VERBS)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    if argv[:1] == ["check"] and TRAIN in argv and not {"-h", "--help"} & {*argv}:
+        from jobs import bench
+
+        return bench.main(["proof", *(word for word in argv[1:] if word != TRAIN)], env)
     return cli.run_verb(parser(), VERBS, argv, env)
 
 
@@ -90,6 +97,12 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _check_parser() -> cli.Parser:
     parser = cli.Parser(
         "cluster check", "Whether nodes are fit for work, and which is not: devices, disks, clocks, network."
+    )
+    parser.add_argument(
+        TRAIN,
+        action="store_true",
+        help="train a little in every way that is possible there, and say what passed; it takes the flags of "
+        "`bench proof`, and ends with 1 if anything failed",
     )
     parser.add_argument("--json", action="store_true", help="everything that was measured, and the findings")
     parser.add_argument("--executor", metavar="NAME", help="auto, slurm, or local: this machine")

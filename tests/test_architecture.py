@@ -48,6 +48,7 @@ VERBS = {
     "jobs.resume": {"jobs.swarm"},  # a swarm that was started in a terminal goes on there
     "jobs.train": {"jobs.join"},
     "jobs.completion": {"jobs.__main__"},  # which lists the verbs
+    "jobs.cluster": {"jobs.bench"},  # one of which is the check of training
     "jobs.swarm": {"jobs.join"},  # the same peer, of a swarm that someone else created
 }
 

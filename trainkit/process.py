@@ -82,6 +82,11 @@ def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in without}
 
 
+def environment_alone() -> dict[str, str]:
+    """This process's environment, for one that is no rank of its job and trains alone."""
+    return scrubbed(os.environ) | {"PYTHONPATH": python_path(Path(__file__).parents[1], os.environ)}
+
+
 def python_path(code: Path, env: Mapping[str, str]) -> str:
     """PYTHONPATH with the snapshot first."""
     return f"{code}:{env['PYTHONPATH']}" if env.get("PYTHONPATH") else str(code)

@@ -37,7 +37,7 @@ def run_rank(folder: str) -> str:
 
             if BenchDir(run.path).request.exists():
                 share_cores()
-                from trainkit.bench.run import run as run_bench  # and with it torch
+                from trainkit.bench.job import run as run_bench  # and with it torch
 
                 return run_bench(
                     BenchDir(run.path), config, RankEnv.from_mapping(env), stop,

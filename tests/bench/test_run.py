@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainkit.bench.base import CONTROL, BenchDir, Request, Results
+from trainkit.bench.job import run as run_bench
 from trainkit.bench.results import lines, read_results
-from trainkit.bench.run import run as run_bench
 from trainkit.config.loading import load, to_yaml
 from trainkit.ranks import NO_SECRET, RankEnv
 from trainkit.ranks.signals import StopFlag
@@ -45,9 +45,9 @@ def _own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def folder(
     tmp_path: Path, name: str, *asked: str, rounds: int = 3, updates: int | None = 2, **settings: Any
 ) -> BenchDir:
-    words = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
-    model = "model.name=bench_model:build"  # before its options
-    config = load("single", [model, *words, "monitor.loggers=[]", "train.global_batch_size=32"]).config
+    given = {"model__name": "bench_model:build", **settings}  # the model before its options
+    words = [f"{key.replace('__', '.')}={value}" for key, value in given.items()]
+    config = load("single", [*words, "monitor.loggers=[]", "train.global_batch_size=32"]).config
     run = BenchDir(RunDir.create(tmp_path / "bench", to_yaml(config)).path)
     run.request.write_text(Request(name, "single", asked, rounds, 0.01, updates).to_json())
     return run

@@ -114,3 +114,15 @@ def test_ranks_use_the_interface_that_the_site_names(devcluster: Cluster) -> Non
     settings = ("train.max_steps=2", "launch.interface=fast0", "monitor.loggers=[jsonl]")
     devcluster.job("submit", "ddp", *two, "--wait", "--run-dir", "two-networks", *settings)
     assert _received(devcluster, "n2", "fast0") > 500_000  # gradients, both ways
+
+
+def test_training_is_proved_on_two_nodes_within_ten_minutes(devcluster: Cluster) -> None:
+    command = ("check", "--train", "--nodes", "2", "--nodelist", "n1,n2", *QUICK, "--time", "10", "--wait")
+    done = devcluster.job("cluster", *command, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Training works here: 18 of 18 passed." in done.stdout
+    (page,) = (devcluster.home / "runs").glob("bench-proof-*/proof.md")
+    told = page.read_text()
+    assert "2 ranks on 2 nodes, cpu" in told
+    assert "n1" not in told
+    assert str(devcluster.home) not in told

@@ -3,7 +3,9 @@
 A bench is an entry of ``BENCHES``, at the end; its arms are a pure function of the configuration and the place.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,20 @@ STRONG, WEAK = "same batch for all", "as much for each"
 ONE, ALL = "one device", "DataParallel"
 GRADIENTS = "gradients"
 NETWORKS = {"within": "within a node", "between": "between nodes", "all": "over all ranks"}
+LARGE_MODELS = ("resnet50", "vit_base_patch32_224")
+PROOFS = (
+    "as-on-cpu", *FORMATS, *(f"{name}{how}" for name in STRATEGIES if name != "single" for how in ("", "-resumed")),
+    "killed-resumed", "largest-batch", "all-reduce-1-mib", "all-reduce-64-mib", "loader", *LARGE_MODELS, "cifar10-94",
+)  # fmt: skip
+"""The arms of bench proof."""
 ENOUGH = 0.95
 """Share of the highest rate beyond which more memory or processes gain nothing."""
 HEADROOM = 0.1
 """Share of the memory that stays free."""
 LONGEST_UPDATE = 15.0
 """Seconds of one update, after which larger ones are not tried."""
+_LARGE_MB = 16_000
+"""A GPU with as much memory trains a large model with many images at once."""
 _SMALLEST = 8
 """Batches down to this fraction of the configuration's are tried."""
 
@@ -345,6 +355,59 @@ def network_meaning(results: Results) -> str:
     return f"{said}."
 
 
+def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """What is tried, in the order in which it tells most."""
+    everybody = tuple(place.rank for place in where.places)
+    size = math.ceil(config.train.global_batch_size / where.world_size) * where.world_size
+    steady = ("schedule.name=constant", "optim.lr=0.002")  # so that the weights move from the beginning
+    same = (f"train.global_batch_size={size}", f"train.micro_batch_size={size // where.world_size}", *steady)
+    alone = ("strategy.name=single", *same)
+    found: list[Arm | LeftOut] = [
+        Arm("as-on-cpu", (*alone, "train.precision=fp32"), (0,), "learn"),
+        *(replace(arm, overrides=(*alone, *arm.overrides), ranks=(0,), work="learn", series="format")
+          if isinstance(arm, Arm) else arm for arm in amp_arms(config, where, FORMATS)),
+    ]  # fmt: skip
+    for arm in strategy_arms(config, where, ()):
+        if isinstance(arm, LeftOut):
+            found.append(arm)
+        elif arm.name != "single":
+            settings = ("train.precision=fp32", same[0], *steady, *arm.overrides)
+            found += [replace(arm, overrides=settings, work="learn", series="strategy")]
+            found += [replace(arm, name=f"{arm.name}-resumed", overrides=settings, work="resume", base="")]
+    found.append(Arm("killed-resumed", (), (0,), "killed"))
+    found.append(Arm("largest-batch", ("strategy.name=single",), (0,), "largest"))
+    if where.world_size > 1:
+        found += [Arm(f"all-reduce-{size >> 20}-mib", (), everybody, "reduce", size) for size in (1 << 20, 1 << 26)]
+    else:
+        found.append(LeftOut("all-reduce", "it takes two ranks"))
+    found.append(Arm("loader", same, None, "feed"))
+    for model in LARGE_MODELS:
+        each = 128 if where.gpu and where.room_mb > _LARGE_MB else 2
+        settings = (
+            f"model.name={model}", "data.name=synthetic", "data.image_size=224", "data.num_classes=1000",
+            f"data.train_size={8 * each * where.world_size}", "data.val_size=8", "data.test_size=8",
+            f"train.global_batch_size={each * where.world_size}", "train.channels_last=true",
+        )  # fmt: skip
+        found.append(Arm(model, settings, None, "speed", each))
+    if where.gpu:
+        found.append(Arm("cifar10-94", (), (0,), "recipe"))
+    else:
+        found.append(LeftOut("cifar10-94", "on a CPU it takes hours"))
+    return [arm for arm in found if not asked or arm.name in asked]
+
+
+def proof_meaning(results: Results) -> str:
+    """One sentence."""
+    outcomes = [row.outcome for row in results.rows]
+    failed = [row.name for row in results.rows if row.outcome == "failed"]
+    if failed:
+        return f"{len(failed)} of {len(outcomes)} failed: {'; '.join(failed)}."
+    if not results.ended:
+        return f"It has not come to its end: {outcomes.count('passed')} of {len(outcomes)} have passed so far."
+    refused = f", {outcomes.count('refused')} were refused" if "refused" in outcomes else ""
+    return f"Training works here: {outcomes.count('passed')} of {len(outcomes)} passed{refused}."
+
+
 # fmt: off
 BENCHES = {
     bench.name: bench
@@ -394,6 +457,11 @@ BENCHES = {
                 ("takes", lambda row, results: milliseconds(row) if "seconds" in row.extra else base.NONE),
             ),
             names=tuple(NETWORKS), amount="bytes", unit="GB/s", scale=1e-9, fewest_ranks=2, strategy="ddp",
+        ),
+        Bench(
+            "proof", "Does training work here?", proof_arms, proof_meaning,
+            (ARM, ("outcome", lambda row, results: row.outcome), ("figure", lambda row, results: row.figure)),
+            names=PROOFS, dispensable=(), strategy="ddp", proves=True,
         ),
     )
 }

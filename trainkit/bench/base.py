@@ -80,6 +80,11 @@ class BenchDir(RunDir):
     def picture(self) -> Path:
         return self.path / "bench.svg"
 
+    @property
+    def report(self) -> Path:
+        """Of a proof: to be sent to others."""
+        return self.path / "proof.md"
+
 
 def refuse_bench(path: Path) -> None:
     """Raises UserError for the folder of a bench: no training goes on in it, and none repeats it."""
@@ -144,6 +149,8 @@ class Where:
     train_images: int = 0
     params: int = 0
     """Of the model; 0 where they were not counted."""
+    room_mb: float = 0.0
+    """Memory of the rank that has least; 0 where it was not told."""
 
     @property
     def world_size(self) -> int:
@@ -171,6 +178,11 @@ class Where:
         more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
         return f"{ranks(self.world_size)} on {', '.join(hosts[:4])}{more}, {self.places[0].device}"
 
+    def nameless(self) -> str:
+        """The same without names."""
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{ranks(self.world_size)} on {nodes}, {self.places[0].device}"
+
 
 @dataclass
 class Row:
@@ -180,6 +192,9 @@ class Row:
     arm: Arm
     failed: str = ""
     """Why it could not be measured, or not to the end."""
+    outcome: str = ""
+    """Of a proof: passed, refused or failed."""
+    figure: str = ""
     rates: list[float] = field(default_factory=list)
     """One a round, in the bench's unit."""
     ratio: float | None = None
@@ -240,6 +255,8 @@ class Results:
     @property
     def meaning(self) -> str:
         """What the figures mean, in one sentence."""
+        if self.bench.proves:
+            return self.bench.meaning(self)
         return self.bench.meaning(self) if len(self.ran) > 1 else self.no_difference()
 
     def no_difference(self) -> str:
@@ -281,6 +298,8 @@ class Bench:
     """From the sample's amount per second to ``unit``."""
     same_updates: bool = False
     """All arms make as many updates, so that their losses compare; else each as many as fit into its turn."""
+    proves: bool = False
+    """Its arms are run once and pass, are refused or fail; nothing is measured in turns."""
     fewest_ranks: int = 1
     strategy: str = ""
     """That the configuration is planned with; empty: its own."""

@@ -5,10 +5,13 @@ measured.
 """
 
 import json
+import re
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from trainkit import fileio, terminal
@@ -18,6 +21,7 @@ from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Re
 from trainkit.report.document import GREY, Axes, Bar, Series, bar_chart, drawing, line_chart, plural
 from trainkit.report.facts import cpus_taken
 
+OURS = "trainkit-vision"
 TOLERANCE = 0.05
 """How far the first arm may be from itself before no ratio is believed."""
 _MANY = 7
@@ -46,6 +50,9 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
     problem = _problem(control, first) or cpus_taken(_median(one.get("cpu_taken") for one in samples))
     for name, row in rows.items():
         row.failed = next((str(record.get("why", "")) for record in kinds["failed"] if record.get("arm") == name), "")
+        for proved in (record for record in kinds["proved"] if record.get("arm") == name):
+            row.outcome, row.figure = str(proved.get("outcome", "")), str(proved.get("figure", ""))
+            row.failed = str(proved.get("why", ""))
         row.largest = next((record.get("size") for record in kinds["largest"] if record.get("arm") == name), None)
         own, against, taken = costs.get(name, {}), row.arm.base or first, list(by_arm[name].values())
         row.rates = [bench.scale / cost for cost in own.values()]
@@ -66,7 +73,7 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
     _compare_memory(list(rows.values()), first, _memory(by_arm[CONTROL].values()))
     complete = min((len(row.rates) for row in rows.values() if row.rates and not row.failed), default=0)
     notes = [str(note) for note in [*began.get("notes", []), *(record.get("why") for record in ended[-1:])] if note]
-    if not ended:
+    if not ended and not bench.proves:
         trying = kinds["trying"] if not samples else []
         last = "".join(f"; it had begun with {record.get('arm')}" for record in trying[-1:])
         notes.append(f"It has not come to its end: {complete} of {request.rounds} rounds are complete{last}.")
@@ -154,7 +161,7 @@ def _compare_memory(rows: Sequence[Row], first: str, again: float | None) -> Non
 
 def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
     """Everything, samples included, so that whoever doubts a figure can compute it."""
-    same = ("name", "ratio", "ratios", "memory_mb", "memory_ratio", "loss", "failed")
+    same = ("name", "ratio", "ratios", "memory_mb", "memory_ratio", "loss", "failed", "outcome", "figure")
     arms = [
         {key: getattr(row, key) for key in same}
         | {"overrides": list(row.arm.overrides), "why_no_ratio": row.why_none, "largest_micro_batch": row.largest}
@@ -190,15 +197,36 @@ def write_results(run: BenchDir) -> Results:
     results, records = read_results(run)
     samples = [record for record in records if record.get("kind") == "sample"]
     fileio.write(run.results, json.dumps(fileio.finite(as_json(results, samples)), indent=2) + "\n", run.path)
+    if results.bench.proves:
+        fileio.write(run.report, for_others(results, records), run.path)
     if drawn := picture(results):
         fileio.write(run.picture, drawn, run.path)
     return results
 
 
+def for_others(results: Results, records: Iterable[Mapping[str, Any]]) -> str:
+    """A proof as a page to send to a helpdesk, or to those who make trainkit: without names of nodes and without paths,
+    which hold names of users.
+    """
+    kinds = {record.get("kind"): record for record in records}
+    began, versions = kinds.get("began", {}), kinds.get("software", {}).get("versions", {})
+    rows = [(row.name, row.outcome or "not run", row.figure, row.failed) for row in results.rows]
+    rows += [(name, "left out", "", why) for name, why in results.left_out]
+    cells = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+    for host in sorted(began.get("hosts", []), key=len, reverse=True):
+        cells = re.sub(rf"\b{re.escape(host)}\b", "NODE", cells)
+    cells = re.sub(r"(?<![\w.])(/[^\s/|'\"]+)+", "PATH", cells)
+    day = time.strftime("%Y-%m-%d", time.gmtime(float(began.get("time", 0.0))))
+    software = ", ".join(f"{name} {version}" for name, version in {"trainkit": version(OURS), **versions}.items())
+    table = f"| arm | outcome | figure | why |\n|---|---|---|---|\n{cells}"
+    return f"# {results.bench.question}\n\n{results.meaning}\n\n{day}: {began.get('place')}; {software}.\n\n{table}\n"
+
+
 def page(run: BenchDir) -> list[str]:
     """The table with where its files are; they are written anew."""
     told = lines(write_results(run))
-    places = [f"  {file.suffix.removeprefix('.'):12}{file}" for file in (run.results, run.picture) if file.exists()]
+    files = (run.results, run.picture, run.report)
+    places = [f"  {file.suffix.removeprefix('.'):12}{file}" for file in files if file.exists()]
     return ["", *told, "", *places]
 
 
@@ -264,13 +292,17 @@ def progress(run: BenchDir) -> Callable[[], None]:
     """What prints, whenever it is called, what a running bench has written since, a line a turn."""
     request = Request.read(run.request)
     bench, said = bench_of(request.bench), 0
+    rounds = "" if bench.proves else f", {request.rounds} rounds"
 
     def line(record: Mapping[str, Any]) -> str:
         kind, arm = record.get("kind"), record.get("arm", "")
         if kind == "began":
-            return f"{record.get('where')}: {len(record.get('arms', []))} arms, {request.rounds} rounds"
+            return f"{record.get('where')}: {len(record.get('arms', []))} arms{rounds}"
         if kind == "failed":
             return f"{arm}: {record.get('why')}"
+        if kind == "proved":
+            told = (record.get(key) for key in ("outcome", "figure", "why"))
+            return f"{arm}: {'; '.join(str(one) for one in told if one)}"
         if kind == "largest":
             return f"{arm}: micro batches of {record.get('size')} fit"
         if kind != "sample":

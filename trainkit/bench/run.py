@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistStoreError, HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from trainkit import fileio
-from trainkit.bench.arms import bench_of
 from trainkit.bench.base import CONTROL, Arm, Bench, BenchDir, LeftOut, Place, Request, Where
 from trainkit.bench.results import write_results
 from trainkit.config.checks import micro_batch_sizes
@@ -33,17 +31,15 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch, Splits, derive_seed
 from trainkit.data.loader import resolve_workers
-from trainkit.distributed.device import MemoryGauge, cpus_of_rank, device_name, device_of_rank, formats_of, synchronize
-from trainkit.distributed.meeting import meet
+from trainkit.distributed.device import MemoryGauge, cpus_of_rank, synchronize
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError, RunFailedError, TrainkitError
+from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
 from trainkit.models import build_model
 from trainkit.monitor.hardware import CpuWaits
-from trainkit.process import visible_cpus
-from trainkit.ranks import RankEnv, Secret
+from trainkit.ranks import RankEnv
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer
-from trainkit.training.build import TrainState, build, wants_gpu
+from trainkit.training.build import TrainState, build
 from trainkit.training.memory import check_batch_sizes, is_out_of_memory, probed
 from trainkit.training.recorder import Progress
 from trainkit.training.timing import clock_since
@@ -54,7 +50,6 @@ WARM_UP = 4
 _LAST = 10
 """Updates at the end over which the loss is averaged."""
 _MB = 2**20
-_MEET = timedelta(minutes=10)
 _PULSE = timedelta(seconds=20)
 """How often a rank that waits for an order says that it is alive."""
 _COLLECTIVE = timedelta(minutes=5)
@@ -259,51 +254,8 @@ def _wait(dist: Distributed) -> None:
     synchronize(dist.device)
 
 
-def run(
-    run_dir: BenchDir,
-    config: Config,
-    env: RankEnv,
-    stop: StopFlag,
-    *,
-    open_run: Callable[[], Writer],
-    secret: Secret,
-    beat: Callable[[], None],
-) -> str:
-    """Run one rank's part of a bench: ``finished``, or ``stopped`` where a signal told rank 0 to end early.
-
-    Raises:
-        RunFailedError: no arm could run; the samples hold each one's reason.
-    """
-    request = Request.read(run_dir.request)
-    use_gpu = wants_gpu(config)
-    store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
-    store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
-    told = [json.loads(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size)]
-    places = tuple(Place(**{**one, "formats": tuple(one["formats"])}) for one in told)
-    team = Team(Worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)
-    if not env.is_main:
-        team.serve()
-        store.set(f"left/{env.rank}", "1")
-        return "finished"
-    try:
-        outcome = _Driver(bench_of(request.bench), request, config, Where(places), team, open_run(), stop).drive()
-    finally:
-        team.end()
-    store.wait([f"left/{rank}" for rank in range(1, env.world_size)] or ["place/0"])  # which rank 0's store serves
-    return outcome
-
-
-def _place(env: RankEnv, use_gpu: bool) -> Place:
-    gpus = torch.accelerator.device_count() if use_gpu else 0
-    device = device_of_rank(env.local_rank) if use_gpu else torch.device("cpu")
-    return Place(
-        env.rank, env.node_rank, env.local_rank, socket.gethostname(), device_name(device), formats_of(device), gpus,
-        visible_cpus(),
-    )  # fmt: skip
-
-
 @dataclass
-class _Driver:
+class Driver:
     """Rank 0: find the arms, try each, then measure them in rounds."""
 
     bench: Bench
@@ -318,18 +270,28 @@ class _Driver:
     micro: dict[str, int] = field(default_factory=dict)
     """Found micro batches, where they are to be found."""
 
-    def drive(self) -> str:
-        attempt, where, rounds = self.writer.attempt, self.where, self.request.rounds
+    def begin(self) -> tuple[list[Arm], float]:
+        """Open the data, and find the arms; and the MiB that a rank has."""
+        attempt, where = self.writer.attempt, self.where
         hosts = list(dict.fromkeys(place.host for place in where.places))
         attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
         data = self._ask(Arm("data", work="data"), count=self.bench.amount == "bytes")
-        where = self.where = replace(where, train_images=data[0]["train_images"], params=data[0]["params"])
+        room = min((one["room_mb"] for one in data if one["room_mb"]), default=0.0)
+        where = self.where = replace(
+            where, train_images=data[0]["train_images"], params=data[0]["params"], room_mb=room
+        )
         found = self.bench.arms(self.config, where, self.request.arms)
         arms = [arm for arm in found if isinstance(arm, Arm)]
         left_out = [asdict(one) for one in found if isinstance(one, LeftOut)]
         about = {"where": where.in_words(), "notes": self.bench.notes(self.config, where)}
+        about |= {"place": where.nameless(), "hosts": hosts}
         self._write("began", arms=[asdict(arm) for arm in arms], left_out=left_out, **about)
-        room = min((one["room_mb"] for one in data if one["room_mb"]), default=0.0)
+        return arms, room
+
+    def drive(self) -> str:
+        """The whole bench; how it ended."""
+        attempt, rounds = self.writer.attempt, self.request.rounds
+        arms, room = self.begin()
         for arm in arms:
             if self.stop.requested:
                 break
@@ -441,6 +403,11 @@ class _Driver:
 class ArmFailedError(Exception):
     """An order failed; the words of the rank that failed first."""
 
+    def __init__(self, why: str, *, refused: bool = False) -> None:
+        super().__init__(why)
+        self.refused = refused
+        """It does not go with these settings, or this place."""
+
 
 @dataclass
 class Team:
@@ -473,7 +440,8 @@ class Team:
         if failed:
             self._group += 1  # nobody uses it again
             # The error that tells most: the other ranks only say that they have lost that rank.
-            raise ArmFailedError(min(failed, key=lambda one: (-one["weight"], one["time"]))["error"])
+            first = min(failed, key=lambda one: (-one["weight"], one["time"]))
+            raise ArmFailedError(first["error"], refused=first["refused"])
         return answers
 
     def end(self) -> None:
@@ -511,6 +479,7 @@ class Team:
             answer = getattr(self.worker, f"do_{order['work']}")(self._joined(order), order)
         except Exception as error:
             answer = {"error": _in_words(error), "time": time.time(), "rank": rank}
+            answer["refused"] = isinstance(error, RefusedError | UserError)
             answer["weight"] = 2 if is_out_of_memory(error) else 1 if isinstance(error, TrainkitError) else 0
             self._leave(None)
         self.store.set(f"answer/{self._number}/{rank}", json.dumps(answer))

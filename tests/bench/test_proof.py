@@ -1,0 +1,97 @@
+"""Bench proof, really run in this process by one rank: what passes, what is refused and what fails."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.test_run import folder, measured
+from trainkit.bench.base import BenchDir, Results
+from trainkit.bench.proof import Prover
+from trainkit.bench.results import for_others
+from trainkit.errors import RunFailedError
+from trainkit.ranks import RankEnv
+from trainkit.run.folder import RunDir
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, info, fault):
+        super().__init__()
+        self.head, self.fault, self.calls = nn.Linear(info.in_chans * info.image_size ** 2, info.num_classes), fault, 0
+    def forward(self, images):
+        self.calls += 1  # which no checkpoint has
+        scores = self.head(images.flatten(1))
+        if self.fault == "triples" and torch.is_autocast_enabled("cpu"):
+            return 3 * scores
+        return scores * self.calls if self.fault == "counts" else scores
+
+def build(info, *, fault: str = ""):
+    return Model(info, fault)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proof_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def proof(tmp_path: Path, *arms: str, **settings: str) -> tuple[Results, BenchDir]:
+    run = folder(tmp_path, "proof", *arms, model__name="proof_model:build", **settings)
+    return measured(run)[0], run
+
+
+def outcomes(results: Results) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.outcome, row.failed) for row in results.rows}
+
+
+def test_what_trains_as_the_cpu_does_and_goes_on_where_it_was_passes(tmp_path: Path) -> None:
+    results, run = proof(tmp_path, "as-on-cpu", "bf16", "ddp", "fsdp-resumed", "loader", "dp", "cifar10-94")
+    assert outcomes(results) == dict.fromkeys(("as-on-cpu", "bf16", "ddp", "fsdp-resumed", "loader"), ("passed", ""))
+    assert [name for name, _ in results.left_out] == ["dp", "cifar10-94"]
+    assert results.meaning == "Training works here: 5 of 5 passed."
+    assert run.report.read_text().startswith("# Does training work here?\n\nTraining works here: 5 of 5 passed.\n")
+
+
+def test_other_numbers_fail_and_so_does_a_training_that_does_not_go_on_exactly(tmp_path: Path) -> None:
+    results, _ = proof(tmp_path, "fp32", "bf16", model__fault="triples")
+    assert outcomes(results)["fp32"] == ("passed", "")
+    outcome, why = outcomes(results)["bf16"]
+    assert (outcome, why) == ("failed", "the losses are further apart from those of the CPU than 3 %")
+    assert results.meaning == "1 of 2 failed: bf16."
+
+
+def test_what_is_not_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    results, _ = proof(tmp_path, "as-on-cpu", "ddp-resumed", model__fault="counts")
+    assert outcomes(results)["ddp-resumed"] == ("failed", "it ended with other weights")
+
+
+def test_what_does_not_go_with_the_place_is_refused(tmp_path: Path) -> None:
+    results, _ = proof(tmp_path, "as-on-cpu", "ddp", strategy__name="ddp", strategy__sync_batchnorm="true")
+    outcome, why = outcomes(results)["ddp"]
+    assert outcome == "refused"
+    assert "SyncBatchNorm" in why
+
+
+def test_a_training_in_a_process_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "model: {name: nowhere}\n")
+    prover = Prover(tmp_path, RankEnv.single(), lambda: None)
+    with pytest.raises(RunFailedError, match="A training of its own failed") as caught:
+        prover._child(run)
+    assert "child.log" in caught.value.fix
+
+
+def test_a_page_for_others_names_no_node_and_no_folder(tmp_path: Path) -> None:
+    results, _ = proof(tmp_path, "as-on-cpu")
+    results.rows[0].failed = "gpu07: No such file: /home/anna/data/x.png on gpu07.site.org"
+    records = [
+        {"kind": "began", "time": 0.0, "hosts": ["gpu07", "gpu07.site.org"], "place": "2 ranks on 1 node, cpu"},
+        {"kind": "software", "versions": {"torch": "2.15.0"}},
+    ]
+    page = for_others(results, records)
+    assert "gpu07" not in page
+    assert "anna" not in page
+    assert "1970-01-01: 2 ranks on 1 node, cpu; trainkit " in page
+    assert "| as-on-cpu | passed | loss" in page

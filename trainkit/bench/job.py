@@ -1,0 +1,72 @@
+"""One rank's part of a bench: it meets the others, and is asked or asks until all is measured."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from trainkit.bench.arms import bench_of
+from trainkit.bench.base import BenchDir, Place, Request, Where
+from trainkit.bench.proof import Proof, Prover
+from trainkit.bench.run import Driver, Team, Worker
+from trainkit.config.schema import Config
+from trainkit.distributed.device import device_name, device_of_rank, formats_of
+from trainkit.distributed.meeting import meet
+from trainkit.process import visible_cpus
+from trainkit.ranks import RankEnv, Secret
+from trainkit.ranks.signals import StopFlag
+from trainkit.run.events import Writer
+from trainkit.training.build import wants_gpu
+
+_MEET = timedelta(minutes=10)
+
+
+def run(
+    run_dir: BenchDir,
+    config: Config,
+    env: RankEnv,
+    stop: StopFlag,
+    *,
+    open_run: Callable[[], Writer],
+    secret: Secret,
+    beat: Callable[[], None],
+) -> str:
+    """Run one rank's part of a bench: ``finished``, or ``stopped`` where a signal told rank 0 to end early.
+
+    Raises:
+        RunFailedError: no arm could run; the samples hold each one's reason.
+    """
+    request = Request.read(run_dir.request)
+    use_gpu = wants_gpu(config)
+    store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
+    store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
+    told = [json.loads(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size)]
+    places = tuple(Place(**{**one, "formats": tuple(one["formats"])}) for one in told)
+    bench = bench_of(request.bench)
+    worker, driver = (Prover, Proof) if bench.proves else (Worker, Driver)
+    team = Team(worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)
+    if not env.is_main:
+        team.serve()
+        store.set(f"left/{env.rank}", "1")
+        return "finished"
+    try:
+        outcome = driver(bench, request, config, Where(places), team, open_run(), stop).drive()
+    finally:
+        team.end()
+    store.wait([f"left/{rank}" for rank in range(1, env.world_size)] or ["place/0"])  # which rank 0's store serves
+    return outcome
+
+
+def _place(env: RankEnv, use_gpu: bool) -> Place:
+    gpus = torch.accelerator.device_count() if use_gpu else 0
+    device = device_of_rank(env.local_rank) if use_gpu else torch.device("cpu")
+    return Place(
+        env.rank, env.node_rank, env.local_rank, socket.gethostname(), device_name(device), formats_of(device), gpus,
+        visible_cpus(),
+    )  # fmt: skip
