@@ -151,6 +151,8 @@ async def _ask(address: str, prefix: str) -> dict[str, Any]:
 
 def main() -> None:
     """See the module."""
+    # Its node has a process of its own, forked before ours bounds what the nodes of this process store.
+    own = hivemind.DHT(start=True, daemon=True)
     entry = with_token(sys.argv[1])
     with open_reader(entry) as read:
         (manifest,) = read().manifests.values()
@@ -160,7 +162,6 @@ def main() -> None:
         of_stock, of_run = await asyncio.gather(_ask(stock, prefix), _ask(address, prefix))
         return {"stock": of_stock, "run": of_run}
 
-    own = hivemind.DHT(start=True, daemon=True)
     averager = _Averager([torch.zeros(100)], own, start=True, prefix=prefix, allow_state_sharing=True, daemon=True)
     try:
         started = starts_a_node(address)
