@@ -1,11 +1,24 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from trainkit.config.loading import load
-from trainkit.distributed.device import gpu_driver, gpu_is_here
-from trainkit.errors import RefusedError
+from trainkit.distributed.device import (
+    backends,
+    copies_later,
+    formats_of,
+    gpu_driver,
+    gpu_is_here,
+    kind_of,
+    require_exchanges,
+)
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RefusedError, UserError
+from trainkit.ranks import RankEnv
+from trainkit.strategies import dp
+from trainkit.training import build
 from trainkit.training.build import wants_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA sees a GPU here")
@@ -52,3 +65,49 @@ def test_the_driver_of_a_node_is_read_from_its_kernel(tmp_path: Path) -> None:
     (tmp_path / "sys/module/nvidia").mkdir()
     (tmp_path / "sys/module/nvidia/version").write_text("550.54.15\n")
     assert gpu_driver(tmp_path) == "550.54.15"
+
+
+@pytest.mark.parametrize(
+    ("device", "expected", "pins"),
+    [("cuda", "cpu:gloo,cuda:nccl", True), ("xpu", "cpu:gloo,xpu:xccl", True), ("mps", "gloo", False),
+     ("cpu", "gloo", False)],
+)  # fmt: skip
+def test_tensors_between_ranks_are_carried_by_the_backend_of_their_device(
+    device: str, expected: str, pins: bool
+) -> None:
+    assert backends(torch.device(device, 0)) == expected
+    assert copies_later(torch.device(device, 0)) == pins
+
+
+def test_gpus_of_other_makers_have_bf16_first_and_apples_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert formats_of(torch.device("xpu", 0)) == ("bf16", "fp16", "fp32")
+    assert formats_of(torch.device("mps", 0))[0] == "fp32"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert kind_of(torch.device("cuda", 0)).maker == "AMD"
+    assert formats_of(torch.device("cuda", 0))[0] == "bf16"
+
+
+def test_what_a_kind_lacks_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    apple, intel = torch.device("mps", 0), torch.device("xpu", 0)
+    require_exchanges(apple, 1)
+    with pytest.raises(RefusedError, match="2 ranks cannot train together on GPUs by Apple"):
+        require_exchanges(apple, 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(UserError) as caught:
+        dp.build(Distributed(RankEnv.single(), intel))
+    assert "ddp" in caught.value.why
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    dp.build(Distributed(RankEnv.single(), intel))
+    config = load("single", ["train.compile=model"]).config
+    with pytest.raises(UserError, match=r"train\.compile=model"):
+        build.build(config, Distributed(RankEnv.single(), apple), None)  # type: ignore[arg-type]
+
+
+def test_slurms_mask_in_two_variables_hides_no_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    assert not gpu_is_here()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not gpu_is_here()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
