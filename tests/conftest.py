@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import scratch
+from tests.accelerator import building
 
 # Of an outer job (the suite may itself run under SLURM or torchrun), or of a person.
 FOREIGN_PREFIXES = (
@@ -62,6 +63,24 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setenv("TRAINKIT_RUNS", str(home / "runs"))
     monkeypatch.setenv("WANDB_MODE", wandb_mode)
+
+
+# Before a test has a home of its own: what is built there once is for all sessions.
+CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+
+
+@pytest.fixture(scope="session")
+def gpu() -> dict[str, str]:
+    """For `run_ranks`: ranks have a GPU, which is simulated where there is none (`tests.accelerator`)."""
+    from trainkit.site.profile import local_gpus
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", CACHE)
+        if not local_gpus(os.environ):
+            if why := building.why_not():
+                pytest.skip(why)
+            building.build()
+    return {"XDG_CACHE_HOME": CACHE}
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,16 +46,24 @@ QUICK = (
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, nodes: int = 1
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 240,
+    nodes: int = 1,
+    gpu: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """``function(env, *args)`` on ``world_size`` ranks, as if on ``nodes`` nodes; their results in order of rank.
 
     A rank's exception fails the test with that rank's traceback.
+
+    Args:
+        gpu: variables of the simulated accelerator, which the ranks have where there is no real one.
     """
     port = free_port()
     results: Any = _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(target=_child, args=(results, rank_env(rank, world_size, port, nodes), function, args))
+        _CONTEXT.Process(target=_child, args=(results, rank_env(rank, world_size, port, nodes), function, args, gpu))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -87,9 +95,15 @@ def rank_env(rank: int, world_size: int, port: int, nodes: int = 1) -> RankEnv:
     )  # fmt: skip
 
 
-def _child(results: Any, env: RankEnv, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    results: Any, env: RankEnv, function: Callable[..., Any], args: tuple[Any, ...], gpu: Mapping[str, str] | None
+) -> None:
     import torch
 
+    if gpu is not None:
+        os.environ.update(gpu)
+        if not torch.accelerator.is_available():
+            importlib.import_module("tests.accelerator.sim")
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported need not be looked through when a rank ends
     try:

@@ -7,6 +7,9 @@ Only this module and `trainkit.distributed.device` name one. What is trained goe
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+DEVICE = "TRAINKIT_DEVICE"
+"""``cpu``: train on the CPU also where GPUs are granted, for clusters whose GPUs are only names (slurm/devcluster).
+``npu:8``: this machine has so many of an accelerator that is torch's by a plugin, and that nobody here can count."""
 COMPILES = "torch.compile"
 EXCHANGES = "a backend that carries tensors between ranks"
 PINS = "pinned memory"

@@ -1,6 +1,7 @@
 """Bench proof, really run in this process by one rank: what passes, what is refused and what fails."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from tests.bench.test_run import folder, measured
 from trainkit.bench.base import BenchDir, Results
 from trainkit.bench.proof import Prover
 from trainkit.bench.results import for_others
-from trainkit.errors import RunFailedError
+from trainkit.errors import RefusedError
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 
@@ -38,7 +39,7 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def proof(tmp_path: Path, *arms: str, **settings: str) -> tuple[Results, BenchDir]:
+def proof(tmp_path: Path, *arms: str, **settings: Any) -> tuple[Results, BenchDir]:
     run = folder(tmp_path, "proof", *arms, model__name="proof_model:build", **settings)
     return measured(run)[0], run
 
@@ -55,7 +56,7 @@ def test_what_trains_as_the_cpu_does_and_goes_on_where_it_was_passes(tmp_path: P
     assert run.report.read_text().startswith("# Does training work here?\n\nTraining works here: 5 of 5 passed.\n")
 
 
-def test_other_numbers_fail_and_so_does_a_training_that_does_not_go_on_exactly(tmp_path: Path) -> None:
+def test_a_format_whose_losses_are_others_fails(tmp_path: Path) -> None:
     results, _ = proof(tmp_path, "fp32", "bf16", model__fault="triples")
     assert outcomes(results)["fp32"] == ("passed", "")
     outcome, why = outcomes(results)["bf16"]
@@ -75,10 +76,10 @@ def test_what_does_not_go_with_the_place_is_refused(tmp_path: Path) -> None:
     assert "SyncBatchNorm" in why
 
 
-def test_a_training_in_a_process_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
+def test_a_training_in_a_process_of_its_own_says_why_it_was_refused(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", "model: {name: nowhere}\n")
     prover = Prover(tmp_path, RankEnv.single(), lambda: None)
-    with pytest.raises(RunFailedError, match="A training of its own failed") as caught:
+    with pytest.raises(RefusedError, match="nowhere") as caught:
         prover._child(run)
     assert "child.log" in caught.value.fix
 
@@ -86,7 +87,7 @@ def test_a_training_in_a_process_of_its_own_says_why_it_failed(tmp_path: Path) -
 def test_a_page_for_others_names_no_node_and_no_folder(tmp_path: Path) -> None:
     results, _ = proof(tmp_path, "as-on-cpu")
     results.rows[0].failed = "gpu07: No such file: /home/anna/data/x.png on gpu07.site.org"
-    records = [
+    records: list[dict[str, Any]] = [
         {"kind": "began", "time": 0.0, "hosts": ["gpu07", "gpu07.site.org"], "place": "2 ranks on 1 node, cpu"},
         {"kind": "software", "versions": {"torch": "2.15.0"}},
     ]

@@ -56,7 +56,7 @@ def test_it_begins_an_attempt_on_the_first_node_with_a_secret_of_its_own(run: Ru
     assert first["TRAINKIT_SECRET"] not in written, "no secret is ever written into a run folder"
 
 
-def test_the_first_node_has_the_name_that_it_has_in_the_network_between_nodes(run: RunDir) -> None:
+def test_ranks_meet_by_the_name_that_a_node_has_in_their_network(run: RunDir) -> None:
     """Where that has names of its own, which a site's profile says once."""
     lines = batch_job.begin(job(run, SLURM_JOB_NODELIST="jwb[0038-0039]", TRAINKIT_HEAD_SUFFIX="i")).splitlines()
     assert "export MASTER_ADDR=jwb0038i" in lines

@@ -99,7 +99,7 @@ NO_MASTER = without(OPEN_MPI, "MASTER_ADDR")
         ({**NO_MASTER, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, "10.0.0.4", ()),
         ({**NO_MASTER, "AZ_BATCHAI_MPI_MASTER_NODE": "vm0"}, "vm0", ()),
     ],
-    ids=["step", "part of a job", "exported", "a second network", "torchrun", "machine", "mpi", "azure", "azure's node"],
+    ids=["step", "part of a job", "exported", "by suffix", "torchrun", "machine", "mpi", "azure", "azure's node"],
 )  # fmt: skip
 def test_the_head_node_is_what_the_launcher_says(env: Env, addr: str, hosts: tuple[str, ...]) -> None:
     found = RankEnv.from_mapping(env)

@@ -56,6 +56,8 @@ def test_gpus_of_other_makers_are_counted_by_their_kernel_drivers(tmp_path: Path
     assert local_gpus({}, tmp_path) == 2
     assert local_gpus({"HIP_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert local_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert local_gpus({"TRAINKIT_DEVICE": "npu:8"}, tmp_path) == 8
+    assert local_gpus({"TRAINKIT_DEVICE": "npu:8", "CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 2
 
 
 def test_the_visible_device_mask_is_counted_as_cuda_reads_it() -> None:

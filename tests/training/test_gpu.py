@@ -1,7 +1,8 @@
-"""What only a GPU can show; `pytest -m gpu` on a machine that has one."""
+"""What only a GPU can show, on one that is there or on a simulated one; `pytest -m gpu` where there are some."""
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.checks import micro_batch_sizes
 from trainkit.data.augment import operations
 from trainkit.data.loader import TensorSamples, train_batches
+from trainkit.distributed.device import device_of_rank
 from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
@@ -28,25 +31,97 @@ from trainkit.training.recorder import Progress
 from trainkit.training.timing import DATA, FORWARD, OTHER, clock_of, peak_flops
 from trainkit.training.update import Updater
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
+IS_REAL = torch.accelerator.is_available()
+NVIDIA = pytest.mark.skipif(not torch.cuda.is_available(), reason="of NVIDIA's GPUs alone")
+Gpu = dict[str, str]
+ONE = "launch.gpus_per_node=1"
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(RunDir(folder), "train")]
+
+
+LONG = pytest.mark.long
+FEW = {("ddp", "fp32"), ("ddp", "fp16"), ("single", "o2"), ("fsdp", "bf16")}
+
+
+def in_format(preset: str, name: str) -> Any:
+    """A case of the next test; a few of them are enough for every day."""
+    return pytest.param(preset, name, marks=[NVIDIA] * (name == "tf32") + [LONG] * ((preset, name) not in FEW))
 
 
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    [(preset, name) for preset in ("single", "ddp", "fsdp") for name in ("fp32", "tf32", "bf16", "fp16", "o2")][:-1],
+    [in_format(*one) for one in product(("single", "ddp", "fsdp"), ("fp32", "tf32", "bf16", "fp16", "o2"))][:-1],
 )
-def test_a_gpu_trains_in_every_format_and_its_memory_is_recorded(tmp_path: Path, preset: str, precision: str) -> None:
+def test_a_gpu_trains_in_every_format_and_its_memory_is_recorded(
+    tmp_path: Path, gpu: Gpu, preset: str, precision: str
+) -> None:
     folder = tmp_path / "run"
-    settings = ("launch.gpus_per_node=1", f"train.precision={precision}", "train.max_steps=19")
-    assert run_ranks(1, train_run, folder, preset, settings) == ["finished"]
+    settings = (ONE, f"train.precision={precision}", "train.max_steps=19")
+    assert run_ranks(1, train_run, folder, preset, settings, gpu=gpu) == ["finished"]
     records = read_metrics(RunDir(folder), "train")
     assert records[-1]["loss"] < records[0]["loss"]
     assert records[-1]["max_memory_mb"] > 0
 
 
-def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path: Path) -> None:
+VARIED = {
+    "plain": (),
+    "prefetch": ("data.device=cpu",),
+    "accumulation": ("train.micro_batch_size=16",),
+    "EMA": ("train.ema_decay=0.9",),
+    "checkpointing": ("model.name=tests.training.hollow_models:stacked", "train.activation_checkpointing=full"),
+    "mixing": ("augment.mixup_alpha=0.8", "augment.cutmix_alpha=1", "augment.random_erasing_prob=0.5"),
+    "weights": ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]", "train.label_smoothing=0.1"),
+    "clipping": ("train.grad_clip_norm=0.1", "model.dropout=0.0"),
+}
+OFTEN = ("mixing", "EMA", "prefetch")
+
+
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=LONG) for name in VARIED])
+def test_a_gpu_learns_what_the_cpu_does(tmp_path: Path, gpu: Gpu, name: str) -> None:
+    """The simulated one to the last digit, for its arithmetic is the CPU's."""
+    for where, own in ((ONE, gpu), ("launch.gpus_per_node=0", None)):
+        run = tmp_path / where
+        how = ("train.max_steps=15", *VARIED[name], where)
+        assert run_ranks(1, train_run, run, "single", how, gpu=own) == ["finished"]
+    there, here = losses(tmp_path / ONE), losses(tmp_path / "launch.gpus_per_node=0")
+    assert there == (pytest.approx(here, rel=2e-3) if IS_REAL else here)
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "precision"),
+    [
+        ("ddp", 2, "fp32"),
+        pytest.param("single", 1, "fp16", marks=LONG),
+        pytest.param("zero", 2, "bf16", marks=LONG),
+        pytest.param("fsdp", 2, "bf16", marks=LONG),
+        pytest.param("ddp", 2, "o2", marks=LONG),
+    ],
+)
+def test_a_run_that_was_stopped_on_gpus_ends_with_the_weights_of_a_whole_one(
+    tmp_path: Path, gpu: Gpu, preset: str, ranks: int, precision: str
+) -> None:
+    """Checkpoints are written behind training, from copies that the GPU makes."""
+    if IS_REAL and torch.accelerator.device_count() < ranks:
+        pytest.skip(f"it takes {ranks} GPUs")
+    settings = (
+        f"launch.gpus_per_node={ranks}", f"train.precision={precision}", "train.max_steps=24", "train.ema_decay=0.9",
+        "checkpoint.every_steps=4", "model.dropout=0.1",
+    )  # fmt: skip
+    ends = []
+    for name, stops in (("whole", (None,)), ("parts", (9, None))):
+        for stop in stops:
+            run_ranks(ranks, train_run, tmp_path / name, preset, settings, stop, gpu=gpu)
+        ends.append(tensors(tmp_path / name / "checkpoints"))
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path: Path, gpu: Gpu) -> None:
     folder = tmp_path / "run"
-    run_ranks(1, train_run, folder, "fsdp", ("launch.gpus_per_node=1", "train.max_steps=30"), 8)
+    run_ranks(1, train_run, folder, "fsdp", (ONE, "train.max_steps=30"), 8, gpu=gpu)
     assert run_ranks(1, train_run, folder, "single", ("launch.gpus_per_node=0", "train.max_steps=30")) == ["finished"]
 
 
@@ -60,29 +135,40 @@ LARGE = ("model.name=tests.training.hollow_models:large", "train.max_steps=5")
          "strategy.cpu_offload=false", "strategy.cpu_offload=true", 1e-3),
         ("ddp", ("train.max_steps=20", "model.norm=batch"), "train.precision=fp32", "train.precision=o2", 5e-3),
         *(
-            (preset, LARGE, "train.compile=off", f"train.compile={how}", 1e-2)
+            pytest.param(preset, LARGE, "train.compile=off", f"train.compile={how}", 1e-2, marks=NVIDIA)
             for preset in ("single", "ddp", "fsdp") for how in ("model", "blocks")
         ),
     ],
 )  # fmt: skip
 def test_two_ways_to_compute_on_the_gpu_learn_the_same(
-    tmp_path: Path, preset: str, settings: tuple[str, ...], one: str, other: str, rel: float
+    tmp_path: Path, gpu: Gpu, preset: str, settings: tuple[str, ...], one: str, other: str, rel: float
 ) -> None:
     traces = []
     for way in (one, other):
-        folder = tmp_path / way
-        assert run_ranks(1, train_run, folder, preset, ("launch.gpus_per_node=1", *settings, way)) == ["finished"]
-        traces.append([record["loss"] for record in read_metrics(RunDir(folder), "train")])
+        assert run_ranks(1, train_run, tmp_path / way, preset, (ONE, *settings, way), gpu=gpu) == ["finished"]
+        traces.append(losses(tmp_path / way))
     assert traces[1] == pytest.approx(traces[0], rel=rel)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "o2"])
-def test_an_overflow_on_the_gpu_skips_the_update_and_is_an_event(tmp_path: Path, precision: str) -> None:
-    settings = ("launch.gpus_per_node=1", f"train.precision={precision}", "train.max_steps=6", "data.positions='3'")
-    assert run_ranks(1, train_and_tell, tmp_path / "run", "ddp", settings) == ["finished"]
+def test_an_overflow_on_the_gpu_skips_the_update_and_is_an_event(tmp_path: Path, gpu: Gpu, precision: str) -> None:
+    settings = (ONE, f"train.precision={precision}", "train.max_steps=6", "data.positions='3'")
+    assert run_ranks(1, train_and_tell, tmp_path / "run", "ddp", settings, gpu=gpu) == ["finished"]
     (event,) = read_events(RunDir(tmp_path / "run"), "skipped")
     told = (event["step"], event["scale_before"], event["scale_after"], event["parameter"])
     assert told == (3, 65536.0, 32768.0, "layers.2.weight")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_that_are_no_numbers_never_reach_the_weights_of_a_gpu(
+    tmp_path: Path, gpu: Gpu, precision: str
+) -> None:
+    """Nobody waits to see them: the update of a fused optimizer comes to nothing on the device itself."""
+    settings = (ONE, f"train.precision={precision}", "train.max_steps=12", "data.positions='3'")
+    how = ("train.on_nonfinite=skip",)
+    assert run_ranks(1, train_and_tell, tmp_path / "run", "ddp", (*settings, *how), gpu=gpu) == ["finished"]
+    assert all(value.isfinite().all() for value in tensors(tmp_path / "run" / "checkpoints").values())
+    assert read_events(RunDir(tmp_path / "run"), "nonfinite")
 
 
 ALL = (
@@ -101,6 +187,7 @@ def batches_of(parts: TrainState, steps: int) -> Any:
     return train_batches(parts.splits, seed=0, start_step=0, stop_step=steps, device=parts.dist.device, **how)
 
 
+@NVIDIA
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("where", ["auto", "cpu"])
 def test_no_update_waits_for_the_gpu(where: str) -> None:
@@ -122,6 +209,7 @@ def test_no_update_waits_for_the_gpu(where: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@NVIDIA
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("number", [number for number in range(14) if number != SHARPNESS])
 def test_rand_augment_does_not_wait_for_the_gpu(number: int) -> None:
@@ -137,26 +225,36 @@ def test_rand_augment_does_not_wait_for_the_gpu(number: int) -> None:
         assert torch.equal(made.cpu(), here)
 
 
-def test_a_batch_is_the_same_wherever_the_data_lies() -> None:
-    gpu = Distributed(RankEnv.single(), torch.device("cuda", 0))
-    there, here = (parts_of(*ALL, f"data.device={where}", dist=gpu) for where in ("auto", "cpu"))
+def _batches_alike(env: RankEnv) -> None:
+    dist = Distributed(RankEnv.single(), device_of_rank(0))
+    there, here = (parts_of(*ALL, f"data.device={where}", dist=dist) for where in ("auto", "cpu"))
+    assert there.splits.train.images.device.type != "cpu"  # type: ignore[attr-defined]
     for one, other in zip(batches_of(there, 3), batches_of(here, 3), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(one, other, strict=True))
 
 
-def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path) -> None:
-    """The copies are the GPU's, into pinned memory, and are awaited before they are written."""
-    device = torch.device("cuda", 0)
-    model = nn.Linear(4096, 4096, device=device)
-    checkpoints = Checkpoints(tmp_path, keep=1, dist=Distributed(RankEnv.single(), device), asynchronous=True)
+def test_a_batch_is_the_same_wherever_the_data_lies(gpu: Gpu) -> None:
+    run_ranks(1, _batches_alike, gpu=gpu)
+
+
+def _saved(env: RankEnv, folder: Path) -> None:
+    device = device_of_rank(0)
+    model = nn.Linear(512, 512, device=device)
+    checkpoints = Checkpoints(folder, keep=1, dist=Distributed(RankEnv.single(), device), asynchronous=True)
     with torch.no_grad():
         for value in (1.0, 2.0):  # the second time into the memory of the first
             model.weight.fill_(value)
             checkpoints.save(model, None, step=int(value), state={}, best_step=None)
-            model.weight.fill_(9.0)
+            if value == 2.0:
+                model.weight.fill_(9.0)
             checkpoints.settle()
-            assert bool((tensors(tmp_path)["weight"] == value).all())
+            assert bool((tensors(folder)["weight"] == value).all())
     assert all(buffer.is_pinned() for named in checkpoints._copies.values() for buffer in named.values())
+
+
+def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path, gpu: Gpu) -> None:
+    """The copies are the GPU's, into pinned memory, and are awaited before they are written."""
+    run_ranks(1, _saved, tmp_path, gpu=gpu)
 
 
 def _timed(env: RankEnv) -> tuple[float, float, dict[str, float]]:
@@ -181,6 +279,7 @@ def _timed(env: RankEnv) -> tuple[float, float, dict[str, float]]:
     return queued, done, {"forward": lap.seconds[FORWARD], "other": lap.seconds[OTHER], "data": lap.seconds[DATA]}
 
 
+@NVIDIA
 def test_time_is_that_of_the_gpu_and_not_of_queueing() -> None:
     ((queued, done, spent),) = run_ranks(1, _timed)
     assert queued < 0.5 * done
@@ -189,60 +288,100 @@ def test_time_is_that_of_the_gpu_and_not_of_queueing() -> None:
     assert spent["data"] == pytest.approx(0.1, abs=0.02)
 
 
-def test_a_run_on_a_gpu_tells_its_time_its_memory_its_energy_and_its_use(tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_tells_its_time_and_its_memory(tmp_path: Path, gpu: Gpu) -> None:
     folder = tmp_path / "run"
-    settings = ("launch.gpus_per_node=1", "train.max_steps=30", "monitor.profile_steps=[10,12]")
-    run_ranks(1, train_run, folder, "single", settings)
+    settings = (ONE, "train.max_steps=30", "monitor.profile_steps=[10,12]")
+    run_ranks(1, train_run, folder, "single", settings, gpu=gpu)
     summary = json.loads(RunDir(folder).summary.read_text())
     assert summary["seconds"]["forward"] > 0
     assert summary["max_memory_reserved_mb_of_ranks"][0] >= summary["max_memory_mb_of_ranks"][0] > 0
-    assert summary["energy"]["gpu_kwh"] > 0
     known = peak_flops(summary["device"], summary["precision"]) is not None
     assert (summary["mfu"] is not None) == known == (summary["flops_per_image"] is not None)
-    assert list(folder.glob("nvidia-smi-*.txt"))
     assert [file.name for file in (folder / "profile").glob("*.json.gz")] == ["steps-00000010-00000012-rank-0.json.gz"]
 
 
+@NVIDIA
+def test_a_run_tells_its_energy_and_what_nvidia_smi_shows(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_ranks(1, train_run, folder, "single", (ONE, "train.max_steps=30"))
+    assert json.loads(RunDir(folder).summary.read_text())["energy"]["gpu_kwh"] > 0
+    assert list(folder.glob("nvidia-smi-*.txt"))
+
+
+@LONG
 @pytest.mark.parametrize("preset", ["single", "ddp", "fsdp"])
-def test_auto_is_the_largest_micro_batch_within_nine_tenths_of_memory(tmp_path: Path, preset: str) -> None:
+def test_auto_is_the_largest_micro_batch_within_nine_tenths_of_memory(tmp_path: Path, gpu: Gpu, preset: str) -> None:
+    image_size, limit = (64, 2000) if IS_REAL else (32, 600)  # where a CPU computes
     settings = (
-        "launch.gpus_per_node=1", "train.precision=fp32", "train.max_steps=2", "model.name=resnet18",
-        "data.name=synthetic", "data.train_size=720", "data.val_size=8", "data.test_size=8", "data.image_size=64",
+        ONE, "train.precision=fp32", "train.max_steps=2", "model.name=resnet18", "data.name=synthetic",
+        "data.train_size=720", "data.val_size=8", "data.test_size=8", f"data.image_size={image_size}",
         "train.global_batch_size=720", "monitor.loggers=[jsonl]",
     )  # fmt: skip
-    auto = (*settings, "train.micro_batch_size=auto", "train.memory_limit_mb=2000")
-    assert run_ranks(1, train_run, tmp_path / "auto", preset, auto) == ["finished"]
+    auto = (*settings, "train.micro_batch_size=auto", f"train.memory_limit_mb={limit}")
+    assert run_ranks(1, train_run, tmp_path / "auto", preset, auto, gpu=gpu) == ["finished"]
     (probed,) = read_events(RunDir(tmp_path / "auto"), "probed")
     size, sizes = probed["micro_batch_size"], micro_batch_sizes(720)
-    assert probed["peak_mb"] <= 0.9 * probed["room_mb"] <= 0.9 * 2000
+    assert probed["peak_mb"] <= 0.9 * probed["room_mb"] <= 0.9 * limit
     following = sizes[sizes.index(size) + 1]
-    run_ranks(1, train_run, tmp_path / "next", preset, (*settings, f"train.micro_batch_size={following}"))
-    told = json.loads((tmp_path / "next/summary.json").read_text())["max_memory_mb"]
+    run_ranks(1, train_run, tmp_path / "next", preset, (*settings, f"train.micro_batch_size={following}"), gpu=gpu)
+    summary = json.loads((tmp_path / "next/summary.json").read_text())
+    told = summary["max_memory_mb"] * 1.05 if IS_REAL else summary["max_memory_reserved_mb_of_ranks"][0]
     # Sizes lie up to a fifth apart; what the allocator takes is up to a twentieth more than what tensors take.
-    assert told * 1.05 > 0.9 * 2000, "the next size would not have fitted"
+    assert told > 0.9 * limit, "the next size would not have fitted"
 
 
 def _with_little_memory(env: RankEnv, folder: Path) -> str:
     """Trains a model that takes 64 MiB and more for each sample with 8 of them, in 256 MiB."""
-    torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.get_device_properties(0).total_memory)
-    settings = ("launch.gpus_per_node=1", "train.micro_batch_size=8", "monitor.memory_history=true")
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.get_device_properties(0).total_memory)
+    settings = (ONE, "train.micro_batch_size=8", "monitor.memory_history=true")
     return hungry.train_and_tell(env, folder, "single", settings)
 
 
-def test_a_gpu_without_memory_says_what_to_change_and_leaves_a_snapshot(tmp_path: Path) -> None:
-    (told,) = run_ranks(1, _with_little_memory, tmp_path / "run")
+def test_a_gpu_without_memory_says_what_to_change_and_leaves_a_snapshot(tmp_path: Path, gpu: Gpu) -> None:
+    (told,) = run_ranks(1, _with_little_memory, tmp_path / "run", gpu={**gpu, "SIM_MEMORY_MB": "256"})
     assert told.startswith("1: Rank 0 on ")
     assert "ran out of GPU memory with micro batches of 8." in told
     assert "Use train.micro_batch_size=4 (the result stays the same) or auto" in told
-    assert (tmp_path / "run/profile/oom-rank-0.pickle").stat().st_size > 0
+    (snapshot,) = (tmp_path / "run/profile").glob("oom-rank-0.*")
+    assert snapshot.stat().st_size > 0
 
 
-@pytest.mark.parametrize("preset", ["ddp", "fsdp", "zero"])
-def test_all_gpus_together_train_as_one_does(tmp_path: Path, preset: str) -> None:
-    gpus, traces = torch.cuda.device_count(), []
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "zero", "dp"])
+def test_all_gpus_together_train_as_one_does(tmp_path: Path, gpu: Gpu, preset: str) -> None:
+    gpus, traces = torch.accelerator.device_count() if IS_REAL else 2, []
     settings = ("train.max_steps=20", f"train.global_batch_size={24 * gpus}")
-    for name, ranks in (("single", 1), (preset, gpus)):
-        own = (*settings, f"launch.gpus_per_node={ranks}")
-        assert run_ranks(ranks, train_run, tmp_path / name, name, own) == ["finished"] * ranks
-        traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / name), "train")])
+    for name, ranks, visible in (("single", 1, 1), (preset, 1 if preset == "dp" else gpus, gpus)):
+        own = (*settings, f"launch.gpus_per_node={visible}")
+        assert run_ranks(ranks, train_run, tmp_path / name, name, own, gpu=gpu) == ["finished"] * ranks
+        traces.append(losses(tmp_path / name))
     assert traces[1] == pytest.approx(traces[0], rel=5e-3)
+
+
+def _words_of(env: RankEnv, folder: Path, settings: tuple[str, ...]) -> str:
+    try:
+        return train_run(env, folder, "ddp", settings)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _device_of(env: RankEnv, local_rank: int) -> str:
+    try:
+        return str(device_of_rank(local_rank))
+    except UserError as error:
+        return error.what
+
+
+@pytest.mark.skipif(IS_REAL, reason="the simulated accelerator has two devices")
+def test_more_ranks_than_devices_are_refused_and_a_mask_leaves_fewer(gpu: Gpu) -> None:
+    assert run_ranks(1, _device_of, 1, gpu=gpu) == ["sim:1"]
+    assert run_ranks(1, _device_of, 2, gpu=gpu) == ["Local rank 2 has no device: 2 visible."]
+    assert run_ranks(1, _device_of, 2, gpu={**gpu, "CUDA_VISIBLE_DEVICES": "1"}) == ["sim:0"]
+
+
+@pytest.mark.skipif(IS_REAL, reason="no real one is to be lost")
+def test_a_device_that_is_lost_ends_the_training_with_its_words(tmp_path: Path, gpu: Gpu) -> None:
+    lost = {**gpu, "SIM_LOST_AFTER": "4000"}
+    (told,) = run_ranks(1, _words_of, tmp_path / "run", (ONE, "train.max_steps=200"), gpu=lost)
+    assert told == "RuntimeError: sim: the device was lost"
+    assert "device was lost" in read_events(RunDir(tmp_path / "run"), "failed")[0]["error"]

@@ -404,7 +404,7 @@ def proof_meaning(results: Results) -> str:
         return f"{len(failed)} of {len(outcomes)} failed: {'; '.join(failed)}."
     if not results.ended:
         return f"It has not come to its end: {outcomes.count('passed')} of {len(outcomes)} have passed so far."
-    refused = f", {outcomes.count('refused')} were refused" if "refused" in outcomes else ""
+    refused = f", {outcomes.count('refused')} refused" if "refused" in outcomes else ""
     return f"Training works here: {outcomes.count('passed')} of {len(outcomes)} passed{refused}."
 
 

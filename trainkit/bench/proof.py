@@ -25,7 +25,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.data.base import derive_seed
 from trainkit.distributed.device import software
 from trainkit.distributed.process_group import Distributed, local_part
-from trainkit.errors import RunFailedError
+from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.process import environment_alone
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
@@ -134,7 +134,7 @@ class Prover(Worker):
     def _child(self, run: RunDir, until: Path | None = None) -> bool:
         """Train in a process of its own, to its end or until there is a file: then it is killed. Whether it was.
 
-        Raises RunFailedError when it fails, or takes too long.
+        Raises RunFailedError when it fails or takes too long, and RefusedError when it is refused.
         """
         deadline, log = time.monotonic() + _CHILD_SECONDS, run.path / "child.log"
         command = [sys.executable, "-m", "trainkit", "train", str(run.path)]
@@ -151,8 +151,10 @@ class Prover(Worker):
                 child.send_signal(signal.SIGKILL)
             child.wait()
         if child.returncode:
-            said = (fileio.read_end(log, 4096).strip() or "It said nothing.").splitlines()[-1]
-            raise RunFailedError("A training of its own failed.", why=said, fix=f"See {log}.")
+            said = fileio.read_end(log, 4096).strip().splitlines() or ["It said nothing."]
+            if child.returncode in (UserError.exit_code, RefusedError.exit_code):  # in three lines
+                raise RefusedError(said[-min(3, len(said))], why=said[-1], fix=f"See {log}.")
+            raise RunFailedError("A training of its own failed.", why=said[-1], fix=f"See {log}.")
         return False
 
 

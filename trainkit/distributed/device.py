@@ -23,7 +23,7 @@ import torch.distributed as c10d
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainkit import accelerators, fileio
-from trainkit.accelerators import APPLE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
+from trainkit.accelerators import APPLE, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
 from trainkit.errors import RefusedError
 from trainkit.process import granted_cpus, is_set, set_variables, visible_cpus
 from trainkit.ranks import RankEnv, device_index
@@ -32,8 +32,6 @@ from trainkit.site.profile import cpu_has_bf16
 if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed
 
-DEVICE = "TRAINKIT_DEVICE"
-"""``cpu``: train on the CPU also where GPUs are granted. For clusters whose GPUs are only names (slurm/devcluster)."""
 _UNLIMITED = 1 << 60
 
 
@@ -176,7 +174,8 @@ def seed_random(seed: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+        module = torch.get_device_module(device)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)  # dp draws on other devices, too
 
 
 def random_kept(device: torch.device) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
-from trainkit.accelerators import AMD, INTEL, NVIDIA
+from trainkit.accelerators import AMD, DEVICE, INTEL, NVIDIA
 from trainkit.config import yaml
 from trainkit.config.loading import SITE, Loaded, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
@@ -161,6 +161,8 @@ def local_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
     Args:
         root: of /sys.
     """
+    if named := re.fullmatch(r"\w+:(\d{1,4})", env.get(DEVICE, "")):
+        return visible_gpus(env.get(NVIDIA.masks[0]), int(named[1]))
     counted = {NVIDIA: _nvidia_gpus, AMD: _amd_gpus, INTEL: _intel_gpus}
     for kind, count in counted.items():
         if present := count(root):

@@ -1,0 +1,59 @@
+"""Each wait for a GPU is needed: without it the tests of training on one fail, on the simulated accelerator."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shell import PROJECT
+
+pytestmark = [pytest.mark.long]
+GPU = "tests/training/test_gpu.py"
+LOADER, SAVE, DEVICE = "trainkit/data/loader.py", "trainkit/checkpoint/save.py", "trainkit/distributed/device.py"
+PRECISION, BUILD, DP = "trainkit/training/precision.py", "trainkit/training/build.py", "trainkit/strategies/dp.py"
+# File, what is taken out of it, what stands there instead, and the test that notices.
+MISSING = {
+    "the loader's stream is not waited for": (LOADER, "user.wait_stream(stream)", "pass", "wherever"),
+    "a batch is given back while it is read": (LOADER, "item.record_stream(user)", "pass", "prefetch"),
+    "a batch stays where it was": (LOADER, "pinned(item).to(device, non_blocking=True)", "item", "prefetch"),
+    "the copies of a save are not awaited": (SAVE, "copied.synchronize()", "pass", "save_copies"),
+    "they are awaited from before they began": (SAVE, "copied.record()", "pass", "save_copies"),
+    "the copies are not pinned": (SAVE, "pin_memory=later", "pin_memory=False", "save_copies"),
+    "no optimizer hears of gradients that are no numbers": (
+        PRECISION, "optimizer.found_inf = nonfinite", "pass", "no_numbers",
+    ),
+    "the loss is not scaled": (PRECISION, "self._scaler.scale(loss).backward()", "loss.backward()", "overflow"),
+    "the GPU's random numbers are not seeded": (
+        DEVICE, 'getattr(module, "manual_seed_all", module.manual_seed)(seed)', "pass", "whole_one and ddp and fp32",
+    ),
+    "every rank computes on the first GPU": (
+        DEVICE, "device_index(local_rank, torch.accelerator.device_count())", "0", "more_ranks",
+    ),
+    "peaks go on from before": (
+        DEVICE, "torch.accelerator.reset_peak_memory_stats(self._device)", "pass", "nine_tenths and single",
+    ),
+    "the model stays on the CPU": (
+        BUILD, "to_device(plain, config, dist.device)", 'to_device(plain, config, torch.device("cpu"))', "EMA",
+    ),
+    "what replicas compute stays where it is": (DP, "copies, moved).to(first)", "copies, moved)", "together and dp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_missing_wait_is_noticed(tmp_path: Path, gpu: dict[str, str], what: str) -> None:
+    file, taken, instead, noticed_by = MISSING[what]
+    for name in ("trainkit", "tests", "jobs", "configs"):
+        shutil.copytree(PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PROJECT / "pyproject.toml", tmp_path)
+    text = (tmp_path / file).read_text("utf-8")
+    assert text.count(taken) == 1, "it stands elsewhere by now"
+    (tmp_path / file).write_text(text.replace(taken, instead), "utf-8")
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "long or not long", "-k", noticed_by)
+    command = [sys.executable, "-m", "pytest", *options, GPU]
+    env = {**os.environ, **gpu, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "1 failed" in done.stdout
