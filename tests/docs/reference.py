@@ -68,7 +68,8 @@ VARIABLES = {
     "TRAINKIT_SECRET": "what ranks of several machines must know, for `launch`",
     "TRAINKIT_TOKEN": "the invitation to a swarm, for `join`, `submit --join` and `swarm status`",
     "TRAINKIT_CONTINUE": "the run that an sbatch template goes on with",
-    "TRAINKIT_DEVICE": "the device of the ranks, such as `cpu`, in place of what is found",
+    "TRAINKIT_DEVICE": "`cpu`: not on GPUs that are granted; `npu:8`: this machine has 8 of an accelerator of a plugin",
+    "TRAINKIT_HEAD_SUFFIX": "what names of nodes end with in the network between them, such as `i`",
     "TRAINKIT_WORKAROUNDS": "`off` leaves out what trainkit changes in other libraries to start faster",
     "TRAINKIT_SSH": "the ssh program of `--host`, with its flags",
 }
