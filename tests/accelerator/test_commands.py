@@ -1,0 +1,94 @@
+"""The commands of a user whose machine has two accelerators: simulated ones, which torch loads as any plugin's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.accelerator import plugin
+
+pytestmark = [
+    pytest.mark.long, pytest.mark.skipif(torch.accelerator.is_available(), reason="a real accelerator would be taken"),
+]  # fmt: skip
+QUICK = ("train.max_steps=20", "monitor.loggers=[jsonl]", "model.width=8")
+
+
+class Machine:
+    """The folder that a user is in, and the environment."""
+
+    def __init__(self, folder: Path, place: Path, gpu: dict[str, str]) -> None:
+        self.folder = folder
+        here = {"TRAINKIT_DEVICE": "sim:2", "TRAINKIT_RUNS": str(folder / "runs")}
+        self.env = {**os.environ, **gpu, **plugin(place), **here}
+
+    def does(self, verb: str, *words: str, code: int = 0) -> str:
+        """What ``trainkit VERB`` prints."""
+        command = [sys.executable, "-m", "trainkit", verb, *words]
+        done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False)
+        assert done.returncode == code, f"{' '.join(words)}: {done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def summary(self, run: str) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
+        return told
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory, gpu: dict[str, str]) -> Machine:
+    return Machine(tmp_path_factory.mktemp("user"), tmp_path_factory.mktemp("plugin") / "site", gpu)
+
+
+@pytest.fixture(scope="module")
+def run(machine: Machine) -> str:
+    """A run on both devices."""
+    machine.does("submit", "ddp", "--gpus-per-node", "2", "--wait", "--run-dir", "runs/both", *QUICK)
+    return "both"
+
+
+def test_a_local_run_takes_both_devices(machine: Machine, run: str) -> None:
+    told = machine.summary(run)
+    assert (told["device"], told["world_size"], told["outcome"]) == ("Simulated accelerator", 2, "finished")
+
+
+def test_it_is_evaluated_and_predicts_there(machine: Machine, run: str) -> None:
+    assert "acc1" in machine.does("evaluate", run)
+    (machine.folder / "images").mkdir()
+    Image.new("L", (8, 8), 200).save(machine.folder / "images" / "one.png")
+    assert "one.png" in machine.does("predict", run, "images")
+
+
+def test_three_ranks_are_refused_where_two_devices_are(machine: Machine) -> None:
+    machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=2)
+
+
+def test_nodes_that_are_simulated_share_the_devices(machine: Machine) -> None:
+    machine.does(
+        "submit", "ddp", "--executor", "local", "--nodes", "2", "--gpus-per-node", "1", "--wait", "--preflight",
+        "--run-dir", "runs/two", *QUICK,
+    )  # fmt: skip
+    assert machine.summary("two")["device"] == "Simulated accelerator"
+
+
+def test_a_check_measures_the_devices(machine: Machine) -> None:
+    report = json.loads(machine.does("cluster", "check", "--executor", "local", "--gpus-per-node", "2", "--json"))
+    assert [report["found"][rank]["device"] for rank in ("0", "1")] == ["Simulated accelerator"] * 2
+    assert report["found"]["0"]["inside"]["gb_s"] > 0
+
+
+def test_a_bench_compares_formats_there(machine: Machine) -> None:
+    told = machine.does("bench", "amp", "single", "--gpus-per-node", "1", "--rounds", "3", "--updates", "2", "--wait")
+    assert "Simulated accelerator" in told
+    assert "largest batch" in told
+
+
+def test_training_is_proved_there(machine: Machine) -> None:
+    arms = "as-on-cpu,fp32,bf16,fp16,o2,dp,dp-resumed,ddp,ddp-resumed,zero-resumed,fsdp,fsdp-resumed,largest-batch"
+    words = ("--gpus-per-node", "2", "--wait", "--arms", f"{arms},killed-resumed")
+    told = machine.does("cluster", "check", "--train", *words)
+    assert "Training works here: 14 of 14 passed." in told
