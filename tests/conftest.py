@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from tests import scratch
-from tests.accelerator import building
 
 # Of an outer job (the suite may itself run under SLURM or torchrun), or of a person.
 FOREIGN_PREFIXES = (
@@ -72,6 +71,7 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 @pytest.fixture(scope="session")
 def gpu() -> dict[str, str]:
     """For `run_ranks`: ranks have a GPU, which is simulated where there is none (`tests.accelerator`)."""
+    from tests.accelerator import building
     from trainkit.site.profile import local_gpus
 
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.long]
 GPU = "tests/training/test_gpu.py"
 LOADER, SAVE, DEVICE = "trainkit/data/loader.py", "trainkit/checkpoint/save.py", "trainkit/distributed/device.py"
 PRECISION, BUILD, DP = "trainkit/training/precision.py", "trainkit/training/build.py", "trainkit/strategies/dp.py"
+AUGMENT, STATE, HEALTH = "trainkit/data/augment.py", "trainkit/checkpoint/state.py", "trainkit/distributed/health.py"
 # File, what is taken out of it, what stands there instead, and the test that notices.
 MISSING = {
     "the loader's stream is not waited for": (LOADER, "user.wait_stream(stream)", "pass", "wherever"),
@@ -39,6 +40,45 @@ MISSING = {
         BUILD, "to_device(plain, config, dist.device)", 'to_device(plain, config, torch.device("cpu"))', "EMA",
     ),
     "what replicas compute stays where it is": (DP, "copies, moved).to(first)", "copies, moved)", "together and dp"),
+    "replicas have no copies": (DP, "name: tensor.to(device) for", "name: tensor for", "together and dp"),
+    "nor their part of the batch": (DP, "item.to(device) for item in part", "item for item in part", "together and dp"),
+    "the data stay on the CPU": (LOADER, "(part.images.to(device), part", "(part.images, part", "wherever"),
+    "the labels do": (LOADER, ", part.labels.to(device))", ", part.labels)", "EMA"),
+    "what is drawn for an epoch does": (LOADER, "draw(keys).to(device, non_blocking=True)", "draw(keys)", "mixing"),
+    "the order of an epoch does": (LOADER, "share.to(device, non_blocking=True)", "share", "mixing"),
+    "scale and shift do": (
+        "trainkit/data/base.py", "dtype=torch.float32).to(device, non_blocking=True)", "dtype=torch.float32)", "EMA",
+    ),
+    "the order of RandAugment does": (
+        AUGMENT, "order.to(images.device, non_blocking=True)", "order", "wherever",
+    ),
+    "the order before it does": (
+        AUGMENT, "places.argsort().to(images.device, non_blocking=True)", "places.argsort()", "wherever",
+    ),
+    "the pixels of a rotation do": (
+        AUGMENT, ".flatten().to(device, non_blocking=True)", ".flatten()", "wherever",
+    ),
+    "what is drawn for pairs does": (
+        AUGMENT, "width).to(images.device, non_blocking=True)", "width)", "mixing",
+    ),
+    "what fills an erased part does": (
+        AUGMENT, "_NOISE).to(device, non_blocking=True)", "_NOISE)", "wherever",
+    ),
+    "where a part is erased does": (
+        AUGMENT, "(item.to(device, non_blocking=True) for item in (sides", "(item for item in (sides", "mixing",
+    ),
+    "the weights of classes do": (
+        "trainkit/tasks/classification.py", "self._weights.to(target.device)", "self._weights", "weights",
+    ),
+    "shards are sent before they are on the device": (
+        STATE, "value.to(self._dist.device).contiguous()", "value.contiguous()", "whole_one and fsdp",
+    ),
+    "zero does not wait for what others send": (
+        "trainkit/strategies/zero.py", "work.wait()", "pass", "together and zero",
+    ),
+    "a bandwidth is told before it is measured": (
+        HEALTH, "group.allreduce([seconds], options).wait()", "group.allreduce([seconds], options)", "check_measures",
+    ),
 }  # fmt: skip
 
 
@@ -52,7 +92,7 @@ def test_a_missing_wait_is_noticed(tmp_path: Path, gpu: dict[str, str], what: st
     assert text.count(taken) == 1, "it stands elsewhere by now"
     (tmp_path / file).write_text(text.replace(taken, instead), "utf-8")
     options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "long or not long", "-k", noticed_by)
-    command = [sys.executable, "-m", "pytest", *options, GPU]
+    command = [sys.executable, "-m", "pytest", *options, GPU, "tests/accelerator/test_commands.py"]
     env = {**os.environ, **gpu, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
