@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import backend_registration
 
 from tests.accelerator.building import build, extension, why_not
 
@@ -223,9 +224,9 @@ def _register() -> Any:
     made = _load()
     lost_after = int(os.environ.get("SIM_LOST_AFTER") or -1)
     made.start(len(_VISIBLE), _MEMORY, lost_after, int(os.environ.get("SIM_SEED") or 0))
-    torch.utils.rename_privateuse1_backend("sim")
+    backend_registration.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sys.modules[__name__])
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _simccl, devices=["sim"])
     return made
 

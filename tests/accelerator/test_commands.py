@@ -64,12 +64,12 @@ def test_it_is_evaluated_and_predicts_there(machine: Machine, run: str) -> None:
 
 
 def test_three_ranks_are_refused_where_two_devices_are(machine: Machine) -> None:
-    machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=2)
+    machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=3)
 
 
 def test_nodes_that_are_simulated_share_the_devices(machine: Machine) -> None:
     machine.does(
-        "submit", "ddp", "--executor", "local", "--nodes", "2", "--gpus-per-node", "1", "--wait", "--preflight",
+        "submit", "ddp", "--executor", "local", "--nodes", "2", "--gpus-per-node", "1", "--wait",
         "--run-dir", "runs/two", *QUICK,
     )  # fmt: skip
     assert machine.summary("two")["device"] == "Simulated accelerator"
@@ -81,10 +81,10 @@ def test_a_check_measures_the_devices(machine: Machine) -> None:
     assert report["found"]["0"]["inside"]["gb_s"] > 0
 
 
-def test_a_bench_compares_formats_there(machine: Machine) -> None:
-    told = machine.does("bench", "amp", "single", "--gpus-per-node", "1", "--rounds", "3", "--updates", "2", "--wait")
+def test_a_bench_splits_batches_over_both_devices(machine: Machine) -> None:
+    told = machine.does("bench", "dp-inference", "--gpus-per-node", "2", "--arms", "4,16", "--updates", "2", "--wait")
     assert "Simulated accelerator" in told
-    assert "largest batch" in told
+    assert "DataParallel, 16" in told
 
 
 def test_training_is_proved_there(machine: Machine) -> None:

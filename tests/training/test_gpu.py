@@ -72,7 +72,13 @@ VARIED = {
     "accumulation": ("train.micro_batch_size=16",),
     "EMA": ("train.ema_decay=0.9",),
     "checkpointing": ("model.name=tests.training.hollow_models:stacked", "train.activation_checkpointing=full"),
-    "mixing": ("augment.mixup_alpha=0.8", "augment.cutmix_alpha=1", "augment.random_erasing_prob=0.5"),
+    "mixing": (
+        "augment.mixup_alpha=0.8",
+        "augment.cutmix_alpha=1",
+        "augment.random_erasing_prob=0.5",
+        "augment.random_erasing_mode=pixel",
+        "augment.rand_augment_ops=2",
+    ),
     "weights": ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]", "train.label_smoothing=0.1"),
     "clipping": ("train.grad_clip_norm=0.1", "model.dropout=0.0"),
 }
