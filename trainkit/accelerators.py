@@ -28,8 +28,6 @@ class Kind:
     """As torch calls it."""
     masks: tuple[str, ...] = ()
     """Variables that leave a process some of a node's devices; ranks are given the first one."""
-    backend: str = ""
-    """The library that carries its tensors between ranks."""
     formats: tuple[str, ...] = ()
     """Number formats that all of its models multiply themselves, the fastest that trains well first; none: ask."""
     lacks: frozenset[str] = frozenset()
@@ -40,14 +38,14 @@ class Kind:
 
 
 _HALF = ("bf16", "fp16", "fp32")
-NVIDIA = Kind("NVIDIA", "cuda", ("CUDA_VISIBLE_DEVICES",), "nccl")
-# torch built for ROCm calls AMD's GPUs cuda, and RCCL nccl; HIP honours the variable of CUDA, too.
-AMD = Kind("AMD", "cuda", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "nccl", _HALF)
-INTEL = Kind("Intel", "xpu", ("ZE_AFFINITY_MASK",), "xccl", _HALF, frozenset({REPLICATES}))
+NVIDIA = Kind("NVIDIA", "cuda", ("CUDA_VISIBLE_DEVICES",))
+# torch built for ROCm calls AMD's GPUs cuda; HIP honours the variable of CUDA, too.
+AMD = Kind("AMD", "cuda", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), _HALF)
+INTEL = Kind("Intel", "xpu", ("ZE_AFFINITY_MASK",), _HALF, frozenset({REPLICATES}))
 # torch.compile for it is a prototype; gloo takes none of its tensors, even of one rank.
 _APPLE_LACKS = frozenset({COMPILES, EXCHANGES, PINS, REPLICATES, SYNCHRONIZES_BATCHNORM, TELLS_ALLOCATIONS})
 APPLE = Kind("Apple", "mps", formats=("fp32", "fp16", "bf16"), lacks=_APPLE_LACKS)
-CPU = Kind("CPU", "cpu", backend="gloo", lacks=frozenset({SYNCHRONIZES_BATCHNORM}))
+CPU = Kind("CPU", "cpu", lacks=frozenset({SYNCHRONIZES_BATCHNORM}))
 _KINDS = (NVIDIA, INTEL, APPLE, CPU)
 MAKERS = (NVIDIA, AMD, INTEL, APPLE)
 ROCR = "ROCR_VISIBLE_DEVICES"
