@@ -15,7 +15,7 @@ from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, TrainkitError
 from trainkit.launch.plan import Plan, Row, config_rows, make_plan, plan_rows, validate
 from trainkit.schedulers.base import Start, named
-from trainkit.site.profile import ON_CPUS, ON_GPUS, Site, cpu_has_bf16
+from trainkit.site.profile import ON_CPUS, ON_GPUS, Site, cpu_formats
 from trainkit.start import by_names
 
 DERIVED = "derived"
@@ -61,7 +61,7 @@ def _precision(plan: Plan, config: Config) -> Row:
     if value == "auto" and (plan.gpus_per_node or named(plan.executor).batch):
         why = ON_GPUS if plan.gpus_per_node else ON_CPUS
     elif value == "auto":
-        value, why = "bf16" if cpu_has_bf16() else "fp32", f"this machine's; auto is {ON_CPUS}"
+        value, why = cpu_formats()[0], f"this machine's; auto is {ON_CPUS}"
     return "precision", value, DERIVED, why
 
 

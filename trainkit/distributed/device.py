@@ -27,7 +27,7 @@ from trainkit.accelerators import APPLE, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS,
 from trainkit.errors import RefusedError
 from trainkit.process import granted_cpus, is_set, set_variables, visible_cpus
 from trainkit.ranks import RankEnv, device_index
-from trainkit.site.profile import cpu_has_bf16
+from trainkit.site.profile import cpu_formats
 
 if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed
@@ -223,7 +223,7 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
         generation = torch.cuda.get_device_capability(device)
         return ("bf16", "tf32", "fp16", "fp32") if generation >= (8, 0) else ("fp16", "fp32")[generation < (7, 0) :]
     if device.type == "cpu":
-        return ("bf16", "fp32") if cpu_has_bf16() else ("fp32",)
+        return cpu_formats()
     if kind.formats:
         return kind.formats
     has = torch.accelerator.get_device_capability(device)["supported_dtypes"]

@@ -202,6 +202,11 @@ def _intel_gpus(root: Path) -> int:
     return found
 
 
+def cpu_formats() -> tuple[str, ...]:
+    """Number formats that this machine's processor multiplies itself, the fastest that trains well first."""
+    return ("bf16", "fp32") if cpu_has_bf16() else ("fp32",)
+
+
 def cpu_has_bf16() -> bool:
     """Whether this machine's processor multiplies bf16 itself."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16"})
