@@ -220,14 +220,15 @@ def distributed(
         place = HashStore()  # alone: no port, so none in use
     elif place is None:
         place = meet(env, secret, timeout)
+    carriers = backends(device)
     with interfaces_set(env, place, named=interface):
         c10d.init_process_group(
-            backends(device),
+            carriers,
             store=PrefixStore(name, place) if name else place,
             rank=env.rank,
             world_size=env.world_size,
             timeout=collective_timeout or timeout,
-            device_id=device if ":" in backends(device) else None,
+            device_id=device if ":" in carriers else None,
         )
         try:
             dist = Distributed(env, device)

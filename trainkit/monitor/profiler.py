@@ -87,6 +87,8 @@ class Profiler:
         self.next = self._steps[1] if self._steps is not None and is_planned else step + ON_REQUEST
 
     def _end(self, step: int) -> None:
+        from torch.profiler import supported_activities
+
         assert self._running is not None
         (began, running), self._running = self._running, None
         self.next = self._steps[0] if self._steps is not None and self._steps[0] > step else _NEVER
@@ -96,8 +98,6 @@ class Profiler:
             fileio.make_folder(folder, run)
             with fileio.replacing(folder / f"{name}.json.gz", run) as out:
                 running.export_chrome_trace(out.name)
-            from torch.profiler import supported_activities
-
             sort_by = "self_device_time_total" if len(supported_activities()) > 1 else "self_cpu_time_total"
             fileio.write(folder / f"{name}.txt", running.key_averages().table(sort_by=sort_by, row_limit=_ROWS), run)
             print(f"Profile: {folder / name}.json.gz", flush=True)

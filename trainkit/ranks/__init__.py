@@ -358,8 +358,8 @@ class RankEnv:
 def device_index(local_rank: int, visible_device_count: int) -> int:
     """The index, among the devices visible to this process, of the one it should use.
 
-    The mask is taken as it is: under ``--gpus-per-node`` each task sees all devices of the job
-    on its node, under ``--gpus-per-task=1`` only its own, which then is number 0.
+    The mask is taken as it is: under ``--gpus-per-node`` each task sees all devices of the job on its node, under
+    ``--gpus-per-task=1`` only its own, which then is number 0.
     """
     if visible_device_count == 1:
         return 0
