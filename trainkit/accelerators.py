@@ -36,6 +36,10 @@ class Kind:
         """Whether torch gives it that feature, one of those above."""
         return feature not in self.lacks
 
+    def mask_in(self, env: Mapping[str, str]) -> str | None:
+        """What hides some of its devices from a process with that environment; None: nothing does."""
+        return next((env[mask] for mask in self.masks if mask in env), None)
+
 
 _HALF = ("bf16", "fp16", "fp32")
 NVIDIA = Kind("NVIDIA", "cuda", ("CUDA_VISIBLE_DEVICES",))
@@ -63,7 +67,7 @@ def mask_variables(env: Mapping[str, str], first: int, last: int) -> dict[str, s
     ``env``, whoever has made them; none where both are equal."""
 
     def of(kind: Kind) -> str:
-        inherited = next((env[mask] for mask in kind.masks if mask in env), None)
+        inherited = kind.mask_in(env)
         devices = list(map(str, range(last))) if inherited is None else inherited.split(",")
         return ",".join(devices[first:last])
 

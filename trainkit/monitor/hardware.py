@@ -246,7 +246,7 @@ def _nvidia(masks: Mapping[str, str]) -> Gpus | None:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
         return Gpus(
-            {index: handles[index] for index in visible_indices(masks.get(NVIDIA.masks[0]), uuids)},
+            {index: handles[index] for index in visible_indices(NVIDIA.mask_in(masks), uuids)},
             {
                 "util_percent": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
                 "memory_used_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),

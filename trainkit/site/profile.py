@@ -162,12 +162,11 @@ def local_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
         root: of /sys.
     """
     if named := re.fullmatch(r"\w+:(\d{1,4})", env.get(DEVICE, "")):
-        return visible_gpus(env.get(NVIDIA.masks[0]), int(named[1]))
+        return visible_gpus(NVIDIA.mask_in(env), int(named[1]))
     counted = {NVIDIA: _nvidia_gpus, AMD: _amd_gpus, INTEL: _intel_gpus}
     for kind, count in counted.items():
         if present := count(root):
-            masks = [env[mask] for mask in kind.masks if mask in env]
-            return visible_gpus(masks[0] if masks else None, present)
+            return visible_gpus(kind.mask_in(env), present)
     return int(sys.platform == "darwin" and platform.machine() == "arm64")
 
 
