@@ -28,11 +28,11 @@ class Machine:
         self.env = {**os.environ, **gpu, **plugin(place), **here}
 
     def does(self, verb: str, *words: str, code: int = 0) -> str:
-        """What ``trainkit VERB`` prints."""
+        """What ``trainkit VERB`` prints, its errors included."""
         command = [sys.executable, "-m", "trainkit", verb, *words]
         done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False)
         assert done.returncode == code, f"{' '.join(words)}: {done.stdout}\n{done.stderr}"
-        return done.stdout
+        return done.stdout + done.stderr
 
     def summary(self, run: str) -> dict[str, Any]:
         told: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
@@ -64,7 +64,8 @@ def test_it_is_evaluated_and_predicts_there(machine: Machine, run: str) -> None:
 
 
 def test_three_ranks_are_refused_where_two_devices_are(machine: Machine) -> None:
-    machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=3)
+    said = machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=3)
+    assert "3 GPUs are asked for, and this machine does not have them" in said
 
 
 def test_nodes_that_are_simulated_share_the_devices(machine: Machine) -> None:
@@ -76,7 +77,8 @@ def test_nodes_that_are_simulated_share_the_devices(machine: Machine) -> None:
 
 
 def test_a_check_measures_the_devices(machine: Machine) -> None:
-    report = json.loads(machine.does("cluster", "check", "--executor", "local", "--gpus-per-node", "2", "--json"))
+    told = machine.does("cluster", "check", "--executor", "local", "--gpus-per-node", "2", "--json")
+    report = json.loads(told[: told.rindex("}") + 1])
     assert [report["found"][rank]["device"] for rank in ("0", "1")] == ["Simulated accelerator"] * 2
     assert report["found"]["0"]["inside"]["gb_s"] > 0
 

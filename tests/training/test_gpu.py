@@ -231,19 +231,19 @@ def test_rand_augment_does_not_wait_for_the_gpu(number: int) -> None:
         assert torch.equal(made.cpu(), here)
 
 
-def _batches_alike(env: RankEnv) -> None:
+def _batches_alike(env: RankEnv) -> bool:
     dist = Distributed(RankEnv.single(), device_of_rank(0))
     there, here = (parts_of(*ALL, f"data.device={where}", dist=dist) for where in ("auto", "cpu"))
     assert there.splits.train.images.device.type != "cpu"  # type: ignore[attr-defined]
-    for one, other in zip(batches_of(there, 3), batches_of(here, 3), strict=True):
-        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(one, other, strict=True))
+    pairs = zip(batches_of(there, 3), batches_of(here, 3), strict=True)
+    return all(torch.equal(a.cpu(), b.cpu()) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 def test_a_batch_is_the_same_wherever_the_data_lies(gpu: Gpu) -> None:
-    run_ranks(1, _batches_alike, gpu=gpu)
+    assert run_ranks(1, _batches_alike, gpu=gpu) == [True]
 
 
-def _saved(env: RankEnv, folder: Path) -> None:
+def _saved(env: RankEnv, folder: Path) -> bool:
     device = device_of_rank(0)
     model = nn.Linear(512, 512, device=device)
     checkpoints = Checkpoints(folder, keep=1, dist=Distributed(RankEnv.single(), device), asynchronous=True)
@@ -255,12 +255,12 @@ def _saved(env: RankEnv, folder: Path) -> None:
                 model.weight.fill_(9.0)
             checkpoints.settle()
             assert bool((tensors(folder)["weight"] == value).all())
-    assert all(buffer.is_pinned() for named in checkpoints._copies.values() for buffer in named.values())
+    return all(buffer.is_pinned() for named in checkpoints._copies.values() for buffer in named.values())
 
 
 def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path, gpu: Gpu) -> None:
     """The copies are the GPU's, into pinned memory, and are awaited before they are written."""
-    run_ranks(1, _saved, tmp_path, gpu=gpu)
+    assert run_ranks(1, _saved, tmp_path, gpu=gpu) == [True]
 
 
 def _timed(env: RankEnv) -> tuple[float, float, dict[str, float]]:
