@@ -51,7 +51,7 @@ class Prover(Worker):
     def do_learn(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Losses of some updates."""
         parts = self._built(dist, order)
-        return {"losses": self._updates(parts, 0, UPDATES), "seconds": 1.0, "updates": UPDATES}
+        return {"losses": self._updates(parts, 0, UPDATES)}
 
     def do_reference(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The same on the CPU, by this rank alone."""
@@ -84,16 +84,17 @@ class Prover(Worker):
 
     def do_killed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The same of a process of its own, which is killed."""
-        weights = []
+        weights, gpus = [], 0 if dist.device.type == "cpu" else "auto"
         for kills in (False, True):
             folder = self.run / "proof" / ("killed" if kills else "whole")
             settings = (
-                "launch.gpus_per_node=auto", f"train.max_steps={_KILLED_STEPS}", "monitor.loggers=[jsonl]",
-                f"checkpoint.every_steps={_KILLED_EVERY}", "train.eval_every_epochs=1000", *self._device(dist),
+                f"launch.gpus_per_node={gpus}", f"train.max_steps={_KILLED_STEPS}", "monitor.loggers=[jsonl]",
+                f"checkpoint.every_steps={_KILLED_EVERY}", "train.eval_every_epochs=1000",
             )  # fmt: skip
             run = RunDir.create(folder, to_yaml(load("single", settings).config))
             if kills and not self._child(run, until=run.checkpoints / "latest"):
-                raise RunFailedError("It had ended before it could be killed.", why="It is that fast.", fix="None.")
+                what, why = "It had ended before it could be killed.", f"It makes {_KILLED_STEPS} updates that fast."
+                raise RunFailedError(what, why=why, fix="Try it again beside other work.")
             self._child(run)
             content = fileio.read_bytes(run.checkpoints / "latest" / "model.safetensors", follow=True)
             weights.append(hashlib.sha256(content).hexdigest())
@@ -126,10 +127,6 @@ class Prover(Worker):
                 mean = dist.all_reduce_sum(made.loss.detach().double().cpu()).item() / dist.world_size
                 losses.append(mean if math.isfinite(mean) else None)
         return losses
-
-    @staticmethod
-    def _device(dist: Distributed) -> tuple[str, ...]:
-        return () if dist.device.type != "cpu" else ("launch.gpus_per_node=0",)
 
     def _child(self, run: RunDir, until: Path | None = None) -> bool:
         """Train in a process of its own, to its end or until there is a file: then it is killed. Whether it was.
@@ -223,15 +220,11 @@ class Proof(Driver):
             return "failed", "", "the loss is not a number"
         pairs = zip(losses, self._reference, strict=True)
         apart = max(abs(loss / other - 1) for loss, other in pairs if loss and other)
-        figure, most = f"loss {losses[-1]:.4f}, apart {100 * apart:.2g} %", self._most_apart(arm)
+        most = _LIKE if "train.precision=fp32" in arm.overrides else _ROUNDED
+        figure = f"loss {losses[-1]:.4f}, apart {100 * apart:.2g} %"
         if not apart <= most:
             return "failed", figure, f"the losses are further apart from those of the CPU than {100 * most:.2g} %"
         return "passed", figure, ""
-
-    @staticmethod
-    def _most_apart(arm: Arm) -> float:
-        is_fp32 = "train.precision=fp32" in arm.overrides
-        return _LIKE if is_fp32 else _ROUNDED
 
 
 def _digest(parts: TrainState) -> str:
