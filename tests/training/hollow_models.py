@@ -37,8 +37,8 @@ def large(info: DataInfo) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 1024), *blocks, nn.Linear(1024, info.num_classes))
 
 
-def stacked(info: DataInfo) -> nn.Sequential:
+def stacked(info: DataInfo, *, dropout: float = 0.1) -> nn.Sequential:
     """Four blocks with BatchNorm and dropout."""
     pixels = info.in_chans * info.image_size**2
-    blocks = (nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4))
+    blocks = (nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(dropout)) for _ in range(4))
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 128), *blocks, nn.Linear(128, info.num_classes))

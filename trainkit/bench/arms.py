@@ -34,14 +34,17 @@ PROOFS = (
     "killed-resumed", "largest-batch", "all-reduce-1-mib", "all-reduce-64-mib", "loader", *LARGE_MODELS, "cifar10-94",
 )  # fmt: skip
 """The arms of bench proof."""
+PHOTOS = (
+    "data.name=synthetic", "data.image_size=224", "data.num_classes=1000", "data.val_size=8", "data.test_size=8",
+)  # fmt: skip
 ENOUGH = 0.95
 """Share of the highest rate beyond which more memory or processes gain nothing."""
 HEADROOM = 0.1
 """Share of the memory that stays free."""
 LONGEST_UPDATE = 15.0
 """Seconds of one update, after which larger ones are not tried."""
-_LARGE_MB = 16_000
-"""A GPU with as much memory trains a large model with many images at once."""
+_LARGE = ((40_000, 256), (16_000, 128), (0, 2))
+"""Images that a GPU with as many MiB trains a large model with at once."""
 _SMALLEST = 8
 """Batches down to this fraction of the configuration's are tried."""
 
@@ -375,17 +378,17 @@ def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm |
             found += [replace(arm, overrides=settings, work="learn", series="strategy")]
             found += [replace(arm, name=f"{arm.name}-resumed", overrides=settings, work="resume", base="")]
     found.append(Arm("killed-resumed", (), (0,), "killed"))
-    found.append(Arm("largest-batch", ("strategy.name=single",), (0,), "largest"))
+    each = next(images for room_mb, images in _LARGE if (where.gpu and where.room_mb > room_mb) or not room_mb)
+    large = (f"model.name={LARGE_MODELS[0]}", *PHOTOS, "train.channels_last=true") if each > 2 else ()
+    found.append(Arm("largest-batch", ("strategy.name=single", *large), (0,), "largest"))
     if where.world_size > 1:
         found += [Arm(f"all-reduce-{size >> 20}-mib", (), everybody, "reduce", size) for size in (1 << 20, 1 << 26)]
     else:
         found.append(LeftOut("all-reduce", "it takes two ranks"))
     found.append(Arm("loader", same, None, "feed"))
     for model in LARGE_MODELS:
-        each = 128 if where.gpu and where.room_mb > _LARGE_MB else 2
         settings = (
-            f"model.name={model}", "data.name=synthetic", "data.image_size=224", "data.num_classes=1000",
-            f"data.train_size={8 * each * where.world_size}", "data.val_size=8", "data.test_size=8",
+            f"model.name={model}", *PHOTOS, f"data.train_size={8 * each * where.world_size}",
             f"train.global_batch_size={each * where.world_size}", "train.channels_last=true",
         )  # fmt: skip
         found.append(Arm(model, settings, None, "speed", each))

@@ -23,6 +23,7 @@ from trainkit.bench.run import ArmFailedError, Driver, Order, Worker
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load, to_yaml
 from trainkit.data.base import derive_seed
+from trainkit.diagnosis.causes import sentence_for
 from trainkit.distributed.device import software
 from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RefusedError, RunFailedError, UserError
@@ -31,18 +32,24 @@ from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import TrainState
-from trainkit.training.timing import mfu
+from trainkit.training.timing import DATA, mfu
 from trainkit.training.update import Updater
 
 UPDATES = 20
 """Of a training whose losses are compared."""
 _LIKE, _ROUNDED = 5e-3, 0.03
 """By which share of it a loss may differ from that of the CPU in fp32: with other sums, and in other formats."""
+_WAITS = 0.05
+"""A share of the time from which on a figure says that training waited."""
 _SAVED = 8
 """Updates before the checkpoint that a training goes on from."""
 _KILLED_STEPS, _KILLED_EVERY = 300, 20
 _CHILD_SECONDS = 240.0
-_FED_UPDATES, _SPEED_UPDATES, _REDUCES = 20, 10, 10
+_FED_UPDATES, _REDUCES = 20, 10
+_FEW, _MANY = 10, 40
+"""Updates of a large model, with few images each and with many."""
+_SAME_BITS = "train.deterministic=true"
+"""For trainings whose weights are compared: a GPU's quickest kernels add in another order each time."""
 
 
 class Prover(Worker):
@@ -55,15 +62,22 @@ class Prover(Worker):
 
     def do_reference(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The same on the CPU, by this rank alone."""
-        made = self.do_learn(Distributed(RankEnv.single(), torch.device("cpu")), order)
-        return made | {"software": software(dist.device)}
+        return self.do_learn(Distributed(RankEnv.single(), torch.device("cpu")), order)
+
+    def do_software(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Versions of what trains here."""
+        return software(dist.device)
 
     def do_resume(self, dist: Distributed, order: Order) -> dict[str, Any]:
-        """Whether a training that goes on from a checkpoint ends with the weights of one that was not interrupted."""
+        """Whether a training that goes on from a checkpoint ends with the weights of one that was not interrupted.
+
+        And if not, whether two that were not end alike.
+        """
         if dist.is_main:
             fileio.make_folder(self.run / "proof", self.run)
         folder = self.run / "proof" / hashlib.sha256(str(order["overrides"]).encode()).hexdigest()[:8]
-        parts, ends = self._built(dist, order), list[str]()
+        order = {**order, "overrides": [*order["overrides"], _SAME_BITS]}
+        parts = self._built(dist, order)
         checkpoints = Checkpoints(folder, keep=1, dist=dist, asynchronous=True)
         self._updates(parts, 0, _SAVED)
         state = {"precision": parts.precision.state_dict()}
@@ -72,15 +86,18 @@ class Prover(Worker):
         )
         self._updates(parts, _SAVED, UPDATES)
         checkpoints.settle()
-        ends.append(_digest(parts))
+        whole = _digest(parts)
         parts = self._built(dist, order)
         restored = checkpoints.restore(parts.model, parts.optimizer, into=parts.further_tensors())
         assert restored is not None
         parts.precision.load_state_dict(restored.state["precision"])
         self._updates(parts, _SAVED, UPDATES)
         checkpoints.close()
-        ends.append(_digest(parts))
-        return {"same": ends[0] == ends[1]}
+        if _digest(parts) == whole:
+            return {"same": True, "steady": True}
+        parts = self._built(dist, order)
+        self._updates(parts, 0, UPDATES)
+        return {"same": False, "steady": _digest(parts) == whole}
 
     def do_killed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The same of a process of its own, which is killed."""
@@ -89,7 +106,7 @@ class Prover(Worker):
             folder = self.run / "proof" / ("killed" if kills else "whole")
             settings = (
                 f"launch.gpus_per_node={gpus}", f"train.max_steps={_KILLED_STEPS}", "monitor.loggers=[jsonl]",
-                f"checkpoint.every_steps={_KILLED_EVERY}", "train.eval_every_epochs=1000",
+                f"checkpoint.every_steps={_KILLED_EVERY}", "train.eval_every_epochs=1000", _SAME_BITS,
             )  # fmt: skip
             run = RunDir.create(folder, to_yaml(load("single", settings).config))
             if kills and not self._child(run, until=run.checkpoints / "latest"):
@@ -100,13 +117,19 @@ class Prover(Worker):
             weights.append(hashlib.sha256(content).hexdigest())
         return {"same": weights[0] == weights[1]}
 
+    def do_largest(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """The largest batch that fits, and with it the data of this arm, which may be another's."""
+        self.do_data(dist, order)
+        return super().do_largest(dist, order)
+
     def do_speed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Images a second of a large model, and what share that is of what the devices could."""
         self.do_data(dist, order)
         parts = self._built(dist, order)
         made = self._trained(parts, order)
         speed = made["images"] / max(made["seconds"], 1e-9)
-        return {"speed": speed, "mfu": mfu(parts, speed), "precision": parts.precision.name}
+        waits = made["parts"].get(DATA, 0.0) / max(made["seconds"], 1e-9)
+        return {"speed": speed, "mfu": mfu(parts, speed), "precision": parts.precision.name, "waits": waits}
 
     def do_recipe(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Test accuracy of the recipe that trains CIFAR-10 in the least time."""
@@ -138,10 +161,13 @@ class Prover(Worker):
         with fileio.append(log, run.path) as out:
             child = subprocess.Popen(command, env=environment_alone(), stdout=out, stderr=out, start_new_session=True)
         try:
-            while child.poll() is None and time.monotonic() < deadline:
+            while child.poll() is None:
                 self.beat()
                 if until is not None and until.exists():
                     return True
+                if time.monotonic() > deadline:
+                    what, why = "A training of its own took too long.", f"It had {_CHILD_SECONDS:.0f} s."
+                    raise RunFailedError(what, why=why, fix=f"See {log}.")
                 time.sleep(0.02)
         finally:
             if child.poll() is None:
@@ -151,7 +177,8 @@ class Prover(Worker):
             said = fileio.read_end(log, 4096).strip().splitlines() or ["It said nothing."]
             if child.returncode in (UserError.exit_code, RefusedError.exit_code):  # in three lines
                 raise RefusedError(said[-min(3, len(said))], why=said[-1], fix=f"See {log}.")
-            raise RunFailedError("A training of its own failed.", why=said[-1], fix=f"See {log}.")
+            cause = sentence_for("\n".join(said)) or "A training of its own failed."
+            raise RunFailedError(cause, why=said[-1], fix=f"See {log}.")
         return False
 
 
@@ -160,14 +187,16 @@ class Proof(Driver):
 
     def drive(self) -> str:
         arms, _ = self.begin()
-        first = arms[0]
-        try:
-            (told,) = self._ask(Arm("reference", first.overrides, (0,), "reference"))
-        except ArmFailedError as error:
-            what = "Not even the CPU could train, so there is nothing to compare with."
-            raise RunFailedError(what, why=f"{error}.", fix="Mend that first.") from None
-        self._reference = told["losses"]
-        self._write("software", versions=told["software"])
+        (versions,) = self._ask(Arm("software", (), (0,), "software"))
+        self._write("software", versions=versions)
+        first = next((arm for arm in arms if arm.work == "learn"), None)
+        if first is not None:
+            try:
+                (told,) = self._ask(Arm("reference", first.overrides, (0,), "reference"))
+            except ArmFailedError as error:
+                what = "Not even the CPU could train, so there is nothing to compare with."
+                raise RunFailedError(what, why=f"{error}.", fix="Mend that first.") from None
+            self._reference = told["losses"]
         for arm in arms:
             if self.stop.requested:
                 self._end("It was told to stop.")
@@ -176,7 +205,7 @@ class Proof(Driver):
             try:
                 outcome, figure, why = self._proved(arm)
             except ArmFailedError as error:
-                outcome, figure, why = "refused" if error.refused else "failed", "", str(error)
+                outcome, figure, why = "refused" if error.refused else "failed", "", explained(error)
             took = round(time.monotonic() - began, 1)
             self._write("proved", arm=arm.name, outcome=outcome, figure=figure, why=why, seconds=took)
         self._end("")
@@ -190,8 +219,11 @@ class Proof(Driver):
         if arm.work == "learn":
             return self._judged(arm, one["losses"])
         if arm.work in ("resume", "killed"):
-            same = all(each["same"] for each in told)
-            return ("passed", "the same weights", "") if same else ("failed", "", "it ended with other weights")
+            if all(each["same"] for each in told):
+                return "passed", "the same weights", ""
+            steady = all(each.get("steady", True) for each in told)
+            why = "it ended with other weights" if steady else "two trainings end with other weights, uninterrupted"
+            return "failed", "", why
         if arm.work == "largest":
             return "passed", f"{min(each['size'] for each in told)} images, {one['peak_mb']:,.0f} MiB", ""
         if arm.work == "reduce":
@@ -203,14 +235,15 @@ class Proof(Driver):
             said = f"{one['acc1']:.2f} % in {one['took']:.0f} s"
             return ("passed", said, "") if is_good else ("failed", said, "less than 94 %")
         share = "" if one["mfu"] is None else f", MFU {one['mfu']:.1f} %"
-        return "passed", f"{one['speed']:,.1f} images/s in {one['precision']}{share}", ""
+        waits = f", {100 * one['waits']:.0f} % of it waiting for data" if one["waits"] >= _WAITS else ""
+        return "passed", f"{one['speed']:,.1f} images/s in {one['precision']}{share}{waits}", ""
 
     @staticmethod
     def _asked(arm: Arm) -> Mapping[str, Any]:
         sizes = [1 << power for power in range(1, 17)]
         asked: dict[str, Mapping[str, Any]] = {
             "largest": {"sizes": sizes}, "reduce": {"updates": _REDUCES}, "feed": {"updates": _FED_UPDATES},
-            "speed": {"updates": _SPEED_UPDATES},
+            "speed": {"updates": _MANY if arm.size >= 100 else _FEW},
         }  # fmt: skip
         return asked.get(arm.work, {})
 
@@ -225,6 +258,12 @@ class Proof(Driver):
         if not apart <= most:
             return "failed", figure, f"the losses are further apart from those of the CPU than {100 * most:.2g} %"
         return "passed", figure, ""
+
+
+def explained(error: ArmFailedError) -> str:
+    """Why an arm failed: the sentence of the cause that its error shows, where one is known, and its words."""
+    cause = "" if error.refused else sentence_for(error.raised)
+    return f"{cause} ({error})" if cause else str(error)
 
 
 def _digest(parts: TrainState) -> str:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from trainkit import fileio, terminal
@@ -217,9 +217,16 @@ def for_others(results: Results, records: Iterable[Mapping[str, Any]]) -> str:
         cells = re.sub(rf"\b{re.escape(host)}\b", "NODE", cells)
     cells = re.sub(r"(?<![\w.])(/[^\s/|'\"]+)+", "PATH", cells)
     day = time.strftime("%Y-%m-%d", time.gmtime(float(began.get("time", 0.0))))
-    software = ", ".join(f"{name} {version}" for name, version in {"trainkit": version(OURS), **versions}.items())
+    software = ", ".join(f"{name} {number}" for name, number in {"trainkit": _own_version(), **versions}.items())
     table = f"| arm | outcome | figure | why |\n|---|---|---|---|\n{cells}"
     return f"# {results.bench.question}\n\n{results.meaning}\n\n{day}: {began.get('place')}; {software}.\n\n{table}\n"
+
+
+def _own_version() -> str:
+    try:
+        return version(OURS)
+    except PackageNotFoundError:
+        return "of a checkout that is not installed"
 
 
 def page(run: BenchDir) -> list[str]:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -47,6 +48,8 @@ from trainkit.training.update import Updater
 
 WARM_UP = 4
 """Updates before those that are measured: libraries choose their algorithms, and the allocator fills its cache."""
+_SAID = 4096
+"""Characters of an error, from its end, that rank 0 is told."""
 _LAST = 10
 """Updates at the end over which the loss is averaged."""
 _MB = 2**20
@@ -403,10 +406,12 @@ class Driver:
 class ArmFailedError(Exception):
     """An order failed; the words of the rank that failed first."""
 
-    def __init__(self, why: str, *, refused: bool = False) -> None:
+    def __init__(self, why: str, *, refused: bool = False, raised: str = "") -> None:
         super().__init__(why)
         self.refused = refused
         """It does not go with these settings, or this place."""
+        self.raised = raised
+        """The error as Python prints it, without what led to it; empty for the kit's own."""
 
 
 @dataclass
@@ -441,7 +446,7 @@ class Team:
             self._group += 1  # nobody uses it again
             # The error that tells most: the other ranks only say that they have lost that rank.
             first = min(failed, key=lambda one: (-one["weight"], one["time"]))
-            raise ArmFailedError(first["error"], refused=first["refused"])
+            raise ArmFailedError(first["error"], refused=first["refused"], raised=first["raised"])
         return answers
 
     def end(self) -> None:
@@ -480,7 +485,9 @@ class Team:
         except Exception as error:
             answer = {"error": _in_words(error), "time": time.time(), "rank": rank}
             answer["refused"] = isinstance(error, RefusedError | UserError)
-            answer["weight"] = 2 if is_out_of_memory(error) else 1 if isinstance(error, TrainkitError) else 0
+            is_own = isinstance(error, TrainkitError)
+            answer["raised"] = "" if is_own else "".join(traceback.format_exception_only(error))[-_SAID:]
+            answer["weight"] = 2 if is_out_of_memory(error) else 1 if is_own else 0
             self._leave(None)
         self.store.set(f"answer/{self._number}/{rank}", json.dumps(answer))
 

@@ -172,6 +172,19 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     return _otherwise(run, state, number, failure, sources)
 
 
+def sentence_for(error: str) -> str:
+    """What a cause says that the words of a rank's error show, where no run has them; empty if none is known."""
+    known = Fields({"who": "A rank", "on_node": "the node", "error": error.strip().rpartition("\n")[2].rstrip(".")})
+    for vague in (False, True):
+        for row in rows():
+            if "rank" not in row.seen or row.vague != vague or row.of_code:
+                continue
+            if (match := row.find(error)) and not (row.unless and re.search(row.unless, error, re.MULTILINE)):
+                known.update({name: value.strip().rstrip(".") for name, value in match.groupdict().items() if value})
+                return row.what.format_map(known)
+    return ""
+
+
 def _first_that_fits(
     tried: Sequence[Row], sources: list[Source], facts: str
 ) -> tuple[Row, re.Match[str], Source] | None:

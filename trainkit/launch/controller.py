@@ -379,7 +379,7 @@ def _run_to_its_end(
 
 def _ranks_of(attempt: Attempt, plan: Plan, job_id: str, pickles: Path, env: Mapping[str, str]) -> list[Rank]:
     """Commands and environments of an attempt's ranks, on as many simulated nodes as planned."""
-    common = _common(attempt, attempt.run.code, Secret.generate().text, plan.world_size, env) | {
+    common = _common(attempt, attempt.run.code, Secret.generate().text, _threads(plan, plan.world_size), env) | {
         "TRAINKIT_SIMULATED_NODES": str(plan.nodes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -404,13 +404,17 @@ def _ranks_of(attempt: Attempt, plan: Plan, job_id: str, pickles: Path, env: Map
     return ranks
 
 
-def _common(attempt: Attempt, code: Path, secret: str, ranks_here: int, env: Mapping[str, str]) -> dict[str, str]:
+def _threads(plan: Plan, ranks_here: int) -> int:
+    """Of a rank: its share of the cores, or ranks would get in one another's way; see `device.intra_op_threads`."""
+    return 1 if plan.gpus_per_node else max(visible_cpus() // ranks_here, 1)
+
+
+def _common(attempt: Attempt, code: Path, secret: str, threads: int, env: Mapping[str, str]) -> dict[str, str]:
     return scrubbed(env) | {
         **attempt.environment(),
         "TRAINKIT_SECRET": secret,
         "PYTHONPATH": python_path(code, env),
-        # Without this every rank starts as many threads as there are cores, and they get in one another's way.
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(visible_cpus() // ranks_here, 1)),
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
     }
 
 
@@ -451,7 +455,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     me, plan = ProcessId.of(os.getpid()), node.plan
     submitted(run, "launch", str(me.pid), me)
     attempt = Attempt.begin(run, node_rank=node.node_rank)
-    common = _common(attempt, run.code, node.secret, plan.ntasks_per_node, env)
+    common = _common(attempt, run.code, node.secret, _threads(plan, plan.ntasks_per_node), env)
     if not plan.gpus_per_node:
         common |= mask_variables(env, 0, 0)
     # The caller has decided whether the run's own code may be run.
