@@ -55,11 +55,11 @@ def script(file: Path, body: str) -> None:
 def local_run(tmp_path: Path) -> Callable[..., tuple[RunDir, Plan]]:
     """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags."""
 
-    def make(name: str = "run-0001", **flags: Any) -> tuple[RunDir, Plan]:
+    def make(name: str = "run-0001", site: Site = HERE, **flags: Any) -> tuple[RunDir, Plan]:
         settings = {f"launch.{key}": (value, f"--{key}") for key, value in flags.items()}
         config = load("ddp", flags=settings)
         path = tmp_path / "runs" / name
-        plan = make_plan(config, HERE, path)
+        plan = make_plan(config, site, path)
         return write_run(path, stored_config(config, tmp_path), plan, None, ["test"]), plan
 
     return make

@@ -80,6 +80,9 @@ def test_a_check_measures_the_devices(machine: Machine) -> None:
     told = machine.does("cluster", "check", "--executor", "local", "--gpus-per-node", "2", "--json")
     report = json.loads(told[: told.rindex("}") + 1])
     assert [report["found"][rank]["device"] for rank in ("0", "1")] == ["Simulated accelerator"] * 2
+    assert [(gpu["index"], gpu["name"]) for gpu in report["ranks"]["0"]["gpus"]] == [
+        (index, "Simulated accelerator") for index in range(2)
+    ]
     assert report["found"]["0"]["inside"]["gb_s"] > 0
 
 

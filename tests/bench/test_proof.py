@@ -4,18 +4,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.bench.test_run import folder, measured
 from trainkit.bench.base import BenchDir, Results
-from trainkit.bench.proof import Prover
+from trainkit.bench.proof import Prover, explained
 from trainkit.bench.results import for_others
-from trainkit.errors import RefusedError
+from trainkit.bench.run import ArmFailedError
+from trainkit.config.loading import load, to_yaml
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RefusedError, RunFailedError
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 
 MODEL = """
+import itertools
 import torch
 from torch import nn
+
+of_all = itertools.count(1)
 
 class Model(nn.Module):
     def __init__(self, info, fault):
@@ -26,6 +33,8 @@ class Model(nn.Module):
         scores = self.head(images.flatten(1))
         if self.fault == "triples" and torch.is_autocast_enabled("cpu"):
             return 3 * scores
+        if self.fault == "drifts":
+            return scores * next(of_all)
         return scores * self.calls if self.fault == "counts" else scores
 
 def build(info, *, fault: str = ""):
@@ -69,6 +78,28 @@ def test_what_is_not_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
     assert outcomes(results)["ddp-resumed"] == ("failed", "it ended with other weights")
 
 
+def test_trainings_that_never_end_alike_are_named_so(tmp_path: Path) -> None:
+    results, _ = proof(tmp_path, "ddp-resumed", model__fault="drifts")
+    why = "two trainings end with other weights, uninterrupted"
+    assert outcomes(results)["ddp-resumed"] == ("failed", why)
+
+
+def test_the_largest_batch_is_looked_for_with_the_data_of_that_arm(tmp_path: Path) -> None:
+    run = folder(tmp_path, "proof", model__name="proof_model:build", train__micro_batch_size="auto")
+    prover = Prover(run.path, RankEnv.single(), lambda: None)
+    order = {"overrides": ["data.in_chans=3"], "sizes": [1, 2, 4], "ranks": [0]}
+    assert prover.do_largest(Distributed(RankEnv.single(), torch.device("cpu")), order)["size"] == 4
+
+
+def test_an_arm_that_fails_is_explained_by_the_cause_that_its_error_shows() -> None:
+    words = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    said = explained(ArmFailedError("rank 3: it failed", raised=words))
+    assert said == "A rank ran out of GPU memory. (rank 3: it failed)"
+    assert explained(ArmFailedError("rank 3: odd", raised="ValueError: odd")) == "rank 3: odd"
+    refused = ArmFailedError("SyncBatchNorm needs GPUs", refused=True, raised=words)
+    assert explained(refused) == "SyncBatchNorm needs GPUs"
+
+
 def test_what_does_not_go_with_the_place_is_refused(tmp_path: Path) -> None:
     results, _ = proof(tmp_path, "as-on-cpu", "ddp", strategy__name="ddp", strategy__sync_batchnorm="true")
     outcome, why = outcomes(results)["ddp"]
@@ -82,6 +113,22 @@ def test_a_training_in_a_process_of_its_own_says_why_it_was_refused(tmp_path: Pa
     with pytest.raises(RefusedError, match="nowhere") as caught:
         prover._child(run)
     assert "child.log" in caught.value.fix
+
+
+def test_a_training_in_a_process_of_its_own_that_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run", to_yaml(load("single", ("monitor.loggers=[]",)).config))
+    monkeypatch.setattr("trainkit.bench.proof._CHILD_SECONDS", 0.1)
+    with pytest.raises(RunFailedError, match="took too long") as caught:
+        Prover(tmp_path, RankEnv.single(), lambda: None)._child(run)
+    assert "child.log" in caught.value.fix
+
+
+def test_a_page_of_a_checkout_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, _ = proof(tmp_path, "loader")
+    monkeypatch.setattr("trainkit.bench.results.OURS", "a-package-that-is-not-installed")
+    assert "trainkit of a checkout that is not installed" in for_others(results, [{"kind": "began", "time": 0.0}])
 
 
 def test_a_page_for_others_names_no_node_and_no_folder(tmp_path: Path) -> None:

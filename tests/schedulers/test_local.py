@@ -5,14 +5,16 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import last_event, wait_until
+from tests.runs import HERE, last_event, wait_until
 from trainkit.accelerators import mask_variables
 from trainkit.launch.plan import Plan
+from trainkit.process import visible_cpus
 from trainkit.run.events import ProcessId, history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import job_state, named
@@ -65,6 +67,16 @@ def test_two_simulated_nodes_of_two_ranks_each_run_the_snapshot(
     assert pickled.stat().st_size < 1000, "it holds no code"
     submission: Any = pickle.loads(pickled.read_bytes())
     assert (submission.args, submission.kwargs, submission.function is function) == ((str(run.path),), {}, True)
+
+
+@pytest.mark.parametrize(("gpus", "threads"), [(0, visible_cpus()), (1, 1)], ids=["cpu", "gpu"])
+def test_a_rank_has_all_cores_or_one_thread_beside_its_gpu(
+    local_run: MakeRun, rank_function: MakeFunction, gpus: int, threads: int
+) -> None:
+    run, plan = local_run(site=replace(HERE, gpus=gpus), ntasks_per_node=1)
+    start(run, plan, rank_function(SAY_WHO), OMP_NUM_THREADS="")
+    assert finish(run) == "COMPLETED"
+    assert json.loads((run.path / "env-0.json").read_text())["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_a_killed_rank_is_named_and_the_run_started_again(local_run: MakeRun, rank_function: MakeFunction) -> None:

@@ -2,8 +2,9 @@
 
 import copy
 import os
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -152,3 +153,46 @@ def test_on_a_machine_of_ones_own_what_hides_its_job_is_nobody_elses(
     monkeypatch.setattr(node_health, "_LOOK_SECONDS", 0)
     monkeypatch.setenv("USER", "somebody_else")
     assert [item["pid"] for item in node_health.busy_processes({"SLURM_JOB_ID": job})] == seen
+
+
+class AmdSmiException(Exception):
+    pass
+
+
+def amdsmi(*, lost: int) -> Any:
+    """AMD's library with two GPUs, as ROCm 6.4 tells of them; the driver has lost one."""
+
+    def total(gpu: int, kind: int) -> int:
+        if gpu == lost:
+            raise AmdSmiException("the device is lost")
+        return 65536 * 2**20
+
+    smi: Any = ModuleType("amdsmi")
+    smi.AmdSmiException, smi.AmdSmiMemoryType = AmdSmiException, SimpleNamespace(VRAM=0)
+    smi.AmdSmiTemperatureType, smi.AmdSmiTemperatureMetric = SimpleNamespace(JUNCTION=1), SimpleNamespace(CURRENT=0)
+    smi.amdsmi_init = smi.amdsmi_shut_down = lambda: None
+    smi.amdsmi_get_processor_handles = lambda: [0, 1]
+    smi.amdsmi_get_gpu_asic_info = lambda gpu: {"market_name": "AMD Instinct MI250X"}
+    smi.amdsmi_get_gpu_driver_info = lambda gpu: {"driver_name": "amdgpu", "driver_version": "6.10.5"}
+    smi.amdsmi_get_gpu_memory_usage = lambda gpu, kind: 10 * 2**20
+    smi.amdsmi_get_gpu_memory_total = total
+    smi.amdsmi_get_temp_metric = lambda gpu, kind, metric: 40
+    smi.amdsmi_get_gpu_total_ecc_count = lambda gpu: {"correctable_count": 7, "uncorrectable_count": gpu}
+    smi.amdsmi_get_gpu_process_list = lambda gpu: [
+        {"pid": pid, "memory_usage": {"vram_mem": held}} for pid, held in ((11, 2**30), (12, 0))
+    ]
+    return smi
+
+
+def test_gpus_by_amd_are_asked_by_their_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", amdsmi(lost=1))
+    common = {
+        "name": "AMD Instinct MI250X", "driver": "6.10.5", "memory_used_mb": 10, "temperature_c": 40, "processes": [11],
+    }  # fmt: skip
+    first, second = node_health.gpu_facts()
+    assert first == {"index": 0, "memory_total_mb": 65536, "ecc_errors": 0, **common}
+    assert second == {"index": 1, "ecc_errors": 1, **common}, "what a GPU does not tell is left out"
+    report = a_report("n1")
+    _set(report, 0, gpus=[first, second])
+    assert [item.check for item in findings(report)] == ["processes", "ECC", "processes"]

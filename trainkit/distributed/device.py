@@ -72,6 +72,16 @@ def device_of_rank(local_rank: int) -> torch.device:
     return torch.device(found.type, device_index(local_rank, torch.accelerator.device_count()))
 
 
+def devices_here() -> list[dict[str, Any]]:
+    """The accelerators that this process sees, as torch knows them; it opens none."""
+    found = accelerator()
+    if found is None:
+        return []
+    devices = [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
+    named = ((device.index, device_name(device)) for device in devices)
+    return [{"index": index, "name": name, "driver": gpu_driver() or "unknown"} for index, name in named]
+
+
 def make_current(device: torch.device) -> None:
     """Have this thread use the accelerator ``device`` from now on. Before its backend starts, or every rank opens a
     context on the first one."""

@@ -23,7 +23,15 @@ import torch.distributed as c10d
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.config.loading import load
-from trainkit.distributed.device import accelerator, device_name, device_of_rank, make_current, open_group, synchronize
+from trainkit.distributed.device import (
+    accelerator,
+    device_name,
+    device_of_rank,
+    devices_here,
+    make_current,
+    open_group,
+    synchronize,
+)
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.process import run_program, set_variables
@@ -144,6 +152,7 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     if rank_env.local_rank == 0:
         folder = run_dir or env.get(node_health.FOLDER) or "."
         facts |= node_facts(env, [Path(folder), Path(tempfile.gettempdir())])
+        facts["gpus"] = facts["gpus"] or devices_here()  # Intel's, and those of plugins, have no library to ask
     store = SealedStore(HashStore(), secret)
     if rank_env.world_size > 1:
         store = meet(rank_env, secret, timedelta(seconds=START_SECONDS + 10), wait_for_all=False)

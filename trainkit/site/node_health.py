@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -264,10 +264,15 @@ def disk_facts(folder: Path) -> dict[str, Any]:
 
 
 def gpu_facts() -> list[dict[str, Any]]:
-    """Every GPU of this node, as its driver sees it; none where there is no driver.
+    """Every GPU of this node, as its driver's library sees it; none where there is none for its maker.
 
     To be asked before this job's ranks open a context, so that every process on a GPU is somebody else's.
     """
+    return _nvidia_facts() or _amd_facts()
+
+
+def _nvidia_facts() -> list[dict[str, Any]]:
+    """By NVML."""
     try:
         import pynvml
 
@@ -291,18 +296,63 @@ def gpu_facts() -> list[dict[str, Any]]:
         "pcie_width_max": lambda gpu: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
         "processes": lambda gpu: [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)],
     }
-    found: list[dict[str, Any]] = []
-    try:
+
+    def handles() -> Iterator[Any]:
         for index in range(nvml.nvmlDeviceGetCount()):
-            found.append({"index": index})
-            for key, reading in readings.items():
-                with suppress(nvml.NVMLError):  # vGPUs and MIG slices do not tell everything
-                    found[-1][key] = reading(nvml.nvmlDeviceGetHandleByIndex(index))
-    except nvml.NVMLError as error:
-        found.append({"index": len(found), "error": str(error)})  # fell off the bus
+            yield nvml.nvmlDeviceGetHandleByIndex(index)
+
+    try:
+        return _facts_of(handles(), readings, (nvml.NVMLError,))
     finally:
         with suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
+
+
+def _amd_facts() -> list[dict[str, Any]]:
+    """By amdsmi, which comes with ROCm."""
+    try:
+        import amdsmi as smi
+
+        smi.amdsmi_init()
+        handles = smi.amdsmi_get_processor_handles()
+    except Exception:  # not installed, no driver, or not whole
+        return []
+    vram, junction, now = smi.AmdSmiMemoryType.VRAM, smi.AmdSmiTemperatureType.JUNCTION, smi.AmdSmiTemperatureMetric
+    readings: dict[str, Callable[[Any], Any]] = {
+        "name": lambda gpu: str(smi.amdsmi_get_gpu_asic_info(gpu)["market_name"]),
+        "driver": lambda gpu: str(smi.amdsmi_get_gpu_driver_info(gpu)["driver_version"]),
+        "memory_used_mb": lambda gpu: int(smi.amdsmi_get_gpu_memory_usage(gpu, vram)) // MB,
+        "memory_total_mb": lambda gpu: int(smi.amdsmi_get_gpu_memory_total(gpu, vram)) // MB,
+        "temperature_c": lambda gpu: int(smi.amdsmi_get_temp_metric(gpu, junction, now.CURRENT)),
+        "ecc_errors": lambda gpu: int(smi.amdsmi_get_gpu_total_ecc_count(gpu)["uncorrectable_count"]),
+        # It lists processes that hold nothing of this GPU, too.
+        "processes": lambda gpu: [
+            int(process["pid"])
+            for process in smi.amdsmi_get_gpu_process_list(gpu)
+            if process["memory_usage"]["vram_mem"]
+        ],
+    }
+    try:
+        # Values are "N/A", and other versions have other names.
+        return _facts_of(handles, readings, (smi.AmdSmiException, TypeError, KeyError, ValueError))
+    finally:
+        with suppress(smi.AmdSmiException):
+            smi.amdsmi_shut_down()
+
+
+def _facts_of(
+    handles: Iterable[Any], readings: Mapping[str, Callable[[Any], Any]], errors: tuple[type[Exception], ...]
+) -> list[dict[str, Any]]:
+    """What each GPU tells of itself: vGPUs and slices do not tell everything. The last one may have an ``error``."""
+    found: list[dict[str, Any]] = []
+    try:
+        for handle in handles:
+            found.append({"index": len(found)})
+            for key, reading in readings.items():
+                with suppress(*errors):
+                    found[-1][key] = reading(handle)
+    except errors as error:
+        found.append({"index": len(found), "error": str(error)})  # fell off the bus
     return found
 
 
