@@ -141,3 +141,8 @@ def test_the_guides_commands_for_a_login_node_work_as_they_stand(laptop: Laptop,
             devcluster.wait_for("the start", (run / "metrics.jsonl").exists, timeout=240)
         laptop.job(module.removeprefix("jobs."), *words)
     laptop.job("cancel", laptop.newest("single").name)
+
+
+def test_training_is_proved_on_a_cluster_from_a_laptop(laptop: Laptop) -> None:
+    words = ("check", "--train", "--arms", "as-on-cpu,ddp-resumed,killed-resumed", "--ntasks-per-node", "2", "--wait")
+    assert "Training works here: 3 of 3 passed." in laptop.job("cluster", *words)
