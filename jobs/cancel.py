@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node
-from trainkit.finish import cancel
 from trainkit.run.folder import find_runs
 
 
@@ -15,6 +14,8 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
+    from trainkit.finish import cancel
+
     if args.host is not None:
         return login_node.forward("cancel", argv, args.host, env)
     cancel([run for reference in args.runs for run in find_runs(reference, env)])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.config.components import metrics_of
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl, finite
 from trainkit.run.folder import RunDir, is_url
@@ -35,6 +34,8 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, evaluate, print."""
     args = parser().parse_intermixed_args(argv)
+    from trainkit.config.components import metrics_of
+
     with cli.run_to_read(args.run, env) as run:
         config = cli.settings_to_read(run, args)
         from trainkit.inference import evaluate_checkpoint

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit.config.loading import load
 from trainkit.errors import UserError
 
 
@@ -18,6 +17,8 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, say what was written."""
     args = parser().parse_args(argv)
+    from trainkit.config.loading import load
+
     file = Path(args.file).expanduser()
     if file.suffix != ".safetensors":
         why, fix = "Libraries go by its end.", f"Give {file.with_suffix('.safetensors')}."

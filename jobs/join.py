@@ -8,6 +8,8 @@ Settings come from the run's creator. This peer only calls out, so it works behi
 invited with --reduce may add --public to be reached by others, which takes load off the creator.
 """
 
+from __future__ import annotations
+
 import argparse
 import getpass
 import math
@@ -18,17 +20,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.config.loading import Loaded, load, to_yaml
-from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir, next_path, runs_root
-from trainkit.swarm.address import MEGABIT, announced
-from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, is_setting
-from trainkit.swarm.spec import PeerSpec
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
+    from trainkit.config.schema import Config
+    from trainkit.swarm.admission import Entry
+    from trainkit.swarm.spec import PeerSpec
 
 # Of --max-upload, in Mbit.
 _UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
@@ -50,6 +53,10 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, join, say how it ended."""
     args = parser().parse_intermixed_args(argv)
+    from trainkit.config.loading import load
+    from trainkit.ranks import RankEnv
+    from trainkit.swarm.admission import is_setting
+
     # Other ranks of this peer follow rank 0, who alone may read standard input.
     started = RankEnv.from_mapping(env)
     if args.code and started.world_size > 1:
@@ -92,6 +99,8 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
 
 def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Entry, list[str]]:
     """The way into a swarm, by the words that are no settings; and those that are."""
+    from trainkit.swarm.admission import entry_of, is_setting
+
     words = [word for word in args.words if not is_setting(word)]
     return entry_of(words, env, name=args.name or peer_name()), list(filter(is_setting, args.words))
 
@@ -104,6 +113,9 @@ def place_of(args: argparse.Namespace, entry: Entry | None = None, *, listens: b
 
     Raises UserError for a port that does not exist.
     """
+    from trainkit.swarm.address import announced
+    from trainkit.swarm.spec import PeerSpec
+
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
     port, name = args.port or port, args.name or (entry.name if entry is not None else "") or peer_name()
@@ -122,6 +134,8 @@ def rate_of(text: str) -> float:
 
     Raises UserError.
     """
+    from trainkit.swarm.address import MEGABIT
+
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
     rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT if found else 0.0
     if not 0.0 < rate < math.inf:
@@ -148,6 +162,7 @@ def take_part(
 
 def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
     """The run folder of a peer, with its manifest."""
+    from trainkit.config.loading import to_yaml
     from trainkit.run.snapshot import write_manifest
     from trainkit.swarm.invitations import looks_like
 
@@ -175,6 +190,7 @@ def peer_name() -> str:
 def say_end(ending: str, run_dir: RunDir | None) -> None:
     """What a peer's run came to."""
     from trainkit.monitor.follow import summary_lines
+    from trainkit.swarm.admission import KEY_FILE
 
     endings = {
         "finished": "All rounds are done.",
@@ -197,7 +213,10 @@ def loaded_rank(
 
     Raises UserError when the swarm does not answer.
     """
+    from trainkit.config.loading import load
+    from trainkit.ranks import RankEnv
     from trainkit.swarm import processes, view
+    from trainkit.swarm.admission import entry_of
     from trainkit.swarm.spec import require_collaborative
 
     entry = entry_of([where] if where else [], env, name="train")

@@ -1,5 +1,7 @@
 """``python -m jobs.launch PRESET``: start this node's ranks. Needs neither a scheduler nor a shared folder."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import shlex
@@ -7,27 +9,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from jobs import cli
 from trainkit import fileio
-from trainkit.bench.base import refuse_bench
-from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
 from trainkit.finish import refusal
-from trainkit.launch import containers
-from trainkit.launch.controller import Node, run_node
-from trainkit.launch.plan import Plan, make_plan
-from trainkit.launch.submission import stored_config, write_run
 from trainkit.process import scrubbed
-from trainkit.ranks import VARIABLE, RankEnv, Secret, check_head
 from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir, next_path, runs_root
-from trainkit.run.ownership import require_own_code
-from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import JobState
-from trainkit.site.profile import discover
-from trainkit.start import check, launch_settings, preset_or_run
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
+    from trainkit.launch.controller import Node
+    from trainkit.launch.plan import Plan
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
@@ -47,6 +43,15 @@ DEFAULT_PORT = 29500
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(list(argv))
+    from trainkit.bench.base import refuse_bench
+    from trainkit.config.loading import load
+    from trainkit.launch.controller import Node, run_node
+    from trainkit.launch.submission import stored_config, write_run
+    from trainkit.ranks import RankEnv
+    from trainkit.run.ownership import require_own_code
+    from trainkit.run.snapshot import restore_code
+    from trainkit.start import check, launch_settings, preset_or_run
+
     preset = preset_or_run(args.preset, env)
     path = Path(preset).expanduser()
     refuse_bench(path)
@@ -115,6 +120,8 @@ def _commands(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
 
 def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
     """This very command again, in the container, on the run that is written by now."""
+    from trainkit.launch import containers
+
     plan = node.plan
     assert plan.container is not None
     before = containers.node_command(
@@ -128,6 +135,8 @@ def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[st
 
 def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
     """Become the container's command: its signals, its output and its exit code are this command's."""
+    from trainkit.launch import containers
+
     words = _container_command(run.path, node, env)
     print(f"Node {node.node_rank}: {shlex.join(words)}", flush=True)
     me = ProcessId.of(os.getpid())  # and it stays what is here
@@ -161,6 +170,9 @@ def parser() -> cli.Parser:
 
 def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     """The plan of all nodes, checked against the GPUs of this one."""
+    from trainkit.launch.plan import make_plan
+    from trainkit.site.profile import discover
+
     if not 0 <= args.node_rank < args.nodes:
         what, fix = f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.", f"Use 0 to {args.nodes - 1}."
         raise UserError(what, why="They count from 0.", fix=fix)
@@ -176,6 +188,8 @@ def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> P
 
 
 def _master_addr(args: argparse.Namespace) -> str:
+    from trainkit.ranks import check_head
+
     address = args.master_addr or ("127.0.0.1" if args.nodes == 1 else "")
     if not address:
         why, fix = "The ranks of several nodes meet on node 0.", "Give its name or address."
@@ -191,6 +205,8 @@ def _master_addr(args: argparse.Namespace) -> str:
 
 def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     """What the ranks of this run know and nobody else does; made up by node 0 where none is given."""
+    from trainkit.ranks import VARIABLE, Secret
+
     given, file = env.get(VARIABLE, ""), args.secret_file
     if file is not None:
         try:

@@ -1,21 +1,24 @@
 """``python -m jobs.logs RUN``: what the ranks of a run print, across requeues; of a failed run first why it failed."""
 
+from __future__ import annotations
+
 import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs import cli, login_node
 from trainkit import fileio, terminal
-from trainkit.diagnosis.causes import cause_of
-from trainkit.diagnosis.evidence import last_words, ranks_of
 from trainkit.errors import UserError
 from trainkit.finish import LOOK_SECONDS, Watch, full_name
-from trainkit.monitor.follow import LogTail, logs_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState, job_state
+
+if TYPE_CHECKING:
+    from trainkit.monitor.follow import LogTail
 
 
 def parser() -> cli.Parser:
@@ -32,6 +35,9 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
+    from trainkit.diagnosis.evidence import last_words, ranks_of
+    from trainkit.monitor.follow import logs_of
+
     if args.host is not None:
         return login_node.forward("logs", argv, args.host, env)
     run = find_run(args.run, env)
@@ -94,6 +100,9 @@ def _words(state: JobState) -> str:
 
 
 def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
+    from trainkit.diagnosis.causes import cause_of
+    from trainkit.diagnosis.evidence import last_words
+
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
     if disk := fileio.full(run.path):

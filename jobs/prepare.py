@@ -8,7 +8,6 @@ from pathlib import Path
 
 from jobs import cli
 from trainkit import plugins
-from trainkit.data import pack_data, prepare_data
 
 
 def parser() -> cli.Parser:
@@ -33,6 +32,8 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Returns the exit code: 0 when the data is there, whether it was before or is now."""
     args = parser().parse_args(argv)
+    from trainkit.data import pack_data, prepare_data
+
     root = Path(args.root)
     prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say)
     if args.pack is not None:

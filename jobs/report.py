@@ -5,8 +5,6 @@ from pathlib import Path
 
 from jobs import cli, login_node
 from trainkit import fileio, terminal
-from trainkit.log_book import report_on
-from trainkit.report.writers import RESULTS
 from trainkit.run.folder import find_runs
 
 
@@ -28,6 +26,9 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, print the paths."""
     args = parser().parse_args(argv)
+    from trainkit.log_book import report_on
+    from trainkit.report.writers import RESULTS
+
     if args.host is not None:
         asked = [*args.runs, *["--compare"] * args.compare]
         for path in login_node.report(asked, args.host, args.out or Path("report"), env):

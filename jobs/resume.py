@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node
-from jobs.dry_run import print_plan
-from jobs.swarm import resume_by_hand
-from trainkit.resumption import fetched, is_by_hand, refuse_finished, resume
 from trainkit.run.folder import find_runs, is_url
 
 
@@ -19,6 +16,10 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
+    from jobs.dry_run import print_plan
+    from jobs.swarm import resume_by_hand
+    from trainkit.resumption import fetched, is_by_hand, refuse_finished, resume
+
     if args.host is not None:
         return login_node.forward("resume", argv, args.host, env)
     runs = [fetched(args.run, env, allow_code=args.allow_code)] if is_url(args.run) else find_runs(args.run, env)

@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobs import cli, login_node
 from trainkit import fileio, terminal
-from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.evidence import course_of
 from trainkit.errors import TrainkitError, UserError
-from trainkit.launch.plan import Plan
-from trainkit.monitor import number
 from trainkit.run import folder, metrics
 from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir
@@ -28,6 +24,8 @@ from trainkit.terminal import age, long_line, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from trainkit.diagnosis.causes import Cause
 
 HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
 DISPENSABLE = ("epoch", "age", "attempts", "job", "val", "ends in")
@@ -68,6 +66,8 @@ class StatusRow:
 
     @property
     def cause(self) -> Cause | None:
+        from trainkit.diagnosis.causes import cause_of
+
         with suppress(TrainkitError):  # shown in its row
             return cause_of(self.run, self.state)
         return None
@@ -241,6 +241,8 @@ def _as_object(row: StatusRow, asked: float) -> dict[str, Any]:
 
 
 def _print_detail(row: StatusRow) -> None:
+    from trainkit.diagnosis.evidence import course_of
+
     cause, ends = row.cause, row.forecast
     hint = fileio.read_object(row.run.summary).get("advice")
     facts = {
@@ -274,6 +276,8 @@ def _clock(seconds: float) -> str:
 
 def forecast_of(run: RunDir, state: JobState, history: RunHistory, progress: RunProgress) -> Forecast | None:
     """Extrapolate the present pace and the past waits between attempts; None if too little is known."""
+    from trainkit.launch.plan import Plan
+
     left = progress.seconds_to(history.started.get("total_steps"))
     if left is None or history.finished or state.state not in GOING_ON:
         return None
@@ -309,6 +313,8 @@ def view(table: Sequence[str], rows: Sequence[StatusRow], height: int) -> Render
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
+
+    from trainkit.monitor import number
 
     going_on = [row for row in rows if row.state.state == "RUNNING" and row.progress.last][-MOST_BARS:]
     room = max(height - len(going_on) - 3, 3)

@@ -29,22 +29,17 @@ from typing import TYPE_CHECKING, Any
 from jobs import cli
 from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, say_end, take_part
 from trainkit import fileio, terminal
-from trainkit.config.loading import load
-from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import DiskError, TrainkitError, UserError
 from trainkit.finish import cancel
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, runs_root
-from trainkit.run.ownership import require_own_code
-from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.base import require_no_job
-from trainkit.swarm import admission, processes
-from trainkit.swarm.address import ADDRESS_FILE, MEGABIT, MOST_APART, require_same_time
-from trainkit.swarm.admission import KEY_FILE, Entry, run_with
-from trainkit.swarm.invitations import Role, date
-from trainkit.swarm.spec import PeerSpec
 
 if TYPE_CHECKING:
+    from trainkit.config.schema import CollaborativeConfig
+    from trainkit.swarm.admission import Entry
+    from trainkit.swarm.invitations import Role
+    from trainkit.swarm.spec import PeerSpec
     from trainkit.swarm.view import PeerRow, View
 
 WATCH_SECONDS = 2.0
@@ -108,6 +103,10 @@ def _parser(verb: str) -> cli.Parser:
 
 def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Start a swarm on this machine, train in it, and keep its records."""
+    from trainkit.config.loading import load
+    from trainkit.run.ownership import require_own_code
+    from trainkit.run.secrets import refuse_settings
+
     if args.resume is not None:
         return _resume(args, env)
     if args.preset is None:
@@ -127,6 +126,9 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Print a token, with which somebody may join a swarm that was created here."""
+    from trainkit.swarm import admission
+    from trainkit.swarm.admission import KEY_FILE, run_with
+
     seconds, run = _seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
     owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
     role: Role = "reducer" if args.reduce else "volunteer"
@@ -137,6 +139,9 @@ def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End the invitations of a name, in a swarm that was created here."""
+    from trainkit.swarm import admission
+    from trainkit.swarm.admission import KEY_FILE, run_with
+
     run = run_with(KEY_FILE, args.run, env)
     with _room_in(run):
         print(admission.revoke(run, args.name))
@@ -146,6 +151,8 @@ def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Let a banned peer take part again, in a swarm that was created here."""
     from trainkit.swarm.access import BANS_FILE, Bans
+    from trainkit.swarm.address import ADDRESS_FILE
+    from trainkit.swarm.admission import run_with
 
     run, name = run_with(ADDRESS_FILE, args.run, env), terminal.name(args.name)
     bans = Bans(run.path / BANS_FILE)
@@ -187,6 +194,8 @@ def _room_in(run: RunDir) -> Iterator[None]:
 
 def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End a swarm that was created here, for everybody in it. What it has saved stays, and `resume` goes on from it."""
+    from trainkit.swarm.admission import KEY_FILE, run_with
+
     cancel([run_with(KEY_FILE, args.run, env)])
     return 0
 
@@ -213,6 +222,8 @@ def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Say what keeps this machine from joining a swarm. It does not join."""
+    from trainkit.swarm import admission
+
     # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
     worst = 0
     for finding in examine(admission.entry_of(args.words, env, name="doctor"), env):
@@ -232,6 +243,8 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
     Args:
         argv: as it was typed.
     """
+    from trainkit.swarm.spec import PeerSpec
+
     if extra := [word for word in argv if word not in {args.run, "--allow-code", "--force"}]:
         why = "It is a swarm that was created by hand, and goes on in this terminal."
         fix = f"Leave it out: {terminal.command('resume', run.path)}"
@@ -241,6 +254,8 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
 
 def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """``python -m jobs.swarm create --resume RUN``."""
+    from trainkit.swarm.spec import PeerSpec
+
     asked = {"--identity": args.identity, "--run-dir": args.run_dir, "--max-upload": args.max_upload}
     given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
     if given:
@@ -261,6 +276,9 @@ def _again(args: argparse.Namespace) -> list[str]:
 
 
 def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
+    from trainkit.config.loading import load
+    from trainkit.run.ownership import require_own_code
+
     require_no_job(run, force=args.force)
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=args.allow_code)
@@ -380,9 +398,11 @@ class Finding:
 
 def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """Look at all that this machine needs to join; what needs one that has failed is left out."""
+
     import torch
 
     from trainkit.distributed.device import accelerator, device_name
+    from trainkit.swarm.invitations import date
 
     if (device := accelerator()) is not None:
         yield Finding("device", device_name(torch.device(device.type, 0)))
@@ -430,6 +450,9 @@ def _disk(env: Mapping[str, str], parameters: int) -> Finding:
 
 def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
+    from trainkit.swarm import processes
+    from trainkit.swarm.address import MOST_APART, require_same_time
+
     what = "swarm"
     try:
         processes.require_hivemind()
@@ -464,6 +487,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
 
 def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
     """What was sent went to a peer of the swarm: an exchange can have as much."""
+    from trainkit.swarm.address import MEGABIT
     from trainkit.swarm.link import enough, in_words, load_for
 
     if rate <= 0.0:

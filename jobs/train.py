@@ -1,24 +1,22 @@
 """``python -m jobs.train PRESET|RUN``: one rank. The same under srun, torchrun, mpirun, submitit, or alone."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.bench.base import refuse_bench
-from trainkit.config.checks import strategy_traits
-from trainkit.config.loading import Loaded, load, to_yaml
-from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks.signals import stop_on_signal
 from trainkit.run.events import Attempt, Writer, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
-from trainkit.run.ownership import require_own_code
-from trainkit.run.snapshot import write_manifest
 from trainkit.schedulers.base import require_no_job
-from trainkit.start import check, preset_or_run
-from trainkit.worker import own_attempt, train
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
+    from trainkit.config.schema import Config
 
 
 def parser() -> cli.Parser:
@@ -33,6 +31,13 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, train, say how it ended."""
     args = parser().parse_intermixed_args(argv)
+    from trainkit.bench.base import refuse_bench
+    from trainkit.config.loading import load
+    from trainkit.ranks.signals import stop_on_signal
+    from trainkit.run.ownership import require_own_code
+    from trainkit.start import check, preset_or_run
+    from trainkit.worker import own_attempt, train
+
     args.run = preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
         if args.join is None:
@@ -76,6 +81,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _rates(config: Config) -> list[str]:
     """Table of learning rates: at the start of each epoch, at the peak, and at the last update."""
+    from trainkit.config.checks import strategy_traits
     from trainkit.data import build_data
     from trainkit.data.base import steps_per_epoch
     from trainkit.training.optim import lr_at
@@ -100,6 +106,9 @@ def _rates(config: Config) -> list[str]:
 
 def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
     """Open the run folder, or make it."""
+    from trainkit.config.loading import load, to_yaml
+    from trainkit.run.snapshot import write_manifest
+
     if not (path / "config.yaml").exists() and (not path.exists() or attempt is not None):
         # A template makes the log folder of its attempt before Python makes the run's.
         run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=attempt is not None)

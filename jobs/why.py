@@ -1,18 +1,20 @@
 """``python -m jobs.why RUN``: why a run failed or does not start: one cause, its evidence, one command to fix it."""
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jobs import cli, login_node
-from jobs.status import forecast_of, words
 from trainkit import terminal
-from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.evidence import course_of
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs
-from trainkit.run.metrics import progress_of
 from trainkit.schedulers.base import JobState, job_state, job_states
+
+if TYPE_CHECKING:
+    from trainkit.diagnosis.causes import Cause
 
 
 def parser() -> cli.Parser:
@@ -24,6 +26,8 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
+    from trainkit.diagnosis.causes import cause_of
+
     if args.host is not None:
         return login_node.forward("why", argv, args.host, env)
     runs = find_runs(args.run, env)
@@ -49,6 +53,8 @@ def _of_run(run: RunDir, state: JobState, words: object) -> str:
 
 def _print_sweep(runs: Sequence[RunDir]) -> None:
     """How many runs are in which state, and each cause with the runs that have it, told of the first of them."""
+    from trainkit.diagnosis.causes import cause_of
+
     states = job_states(runs)
     counts = Counter(state.state for state in states)
     print(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}.")
@@ -66,6 +72,8 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
 
 def _print_earlier(run: RunDir, state: JobState) -> None:
     """What ended the attempt before, of a run that goes on."""
+    from trainkit.diagnosis.causes import cause_of
+
     for last in sorted(history_of(run).requeued)[-1:]:
         if last in history_of(run).handed_back:
             print(f"Attempt {last} was told to stop: it saved, and goes on.")
@@ -74,6 +82,10 @@ def _print_earlier(run: RunDir, state: JobState) -> None:
 
 
 def _nothing(run: RunDir, state: JobState) -> str:
+    from jobs.status import forecast_of, words
+    from trainkit.diagnosis.evidence import course_of
+    from trainkit.run.metrics import progress_of
+
     if state.state == "RUNNING":
         life = history_of(run)
         left = forecast_of(run, state, life, progress_of(run, pace_since=life.started.get("time", 0.0)))

@@ -3,19 +3,21 @@
 A bench is an entry of ``BENCHES``, at the end; its arms are a pure function of the configuration and the place.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit import terminal
 from trainkit.bench import base
 from trainkit.bench.base import ARM, Arm, Bench, LeftOut, Results, Row, Where, percent, ranks, rate
-from trainkit.config.checks import strategy_traits
-from trainkit.config.schema import Config
 from trainkit.errors import UserError, did_you_mean
-from trainkit.site.profile import cpu_has_bf16
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "o2")
 STRATEGIES: dict[str, tuple[str, ...]] = {
@@ -98,6 +100,8 @@ def amp_meaning(results: Results) -> str:
 
 
 def amp_notes(config: Config, where: Where) -> list[str]:
+    from trainkit.site.profile import cpu_has_bf16
+
     if where.gpu or cpu_has_bf16():
         return []
     return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."]
@@ -278,6 +282,8 @@ def scaling_meaning(results: Results) -> str:
 
 def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
     """All that can be here, with the same global batch and the same micro batch on a device: so the same updates."""
+    from trainkit.config.checks import strategy_traits
+
     given, size = config.train.given_micro_batch_size, config.train.global_batch_size
     micro = given or max(size // where.world_size, 1)
     found: list[Arm | LeftOut] = []

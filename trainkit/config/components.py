@@ -4,6 +4,8 @@ All is read from source, a task's own file as well as timm's and torch's: import
 `submit` has half a second.
 """
 
+from __future__ import annotations
+
 import ast
 import importlib.util
 import re
@@ -11,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit import plugins
 from trainkit.config import yaml
-from trainkit.config.checks import strategy_traits
-from trainkit.config.schema import Config, OptimConfig, ScheduleConfig
 from trainkit.errors import UserError, did_you_mean, unknown
+
+if TYPE_CHECKING:  # the schema takes a tenth of a second, and what only reads records does without it
+    from trainkit.config.schema import Config, ScheduleConfig
 
 _PACKAGE = "trainkit.tasks"
 _OF_TRAIN = {"label_smoothing": 0.0, "class_weights": None}
@@ -169,6 +172,8 @@ def find_optimizer(name: str) -> Listed:
 
     Raises UserError for one that neither has.
     """
+    from trainkit.config.schema import OptimConfig
+
     known = library_optimizers()
     for key in (name, f"timm/{name}", f"torch/{name}"):
         if key in known:
@@ -178,6 +183,8 @@ def find_optimizer(name: str) -> Listed:
 
 def usable_names() -> list[str]:
     """Names of timm's and torch's optimizers that are not refused whatever their options, beside ours."""
+    from trainkit.config.schema import OptimConfig
+
     usable = {name for name, listed in library_optimizers().items() if not any(objection(listed, {}, sharded=False))}
     return sorted({name.partition("/")[2] for name in usable} - OptimConfig.OURS.keys())
 
@@ -187,8 +194,10 @@ def check_optimizer(config: Config) -> None:
 
     Raises UserError.
     """
+    from trainkit.config.checks import strategy_traits
+
     optim = config.optim
-    if optim.name in OptimConfig.OURS:
+    if optim.name in optim.OURS:
         return
     given = optim.given()
     if optim.is_own:
@@ -233,13 +242,13 @@ def check_schedule(schedule: ScheduleConfig) -> None:
     if schedule.is_own:
         asked = plugins.signature("trainkit.schedule", schedule.name).options
         plugins.check_options("trainkit.schedule", schedule.name, given_to_own(schedule, asked, 1), where="schedule")
-    elif schedule.name not in ScheduleConfig.OURS:
-        raise unknown("schedule", schedule.name, list(ScheduleConfig.OURS), own=True, key="schedule.name")
+    elif schedule.name not in schedule.OURS:
+        raise unknown("schedule", schedule.name, list(schedule.OURS), own=True, key="schedule.name")
 
 
 def given_to_own(schedule: ScheduleConfig, asked: Sequence[str], steps_per_epoch: int) -> dict[str, Any]:
     """What a schedule of the user's own is given: its options, and what else it asks for by name."""
-    known = {name: getattr(schedule, name) for name in ScheduleConfig.model_fields if name != "name"}
+    known = {name: getattr(schedule, name) for name in type(schedule).model_fields if name != "name"}
     known["steps_per_epoch"] = steps_per_epoch
     return {**{name: value for name, value in known.items() if name in asked}, **schedule.options}
 

@@ -14,8 +14,6 @@ from typing import Any
 import yaml
 
 from trainkit import fileio, terminal
-from trainkit.config.checks import smaller
-from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis import evidence
 from trainkit.diagnosis.evidence import CACHES, WORDS, Failure, Quote, Source, rank_log
 from trainkit.errors import UserError
@@ -41,10 +39,6 @@ _SHOWN = 6
 """Lines of evidence."""
 _QUOTED = frozenset({"run", "logs", "there", "more_memory"})
 """Fields that are quoted for a shell already."""
-_KEY = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
-_GIVEN = re.compile(rf"{_KEY}=(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)")
-_LEAVE_OUT = re.compile(rf"[Ll]eave (?:out )?{_KEY}")
-_NAMED = re.compile(rf"{_KEY}\b(?!\.py\b)")
 TO_FILL_IN = "..."
 """Stands for a value that only the user knows; every setting that can be meant refuses it."""
 
@@ -339,6 +333,9 @@ class Fields(dict[str, str]):
 
 def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> Fields:
     """What the sentences of the rows may name: the run, its job, the rank that failed and its node."""
+    from trainkit.config.checks import smaller  # a tenth of a second, for those that have failed alone
+    from trainkit.config.schema import SECTIONS
+
     life = history_of(run)
     plan, config = fileio.read_object(run.plan), _settings(run)
     hosts = _hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
@@ -512,8 +509,13 @@ def settings_of(what: str, fix: str) -> list[str]:
     A setting that it names without a value gets its default where it is to be left out, else ``...``; so does the one
     that ``what`` complains of. Empty where the words name no setting: the machine or the data is to be mended then.
     """
-    advice = WORDS["example"].split(fix)[0]
-    given = [match for match in _GIVEN.finditer(advice) if not re.fullmatch(r"[A-Z_]+\.?", match["value"])]
+    from trainkit.config.schema import SECTIONS
+
+    key = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
+    advice, value = WORDS["example"].split(fix)[0], r"(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)"
+    given = [
+        match for match in re.finditer(f"{key}={value}", advice) if not re.fullmatch(r"[A-Z_]+\.?", match["value"])
+    ]
     if given:
         chosen = given[:1]
         for before, after in pairwise(given):
@@ -521,9 +523,11 @@ def settings_of(what: str, fix: str) -> list[str]:
                 break  # from here on it is another way
             chosen.append(after)
         return [f"{match['section']}.{match['key']}={match['value'].rstrip('.')}" for match in chosen]
-    if (match := _LEAVE_OUT.search(advice)) and match["key"] in SECTIONS[match["section"]].model_fields:
+    match = re.search(f"[Ll]eave (?:out )?{key}", advice)
+    if match is not None and match["key"] in SECTIONS[match["section"]].model_fields:
         default = str(SECTIONS[match["section"]].model_fields[match["key"]].default)
         text = {"None": "null", "True": "true", "False": "false"}.get(default, default)
         return [f"{match['section']}.{match['key']}={text}"]
-    match = _NAMED.search(fix) or _NAMED.search(what)
+    named = re.compile(rf"{key}\b(?!\.py\b)")
+    match = named.search(fix) or named.search(what)
     return [f"{match['section']}.{match['key']}={TO_FILL_IN}"] if match else []
