@@ -73,6 +73,7 @@ def run(
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
+    starting: object = None,
 ) -> tuple[str, RunDir]:
     """As `trainkit.experiment.run`."""
     me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()

@@ -20,6 +20,7 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_host
 from trainkit.monitor.profiler import Profiler, snapshot_on_oom
+from trainkit.monitor.starting import Starting, hint_on_data, hint_on_update
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, StaleAttemptError, Writer
@@ -48,6 +49,7 @@ def run(
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
+    starting: Starting | None = None,
 ) -> tuple[Outcome, RunDir]:
     """Train one rank's share of a run to its end, or until all ranks have been told to stop and have saved.
 
@@ -56,6 +58,7 @@ def run(
         node: the attempt that this node's launcher has begun, which need not share rank 0's folder; None: no launcher.
         secret: shared by the ranks of this run and nobody else.
         beat: called whenever this rank has made progress: an update, a batch, a save.
+        starting: told what the start is at; None: nobody wants to know.
 
     Raises:
         TrainkitError: what a user can mend. It has been written to the run's events.
@@ -68,13 +71,18 @@ def run(
     )  # fmt: skip
     uploads: Uploads | None = None
     waits = _WAIT_AT_STOP
+    starting = starting or Starting(speaks=False, attempt=None)
     try:
+        starting.at("meet the other ranks" if env.world_size > 1 else "open the device")
         with group as dist:
+            starting.at(f"read the data ({config.data.name} in {config.data.root})", lambda: hint_on_data(config))
             splits = build_data(config.data, dist)
             check_batch_sizes(config, dist.world_size, splits)
             build_task(config, splits)  # fails before a run folder exists
             writer = _meet(config, dist, open_run)
             run_dir, kind = writer.run, kind_of(dist.device)
+            starting.attempt = node or writer.attempt
+            starting.at(f"build the model ({config.model.name}) and its optimizer")
             with _failures_recorded(writer.attempt, dist), ExitStack() as held:
                 uploads = open_remote(config.checkpoint.remote, writer, dist)
                 config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
@@ -102,6 +110,12 @@ def run(
                     keeper = Recorder(
                         parts, writer, checkpoints, metrics, progress, beat, clock, hosts, saved, profiler
                     )  # fmt: skip
+                    clock.at_first_update = lambda: starting.at("")
+                    more = min(monitor.log_every, parts.total_steps - progress.step)
+                    starting.at(
+                        f"make the first update{f', of {more} until the first line' * (more > 1)}",
+                        lambda: hint_on_update(config, splits.info.image_size, **share_of_cpus(dist.device)),
+                    )
                     is_done = train(parts, keeper, lambda: stop.requested)
                     profiler.close(progress.step)
                     epoch = progress.step / parts.steps_per_epoch
@@ -119,6 +133,7 @@ def run(
                         writer.attempt.ended("COMPLETED", step=progress.step)
         waits = _WAIT_AT_END if is_done else 0.0
     finally:
+        starting.stop()
         if uploads is not None:  # the other ranks have gone
             uploads.finish(waits, give_up=lambda: stop.requested and not uploads.wait(waits and _WAIT_AT_STOP))
     return "finished" if is_done else "preempted", run_dir

@@ -11,6 +11,7 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.errors import TrainkitError
+from trainkit.monitor.starting import Starting
 from trainkit.process import share_cores, without_garbage_collection
 from trainkit.ranks import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
@@ -71,10 +72,14 @@ def train(
             config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
         )
         return outcome, writer.run if writer is not None else None
+    starting = Starting(speaks=rank_env.is_main, attempt=node)
+    starting.at("load torch")
     with without_garbage_collection():
         from trainkit import experiment  # and with it torch
 
-    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret)
+    outcome, run_dir = experiment.run(
+        config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, starting=starting
+    )
     return outcome, run_dir if rank_env.is_main else None
 
 

@@ -222,6 +222,7 @@ REMARKS = {
     "rolled_back": "training went back to the last checkpoint (`train.on_nonfinite=rollback`)",
     "stopped_early": "validations no longer improved",
     "broken_image": "an image could not be decoded; another stood in",
+    "starting": "what a start is at where that takes long, and how long it has taken",
     "straggler": "one rank keeps the others waiting",
     "save_failed": "a checkpoint could not be written; training goes on",
     "save_recovered": "checkpoints can be written again",

@@ -149,6 +149,7 @@ class _Story:
 def _event_line(event: Mapping[str, Any]) -> str | None:
     known, why = defaultdict(lambda: "?", event), event.get("why", "")
     lines = {
+        "starting": f"Starting: {known['what']}",
         "handed_back": "Told to stop: saved.",
         "requeued": "Requeued; goes on from its last checkpoint.",
         "stopped_early": f"Stopped early after {known['step']} of {known['total_steps']} steps: {why}.",

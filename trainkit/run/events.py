@@ -124,8 +124,8 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 Remark = Literal[
-    "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler", "peer_joined",
-    "peer_left", "link", "collapsed", "average_refused", "given_back",
+    "starting", "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler",
+    "peer_joined", "peer_left", "link", "collapsed", "average_refused", "given_back",
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",
     "peer_dropped", "peer_left_out", "peer_clipped", "peer_banned", "peer_audited",
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",

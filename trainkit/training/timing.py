@@ -37,7 +37,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
@@ -87,6 +87,8 @@ class Clock:
         """Updates since the last lap: the loop counts them."""
         self.part = START
         """What time is spent on now."""
+        self.at_first_update: Callable[[], None] = lambda: None
+        """Called when the first one is made."""
         self._waiting = START  # until the first batch is there
         self._since = time.perf_counter() if began is None else began
         self._seconds, self._lap = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
@@ -112,6 +114,8 @@ class Clock:
     def step(self) -> None:
         """Count an update."""
         self.steps += 1
+        if self._waiting == START:
+            self.at_first_update()
         self._waiting = DATA
 
     def watch_backward(self, loss: Tensor) -> None:

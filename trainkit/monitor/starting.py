@@ -1,0 +1,117 @@
+"""What a start is at while it prints nothing, said where that takes long; and what would make it shorter."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit import fileio
+from trainkit.errors import TrainkitError
+from trainkit.run.events import Attempt
+from trainkit.terminal import one_line
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
+
+QUIET_SECONDS = 3.0
+"""What is over by then nobody hears of."""
+AGAIN_SECONDS = 60.0
+_LARGE = 128
+"""Pixels of a side from which a usual model takes a CPU core a tenth of a second and more for an image."""
+
+
+class Starting:
+    """Says on rank 0 what a start is at once that has lasted `QUIET_SECONDS`, and at its end how long it has taken.
+
+    It prints a line, for `logs`, and writes the event ``starting``, for who follows the run. A thread waits beside, so
+    that a start waits for nothing; what cannot be said or written does no harm to the training.
+
+    Args:
+        speaks: whether this is the rank that tells of all.
+        attempt: to whose record it is added, as soon as there is one.
+    """
+
+    def __init__(self, *, speaks: bool, attempt: Attempt | None) -> None:
+        self.attempt = attempt
+        self._speaks = speaks
+        self._changed = threading.Condition()
+        self._hint: Callable[[], str] = str
+        self._what, self._since, self._told = "", 0.0, 0.0
+        self._thread: threading.Thread | None = None
+
+    def at(self, what: str, hint: Callable[[], str] = str) -> None:
+        """From here on the start takes time to ``what``; empty: it is over.
+
+        Args:
+            hint: what would make it shorter, in sentences; asked for only where it takes long.
+        """
+        if not self._speaks:
+            return
+        with self._changed:
+            if self._told:
+                self._say(f"it took {time.monotonic() - self._since:.1f} s to {self._what}.")
+            self._turn(what, hint)
+            if what and self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="starting", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Say nothing more, whatever the start is at: it has failed, or was over long ago."""
+        with self._changed:
+            self._turn("", str)
+
+    def _turn(self, what: str, hint: Callable[[], str]) -> None:
+        self._what, self._hint, self._since, self._told = what, hint, time.monotonic(), 0.0
+        self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._what:
+                due = self._told + AGAIN_SECONDS if self._told else self._since + QUIET_SECONDS
+                if self._changed.wait(max(due - time.monotonic(), 0.0)):
+                    continue
+                hint = "" if self._told else self._hint()
+                self._told = time.monotonic()
+                self._say(f"{self._told - self._since:.0f} s so far to {self._what}. {hint}".rstrip())
+            self._thread = None
+
+    def _say(self, words: str) -> None:
+        with suppress(OSError, ValueError, TrainkitError):  # a full disk, a closed pipe, a newer attempt
+            # A bar that waits for its first step has not ended its line.
+            print(f"{chr(13) + chr(27) + '[K' if sys.stdout.isatty() else ''}Starting: {words}", flush=True)
+            if self.attempt is not None:
+                self.attempt.remark("starting", what=words, seconds=round(time.monotonic() - self._since, 1))
+
+
+def hint_on_data(config: Config) -> str:
+    """What makes reading the data slow, if it lies on a file system of the network; else empty."""
+    from trainkit.site.discover import read_shared_folders
+
+    root = Path(config.data.root).expanduser().absolute()
+    with suppress(OSError):
+        for folder in read_shared_folders(fileio.read_text(Path("/proc/self/mounts"))):
+            if root.is_relative_to(folder):
+                pack = " Many small files are read faster as one pack: data.pack." * (config.data.pack is None)
+                return one_line(f"The data lies on {folder}, a file system of the network.{pack}")
+    return ""
+
+
+def hint_on_update(config: Config, image_size: int, threads: int = 0, cpus: int = 0) -> str:
+    """What makes an update slow: the compiler; on a CPU large images and few threads; where the data lies.
+
+    Args:
+        image_size: pixels of a side.
+        threads: with which a rank computes, of ``cpus``; none where a GPU does.
+    """
+    said = [f"It compiles the model (train.compile={config.train.compile})."] * (config.train.compile != "off")
+    if threads and image_size >= _LARGE:
+        size = f"{image_size} x {image_size} pixels"
+        said.append(f"Images of {size} take a CPU long: train on a GPU, or on smaller ones (data.image_size).")
+    if threads == 1 < cpus:
+        said.append(f"A rank computes with 1 thread, and here are {cpus} CPUs: --cpus-per-task.")
+    return " ".join([*said, hint_on_data(config)]).strip()
