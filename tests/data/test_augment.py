@@ -8,12 +8,11 @@ from scipy.special import betainc  # type: ignore[import-untyped]
 from timm.data import mixup
 from timm.loss import cross_entropy
 from torch.nn import functional
-from torchvision.transforms import v2
 
 from tests.training.parts import parts_of
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import base
-from trainkit.data.augment import Augment, Mixing, RandAugment, RandomErasing, Target, beta
+from trainkit.data.augment import Augment, Mixing, RandomErasing, Target, beta
 from trainkit.data.base import Batch
 from trainkit.errors import UserError
 from trainkit.tasks.base import training_losses
@@ -40,7 +39,7 @@ PLAIN = parts_of().normalized(IMAGES_AUGMENT)
 @pytest.mark.parametrize(
     "settings",
     [{"rand_augment_ops": 2}, {"random_erasing_prob": 0.5, "random_erasing_mode": "pixel"}, {"mixup_alpha": 0.8},
-     {"cutmix_alpha": 1.0}],
+     {"cutmix_alpha": 1.0}, {"policy": "trivial_wide"}, {"policy": "auto_imagenet"}, {"policy": "three"}],
     ids=str,
 )  # fmt: skip
 def test_images_change_as_their_keys_say_whatever_batch_they_are_in(settings: dict[str, Any]) -> None:
@@ -87,9 +86,10 @@ def test_mixed_images_of_weighted_classes_count_by_both_labels() -> None:
     assert losses.weight.item() == pytest.approx((soft @ weights).mean().item(), rel=1e-5)
 
 
-def test_rand_augment_of_images_that_are_neither_gray_nor_rgb_is_refused() -> None:
-    parts = parts_of("data.in_chans=2", "augment.rand_augment_ops=1")
-    with pytest.raises(UserError, match="2 channels"):
+@pytest.mark.parametrize("setting", ["augment.rand_augment_ops=1", "augment.policy=three"])
+def test_policies_for_images_that_are_neither_gray_nor_rgb_are_refused(setting: str) -> None:
+    parts = parts_of("data.in_chans=2", setting)
+    with pytest.raises(UserError, match=rf"{setting} is not possible(.|\n)*2 channels"):
         Augment(parts.config.augment, parts.splits.info, parts.normalized)
 
 
@@ -99,38 +99,6 @@ def test_a_rank_whose_share_has_no_pairs_is_refused_where_pairs_are_mixed() -> N
     check_batch_sizes(plain.config, 2, plain.splits)
     with pytest.raises(UserError, match=r"3 images, an odd number(.|\n)*global_batch_size=8"):
         check_batch_sizes(mixing.config, 2, mixing.splits)
-
-
-KEYS_RAND_AUGMENT = base.keys(0, 0, torch.arange(200))
-PHOTOS = torch.randint(0, 256, (200, 3, 17, 14), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(("num_ops", "magnitude", "channels"), [(2, 9, 3), (1, 30, 3), (1, 0, 1), (3, 17, 1)])
-def test_each_image_is_as_torchvision_makes_it_by_the_same_draws(num_ops: int, magnitude: int, channels: int) -> None:
-    images, ours = PHOTOS[:, :channels], RandAugment(num_ops, magnitude)
-    theirs = v2.RandAugment(num_ops, magnitude)
-    space = list(theirs._AUGMENTATION_SPACE.items())
-    expected = []
-    for image, drawn in zip(images, torch.stack(ours.draw(KEYS_RAND_AUGMENT), dim=1).tolist(), strict=True):
-        for number in drawn:
-            name, (strengths, signed) = space[number // 2]
-            strength = strengths(31, 17, 14)
-            strength = 0.0 if strength is None else float(strength[magnitude])
-            assert signed or number % 2 == 0
-            image = theirs._apply_image_or_video_transform(
-                image, name, -strength if number % 2 else strength, theirs.interpolation, theirs._fill
-            )
-        expected.append(image)
-    assert torch.equal(ours(images, KEYS_RAND_AUGMENT), torch.stack(expected))
-
-
-def test_every_operation_comes_up_as_often_and_half_go_the_other_way() -> None:
-    (drawn,) = RandAugment(1, 9).draw(base.keys(1, 1, torch.arange(28_000)))
-    counts = torch.bincount(drawn, minlength=28).view(14, 2)
-    assert ((counts.sum(1) - 2000).abs() < 250).all()
-    signed = counts[:, 1] > 0
-    assert signed.sum() == 9
-    assert ((counts[signed] - 1000).abs() < 160).all()
 
 
 COUNT_MIXING = 4000

@@ -140,7 +140,7 @@ def test_a_stream_is_splitmix64s(key: int) -> None:
 
 def test_a_key_is_a_function_of_seed_epoch_and_index_in_every_version() -> None:
     assert base.keys(1, 2, torch.tensor([3])).tolist() == [7165454640083935283]
-    assert (base.SHIFT, base.RAND_AUGMENT, base.MIXING, base.ERASING) == (0, 16, 64, 96)
+    assert (base.SHIFT, base.POLICY, base.MIXING, base.ERASING) == (0, 16, 64, 96)
 
 
 @pytest.mark.parametrize("other", [(1, 0), (0, 1), (0, 2**33)])

@@ -17,8 +17,8 @@ from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.checks import micro_batch_sizes
-from trainkit.data.augment import operations
 from trainkit.data.loader import TensorSamples, train_batches
+from trainkit.data.policies import operations
 from trainkit.distributed.device import device_of_rank
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
@@ -83,10 +83,13 @@ VARIED = {
         "augment.random_erasing_mode=pixel",
         "augment.rand_augment_ops=2",
     ),
+    "trivial": ("augment.policy=trivial_wide",),
+    "auto": ("augment.policy=auto_cifar10",),
+    "three": ("augment.policy=three",),
     "weights": ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]", "train.label_smoothing=0.1"),
     "clipping": ("train.grad_clip_norm=0.1", "model.dropout=0.0"),
 }
-OFTEN = ("mixing", "EMA", "prefetch")
+OFTEN = ("mixing", "EMA", "prefetch", "trivial")
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=LONG) for name in VARIED])
@@ -188,10 +191,6 @@ ALL = (
 )  # fmt: skip
 
 
-SHARPNESS = 9
-"""The operation of RandAugment that waits: torchvision copies its kernel to the GPU for each call."""
-
-
 def batches_of(parts: TrainState, steps: int) -> Any:
     how: Any = {"global_batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1, "workers": 0}
     return train_batches(parts.splits, seed=0, start_step=0, stop_step=steps, device=parts.dist.device, **how)
@@ -221,18 +220,18 @@ def test_no_update_waits_for_the_gpu(where: str) -> None:
 
 @NVIDIA
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("number", [number for number in range(14) if number != SHARPNESS])
-def test_rand_augment_does_not_wait_for_the_gpu(number: int) -> None:
-    (operation, signed), images = operations(9)[number], torch.randint(0, 256, (8, 3, 16, 12), dtype=torch.uint8)
-    for way in (1, -1) if signed else (1,):
-        there, here = images.cuda(), operation(images, way)
-        operation(there, way)  # the first call brings what the others need
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            made = operation(there, way)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(made.cpu(), here)
+@pytest.mark.parametrize("name", operations())
+def test_no_operation_of_a_policy_waits_for_the_gpu(name: str) -> None:
+    operation, images = operations()[name], torch.randint(0, 256, (8, 3, 16, 12), dtype=torch.uint8)
+    strength = torch.linspace(0.1, 0.8, 8, dtype=torch.float64)
+    there, here = images.cuda(), operation(images, strength)
+    operation(there, strength)  # the first call brings what the others need
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = operation(there, strength)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(made.cpu(), here)
 
 
 def _batches_alike(env: RankEnv) -> bool:

@@ -151,6 +151,10 @@ def check_combinations(config: Config) -> None:
     if config.augment.mixes and size % 2:
         what = f"train.{name}={size} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images."
         raise ImpossibleError(what, why="Both of a pair are in one micro batch.", fix=f"Use train.{name}={size + 1}.")
+    if (ops := config.augment.rand_augment_ops) and (policy := config.augment.policy) != "none":
+        what = f"augment.rand_augment_ops={ops} and augment.policy={policy}."
+        fix = "Use augment.rand_augment_ops=0 for the policy, or augment.policy=none for RandAugment."
+        raise ImpossibleError(what, why="RandAugment is a policy, and an image goes through one of them.", fix=fix)
     if train.memory_limit_mb is not None and train.micro_batch_size != "auto":
         what = f"train.memory_limit_mb={train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}."
         fix = "Use train.micro_batch_size=auto, or leave train.memory_limit_mb out."

@@ -212,6 +212,10 @@ class TrainConfig(Section):
 class AugmentConfig(Section):
     """Augmentation of whole batches on the device, after that of the data set itself (shift or crop, mirror)."""
 
+    policy: Literal["none", "trivial_wide", "auto_imagenet", "auto_cifar10", "auto_svhn", "three"] = "none"
+    """In place of RandAugment: trivial_wide (TrivialAugmentWide, one operation of any strength), auto_... (AutoAugment,
+    pairs of operations that were learned on that data set), three (3-Augment of DeiT III: gray, solarized or blurred,
+    and jitter of colours)."""
     rand_augment_ops: Annotated[int, Field(ge=0, le=10)] = 0
     """RandAugment: operations on an image, usually 2; 0: none."""
     rand_augment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9

@@ -3,111 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo
+from trainkit.data.policies import policy_of
 from trainkit.errors import require
-
-# RandAugment (Cubuk et al., arXiv 1909.13719) of whole batches: each image gets what torchvision's would give it.
-#
-# Each image of a batch draws its own operations. All that drew the same one, in the same direction, go through
-# torchvision's own function together: 22 calls at most for a batch of any size, instead of one for each image.
-
-BINS = 31
-"""Magnitudes go from 0 to this, less one."""
-
-Operation = Callable[[Tensor, int], Tensor]
-"""Images uint8 [N, C, H, W], and in which direction, 1 or -1."""
-
-
-class RandAugment:
-    """``num_ops`` operations for each image, all of ``magnitude``, 0 to 30."""
-
-    def __init__(self, num_ops: int, magnitude: int) -> None:
-        self.num_ops = num_ops
-        self._operations = operations(magnitude)
-
-    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
-        """uint8 [N, 1 or 3, H, W]; ``keys``, int64 [N], are on the host. Gives what they became."""
-        places = torch.arange(len(keys))
-        for drawn in self.draw(keys):
-            drawn, order = drawn[places].sort(stable=True)
-            places = places[order]
-            images = images.index_select(0, order.to(images.device, non_blocking=True))
-            groups = enumerate(torch.split(images, drawn.bincount().tolist()))
-            made = [self._operations[at // 2][0](group, -1 if at % 2 else 1) for at, group in groups if len(group)]
-            images = torch.cat(made)
-        return images.index_select(0, places.argsort().to(images.device, non_blocking=True))
-
-    def draw(self, keys: Tensor) -> list[Tensor]:
-        """What each image gets, one operation after the other: numbers of `operations`, twice, and one more for those
-        that go the other way. int64 [N] each."""
-        signed = torch.tensor([signed for _, signed in self._operations])
-        drawn = []
-        for number in range(self.num_ops):
-            chosen = data_order.below(keys, data_order.RAND_AUGMENT + 2 * number, len(self._operations))
-            other_way = data_order.below(keys, data_order.RAND_AUGMENT + 2 * number + 1, 2) * signed[chosen]
-            drawn.append(2 * chosen + other_way)
-        return drawn
-
-
-def operations(magnitude: int) -> list[tuple[Operation, bool]]:
-    """Those of torchvision's RandAugment, in its order: what it does, and whether it goes in two directions."""
-    from torchvision.transforms import InterpolationMode
-    from torchvision.transforms.v2 import functional as F
-
-    def at(most: float) -> float:
-        return float(torch.linspace(0.0, most, BINS)[magnitude])  # to torchvision's last bit
-
-    def moved(move: Operation) -> Operation:
-        """``move`` as a choice of pixels, made once on the host: torchvision copies a matrix to the GPU for each call,
-        and waits for it."""
-
-        @cache
-        def places(height: int, width: int, way: int, device: torch.device) -> Tensor:
-            numbers = torch.arange(1.0, height * width + 1).view(1, 1, height, width)  # 0 is what comes in from outside
-            return move(numbers, way).long().flatten().to(device, non_blocking=True)
-
-        def move_all(images: Tensor, way: int) -> Tensor:
-            chosen = places(*images.shape[-2:], way, images.device)
-            return pad(images.flatten(2), (1, 0)).index_select(2, chosen).view(images.shape)
-
-        return move_all
-
-    nearest, angle, blend = InterpolationMode.NEAREST, at(30.0), at(0.9)
-    degrees = math.degrees(math.atan(at(0.3)))
-    affine = partial(F.affine, angle=0.0, scale=1.0, interpolation=nearest)
-    shear = partial(affine, translate=[0, 0], center=[0, 0])
-    shift = partial(affine, shear=[0.0, 0.0], center=None)
-
-    def pixels(length: int, way: int) -> int:
-        return int(at(150 / 331 * length)) * way
-
-    bits, threshold = round(8 - magnitude / ((BINS - 1) / 4)), 255 * float(torch.linspace(1.0, 0.0, BINS)[magnitude])
-    return [
-        (lambda images, way: images, False),
-        (moved(lambda images, way: shear(images, shear=[degrees * way, 0.0])), True),
-        (moved(lambda images, way: shear(images, shear=[0.0, degrees * way])), True),
-        (moved(lambda images, way: shift(images, translate=[pixels(images.shape[-1], way), 0])), True),
-        (moved(lambda images, way: shift(images, translate=[0, pixels(images.shape[-2], way)])), True),
-        (moved(lambda images, way: F.rotate(images, angle * way, interpolation=nearest)), True),
-        (lambda images, way: F.adjust_brightness(images, 1 + blend * way), True),
-        (lambda images, way: F.adjust_saturation(images, 1 + blend * way), True),
-        (lambda images, way: F.adjust_contrast(images, 1 + blend * way), True),
-        (lambda images, way: F.adjust_sharpness(images, 1 + blend * way), True),
-        (lambda images, way: F.posterize(images, bits), False),
-        (lambda images, way: F.solarize(images, threshold), False),
-        (lambda images, way: F.autocontrast(images), False),
-        (lambda images, way: F.equalize(images), False),
-    ]
-
 
 # Mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899) of whole batches, as in timm.
 #
@@ -265,13 +170,14 @@ class Augment:
     def __init__(self, config: AugmentConfig, info: DataInfo, normalized: Callable[[Tensor], Tensor]) -> None:
         """``normalized``: uint8 [N, C, H, W] as the model takes them.
 
-        Raises UserError for RandAugment of images that are neither gray nor RGB.
+        Raises UserError for a policy that changes colours, and images that are neither gray nor RGB.
         """
-        ops, prob = config.rand_augment_ops, config.random_erasing_prob
-        must_be = f"0 for images of {info.in_chans} channels: RandAugment changes colours, of gray or RGB images"
-        require(not ops or info.in_chans in (1, 3), "augment.rand_augment_ops", ops, must_be)
+        prob, self._policy = config.random_erasing_prob, policy_of(config)
+        setting, none = ("rand_augment_ops", "0") if config.rand_augment_ops else ("policy", "none")
+        must_be = f"{none} for images of {info.in_chans} channels: it changes colours, of gray or RGB images"
+        is_fit = self._policy is None or info.in_chans in (1, 3)
+        require(is_fit, f"augment.{setting}", getattr(config, setting), must_be)
         self._normalized = normalized
-        self._rand_augment = RandAugment(ops, config.rand_augment_magnitude) if ops else None
         self._erase = RandomErasing(prob, config.random_erasing_mode) if prob else None
         mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)
         self._mix = mixing if config.mixes else None
@@ -280,8 +186,8 @@ class Augment:
     def __call__(self, batch: Batch) -> tuple[Tensor, Target]:
         """Images, float32 [N, C, H, W], and what they show."""
         images, labels, keys = batch
-        if self._rand_augment is not None:
-            images = self._rand_augment(images, keys)
+        if self._policy is not None:
+            images = self._policy(images, keys)
         images = self._normalized(images)
         if self._erase is not None:
             images = self._erase(images, keys)

@@ -286,7 +286,7 @@ def _signed(value: int) -> int:
 
 
 SHIFT = 0
-RAND_AUGMENT = 16
+POLICY = 16
 MIXING = 64
 ERASING = 96
 """Where in a sample's stream the draws of each augmentation begin: none takes another's."""
