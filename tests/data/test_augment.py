@@ -6,10 +6,11 @@ import pytest
 import torch
 from scipy.special import betainc  # type: ignore[import-untyped]
 from timm.data import mixup
-from timm.loss import cross_entropy
+from timm.loss import BinaryCrossEntropy, cross_entropy  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from tests.training.parts import parts_of
+from trainkit.config.loading import load
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import base
 from trainkit.data.augment import Augment, Mixing, RandomErasing, Target, beta
@@ -70,6 +71,49 @@ def test_the_loss_of_mixed_images_is_timms_of_the_mixed_labels(smoothing: float)
     assert training_losses(task, LOGITS, target).plain.item() == pytest.approx(expected.item(), rel=1e-5)
     plain = training_losses(task, LOGITS, Target(LABELS_AUGMENT)).plain
     assert plain.item() == pytest.approx(soft(LOGITS, one_hot(LABELS_AUGMENT, 7, ones, smoothing)).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "threshold", "weights"),
+    [
+        (0.0, None, None),
+        (0.1, None, None),
+        (0.0, 0.0, None),
+        (0.0, 0.2, None),
+        (0.0, 0.7, None),
+        (0.0, 0.2, range(1, 8)),
+    ],
+)
+def test_binary_cross_entropy_is_timms_of_whole_and_mixed_images(
+    smoothing: float, threshold: Any, weights: Any
+) -> None:
+    theirs = BinaryCrossEntropy(smoothing, threshold, reduction="none")
+    task = Classification(parts_of().splits.info, smoothing, weights, bce=True, threshold=threshold)
+    plain = training_losses(task, LOGITS, Target(LABELS_AUGMENT)).plain
+    assert plain.item() == pytest.approx(theirs(LOGITS, LABELS_AUGMENT).mean().item(), rel=1e-5)
+    assert task.loss(LOGITS, LABELS_AUGMENT, "none").tolist() == pytest.approx(
+        BinaryCrossEntropy(0.0, reduction="none")(LOGITS, LABELS_AUGMENT).mean(1).tolist(), rel=1e-5
+    )
+    _, target = prepared({"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "mixup_prob": 0.7})
+    others, share = shares(target)
+    one_hot: Any = mixup.mixup_target
+    ones = torch.ones(64, 1)
+    one, other = (one_hot(labels, 7, ones, smoothing) for labels in (target.labels, others))
+    expected = theirs(LOGITS, one * share[:, None] + other * (1 - share[:, None])).mean(1)
+    found = training_losses(task, LOGITS, target)
+    assert found.plain.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+    if weights:
+        each = (1 + target.labels) * share + (1 + others) * (1 - share)
+        assert found.weighted.item() == pytest.approx((each * expected).mean().item(), rel=1e-5)
+        assert found.weight is not None
+        assert found.weight.item() == pytest.approx(each.mean().item(), rel=1e-5)
+
+
+def test_a_threshold_is_for_binary_cross_entropy_without_smoothing() -> None:
+    assert load("single", ["train.loss=bce", "train.bce_threshold=0"]).config.train.bce_threshold == 0
+    for settings in (["train.label_smoothing=0.1", "train.loss=bce"], []):
+        with pytest.raises(UserError, match=r"train\.bce_threshold=0\.2 and train\.l"):
+            load("single", ["train.bce_threshold=0.2", *settings])
 
 
 def test_mixed_images_of_weighted_classes_count_by_both_labels() -> None:

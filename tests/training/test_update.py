@@ -48,7 +48,10 @@ def by_hand(**options: Any) -> torch.Tensor:
     """The gradient of the loss's mean over the global batch."""
     model = Linear()
     logits = model(normalize(IMAGES, parts_of().splits.info))
-    functional.cross_entropy(logits, LABELS, **options).backward()
+    if options.pop("binary", False):
+        functional.binary_cross_entropy_with_logits(logits, functional.one_hot(LABELS, 7).float()).backward()
+    else:
+        functional.cross_entropy(logits, LABELS, **options).backward()
     assert model.layer.weight.grad is not None
     return model.layer.weight.grad
 
@@ -58,14 +61,15 @@ def by_hand(**options: Any) -> torch.Tensor:
     [
         ("train.label_smoothing=0", {}),
         ("train.label_smoothing=0.3", {"label_smoothing": 0.3}),
+        ("train.loss=bce", {"binary": True}),
         ("train.class_weights=[5, 1, 0.25, 2, 1, 3, 0.5]", {"weight": torch.tensor([5, 1, 0.25, 2, 1, 3, 0.5])}),
     ],
-    ids=["plain", "smooth", "weighted"],
+    ids=["plain", "smooth", "binary", "weighted"],
 )
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
 def test_an_update_follows_the_global_batchs_mean(micro_batch_size: int, setting: str, options: dict[str, Any]) -> None:
     moved = updated(setting, f"train.micro_batch_size={micro_batch_size}", lr=0.5)
-    assert torch.allclose(moved, -0.5 * by_hand(**options), atol=1e-6)
+    assert torch.allclose(moved, -0.5 * by_hand(**dict(options)), atol=1e-6)
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2])

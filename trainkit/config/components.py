@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the schema takes a tenth of a second, and what only reads r
     from trainkit.config.schema import Config, ScheduleConfig
 
 _PACKAGE = "trainkit.tasks"
-_OF_TRAIN = {"label_smoothing": 0.0, "class_weights": None}
+_OF_TRAIN = {"label_smoothing": 0.0, "class_weights": None, "loss": "cross_entropy", "bce_threshold": None}
 """Settings of ``train`` that a task may take, by ``TAKES`` in its file; and what they are where it takes none."""
 _NAME = re.compile(r"(?!ema_|seconds_)[A-Za-z]\w{0,40}")
 # Further keys of a metrics record.

@@ -187,6 +187,12 @@ class TrainConfig(Section):
     """What to do about gradients that are infinite or not a number, which never reach the weights. stop: end the run
     after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
     and go on with the data after them, at most 3 times."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """What classification minimises; bce: binary cross entropy, each class for itself, the mean over classes (DeiT III,
+    A2 of "ResNet strikes back"). Validation measures the same."""
+    bce_threshold: Fraction | None = None
+    """bce: a class of which a mixed image shows more than this share counts as shown (0 in DeiT III, 0.2 in A2); null:
+    it counts by its share."""
     label_smoothing: Fraction = 0.0
     """The share of a label that is spread over all classes."""
     class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None

@@ -7,8 +7,8 @@ checks of a configuration and readers of a run do not import torch.
     HEADLINE = "mae"  # the one to judge by
 
 A file that states ``LABELS = "one"`` or ``"several"`` refuses data sets whose file states another; they are "one".
-One that states ``TAKES = ("label_smoothing", "class_weights")`` gets these settings of ``train`` by their names; of any
-other task they are refused.
+One that states ``TAKES = ("label_smoothing", "class_weights")`` gets these settings of ``train`` by their names, and so
+``loss`` and ``bce_threshold``; of any other task they are refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import functional
 
 from trainkit import plugins
 from trainkit.config.components import check_task, taken_of_train
@@ -87,6 +88,10 @@ class Task(ABC):
         """The loss to train on, where it is another one than `loss`, which is measured in evaluation."""
         return self.loss(output, target, reduction)
 
+    def mixed_loss(self, output: Tensor, target: Target) -> Tensor | None:
+        """The losses of mixed images to train on, [N], where they are not those of both labels, each by its share."""
+        return None
+
     def weights(self, target: Tensor) -> Tensor | None:
         """How much each sample counts in training, [N]; the loss is the weighted mean over the global batch."""
         return None
@@ -136,12 +141,24 @@ def training_losses(task: Task, output: Tensor, target: Target) -> Losses:
     if target.others is None and weight is None:  # the usual case in one kernel
         loss = task.training_loss(output, target.labels, "mean")
         return Losses(loss, loss, None)
-    first = _part(task, output, target.labels, target.share, weight)
     if target.others is None or target.share is None:
-        return first
+        return _part(task, output, target.labels, target.share, weight)
+    if (losses := task.mixed_loss(output, target)) is not None:
+        other = task.weights(target.others)
+        if weight is None or other is None:
+            return Losses(losses.mean(), losses.mean(), None)
+        weight = weight * target.share + other * (1 - target.share)
+        return Losses(losses.mean(), (weight * losses).mean(), weight.mean())
+    first = _part(task, output, target.labels, target.share, weight)
     second = _part(task, output, target.others, 1 - target.share, task.weights(target.others))
     both = None if first.weight is None or second.weight is None else first.weight + second.weight
     return Losses(first.plain + second.plain, first.weighted + second.weighted, both)
+
+
+def binary_cross_entropy(output: Tensor, target: Tensor, reduction: str) -> Tensor:
+    """Of scores against targets of 0 to 1, both [N, classes]: the mean over the classes; ``reduction`` as in `Task`."""
+    losses = functional.binary_cross_entropy_with_logits(output, target, reduction="none").mean(dim=1)
+    return losses.mean() if reduction == "mean" else losses
 
 
 def _part(task: Task, output: Tensor, labels: Tensor, share: Tensor | None, weight: Tensor | None) -> Losses:

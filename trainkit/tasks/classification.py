@@ -1,4 +1,5 @@
-"""Classification: each image shows one class. Cross entropy, the accuracies, and which class is taken for which."""
+"""Classification: each image shows one class. Cross entropy, binary if so asked, the accuracies, and which class is
+taken for which."""
 
 from __future__ import annotations
 
@@ -11,33 +12,59 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.errors import UserError
-from trainkit.tasks.base import Task
+from trainkit.tasks.base import Task, binary_cross_entropy
 
 if TYPE_CHECKING:
+    from trainkit.data.augment import Target
     from trainkit.data.base import DataInfo, Splits
 
 METRICS = {"acc1": ("%", "higher", "Top-1 accuracy"), "acc5": ("%", "higher", "Top-5 accuracy")}
 HEADLINE = "acc1"
 LABELS = "one"
-TAKES = ("label_smoothing", "class_weights")
+TAKES = ("label_smoothing", "class_weights", "loss", "bce_threshold")
 _TOP = 5
 _KEY = "train.class_weights"
 
 
 class Classification(Task):
-    """``weights``: how much a sample of each class counts; None: all alike."""
+    """``weights``: how much a sample of each class counts; None: all alike. ``bce`` and ``threshold``: as
+    ``train.loss`` and ``train.bce_threshold`` have them."""
 
-    def __init__(self, info: DataInfo, label_smoothing: float, weights: Sequence[float] | None) -> None:
-        self._info, self._label_smoothing = info, label_smoothing
+    def __init__(
+        self,
+        info: DataInfo,
+        label_smoothing: float,
+        weights: Sequence[float] | None,
+        *,
+        bce: bool = False,
+        threshold: float | None = None,
+    ) -> None:
+        self._info, self._label_smoothing, self._bce, self._threshold = info, label_smoothing, bce, threshold
         self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float32)
 
     def loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
-        """Cross entropy."""
-        return functional.cross_entropy(output, target, reduction=reduction)
+        """Cross entropy, binary if so asked."""
+        return self._against(output, target, reduction, smoothing=0.0)
 
     def training_loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
-        """Cross entropy against smoothed labels."""
-        return functional.cross_entropy(output, target, label_smoothing=self._label_smoothing, reduction=reduction)
+        """The same against smoothed labels."""
+        return self._against(output, target, reduction, smoothing=self._label_smoothing)
+
+    def _against(self, output: Tensor, target: Tensor, reduction: str, *, smoothing: float) -> Tensor:
+        if not self._bce:
+            return functional.cross_entropy(output, target, label_smoothing=smoothing, reduction=reduction)
+        rest = smoothing / output.shape[1]  # timm's, as for cross entropy
+        smoothed = torch.full_like(output, rest).scatter_(1, target[:, None], 1.0 - smoothing + rest)
+        return binary_cross_entropy(output, smoothed, reduction)
+
+    def mixed_loss(self, output: Tensor, target: Target) -> Tensor | None:
+        """Binary cross entropy of each class, shown or not, where there is a threshold."""
+        if self._threshold is None or target.others is None or target.share is None:
+            return None
+        share = target.share.where(target.labels != target.others, 1.0)[:, None]
+        shown = torch.zeros_like(output).scatter_(1, target.others[:, None], 1 - share)
+        shown = shown.scatter_(1, target.labels[:, None], share)
+        return binary_cross_entropy(output, (shown > self._threshold).float(), "none")
 
     def weights(self, target: Tensor) -> Tensor | None:
         """Those of the samples' classes."""
@@ -75,9 +102,16 @@ class Classification(Task):
         return top_classes(output)[:, 0]
 
 
-def build(splits: Splits, label_smoothing: float = 0.0, class_weights: str | Sequence[float] | None = None) -> Task:
+def build(
+    splits: Splits,
+    label_smoothing: float = 0.0,
+    class_weights: str | Sequence[float] | None = None,
+    loss: str = "cross_entropy",
+    bce_threshold: float | None = None,
+) -> Task:
     """One class an image."""
-    return Classification(splits.info, label_smoothing, weights_of(class_weights, splits))
+    weights = weights_of(class_weights, splits)
+    return Classification(splits.info, label_smoothing, weights, bce=loss == "bce", threshold=bce_threshold)
 
 
 def top_classes(logits: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from trainkit.tasks.base import Task
+from trainkit.tasks.base import Task, binary_cross_entropy
 
 if TYPE_CHECKING:
     from trainkit.data.base import DataInfo, Splits
@@ -32,12 +31,12 @@ class MultiLabel(Task):
 
     def loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
         """The mean over the classes."""
-        return _binary_cross_entropy(output, target.float(), reduction)
+        return binary_cross_entropy(output, target.float(), reduction)
 
     def training_loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
         """The same against smoothed labels: half of the smoothing goes to the other answer."""
         smoothing = self._label_smoothing
-        return _binary_cross_entropy(output, target.float() * (1.0 - smoothing) + smoothing / 2, reduction)
+        return binary_cross_entropy(output, target.float() * (1.0 - smoothing) + smoothing / 2, reduction)
 
     def sums(self, output: Tensor, target: Tensor) -> Tensor:
         """For each class whether it is found and there, found, and there: bool [N, 3 * classes]."""
@@ -98,8 +97,3 @@ def average_precision(scores: Tensor, there: Tensor) -> float:
     last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
     hits, seen = hits[last], torch.arange(1, len(scores) + 1, dtype=torch.float64)[last]
     return float((hits.diff(prepend=hits.new_zeros(1)) * hits / seen).sum() / hits[-1])
-
-
-def _binary_cross_entropy(output: Tensor, target: Tensor, reduction: str) -> Tensor:
-    losses = functional.binary_cross_entropy_with_logits(output, target, reduction="none").mean(dim=1)
-    return losses.mean() if reduction == "mean" else losses
