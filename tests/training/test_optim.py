@@ -253,12 +253,19 @@ def test_a_schedule_warms_up_stays_and_falls(schedule: Any, expected: dict[int, 
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant", "step", "wsd"])
+def test_a_plateau_falls_as_often_as_a_run_has_counted_down_to_its_floor() -> None:
+    schedule = ScheduleConfig(name="plateau", warmup_epochs=1, gamma=0.5, final_lr_ratio=0.2)
+    how: Any = {"optim": OptimConfig(lr=1.0), "schedule": schedule, "steps_per_epoch": PER_EPOCH, "total_steps": TOTAL}
+    assert [lr_at(step, **how, falls=1) for step in range(10)] == pytest.approx(TENTHS)
+    assert [lr_at(50, **how, falls=falls) for falls in range(4)] == [1.0, 0.5, 0.25, 0.2]
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant", "step", "wsd", "plateau"])
 def test_every_schedule_learns_in_runs_of_few_updates_and_goes_by_the_peak(name: str) -> None:
     whole, half = (lrs(name=name, warmup_epochs=0, final_lr_ratio=0.25, lr=lr) for lr in (1.0, 0.5))
     assert half == pytest.approx([rate / 2 for rate in whole])
     assert whole[0] == pytest.approx(1.0, rel=1e-2), "no warm-up is possible"
-    last = {"onecycle": 0.25, "cosine": 0.25, "constant": 1.0}.get(name, whole[-1])
+    last = {"onecycle": 0.25, "cosine": 0.25, "constant": 1.0, "plateau": 1.0}.get(name, whole[-1])
     assert whole[-1] == pytest.approx(last, rel=2e-3), "the floor"
     for warmup_epochs in (0, 0.05, 0.1, 0.3, 1, 50):
         assert lrs(name=name, warmup_epochs=warmup_epochs, total=1) == [1.0]
@@ -283,9 +290,10 @@ def test_a_function_of_the_users_own_says_the_rate_of_each_update(own: str) -> N
 FINITE, NONFINITE = torch.zeros(()), torch.ones(())
 
 
-def test_each_update_moves_the_average_towards_the_weights_if_it_was_finite() -> None:
+@pytest.mark.parametrize("warmup", [True, False])
+def test_each_update_moves_the_average_towards_the_weights_if_it_was_finite(warmup: bool) -> None:
     model = nn.Linear(3, 2)
-    ema, expected = Ema(model, 0.5), model.weight.detach().clone()
+    ema, expected = Ema(model, 0.5, warmup=warmup), model.weight.detach().clone()
     for updates in range(12):
         with torch.no_grad():
             model.weight += torch.randn(2, 3, generator=torch.Generator().manual_seed(updates))
@@ -293,7 +301,7 @@ def test_each_update_moves_the_average_towards_the_weights_if_it_was_finite() ->
         ema.update(NONFINITE, updates=updates)
         assert all(torch.equal(value, before[name]) for name, value in ema.tensors().items())
         ema.update(FINITE, updates=updates)
-        expected.lerp_(model.weight.detach(), 1 - min(0.5, (1 + updates) / (10 + updates)))
+        expected.lerp_(model.weight.detach(), 1 - min(0.5, (1 + updates) / (10 + updates) if warmup else 1.0))
     assert torch.allclose(ema.tensors()["weight"], expected, rtol=1e-6)
 
 

@@ -26,6 +26,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.build import TrainState
+from trainkit.training.loop import train
 from trainkit.training.recorder import Progress, Recorder, too_many
 from trainkit.training.update import Updater
 
@@ -299,14 +300,14 @@ def test_interrupted_ranks_stop_early_at_the_same_step_as_others(tmp_path: Path)
     patient = ("train.early_stopping_patience=2", "train.early_stopping_min_delta=100", "train.global_batch_size=32")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
-    def train(folder: Path, stop_after: int | None = None) -> set[str]:
+    def trained(folder: Path, stop_after: int | None = None) -> set[str]:
         return set(run_ranks(2, train_run, folder, "ddp", (*small, *patient), stop_after))
 
-    assert train(whole) == {"finished"}
+    assert trained(whole) == {"finished"}
     # In the second epoch, and in the validation after step 15, which is owed then.
     for stop_after in (8, 9):
-        assert train(broken, stop_after) == {"preempted"}
-    assert train(broken) == {"finished"}
+        assert trained(broken, stop_after) == {"preempted"}
+    assert trained(broken) == {"finished"}
     assert [event["step"] for event in read_events(RunDir(broken), "started")] == [0, 7, 15]
     told = []
     for folder in (whole, broken):
@@ -325,6 +326,54 @@ def test_interrupted_ranks_stop_early_at_the_same_step_as_others(tmp_path: Path)
     assert f"stopped early    {told[0]}" in summary_lines(RunDir(whole))
     logbook = write_logbook(collect([RunDir(whole)]), tmp_path / "report")[0].read_text()
     assert f"Finished after 15 steps. Stopped early: {told[0]}." in logbook
+
+
+PLATEAU = ("schedule.name=plateau", "schedule.patience=1", "schedule.gamma=0.5", "schedule.final_lr_ratio=0.1")
+
+
+@pytest.mark.parametrize(
+    ("best", "min_delta", "patience", "lowest"),
+    [("val/loss", 0.0, 1, 0.1), ("val/acc1", 5.0, 0, 0), ("val/loss", 0.5, 3, 0)],
+)
+def test_the_rate_falls_where_torchs_reduce_lr_on_plateau_lets_it(
+    tmp_path: Path, best: str, min_delta: float, patience: int, lowest: float
+) -> None:
+    how = (f"schedule.patience={patience}", f"schedule.final_lr_ratio={lowest}", f"checkpoint.best={best}")
+    much = ("train.epochs=25", "schedule.warmup_epochs=0", "optim.name=sgd", "optim.lr=2")
+    parts = parts_of(*PLATEAU, *how, *much, f"train.early_stopping_min_delta={min_delta}")
+    keeper = keeper_of(parts, tmp_path / "run", Progress())
+    assert train(parts, keeper, lambda: False)
+    torchs = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    mode: Any = "min" if best == "val/loss" else "max"
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        torchs, mode, 0.5, patience, threshold=min_delta, threshold_mode="abs", min_lr=2 * lowest
+    )
+    for record in records(keeper):
+        assert record["lr"] == pytest.approx(torchs.param_groups[0]["lr"]), record["step"]
+        if record["split"] == "val":
+            theirs.step(record[best.removeprefix("val/")])
+    assert keeper.progress.falls > 3
+    assert torchs.param_groups[0]["lr"] < 0.5
+
+
+def test_a_plateau_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path: Path) -> None:
+    """The rate falls in the third validation and in the fifth."""
+    small = ("data.name=synthetic", "data.train_size=160", "data.val_size=40", "data.test_size=20", "train.epochs=6")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = (*small, *PLATEAU, "train.early_stopping_min_delta=100", "train.global_batch_size=32")
+
+    def trained(folder: Path, stop_after: int | None = None) -> set[str]:
+        return set(run_ranks(2, train_run, folder, "ddp", settings, stop_after))
+
+    assert trained(whole) == {"finished"}
+    for stop_after in (19, 9):  # in the third validation, which is owed then, and in the fifth epoch
+        assert trained(broken, stop_after) == {"preempted"}
+    assert trained(broken) == {"finished"}
+    rates = [[record["lr"] for record in read_metrics(RunDir(folder), "train")] for folder in (whole, broken)]
+    assert rates[0] == rates[1]
+    assert [rates[0][step] for step in (14, 15, 24, 25)] == [0.002, 0.001, 0.001, 0.0005]
+    assert [event["step"] for event in read_events(RunDir(broken), "started")] == [0, 15, 21]
+    assert final_weights(broken) == final_weights(whole)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +402,7 @@ def test_a_run_cut_off_after_its_last_validation_trains_no_further(
         ("single", ["train.early_stopping_patience=0"], "train.early_stopping_patience"),
         ("single", ["train.early_stopping_patience=2", "train.early_stopping_min_delta=-1"], "early_stopping_min"),
         ("hivemind", ["train.early_stopping_patience=2"], "jobs.swarm stop"),
+        ("hivemind", ["schedule.name=plateau"], "schedule.name=plateau does not go with"),
     ],
 )
 def test_what_stops_nothing_or_cannot_be_stopped_is_refused(preset: str, overrides: list[str], words: str) -> None:

@@ -166,7 +166,8 @@ def check_combinations(config: Config) -> None:
         what = f"train.memory_limit_mb={train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}."
         fix = "Use train.micro_batch_size=auto, or leave train.memory_limit_mb out."
         raise ImpossibleError(what, why="It bounds the size that is looked for, and none is looked for.", fix=fix)
-    if (delta := train.early_stopping_min_delta) and train.early_stopping_patience is None:
+    waits = train.early_stopping_patience is not None or config.schedule.name == "plateau"
+    if (delta := train.early_stopping_min_delta) and not waits:
         what = f"train.early_stopping_min_delta={delta:g} and train.early_stopping_patience=null."
         fix = "Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out."
         raise ImpossibleError(what, why="It says what counts as better, and nobody waits for that.", fix=fix)

@@ -201,13 +201,17 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
     measure both: `ema_loss` and so on. null: no average."""
+    ema_warmup: bool = True
+    """The first updates count for more, or a short run would end with what it began with; false: all by ema_decay."""
     eval_every_epochs: PositiveInt = 1
     """Epochs between two validations; there is always one at the end."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many validations in a row without improvement, by `checkpoint.best`; null: train to the end. A
-    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: use constant or step."""
+    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: use constant, step or
+    plateau."""
     early_stopping_min_delta: NonNegativeFloat = 0.0
-    """How much better a validation must be to count as better, in the metric's own unit (accuracies: percent)."""
+    """How much better a validation must be to count as better, also for schedule.name=plateau, in the metric's own unit
+    (accuracies: percent)."""
 
     @property
     def given_micro_batch_size(self) -> int | None:
@@ -508,20 +512,25 @@ class OptimConfig(ExtensibleSection):
 
 
 class ScheduleConfig(ExtensibleSection):
-    OURS: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(("onecycle", "cosine", "constant", "step", "wsd"), ())
+    OURS: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(
+        ("onecycle", "cosine", "constant", "step", "wsd", "plateau"), ()
+    )
 
     name: Annotated[str, IMPORTS] = "onecycle"
-    """onecycle, cosine, constant, step, wsd (warm up, stay, decay at the end), or package.module:function of your own:
-    function(step, total_steps, lr) -> the rate of that update. Its keyword-only parameters are further keys; those
-    called as a key below, or steps_per_epoch, are given to it."""
+    """onecycle, cosine, constant, step, wsd (warm up, stay, decay at the end), plateau (falls where validation stands
+    still, by `checkpoint.best`), or package.module:function of your own: function(step, total_steps, lr) -> the rate of
+    that update. Its keyword-only parameters are further keys; those called as a key below, or steps_per_epoch, are
+    given to it."""
     warmup_epochs: NonNegativeFloat = 1.0
     """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
-    """The last learning rate as a fraction of optim.lr (cosine, onecycle and wsd)."""
+    """The last learning rate as a fraction of optim.lr (cosine, onecycle and wsd; plateau: the lowest)."""
     step_epochs: PositiveFloat = 30.0
     """Epochs between two falls (step only)."""
     gamma: Fraction = 0.1
-    """What is left of the rate at each fall (step only)."""
+    """What is left of the rate at each fall (step and plateau)."""
+    patience: NonNegativeInt = 10
+    """How many validations in a row may be no better before the rate falls (plateau only)."""
     decay_ratio: Share = 0.2
     """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
 

@@ -69,7 +69,8 @@ class TrainState:
     @cached_property
     def ema(self) -> Ema | None:
         """The averaged weights, if the configuration wants any; they begin with those that the model then has."""
-        return Ema(self.model, self.config.train.ema_decay) if self.config.train.ema_decay is not None else None
+        train = self.config.train
+        return Ema(self.model, train.ema_decay, warmup=train.ema_warmup) if train.ema_decay is not None else None
 
     @cached_property
     def task(self) -> Task:
@@ -155,14 +156,15 @@ class TrainState:
         """Images, uint8 [N, C, H, W], as the model takes them: float32, normalised, in its layout."""
         return normalize(images, self.splits.info, channels_last=self.config.train.channels_last)
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of update ``step``, from 0."""
+    def lr_at(self, step: int, falls: int = 0) -> float:
+        """Learning rate of update ``step``, from 0; ``falls``: how often a plateau has brought it down."""
         return lr_at(
             step,
             optim=self.config.optim,
             schedule=self.config.schedule,
             steps_per_epoch=self.steps_per_epoch,
             total_steps=self.total_steps,
+            falls=falls,
         )
 
 

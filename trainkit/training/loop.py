@@ -85,7 +85,7 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
                 profiler.turn(progress.step)
 
             # One update. Dropout and the like are a function of the position: resuming needs no random state.
-            lr = state.lr_at(progress.step)
+            lr = state.lr_at(progress.step, progress.falls)
             made = update(batches, lr=lr, seed=derive_seed(config.seed, position))
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
             if state.ema is not None and counts:
@@ -145,7 +145,7 @@ def _diverged(state: TrainState, recorder: Recorder, error: DivergedError) -> No
 
 def _validate(state: TrainState, recorder: Recorder, should_stop: Callable[[], bool]) -> bool:
     """Validate, and save a new best model. False when told to stop half way."""
-    where = {**_where(state, recorder), "lr": state.lr_at(recorder.progress.step - 1)}
+    where = {**_where(state, recorder), "lr": state.lr_at(recorder.progress.step - 1, recorder.progress.falls)}
     better = recorder.validate(where, should_stop)
     if better and not recorder.saving_is_due():
         recorder.save()  # the best must be on disk, whatever the rhythm of saving

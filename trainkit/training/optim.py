@@ -169,7 +169,9 @@ def _own_schedule(name: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
     return plugins.load("trainkit.schedule", name), plugins.signature("trainkit.schedule", name).options
 
 
-def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int) -> float:
+def lr_at(
+    step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int, falls: int = 0
+) -> float:
     """Learning rate of update ``step`` (from 0) of ``total_steps``: a pure function, so that resuming needs no state.
 
     onecycle: cosine from lr/25 up to lr over the warm-up, cosine down to almost nothing (Smith and Topin,
@@ -179,6 +181,8 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     step: linear warm-up, then lr times ``gamma`` after every ``step_epochs`` from the start on.
     wsd: linear warm-up, lr, and in the last ``decay_ratio`` of the run down to ``final_lr_ratio`` of lr by 1 - sqrt (Hu
     et al., arXiv 2404.06395; the shape is that of Haegele et al., arXiv 2405.18392).
+    plateau: linear warm-up, then lr times ``gamma`` for each of ``falls``, which a run counts (`Progress.falls`), at
+    least ``final_lr_ratio`` of lr.
     ``package.module:function``: what that gives, which has to be the same whenever it is asked.
     """
     peak = optim.lr
@@ -209,6 +213,8 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
         return peak * (step + 1) / math.ceil(warmup)
     if schedule.name == "constant":
         return peak
+    if schedule.name == "plateau":
+        return max(floor, peak * schedule.gamma**falls)
     if schedule.name == "step":
         return peak * schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch))
     if schedule.name == "wsd":
@@ -231,10 +237,11 @@ class Ema:
 
     Args:
         model: as made by the strategy. The average begins with its present weights.
+        warmup: the first updates count for more.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._model, self._decay = model, decay
+    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = True) -> None:
+        self._model, self._decay, self._warmup = model, decay, warmup
         self._averages: dict[str, Tensor] = {}
         """By plain name; tied weights have several names and one average."""
         seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -255,8 +262,8 @@ class Ema:
     def update(self, nonfinite: Tensor, *, updates: int) -> None:
         """Take the weights after an update into the average.
 
-        The first ones count for more, or a short run would end with what it began with (TensorFlow's rule: Abadi et
-        al., `ExponentialMovingAverage`).
+        Where there is a warm-up, the first ones count for more, or a short run would end with what it began with
+        (TensorFlow's rule: Abadi et al., `ExponentialMovingAverage`).
 
         Args:
             nonfinite: 1.0 on the device where that update came to nothing: the average then stays as it is.
@@ -264,7 +271,8 @@ class Ema:
         """
         for own, average in self._local():
             average.grad = own.detach() if own.numel() else None  # a small tensor's shards do not reach all ranks
-        self._step.param_groups[0]["lr"] = 1.0 - min(self._decay, (1 + updates) / (10 + updates))
+        most = (1 + updates) / (10 + updates) if self._warmup else 1.0
+        self._step.param_groups[0]["lr"] = 1.0 - min(self._decay, most)
         self._step.found_inf = nonfinite  # type: ignore[attr-defined]  # as torch's GradScaler does
         self._step.step()
 

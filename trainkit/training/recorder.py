@@ -183,6 +183,10 @@ class Progress:
     """What ``best`` was judged by."""
     stalled: int = 0
     """Validations in a row, up to here, that were no better than ``reference``."""
+    flat: int = 0
+    """The same since the rate fell last, by ``schedule.name=plateau``."""
+    falls: int = 0
+    """How often it has fallen."""
     reference: float | None = None
     """What the next validation is compared with: the last one that was better by ``early_stopping_min_delta``."""
     train_seconds: float = 0.0
@@ -238,9 +242,9 @@ class Progress:
                 return is_finite
             return (value - other if higher_is_better else other - value) > delta
 
-        self.stalled += 1
+        self.stalled, self.flat = self.stalled + 1, self.flat + 1
         if beats(self.reference, min_delta):
-            self.stalled, self.reference = 0, value
+            self.stalled, self.flat, self.reference = 0, 0, value
         if better := beats(self.best):
             self.best, self.best_step, self.best_by = value, self.step, by
         return better
@@ -357,6 +361,9 @@ class Recorder:
         metric = state.metrics.find(by.removeprefix("val/"))
         higher, delta = metric is None or metric.higher_is_better, state.config.train.early_stopping_min_delta
         better = self.progress.judge(found.metrics, by, higher_is_better=higher, min_delta=delta)
+        schedule = state.config.schedule
+        if schedule.name == "plateau" and self.progress.flat > schedule.patience:
+            self.progress.flat, self.progress.falls = 0, self.progress.falls + 1
         self.metrics.log({**where, "split": "val", **found.metrics})
         if better:
             self._show(found.mistakes.get("ema" if by.startswith("val/ema_") else "raw"), "val", self.progress.step)
