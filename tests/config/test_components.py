@@ -149,6 +149,18 @@ def test_the_defaults_of_ours_are_theirs_alone() -> None:
     assert OptimConfig(betas=None).given() == {}
 
 
+def test_muon_is_its_authors_and_that_of_a_run_of_before_as_it_was(tmp_path: Path) -> None:
+    muon = load("ddp", ["optim.name=muon"]).config.optim
+    assert (muon.momentum, muon.nesterov, muon.muon_as) == (0.95, True, "author")
+    other = load("ddp", ["optim.name=muon", "optim.momentum=0.9", "optim.nesterov=false"]).config.optim
+    assert (other.momentum, other.nesterov, other.muon_as) == (0.9, False, "author")
+    written = {"name": "muon", "lr": 2e-3, "weight_decay": 0.05, "layer_decay": 1.0, "betas": [0.9, 0.999]}
+    before = OptimConfig.model_validate({**written, "momentum": 0.9, "nesterov": False})
+    assert (before.momentum, before.nesterov, before.muon_as) == (0.9, False, "timm")
+    assert OptimConfig.model_validate(before.model_dump()) == before
+    assert OptimConfig.model_validate(muon.model_dump()) == muon
+
+
 def test_another_optimizer_does_not_inherit_what_was_for_the_one_before(tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_text("optim: {name: sgd, momentum: 0.8, lr: 0.5}\n")

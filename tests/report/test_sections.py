@@ -53,7 +53,8 @@ def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun)
     given = ("optim.name=muon", "optim.layer_decay=0.7", "model.checkpoint=a.pth", 'model.freeze=["blocks.*"]')
     told = settings(make_run("ddp-0001", "model.name=resnet18", *given))
     assert told["model"] == "resnet18 (checkpoint: a.pth, freeze: ['blocks.*']), 65,834 parameters"
-    muon = "lr: 0.002, weight_decay: 0.05, layer_decay: 0.7, betas: [0.9, 0.999], momentum: 0.9, nesterov: False"
+    muon = "lr: 0.002, weight_decay: 0.05, layer_decay: 0.7, betas: [0.9, 0.999], momentum: 0.95, nesterov: True"
+    muon += ", muon_as: author"
     assert told["optimizer"] == f"muon ({muon})"
 
 

@@ -1,5 +1,6 @@
 """The average of the weights: what it is, that it goes on exactly, and that it is measured beside them."""
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,65 @@ def test_layers_nearer_to_the_image_learn_slower(config: OptimConfig) -> None:
     assert not_decayed(model, optimizer) >= {"cls_token", "pos_embed", "head.bias"}
     with pytest.raises(UserError, match=r"optim\.layer_decay=0\.5 is not possible"):
         build_optimizer(nn.Linear(2, 2), config)
+
+
+def hidden() -> nn.Module:
+    """With a filter, a matrix, a depthwise filter, a last layer, and biases."""
+    torch.manual_seed(0)
+    depthwise = nn.Conv2d(6, 6, 3, groups=6)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), depthwise, nn.Flatten(), nn.Linear(24, 10), nn.LayerNorm(10), nn.Linear(10, 4)
+    )
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_muon_is_torchs_for_matrices_and_filters_and_adamw_for_the_rest(layer_decay: float) -> None:
+    config = OptimConfig(name="muon", lr=0.02, weight_decay=0.1, layer_decay=layer_decay)
+    ours = small_vit() if layer_decay < 1 else hidden()
+    theirs = copy.deepcopy(ours)
+    last, whole = ("head.weight", ["cls_token", "pos_embed"]) if layer_decay < 1 else ("5.weight", [])
+    optimizer = build_optimizer(ours, config)
+    names = {parameter: name for name, parameter in ours.named_parameters()}
+    groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
+    assert len(groups) == len(names)
+    muon, others, flat = [], [], {}
+    for name, parameter in theirs.named_parameters():
+        rate = {"lr": config.lr * groups[name].get("lr_scale", 1.0), "weight_decay": groups[name]["weight_decay"]}
+        is_matrix = parameter.ndim > 1 and name != last and name not in whole
+        assert groups[name]["use_muon"] == is_matrix, name
+        assert rate["weight_decay"] == (0.1 if is_matrix or name == last else 0.0)
+        if is_matrix:
+            flat[name] = nn.Parameter(parameter.detach().flatten(1))
+            muon.append({"params": [flat[name]], **rate})
+        else:
+            flat[name] = parameter
+            others.append({"params": [parameter], **rate})
+    torchs = torch.optim.Muon(muon, lr=config.lr, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.999))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        for name, parameter in ours.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            flat[name].grad = parameter.grad.view_as(flat[name]).clone()
+        set_lr(optimizer, config.lr)
+        optimizer.step()
+        torchs.step()
+        adamw.step()
+        for name, parameter in ours.named_parameters():
+            assert torch.allclose(parameter, flat[name].view_as(parameter), rtol=1e-4, atol=2e-6), (seed, name)
+
+
+def test_muon_as_timm_has_it_makes_the_updates_of_runs_of_before() -> None:
+    config = OptimConfig(name="muon", momentum=0.9, nesterov=False, muon_as="timm")
+    ours, theirs = hidden(), hidden()
+    optimizer = build_optimizer(ours, config)
+    groups = [{"params": [p for p in theirs.parameters() if (p.ndim < 2) == bias], "weight_decay": 0.05 * (not bias)}
+              for bias in (False, True)]  # fmt: skip
+    timms = timm.optim.Muon(groups, lr=2e-3, momentum=0.9, betas=(0.9, 0.999))  # type: ignore[attr-defined]
+    for seed in (1, 2):
+        update(ours, optimizer, seed)
+        update(theirs, timms, seed)
+    assert all(torch.equal(one, two) for one, two in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 ACCEPTED = sorted(name for name, entry in library_optimizers().items() if not any(objection(entry, {}, sharded=False)))

@@ -490,14 +490,23 @@ class OptimConfig(ExtensibleSection):
     """Decay of the running moments, for all but SGD. The default is that of ours; null: the optimizer's own, the
     default of all others."""
     momentum: Fraction | None = 0.9
-    """SGD and Muon, for which 0.95 is usual. The default is that of ours; null: as in betas."""
+    """SGD and Muon, whose default is 0.95. The default is that of ours; null: as in betas."""
     nesterov: bool | None = False
-    """SGD and Muon. The default is that of ours; null: as in betas."""
+    """SGD and Muon, whose default is true. The default is that of ours; null: as in betas."""
+    muon_as: Literal["author", "timm"] = "author"
+    """author: Jordan's Muon, torch.optim.Muon's for matrices and filters, and AdamW for the last layer and what is no
+    matrix; timm: with timm's coefficients, the last layer as well, and with nesterov NAdamW for the rest."""
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_are_those_of_ours(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "name" not in values or values["name"] in cls.OURS:
+        if not isinstance(values, dict) or "name" not in values:
+            return values
+        if values["name"] == "muon":
+            # A run's settings are complete: those without this key are of a run that began before there was it.
+            is_older = set(cls.model_fields) - set(values) == {"muon_as"}
+            return {"momentum": 0.95, "nesterov": True, **({"muon_as": "timm"} if is_older else {}), **values}
+        if values["name"] in cls.OURS:
             return values
         return {**dict.fromkeys(cls.SHARED), **values}
 

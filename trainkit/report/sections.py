@@ -289,9 +289,14 @@ def _given(optim: Any) -> Any:
     """Those settings of an optimizer that it is given, where they are what they should be."""
     try:
         given = OptimConfig.model_validate(optim).given()
+        of_muon = ("muon_as",) if optim["name"] == "muon" else ()
     except ValidationError:
         return optim
-    return {key: value for key, value in optim.items() if key in ("name", "lr", "weight_decay", "layer_decay", *given)}
+    return {
+        key: value
+        for key, value in optim.items()
+        if key in ("name", "lr", "weight_decay", "layer_decay", *given, *of_muon)
+    }
 
 
 def _batch(facts: Facts) -> str:

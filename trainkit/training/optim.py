@@ -25,13 +25,15 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     ``no_weight_decay()`` (timm's: position embeddings, class tokens) are left alone. Build it after the model has been
     parallelized: sharding replaces the parameters.
 
-    AdamW and SGD are torch's, LAMB (You et al., arXiv 1904.00962) and Muon (Jordan, with the scale of Liu et al., arXiv
-    2502.16982, so that rates and decay are AdamW's) timm's. Others are as timm and torch make them, or the user's own
-    function or class makes them: ``build(groups, lr, *, options)``.
+    AdamW and SGD are torch's, LAMB (You et al., arXiv 1904.00962) and Muon (Jordan, kellerjordan.github.io/posts/muon,
+    with the scale of Liu et al., arXiv 2502.16982, so that rates and decay are AdamW's) timm's. Others are as timm and
+    torch make them, or the user's own function or class makes them: ``build(groups, lr, *, options)``.
 
     Raises UserError for one of the user's own that cannot be used.
     """
     groups = _by_decay(model, config) if config.layer_decay == 1 else _by_layer(model, config)
+    if config.name == "muon" and config.muon_as == "author":
+        groups = [part for group in groups for part in _by_muon(group, _not_for_muon(model))]
     for group in groups:
         group["params"] = [master_of(parameter) for parameter in group["params"]]
     if not config.is_own:
@@ -56,6 +58,8 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
     if config.name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **given)
     listed = find_optimizer(config.name)
+    if config.name == "muon" and config.muon_as == "author":
+        given["ns_coefficients"] = "original"
     if listed.class_name == "Lamb":  # gradients are clipped by train.grad_clip_norm, like any optimizer's
         given["max_grad_norm"] = None
     try:
@@ -140,6 +144,29 @@ def _by_layer(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     spared = _spared(inner)
     groups = param_groups_layer_decay(inner, config.weight_decay, no_weight_decay_list=spared, layer_decay=decay)
     return [{key: group[key] for key in ("params", "weight_decay", "lr_scale")} for group in groups]
+
+
+def _not_for_muon(model: nn.Module) -> set[int]:
+    """Ids of the parameters that Muon's author leaves to AdamW: of the last layer, what is no matrix or filter, and
+    embeddings, which a model names in ``no_weight_decay()``."""
+    spared, inner = _spared(model), unwrapped(model)
+    told = getattr(inner, "get_classifier", None)  # timm's
+    last = told() if callable(told) else [each for each in inner.modules() if isinstance(each, nn.Linear)][-1:]
+    layers = [layer for layer in (last if isinstance(last, list | tuple) else [last]) if isinstance(layer, nn.Module)]
+    found = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or len(parameter) in (1, parameter.numel()) or name in spared:
+            found.add(id(parameter))
+    return found
+
+
+def _by_muon(group: dict[str, Any], others: set[int]) -> list[dict[str, Any]]:
+    """``group`` as one for Muon and one for AdamW, of which timm would make NAdamW where Muon is Nesterov's."""
+    both: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in group["params"]:
+        both[id(parameter) in others].append(parameter)
+    kinds: tuple[dict[str, Any], ...] = {"use_muon": True}, {"use_muon": False, "nesterov": False}
+    return [{**group, "params": part, **kind} for part, kind in zip(both, kinds, strict=True) if part]
 
 
 def _spared(model: nn.Module) -> set[str]:
