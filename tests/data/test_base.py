@@ -56,6 +56,26 @@ def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -
     assert base.global_batch(10, 5, 3, 4) == base.epoch_order(10, 5, 1)[4:8].tolist()
 
 
+@pytest.mark.parametrize(("size", "repeats"), [(12, 3), (16, 2), (10, 4), (4, 1)])
+def test_each_image_comes_so_often_in_an_update_beside_others(size: int, repeats: int) -> None:
+    order = base.epoch_order(50, 5, 2)
+    found = base.repeated(order, repeats, size)
+    if repeats == 1:
+        assert found is order
+        return
+    assert len(found) == 50 // size * size, "an epoch is as long as without"
+    updates, images = found.view(-1, size), -(-size // repeats)
+    assert updates[:, :images].flatten().tolist() == order[: len(updates) * images].tolist()
+    for update in updates % 50:
+        counts = update.unique(return_counts=True)[1]
+        assert counts.sum() == size
+        assert repeats - 1 <= counts.min() <= counts.max() == repeats
+        assert (update[::2] != update[1::2]).all(), "none is mixed with itself"
+    assert len(found.unique()) == len(found), "each copy has random numbers of its own"
+    epoch = 50 // size
+    assert base.global_batch(50, 5, 2 * epoch + 1, size, repeats) == (updates[1] % 50).tolist()
+
+
 def test_seeds_have_32_bits_and_are_the_same_in_every_version() -> None:
     assert max(base.derive_seed(0, index) for index in range(1000)) in range(2**31, 2**32)
     assert base.derive_seed(1) != base.derive_seed(1 + 2**32)

@@ -120,6 +120,26 @@ def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(data: Sp
         assert sum(torch.equal(first[index], other[index]) for index in both) < len(both) / 4
 
 
+@pytest.mark.parametrize(("world", "micro", "workers"), [(1, 16, 0), (2, 4, 0), (4, 4, 1)])
+def test_repeated_images_are_augmented_anew_alike_on_any_ranks(
+    world: int, micro: int, workers: int, data: Splits, reference: list[Batch]
+) -> None:
+    how: dict[str, Any] = {"repeats": 4, "start_step": 1, "stop_step": 5, "micro_batch_size": micro, "workers": workers}
+    per_rank = [[*batches(data, rank=rank, world_size=world, **how)] for rank in range(world)]
+    images, labels, keys = joined(batch for micro_step in zip(*per_rank, strict=True) for batch in micro_step)
+    both = [base.repeated(epoch_order(SIZE, 0, epoch), 4, 16) for epoch in (0, 1)]
+    order = torch.cat([both[0][16:], both[1][:32]])
+    assert torch.equal(labels, order % SIZE % 2)
+    assert torch.equal(keys[:32], base.keys(0, 0, order[:32]))
+    for update, made in zip(order.view(4, 16) % SIZE, images.view(4, 16, *images.shape[1:]), strict=True):
+        differ = [len(made[update == image].unique(dim=0)) for image in update.unique()]
+        assert sum(differ) > 12, "of 16 no more than a few came out alike"
+    first = dict(zip(order[:4].tolist(), images[:4], strict=True))  # copies that a run without repeats sees as well
+    plain = dict(zip(epoch_order(SIZE, 0, 0)[:48].tolist(), joined(reference[:3])[0], strict=True))
+    assert first.keys() <= plain.keys()
+    assert all(torch.equal(image, plain[index]) for index, image in first.items())
+
+
 @pytest.mark.parametrize(("world", "micro", "workers"), [(1, 4, 0), (2, 8, 0), (4, 2, 0), (1, 16, 2), (2, 4, 1)])
 def test_neither_ranks_nor_accumulation_nor_workers_change_anything(
     world: int, micro: int, workers: int, data: Splits, reference: list[Batch]

@@ -94,6 +94,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("single", 1, ("train.precision=o2",), 2e-4),
         ("ddp", 2, ("train.precision=o2",), 2e-4),
     ],
+    ("augment.repeats=3", "augment.mixup_alpha=0.8"): [("ddp", 2, ("train.micro_batch_size=8",), 1e-5)],
     DROPOUT: [("fsdp", 2, (), 1e-5)],
 }
 """Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""

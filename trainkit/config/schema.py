@@ -230,6 +230,9 @@ class AugmentConfig(Section):
     """RandAugment: operations on an image, usually 2; 0: none."""
     rand_augment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
     """How strong each operation is."""
+    repeats: PositiveInt = 1
+    """Repeated augmentation: how often each image of an update is in it, each time augmented anew, usually 3. An epoch
+    has as many updates as without, so that it sees a part of the images."""
     random_erasing_prob: Probability = 0.0
     """Probability that an image loses a random rectangle."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "const"

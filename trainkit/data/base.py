@@ -271,11 +271,28 @@ def share_of(order: Tensor, micro_batch_size: int, *, rank: int, world_size: int
     return order.view(-1, world_size, micro_batch_size)[:, rank].long()
 
 
-def global_batch(num_samples: int, seed: int, position: int, global_batch_size: int) -> list[int]:
+def repeated(order: Tensor, repeats: int, global_batch_size: int) -> Tensor:
+    """An epoch of whole global batches in which each image comes ``repeats`` times (Hoffer et al., arXiv 1901.09335; as
+    in DeiT an epoch is as long as without): int64, of which copy ``c`` of image ``i`` is ``i + c * len(order)``.
+
+    Copies of an image are far from one another, so that on several ranks most are on others, and each copy has another
+    neighbour to be mixed with. Where batches are no multiple of ``repeats``, some images come once less.
+    """
+    import torch
+
+    if repeats == 1:
+        return order
+    steps, images = len(order) // global_batch_size, -(-global_batch_size // repeats)
+    once = order[: steps * images].long().view(steps, images)
+    copies = [once.roll(-copy, dims=1) + copy * len(order) for copy in range(repeats)]
+    return torch.cat(copies, dim=1)[:, :global_batch_size].flatten()
+
+
+def global_batch(num_samples: int, seed: int, position: int, global_batch_size: int, repeats: int = 1) -> list[int]:
     """Indices of the samples in the ``position``-th global batch of a run, from 0."""
     epoch, step = divmod(position, steps_per_epoch(num_samples, global_batch_size))
-    first = step * global_batch_size
-    return epoch_order(num_samples, seed, epoch)[first : first + global_batch_size].tolist()
+    order = repeated(epoch_order(num_samples, seed, epoch), repeats, global_batch_size) % num_samples
+    return order[step * global_batch_size : (step + 1) * global_batch_size].tolist()
 
 
 # Random numbers of samples. int64 tensors overflow as unsigned numbers do; only shifting to the right needs a mask.

@@ -324,7 +324,7 @@ def _train_from_memory(
         keys = data_order.keys(seed, epoch, share)
         # Drawn for the whole epoch at once, which costs next to nothing, and goes to the device in one piece.
         drawn = transform.draw(keys).to(device, non_blocking=True)
-        indices = share.to(device, non_blocking=True)
+        indices = (share % len(samples)).to(device, non_blocking=True)  # of copies those of their images
         for one, key, how in zip(indices.unbind(), keys.unbind(), drawn.unbind(), strict=True):
             images = transform.batch(samples.images.index_select(0, one), how)
             yield Batch(images, samples.labels.index_select(0, one), key)
@@ -360,6 +360,7 @@ def train_batches(
     workers: int,
     device: torch.device | None = None,
     broken: BrokenImages | None = None,
+    repeats: int = 1,
 ) -> Batches[Batch]:
     """Micro batches of ``rank`` for global steps ``start_step`` to ``stop_step - 1``, on ``device`` (None: CPU).
 
@@ -368,6 +369,7 @@ def train_batches(
 
     Args:
         broken: how many broken images may be replaced by others, and where they are noted; None: none may be.
+        repeats: how often each image is in its global batch, each time augmented by a key of its own.
     """
     broken = broken or BrokenImages()
     train, transform = splits.train, splits.train_transform
@@ -379,7 +381,8 @@ def train_batches(
         while step < stop_step:
             epoch, first = divmod(step, per_epoch)
             end = min(per_epoch, first + stop_step - step)
-            order = data_order.epoch_order(len(train), seed, epoch)[first * global_batch_size : end * global_batch_size]
+            order = data_order.repeated(data_order.epoch_order(len(train), seed, epoch), repeats, global_batch_size)
+            order = order[first * global_batch_size : end * global_batch_size]
             yield epoch, data_order.share_of(order, micro_batch_size, rank=rank, world_size=world_size)
             step += end - first
 
@@ -484,12 +487,13 @@ class _Fetch:
         keys = data_order.keys(seed, epoch, places)
         if isinstance(self.samples, TensorSamples) and isinstance(transform, TensorTransform):
             # All at once takes a fortieth of the time that one by one does.
+            places = places % len(self.samples)
             images = transform.batch(self.samples.images.index_select(0, places), transform.draw(keys))
             return Batch(images, self.samples.labels.index_select(0, places), keys)
         items = []
         for index, key in zip(indices, keys, strict=True):
             with _random_state(derive_seed(seed, epoch, index)):  # a data set of the user's own may draw while it reads
-                image, label, _ = read_whole(self.samples, index, self.most_broken, met)
+                image, label, _ = read_whole(self.samples, index % len(self.samples), self.most_broken, met)
                 if isinstance(transform, TensorTransform):  # the very numbers as for a set in memory
                     items.append((transform.batch(image[None], transform.draw(key[None]))[0], label))
                 else:

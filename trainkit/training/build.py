@@ -150,6 +150,7 @@ class TrainState:
             workers=self.workers if workers is None else workers,
             device=dist.device,
             broken=self.broken,
+            repeats=self.config.augment.repeats,
         )
 
     def normalized(self, images: Tensor) -> Tensor:
