@@ -24,7 +24,8 @@ from trainkit.monitor import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Remark, Writer, read_events
 from trainkit.run.folder import RunDir
-from trainkit.tasks.base import require_same_classes, told_classes
+from trainkit.saved_model import told_input
+from trainkit.tasks.base import require_same_classes
 from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool, confusion_json
 from trainkit.training.build import TrainState
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
@@ -427,7 +428,7 @@ class Recorder:
                 state.model,
                 state.optimizer if optimizer else None,
                 step=step,
-                state={**content, **told_classes(state.splits), **more},
+                state={**content, **told_input(state.splits), **more},
                 best_step=progress.best_step,
                 extra={**state.further_tensors(), **(extra or {})},
                 done=written,
