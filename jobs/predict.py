@@ -19,7 +19,7 @@ from trainkit.run.folder import RunDir
 from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
-    from trainkit.inference import Predictor
+    from trainkit.saved_model import SavedModel
 
 _SHOWN = 5
 
@@ -57,11 +57,14 @@ def _counts(text: str) -> list[int]:
 
 def _predict(args: argparse.Namespace, run: RunDir) -> int:
     config = cli.settings_to_read(run, args)
-    from trainkit.inference import images_in, predicting
+    from trainkit.inference import predicting
+    from trainkit.saved_model import images_in
 
     folder = Path(args.folder).expanduser()
     images = images_in(folder)
-    with predicting(config, run, args.checkpoint, args.weights) as predictor, _opened(args.out) as out:
+    by_data = any(word.startswith("data.") for word in args.overrides)  # or they would be passed over in silence
+    asked = predicting(config, run, args.checkpoint, args.weights, by_data=by_data)
+    with asked as predictor, _opened(args.out) as out:
         began = time.perf_counter()
         broken = _write(out, predictor, images, folder, args)
         seconds = time.perf_counter() - began
@@ -101,13 +104,13 @@ def _opened(file: str | None) -> Iterator[TextIO]:
 
 
 def _write(
-    out: TextIO, predictor: Predictor, images: Sequence[Path], folder: Path, args: argparse.Namespace
+    out: TextIO, predictor: SavedModel, images: Sequence[Path], folder: Path, args: argparse.Namespace
 ) -> dict[Path, str]:
     """Write a row for each image: its most probable classes, or the raw outputs of a model without classes.
 
     Returns the images without a prediction, with the reason.
     """
-    names, broken = [cell(name) for name in predictor.class_names], {}
+    names, broken = [cell(name) for name in predictor.info.class_names], {}
     top = min(args.top, len(names))
     columns = names
     if predictor.tells_classes:
@@ -117,7 +120,7 @@ def _write(
     table.writerow(["image", *columns])
     for told in predictor.predict(images, args.batch_size):
         if told.values is None:
-            broken[told.file] = told.why
+            broken[told.image] = told.why
             cells = [""] * len(columns)
         elif predictor.tells_classes:
             values, labels = (part.tolist() for part in told.values.topk(top))
@@ -126,16 +129,18 @@ def _write(
             ]
         else:
             cells = [f"{value:.6g}" for value in told.values.tolist()]
-        name = told.file.relative_to(folder) if told.file != folder else folder.name
+        name = told.image.relative_to(folder) if told.image != folder else folder.name
         table.writerow([cell(str(name)), *cells])
     return broken
 
 
-def _speed(predictor: Predictor, image: Path, batch_size: int) -> str:
+def _speed(predictor: SavedModel, image: Path, batch_size: int) -> str:
     from torch import OutOfMemoryError
 
+    from trainkit.inference import images_per_sec
+
     try:
-        return f"{predictor.images_per_sec(image, batch_size):,.0f} images/s"
+        return f"{images_per_sec(predictor, image, batch_size):,.0f} images/s"
     except OutOfMemoryError:
         return "does not fit into memory"
 

@@ -3,29 +3,45 @@
 Errors for users (`trainkit.errors`) are raised instead of printed.
 """
 
+from __future__ import annotations
+
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit import fileio, finish, resumption, start, terminal
+from trainkit import fileio, finish, plugins, resumption, start, terminal
+from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError, did_you_mean
 from trainkit.log_book import report_on
 from trainkit.run.folder import RunDir, find_run, find_runs
 from trainkit.run.metrics import progress_of, read_metrics
+from trainkit.run.ownership import require_own_code
 from trainkit.schedulers.base import job_state
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainkit.saved_model import Prediction, SavedModel
 
 Flag = str | int | bool | None | Sequence[str]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run by its folder. Every property is read anew."""
+    """A run by its folder. Every property is read anew, but for the model of `transform`, `classes` and `predict`."""
 
     path: Path
+    checkpoint: str = "best"
+    """Whose weights are the model's: ``best``, ``latest`` or a step."""
+    weights: Literal["raw", "ema"] | None = None
+    """The model's own, or the averaged ones; None: the averaged ones, if there are any."""
+    allow_code: bool = False
+    """Import the model that somebody else's run names."""
 
     @property
     def name(self) -> str:
@@ -79,6 +95,55 @@ class Run:
             raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
         settings = _launch_settings(flags, self.resume)
         resumption.resume([self._folder], settings, dict(os.environ), force=force, allow_code=allow_code)
+
+    def model(self) -> nn.Module:
+        """Its model, a new one with each call: plain, as its library makes it, on the CPU, in eval mode.
+
+        It takes a batch of what `transform` gives, and returns scores, float32 [N, classes]; neither training's modules
+        nor its data are loaded. Only a checkpoint that does not say what images it takes, as an older one, asks the
+        data.
+
+        Raises:
+            UserError: there is no such checkpoint; or the data is asked, and has moved.
+            RefusedError: it is somebody else's run with a model of their own, and ``allow_code`` is false.
+        """
+        return self._saved().module
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Of the model's scores, in order."""
+        return self._kept.info.class_names
+
+    def transform(self, image: Any) -> Tensor:
+        """An image as the model takes it, float32 [C, H, W]: resized, cropped, normalised, as for evaluation.
+
+        Args:
+            image: a file, a picture of Pillow's, or an array or tensor, uint8 [H, W, C] or [H, W].
+        """
+        return self._kept.transform(image)
+
+    def predict(self, images: str | Path | Sequence[Any], batch_size: int = 64) -> list[Prediction]:
+        """For each image, in the given order, a ``label``, its ``probability``, and the ``values`` of all classes.
+
+        Args:
+            images: a folder, or images as `transform` takes them. A broken one has no ``label``, but a ``why``.
+        """
+        from trainkit.saved_model import images_in
+
+        given = images_in(Path(images).expanduser()) if isinstance(images, str | Path) else images
+        return list(self._kept.predict(given, batch_size))
+
+    @cached_property
+    def _kept(self) -> SavedModel:
+        return self._saved()
+
+    def _saved(self) -> SavedModel:
+        from trainkit.saved_model import open_saved
+
+        loaded = load(str(self._folder.config), [])
+        found = require_own_code(self.path, loaded, allow_code=self.allow_code, only_loads=True)
+        plugins.search_snapshot(found.code, own=found.own)
+        return open_saved(loaded.config, self._folder, self.checkpoint, self.weights)
 
     def report(self) -> Path:
         """Write its log book with plots and return the path."""
@@ -134,9 +199,26 @@ def submit(
     return runs if sweep is not None else runs[0]
 
 
-def open(reference: str | Path) -> Run:
-    """The run of that name or folder. Raises UserError if there is none, or several."""
-    return Run(find_run(_word(reference), os.environ).path)
+def open(
+    reference: str | Path,
+    *,
+    checkpoint: str = "best",
+    weights: Literal["raw", "ema"] | None = None,
+    allow_code: bool = False,
+) -> Run:
+    """The run of that name or folder, or of the folder of one of its checkpoints. Raises UserError if there is none, or
+    several.
+
+    Args:
+        checkpoint: whose weights `Run.model` has: ``best``, ``latest`` or a step.
+        weights: the model's own (``raw``), or the averaged ones (``ema``); None: the averaged ones, if there are any.
+        allow_code: import the model that somebody else's run names.
+    """
+    word = _word(reference)
+    folder, _, name = word.rstrip("/").rpartition("/checkpoints/")
+    if folder and (name in ("best", "latest") or name.startswith("step-")):
+        word, checkpoint = folder, name.removeprefix("step-")
+    return Run(find_run(word, os.environ).path, checkpoint, weights, allow_code)
 
 
 def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:

@@ -1,18 +1,44 @@
-"""What a checkpoint says of the images that its model takes, and the model that is made of it without its data."""
+"""A saved model: what its checkpoint says of the images that it takes, and the module that predicts.
+
+Neither training nor its data are needed, but by checkpoints that do not say what images they take: older ones, and
+those of data sets with transforms of their own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
-from trainkit.data.base import DataInfo, Splits
-from trainkit.data.folders import CenterCrop
-from trainkit.data.loader import TensorTransform
-from trainkit.tasks.base import classes_in, told_classes
+import torch
+from torch import Tensor, nn
+
+from trainkit.checkpoint import format
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.data.base import DataInfo, Splits, Transform, normalize
+from trainkit.data.folders import SUFFIXES, CenterCrop, read_image
+from trainkit.data.loader import TensorTransform, default_workers, eval_batches
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
+from trainkit.models import build_model, expected_input
+from trainkit.ranks import RankEnv
+from trainkit.run.folder import RunDir
+from trainkit.tasks.base import Task, build_task, classes_in, difference, told_classes
+
+Kind = Literal["raw", "ema"]
+STEMS = {"raw": "model", "ema": "ema"}
+"""Kind of weights, the model's own or their average -> the stem of its file in a checkpoint."""
 
 _KEY = "input"
 """Where a checkpoint's state has the facts below, beside the names of the classes."""
+_CPU = torch.device("cpu")
 _LARGEST = 1 << 14
 """Pixels of a side, channels: of more a stranger's checkpoint could ask for all memory."""
 _MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -25,14 +51,12 @@ def told_input(splits: Splits) -> dict[str, Any]:
     middle. Only the classes of a data set with transforms of its own, which nobody else can make; nothing of a peer
     that has no data.
     """
-    info, transform, told = splits.info, splits.eval_transform, dict[str, Any](told_classes(splits))
-    if isinstance(transform, TensorTransform):  # made for images of one size: of others the middle
-        transform = CenterCrop(info.image_size, info.image_size, "bilinear")
+    info, transform, told = splits.info, _of_any_size(splits), dict[str, Any](told_classes(splits))
     if isinstance(transform, CenterCrop) and told:
         told[_KEY] = {
             "data": info.name, "outputs": info.num_classes, "in_chans": info.in_chans, "image_size": info.image_size,
-            "mean": [*map(float, info.mean)], "std": [*map(float, info.std)], "resize": transform.shorter, "crop": transform.image_size,
-            "interpolation": transform.mode,
+            "mean": [*map(float, info.mean)], "std": [*map(float, info.std)],
+            "resize": transform.shorter, "crop": transform.image_size, "interpolation": transform.mode,
         }  # fmt: skip
     return told
 
@@ -56,3 +80,222 @@ def input_in(state: Mapping[str, Any]) -> tuple[DataInfo, CenterCrop] | None:
         return (DataInfo(str(told["data"]), outputs, in_chans, size, classes, mean, std), crop) if is_sound else None
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _of_any_size(splits: Splits) -> Transform:
+    """The transform of evaluation. One that is made for images of one size takes the middle of others."""
+    size, transform = splits.info.image_size, splits.eval_transform
+    return CenterCrop(size, size, "bilinear") if isinstance(transform, TensorTransform) else transform
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The model's output for one image."""
+
+    image: Any
+    """As it was given: a file, or a picture."""
+    values: Tensor | None
+    """float32 [num_classes] on the CPU: `Task.probabilities`, else the model's outputs. None: the image has none."""
+    classes: tuple[str, ...]
+    """Of the values, in order."""
+    why: str = ""
+    """Why it has none: what is wrong with the image, or with the model's outputs for it."""
+
+    @property
+    def label(self) -> str | None:
+        """The class with the highest value; None where there is none."""
+        return None if self.values is None or not self.classes else self.classes[int(self.values.argmax())]
+
+    @property
+    def probability(self) -> float | None:
+        """Of that class."""
+        return None if self.values is None else float(self.values.max())
+
+    def __repr__(self) -> str:
+        return f"<{self.label}: {self.probability:.4f}>" if self.values is not None else f"<none: {self.why}>"
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The weights of a checkpoint in a module that is ready to predict."""
+
+    module: nn.Module
+    """Plain, as its library makes it, in eval mode: normalised images, float32 [N, C, H, W] -> scores [N, outputs]."""
+    splits: Splits
+    """Without samples where the data was not asked; its classes are those of training."""
+    config: Config
+    step: int
+    kind: Kind
+    renamed: str = ""
+    """How the classes of the data differ from those of training; empty if they do not, or nobody looked."""
+    device: torch.device = _CPU
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @cached_property
+    def task(self) -> Task:
+        """As in training, but for the weights of classes, which only data can tell."""
+        train = self.config.train.model_copy(update={"class_weights": None})
+        config = self.config.model_copy(update={"train": train})
+        return build_task(config, self.splits)
+
+    @property
+    def info(self) -> DataInfo:
+        """Of the images that the module takes, and its classes."""
+        return self.splits.info
+
+    @property
+    def crop(self) -> Transform:
+        """A whole image, uint8 [C, H, W] -> uint8 [C, image_size, image_size]."""
+        return self.splits.eval_transform
+
+    @property
+    def tells_classes(self) -> bool:
+        """Whether its outputs are probabilities of classes."""
+        return self.task.has("probabilities")
+
+    def transform(self, image: Any) -> Tensor:
+        """An image as the module takes it: float32 [C, image_size, image_size], normalised.
+
+        Args:
+            image: a file, a picture of Pillow's, or an array or tensor, uint8 [H, W, C] or [H, W].
+        """
+        return normalize(self.crop(_pixels(image, self.info.in_chans))[None], self.info)[0]
+
+    def predict(self, images: Sequence[Any], batch_size: int = 64) -> Iterator[Prediction]:
+        """Predictions in the given order. A broken image does not stop the others.
+
+        Args:
+            images: as `transform` takes them.
+        """
+        if not images:
+            return
+        samples = _Unlabelled(images, self.info.in_chans)
+        workers = default_workers() if len(images) > batch_size else 0
+        loader = eval_batches(
+            samples, self.crop, batch_size=min(batch_size, len(images)), rank=0, world_size=1, workers=workers,
+            device=self.device,
+        )  # fmt: skip
+        given = iter(images)
+        with loader as batches, torch.inference_mode():
+            for pixels, is_whole, mask in batches:
+                told = self.values(pixels).cpu()[mask.cpu()]
+                for values, whole, image in zip(told, is_whole[mask].tolist(), given, strict=False):
+                    why = "" if whole else samples.why(image)
+                    if whole and not bool(values.isfinite().all()):
+                        why = "The model's scores of it are not finite (NaN)."
+                    yield Prediction(image, None if why else values, self.info.class_names, why)
+
+    def values(self, pixels: Tensor) -> Tensor:
+        """Of uint8 [N, C, image_size, image_size] on its device: probabilities, else the model's outputs; float32."""
+        with self.autocast():
+            images = normalize(pixels, self.info, channels_last=self.config.train.channels_last)
+            output: Tensor = self.module(images)
+        return self.task.probabilities(output.float()) if self.tells_classes else output.float()
+
+
+def open_saved(
+    config: Config, run_dir: RunDir, which: str = "best", kind: Kind | None = None, *, by_data: bool = False
+) -> SavedModel:
+    """The weights of a checkpoint (``best``, ``latest`` or a step) in their model, on the CPU.
+
+    If ``best`` or ``latest`` is broken, the newest whole one is used, with a message.
+
+    Args:
+        kind: the model's own weights, or the averaged ones; None: the averaged ones, if there are any.
+        by_data: ask the data of ``config`` for the images, whatever the checkpoint says of them.
+
+    Raises:
+        UserError: no such checkpoint; it is broken; it lacks the averaged weights that ``kind`` asks for; it does not
+            say what images it takes, and the data is not there to be asked.
+    """
+    step = format.resolve(run_dir.checkpoints, which)
+    checkpoints = Checkpoints(run_dir.checkpoints, keep=1, dist=Distributed(RankEnv.single(), _CPU))
+    has_average = require_kind(step, checkpoints, kind)
+    taken: Kind = kind or ("ema" if has_average else "raw")
+    # One that is broken says nothing; all of a run say the same.
+    states = (checkpoints.described(at).state for at in (step, *reversed(format.steps(run_dir.checkpoints))))
+    found, renamed = None if by_data else next(filter(None, map(input_in, states)), None), ""
+    if found is not None:
+        splits = Splits(found[0], (), (), (), found[1], found[1])
+        module = build_model(config.model, splits.info, config.seed, pretrained=False)
+    else:
+        splits = build_data(config.data)
+        module = build_model(config.model, splits.info, config.seed)
+        splits = splits.prepared_for(expected_input(config.model, module, splits.info))
+        here, trained = tuple(map(str, splits.info.class_names)), classes_in(checkpoints.described(step).state)
+        renamed = difference(trained, here)
+        info = replace(splits.info, class_names=trained or here)
+        splits = replace(splits, info=info, eval_transform=_of_any_size(splits))
+    step = checkpoints.load_weights(module, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
+    return SavedModel(module.eval(), splits, config, step, taken, renamed)
+
+
+def require_kind(step: int, checkpoints: Checkpoints, kind: str | None) -> bool:
+    """Whether a checkpoint has averaged weights. Raises UserError where ``kind`` asks for them and it has none."""
+    has_average = STEMS["ema"] in checkpoints.described(step).stems
+    if kind in ("ema", "both") and not has_average:
+        raise UserError(
+            f"The checkpoint of step {step} has no averaged weights.",
+            why="The run, or this part of it, was trained with train.ema_decay=null.",
+            fix="Leave --weights out.",
+        )
+    return has_average
+
+
+def images_in(folder: Path) -> list[Path]:
+    """All image files below a folder, by name; or the file itself. Raises UserError if there are none."""
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}.", why="It was to hold the images.", fix="Correct its path.")
+    found = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+    images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
+    if not images:
+        why = f"Image files end in {', '.join(SUFFIXES[:6])}, ..."
+        raise UserError(f"{folder} holds no images.", why=why, fix="Give a folder that holds some, at any depth.")
+    return images
+
+
+def _pixels(image: Any, in_chans: int) -> Tensor:
+    """uint8 [in_chans, H, W] of a file, a picture or an array. Raises UserError for what is none of these."""
+    if isinstance(image, str | os.PathLike):
+        return read_image(Path(image), in_chans)
+    import numpy
+    from PIL import Image
+
+    picture = image
+    if not isinstance(image, Image.Image):
+        array = numpy.asarray(image)
+        if array.dtype != numpy.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
+            raise UserError(
+                f"An array of {array.dtype} {list(array.shape)} is no image.",
+                why="An image is uint8 [H, W] or [H, W, 1, 3 or 4], as Pillow, OpenCV and imageio have it.",
+                fix="Give `tensor.permute(1, 2, 0)` of [C, H, W], and pixels of 0 to 255 as uint8; or a file.",
+            )
+        picture = Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array)
+    pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], in_chans)).permute(2, 0, 1)
+
+
+class _Unlabelled:
+    """Images as samples with label 1; a broken one is replaced by a black image with label 0."""
+
+    def __init__(self, images: Sequence[Any], in_chans: int) -> None:
+        self.images, self.in_chans = images, in_chans
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        try:
+            return _pixels(self.images[index], self.in_chans), 1
+        except UserError:
+            return torch.zeros(self.in_chans, 8, 8, dtype=torch.uint8), 0
+
+    def why(self, image: Any) -> str:
+        """Why an image is broken. It is read again, as a worker process found it."""
+        try:
+            _pixels(image, self.in_chans)
+        except UserError as error:
+            return error.why
+        return "It could not be read at first."

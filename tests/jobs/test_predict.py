@@ -14,7 +14,7 @@ from PIL import Image
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.training.parts import Linear, parts_of
 from trainkit.data.datasets.digits import build
-from trainkit.inference import Predictor
+from trainkit.saved_model import SavedModel
 from trainkit.terminal import name_of
 
 
@@ -105,9 +105,7 @@ def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> No
             return super().forward(images).where(images.mean(dim=(1, 2, 3)).gt(0)[:, None], float("nan"))
 
     parts = parts_of(model=Fragile())
-    parts.model.eval()
-    names = tuple(parts.splits.info.class_names)
-    predictor = Predictor(0, "raw", parts, parts.splits.eval_transform, names, "")
+    predictor = SavedModel(parts.model.eval(), parts.splits, parts.config, 0, "raw")
     for name, shade in (("dark.png", 0), ("light.png", 255)):
         Image.new("RGB", (4, 4), (shade,) * 3).save(tmp_path / name)
     dark, light = predictor.predict([tmp_path / "dark.png", tmp_path / "light.png"], 2)

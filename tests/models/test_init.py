@@ -1,3 +1,4 @@
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,40 @@ def test_pretrained_weights_get_a_new_head(name: str, monkeypatch: pytest.Monkey
     big = info(224)
     assert scores(torchvision_model(name, big, {"pretrained": True}), big) == (2, 7)
     assert asked == ["DEFAULT"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options", "enlarged"),
+    [
+        ("timm/test_vit.r160_in1k", 160, {"pretrained": True}, None),
+        ("timm/test_vit.r160_in1k", 32, {"pretrained": True}, {"size": 160, "interpolation": "bicubic"}),
+        ("timm/vit_tiny_patch16_224", 256, {"depth": 1}, None),
+        ("timm/resnet10t", 40, {"drop_rate": 0.1}, None),
+        ("torchvision/squeezenet1_1", 64, {"weights": "IMAGENET1K_V1"}, None),
+        ("torchvision/inception_v3", 96, {"pretrained": True}, None),
+        ("torchvision/vit_b_16", 32, {"weights": "IMAGENET1K_SWAG_E2E_V1"}, {"size": 384, "interpolation": "bilinear"}),
+    ],
+)
+def test_a_network_is_built_again_without_the_weights_it_began_with(
+    name: str, size: int, options: dict[str, Any], enlarged: dict[str, Any] | None
+) -> None:
+    """For others come into it; nothing is downloaded, and it is the network that it was."""
+    import timm
+    import torchvision
+
+    config = ModelConfig(name=name, **options)
+    ours = models.build_model(config, info(size), 0, pretrained=False).eval()
+    told = models.told_model(config, info(size), ours)
+    assert told["enlarged"] == enlarged
+    create = {"timm": timm.create_model, "torchvision": torchvision.models.get_model}[told["library"]]
+    theirs = create(told["name"], **json.loads(json.dumps(told["arguments"]))).eval()
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.rand(2, 3, size, size)
+    inside = images
+    if enlarged is not None:
+        inside = torch.nn.functional.interpolate(images, enlarged["size"], mode=enlarged["interpolation"])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(inside), ours(images))
 
 
 @pytest.mark.parametrize("create", [timm_model, torchvision_model])

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,32 +66,50 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_images_keep_the_names_of_training_where_the_data_was_renamed(pets: Path) -> None:
-    def told(*more: str) -> tuple[list[list[str]], str]:
-        done = run_command("predict", "run", "photos", *more, cwd=pets)
-        assert done.returncode == 0, done.stderr
-        return [row[1:] for row in csv.reader(done.stdout.splitlines())], done.stderr
+def told(pets: Path, folder: str, *more: str) -> tuple[list[list[str]], str]:
+    done = run_command("predict", "run", folder, *more, cwd=pets)
+    assert done.returncode == 0, done.stderr
+    return [row[1:] for row in csv.reader(done.stdout.splitlines())], done.stderr
 
+
+def test_images_keep_the_names_of_training_where_the_data_was_renamed(pets: Path) -> None:
     photos = pets / "photos"
-    before, said = told()
+    before, said = told(pets, "photos")
     assert "in training" not in said
     (photos / "dog").rename(photos / "aardvark")  # and now stands before cat
     try:
-        after, said = told()
-        assert sorted(map(tuple, after)) == sorted(map(tuple, before))
+        for more in ((), (f"data.root={photos}",)):
+            after, said = told(pets, "photos", *more)
+            assert sorted(map(tuple, after)) == sorted(map(tuple, before))
         assert "Classes are called as in training; class 0 was 'cat' in training, and in the data is 'aardvark'" in said
         done = run_command("evaluate", "run", cwd=pets)
         assert done.returncode == 2
         assert re.search(r"^The data in .*photos has other classes.*\n  why: Class 0 was 'cat'.*\n  fix: ", done.stderr)
     finally:
         (photos / "aardvark").rename(photos / "dog")
-    photos.rename(pets / "elsewhere")
+
+
+def as_of_before(run: Path) -> None:
+    """Make its checkpoints those of a trainkit that named their classes only."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        record = format.described(folder.parent, int(folder.name[5:]))
+        state = {key: value for key, value in record.state.items() if key != "input"}
+        (folder / "state.json").write_text(replace(record, state=state).to_json())
+
+
+def test_predicting_needs_no_data_but_with_a_checkpoint_of_before(pets: Path) -> None:
+    before, _ = told(pets, "photos")
+    (pets / "photos").rename(pets / "elsewhere")
+    shutil.copytree(pets / "run", pets / "old")
+    as_of_before(pets / "old")
     try:
-        done = run_command("predict", "run", "elsewhere", cwd=pets)
+        after, _ = told(pets, "elsewhere")
+        assert after == before
+        done = run_command("predict", "old", "elsewhere", cwd=pets)
         assert done.returncode == 2
         assert "photos" in done.stderr
         assert "Traceback" not in done.stderr
-        moved = run_command("predict", "run", "elsewhere", f"data.root={pets / 'elsewhere'}", cwd=pets)
+        moved = run_command("predict", "old", "elsewhere", f"data.root={pets / 'elsewhere'}", cwd=pets)
         assert [row[1:] for row in csv.reader(moved.stdout.splitlines())] == before
     finally:
-        (pets / "elsewhere").rename(photos)
+        (pets / "elsewhere").rename(pets / "photos")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
 _LIBRARIES = ("timm", "torchvision")
 _FROM_THE_DATA = ("num_classes", "in_chans")
+_BRINGS_WEIGHTS = ("pretrained", "checkpoint_path")
 
 
 def check_model(config: ModelConfig) -> None:
@@ -47,8 +49,11 @@ def check_model(config: ModelConfig) -> None:
             module.check(**plugins.fill(module.build, config.options, where="model"))
 
 
-def build_model(config: ModelConfig, info: DataInfo, seed: int) -> nn.Module:
+def build_model(config: ModelConfig, info: DataInfo, seed: int, *, pretrained: bool = True) -> nn.Module:
     """The model of a configuration for the data ``info`` describes, on the CPU, its weights a function of ``seed``.
+
+    Args:
+        pretrained: False: a library's model without the weights that it was to begin with, for others come into it.
 
     Raises UserError for what `check_model` refuses, for options that the model does not take, for weights that cannot
     be downloaded, and where the model cannot take images of the data's size. Leaves global random numbers as they were.
@@ -65,7 +70,7 @@ def build_model(config: ModelConfig, info: DataInfo, seed: int) -> nn.Module:
         else:
             _check_library_options(config.options)
             create = timm_model if home == "timm" else torchvision_model
-            model = create(name, info, dict(config.options))
+            model = create(name, info, dict(config.options), pretrained=pretrained)
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} returned no model.",
@@ -203,19 +208,20 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
         )
 
 
-def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
+def timm_model(name: str, info: DataInfo, options: dict[str, Any], *, pretrained: bool = True) -> nn.Module:
     """``timm.create_model`` with the data's classes and channels.
 
     Where the input has a fixed size (vision transformers): smaller images are enlarged to it on the device, see
-    `_enlarge`; for larger ones the model is built for theirs. ``img_size`` among the options sets it by hand.
+    `Enlarged`; for larger ones the model is built for theirs. ``img_size`` among the options sets it by hand.
     """
     import timm
 
     settings: dict[str, Any] = {"num_classes": info.num_classes, "in_chans": info.in_chans, **options}
+    if not pretrained:
+        settings = {key: value for key, value in settings.items() if key not in _BRINGS_WEIGHTS}
     try:
         model: nn.Module = timm.create_model(name, **settings)
-        known = getattr(model, "pretrained_cfg", {})
-        size = options.get("img_size") or (known["input_size"][-1] if known.get("fixed_input_size") else None)
+        size = _fixed_size(model, options)
         if size is not None and size < info.image_size and "img_size" not in options:
             del model  # or both are in memory
             model = timm.create_model(name, **settings, img_size=info.image_size)
@@ -223,8 +229,14 @@ def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
         raise _explain(error, name, options, "timm") from error
     if size is not None and size > info.image_size:
         is_bicubic = options.get("pretrained") and timm_input(model, info).interpolation == "bicubic"
-        _enlarge(model, size, "bicubic" if is_bicubic else "bilinear")
+        model.register_forward_pre_hook(Enlarged(size, "bicubic" if is_bicubic else "bilinear"))
     return model
+
+
+def _fixed_size(model: nn.Module, options: Mapping[str, Any]) -> int | None:
+    """Pixels of the images that a model of timm takes; None: it takes others, too."""
+    known: dict[str, Any] = getattr(model, "pretrained_cfg", {})
+    return options.get("img_size") or (known["input_size"][-1] if known.get("fixed_input_size") else None)
 
 
 def timm_input(model: nn.Module, info: DataInfo) -> ModelInput:
@@ -250,7 +262,7 @@ def torchvision_input(name: str, info: DataInfo, options: dict[str, Any]) -> Mod
     return info.as_input(str(weights), mean=known.mean, std=known.std, interpolation=how, crop=crop)
 
 
-def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
+def torchvision_model(name: str, info: DataInfo, options: dict[str, Any], *, pretrained: bool = True) -> nn.Module:
     """``torchvision.models.get_model`` with the data's classes; ``pretrained`` takes the library's default weights.
 
     Vision transformers get images of their size as in `timm_model`.
@@ -260,38 +272,87 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.
     must_be = f"3 (gray thrice) for {name} of torchvision; models of timm take any number"
     require(info.in_chans == 3, "data.in_chans", info.in_chans, must_be)
     settings = dict(options)
-    pretrained = settings.pop("pretrained", False) or settings.get("weights") is not None
-    defaults: dict[str, Any] = {"weights": "DEFAULT"} if pretrained else {"num_classes": info.num_classes}
+    has_weights = settings.pop("pretrained", False) or settings.get("weights") is not None
+    defaults: dict[str, Any] = {"weights": "DEFAULT"} if has_weights else {"num_classes": info.num_classes}
     if name in ("googlenet", "inception_v3"):
         # Their auxiliary heads make the output a tuple in training only; modern recipes do without.
-        defaults |= {"aux_logits": False, "init_weights": not pretrained}
-    if name.startswith("vit_") and info.image_size > 224 and not pretrained:
+        defaults |= {"aux_logits": False, "init_weights": not has_weights}
+    if name.startswith("vit_") and info.image_size > 224 and not has_weights:
         defaults["image_size"] = info.image_size
     settings = defaults | settings
+    if has_weights and not pretrained:
+        settings, has_weights = _without_weights(name, info, settings), False
     try:
         model: nn.Module = torchvision.models.get_model(name, **settings)
     except Exception as error:
         raise _explain(error, name, options, "torchvision") from error
-    if pretrained:
+    if has_weights:
         _replace_head(model, info.num_classes)
     size = getattr(model, "image_size", None)  # vision transformers have one
     if isinstance(size, int) and size > info.image_size:
-        _enlarge(model, size)
+        model.register_forward_pre_hook(Enlarged(size, "bilinear"))
     return model
 
 
-def _enlarge(model: nn.Module, size: int, mode: str = "bilinear") -> None:
-    """Have ``model`` enlarge images before it sees them: 32x32 bytes travel, and 224x224 exist on the device only.
+def _without_weights(name: str, info: DataInfo, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What builds the network that torchvision builds for weights: some decide on more than on numbers."""
+    import torchvision
+
+    weights = settings["weights"]
+    if isinstance(weights, str):
+        weights = torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
+    decided: dict[str, Any] = {"num_classes": info.num_classes}
+    if name.startswith("vit_"):
+        decided["image_size"] = weights.meta["min_size"][0]
+    if name.startswith("maxvit"):
+        decided["input_size"] = weights.meta["min_size"]
+    if name in ("googlenet", "inception_v3"):
+        decided["transform_input"] = True
+    return {**decided, **{key: value for key, value in settings.items() if key != "weights"}}
+
+
+@dataclass(frozen=True)
+class Enlarged:
+    """Has a model enlarge images before it sees them: 32x32 bytes travel, and 224x224 exist on the device only.
 
     A ViT with patches of 32 would see a photo of CIFAR as one single patch, and weights trained at 224 know objects at
     that scale. A hook and not a module around the model, so that the names in checkpoints are the library's own.
     """
-    import torch.nn.functional as F
 
-    def enlarged(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return F.interpolate(args[0], size=(size, size), mode=mode, align_corners=False), *args[1:]
+    size: int
+    mode: str
 
-    model.register_forward_pre_hook(enlarged)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        import torch.nn.functional as F
+
+        size = (self.size, self.size)
+        return F.interpolate(args[0], size=size, mode=self.mode, align_corners=False), *args[1:]
+
+
+def told_model(config: ModelConfig, info: DataInfo, model: nn.Module | None = None) -> dict[str, Any]:
+    """What makes the network without trainkit: ``library``, ``name``, ``arguments`` of the library's builder (or
+    ``options`` of one of ours or the user's), and to how many pixels images are ``enlarged`` before, else null.
+
+    Args:
+        model: of `build_model`; it may be left out where no library builds it.
+    """
+    home, name = resolve(config.name)
+    if home not in _LIBRARIES or model is None:
+        return {"library": home, "name": name, "options": dict(config.options), "enlarged": None}
+    left_out = (*_BRINGS_WEIGHTS, "weights", "pretrained_cfg_overlay", "cache_dir")
+    given = {key: value for key, value in config.options.items() if key not in left_out}
+    arguments: dict[str, Any] = {"num_classes": info.num_classes}
+    if home == "timm":
+        arguments["in_chans"] = info.in_chans
+        if (_fixed_size(model, given) or info.image_size) < info.image_size and "img_size" not in given:
+            arguments["img_size"] = info.image_size
+    else:
+        decided = ("image_size", "aux_logits", "transform_input")
+        arguments |= {key: getattr(model, key) for key in decided if hasattr(model, key)}
+        arguments |= {"init_weights": False} if "aux_logits" in arguments else {}  # or it warns
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Enlarged)]
+    enlarged = {"size": hooks[0].size, "interpolation": hooks[0].mode} if hooks else None
+    return {"library": home, "name": name, "arguments": {**arguments, **given}, "enlarged": enlarged}
 
 
 def _replace_head(model: nn.Module, num_classes: int) -> None:

@@ -288,6 +288,16 @@ def _emptied(model: nn.Module, parameters: torch.device = _META, buffers: torch.
     return model
 
 
+def use_process(config: Config, device: torch.device) -> None:
+    """Have this process compute as the configuration says, whatever it computes."""
+    use_own_compiler_cache()
+    if config.train.compile == "off":
+        put_off_torch_compiler()
+    make_deterministic(config.train.deterministic)
+    if device.type == "cpu":
+        keep_freed_memory()
+
+
 def wants_gpu(config: Config) -> bool:
     """Train on GPU: there is one, and the configuration does not say zero.
 
@@ -302,12 +312,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     Args:
         model: the plain model, where the caller had to have it before there was a device.
     """
-    use_own_compiler_cache()
-    if config.train.compile == "off":
-        put_off_torch_compiler()
-    make_deterministic(config.train.deterministic)
-    if dist.device.type == "cpu":
-        keep_freed_memory()
+    use_process(config, dist.device)
     how, kind = config.train.compile, kind_of(dist.device)
     require(how == "off" or kind.has(COMPILES), "train.compile", how, f"off on GPUs by {kind.maker}")
     name = choose_precision(config.train.precision, dist.device)

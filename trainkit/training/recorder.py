@@ -24,14 +24,12 @@ from trainkit.monitor import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Remark, Writer, read_events
 from trainkit.run.folder import RunDir
-from trainkit.saved_model import told_input
+from trainkit.saved_model import STEMS, told_input
 from trainkit.tasks.base import require_same_classes
 from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool, confusion_json
 from trainkit.training.build import TrainState
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
-STEMS = {"raw": "model", "ema": "ema"}
-"""Kind of weights, the model's own or their average -> the stem of its file in a checkpoint."""
 MOST_ROLLBACKS = 3
 """A run that diverges after each of this many checkpoints does so whatever the data."""
 
