@@ -117,7 +117,7 @@ def test_a_hint_says_what_makes_the_first_update_long(config: Config, asked: dic
 
 def test_data_on_a_file_system_of_the_network_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = "disk /data ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\nserver:/y /home nfs4 rw 0 0\n"
-    monkeypatch.setattr(module.fileio, "read_text", lambda path: mounts)
+    monkeypatch.setattr("trainkit.monitor.starting.fileio.read_text", lambda path: mounts)
     assert hint_on_data(CONFIG).startswith("The data lies on /data, a file system of the network.")
     assert hint_on_data(COMPILED.model_copy(update={"data": CONFIG.data.model_copy(update={"root": "/tmp"})})) == ""
 
