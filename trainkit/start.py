@@ -31,6 +31,7 @@ from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
+from trainkit.run.teacher import teacher_of
 from trainkit.schedulers.base import JobState, job_states, named
 from trainkit.site.profile import Site, discover
 from trainkit.worker import run_rank
@@ -310,6 +311,7 @@ def check(loaded: Loaded) -> None:
             steps_per_epoch(images, config.train.global_batch_size)
         check_model(config.model)
         check_task(config)
+        teacher_of(config)
         if (file := config.model.checkpoint) is not None and not Path(file).expanduser().is_file():
             why = "Training is to start from the weights in it."
             fix = "Give a .safetensors or .pth file, such as `python -m jobs.export RUN FILE` writes."

@@ -85,7 +85,7 @@ VARIED = {
     ),
     "trivial": ("augment.policy=trivial_wide",),
     "auto": ("augment.policy=auto_cifar10",),
-    "three": ("augment.policy=three",),
+    "three": ("augment.policy=three", "augment.repeats=2", "train.loss=bce"),
     "weights": ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]", "train.label_smoothing=0.1"),
     "clipping": ("train.grad_clip_norm=0.1", "model.dropout=0.0"),
 }

@@ -151,6 +151,10 @@ def check_combinations(config: Config) -> None:
     if config.augment.mixes and size % 2:
         what = f"train.{name}={size} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images."
         raise ImpossibleError(what, why="Both of a pair are in one micro batch.", fix=f"Use train.{name}={size + 1}.")
+    if train.distill_from is not None and train.class_weights is not None:
+        what = f"train.distill_from={train.distill_from} does not go with train.class_weights."
+        why = "What the teacher says of a sample has no weight of its own."
+        raise ImpossibleError(what, why=why, fix="Leave one of them out.", keys=("train.class_weights",))
     if (ops := config.augment.rand_augment_ops) and (policy := config.augment.policy) != "none":
         what = f"augment.rand_augment_ops={ops} and augment.policy={policy}."
         fix = "Use augment.rand_augment_ops=0 for the policy, or augment.policy=none for RandAugment."

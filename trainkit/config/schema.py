@@ -198,6 +198,13 @@ class TrainConfig(Section):
     class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
     """How much a sample's loss counts, by its class: one number for each, or balanced: rare classes as much as common
     ones. The loss is the weighted mean over the global batch."""
+    distill_from: Annotated[str | None, PLAIN] = None
+    """A run, by its folder or name, whose best model this one learns from as well: it sees the same images. Let that
+    run be finished, or a resumed one may learn from other weights. null: from labels alone."""
+    distill_alpha: Probability = 0.5
+    """How much of the loss is the difference to what the teacher says; the rest is that to the labels."""
+    distill_temperature: PositiveFloat = 2.0
+    """By what the scores of both are divided before they are compared: the higher, the more the small ones count."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
     measure both: `ema_loss` and so on. null: no average."""

@@ -92,6 +92,10 @@ class Task(ABC):
         """The losses of mixed images to train on, [N], where they are not those of both labels, each by its share."""
         return None
 
+    def distillation_loss(self, output: Tensor, told: Tensor, temperature: float) -> Tensor:
+        """How far ``output`` is from what another model, the teacher, says of the same batch: the mean."""
+        raise NotImplementedError
+
     def weights(self, target: Tensor) -> Tensor | None:
         """How much each sample counts in training, [N]; the loss is the weighted mean over the global batch."""
         return None

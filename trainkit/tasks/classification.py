@@ -66,6 +66,11 @@ class Classification(Task):
         shown = shown.scatter_(1, target.labels[:, None], share)
         return binary_cross_entropy(output, (shown > self._threshold).float(), "none")
 
+    def distillation_loss(self, output: Tensor, told: Tensor, temperature: float) -> Tensor:
+        """Kullback and Leibler's divergence of softened probabilities, times the temperature's square."""
+        own, theirs = ((scores / temperature).log_softmax(dim=1) for scores in (output, told))
+        return functional.kl_div(own, theirs, reduction="batchmean", log_target=True) * temperature**2
+
     def weights(self, target: Tensor) -> Tensor | None:
         """Those of the samples' classes."""
         if self._weights is None:

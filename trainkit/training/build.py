@@ -1,5 +1,7 @@
 """What trains: configuration + data + rank -> model, strategy and precision, on this rank's device."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,9 @@ from trainkit.training.optim import Ema, build_optimizer, lr_at
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
 from trainkit.training.timing import flops_per_image, peak_flops
 from trainkit.workarounds import keep_freed_memory, put_off_torch_compiler
+
+if TYPE_CHECKING:
+    from trainkit.training.distillation import Teacher
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,15 @@ class TrainState:
     def task(self) -> Task:
         """Made when it is first asked for: a peer that does not train has no data to ask for the weights of classes."""
         return build_task(self.config, self.splits)
+
+    @cached_property
+    def teacher(self) -> Teacher | None:
+        """The model that this one learns from, if the configuration names a run."""
+        if self.config.train.distill_from is None:
+            return None
+        from trainkit.training.distillation import Teacher
+
+        return Teacher(self)
 
     @cached_property
     def metrics(self) -> TaskMetrics:

@@ -41,6 +41,7 @@ class Updater:
     ) -> None:
         self.meter = Meter(state.task, state.dist)
         self._state, self._beat, self._clock = state, beat, clock or Clock()
+        self._teacher = state.teacher
         self._augment = Augment(state.config.augment, state.splits.info, state.normalized)
         self._parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
 
@@ -71,6 +72,8 @@ class Updater:
                 with state.precision.autocast():
                     output = state.model(images)
                     losses = training_losses(state.task, output.float(), target)
+                    if self._teacher is not None:
+                        losses = self._teacher.taught(losses, images, output.float())
                 if losses.weight is not None:
                     weights.append(losses.weight / passes)
                 share = losses.weighted / passes if passes > 1 else losses.weighted
