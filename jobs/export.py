@@ -1,36 +1,51 @@
-"""``python -m jobs.export RUN FILE``: a checkpoint's weights as one file that timm and torchvision load."""
+"""``python -m jobs.export RUN FILE``: the model of a checkpoint as one file that is used without trainkit."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit.errors import UserError
+from trainkit.errors import RefusedError, UserError
+
+_ENDS = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("export", __doc__)
-    parser.taking("run", "--checkpoint", "--weights")
-    parser.add_argument("file", metavar="FILE.safetensors", help="replaced, once the new one is complete")
+    parser = cli.Parser("export", __doc__).taking("run")
+    parser.add_argument("file", metavar="FILE", help="replaced, once the new one is complete")
+    parser.taking("overrides", "--checkpoint", "--weights", "--allow-code")
+    forms = "weights (safetensors), torch.export (torch) or ONNX (default: by the end of FILE: "
+    parser.add_argument("--format", choices=tuple(_ENDS), help=f"{forms}{', '.join(_ENDS.values())})")
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, say what was written."""
-    args = parser().parse_args(argv)
-    from trainkit.config.loading import load
-
+    args = parser().parse_intermixed_args(argv)
     file = Path(args.file).expanduser()
-    if file.suffix != ".safetensors":
-        why, fix = "Libraries go by its end.", f"Give {file.with_suffix('.safetensors')}."
-        raise UserError(f"'{file.name}' is no name for a file of safetensors.", why=why, fix=fix)
-    stems = {"raw": ("model",), "ema": ("ema",), None: ("ema", "model")}[args.weights]
-    with cli.run_to_read(args.run, env) as run_dir:
-        config = load(str(run_dir.config), []).config
-        from trainkit.checkpoint.state import export
+    form = args.format or next((form for form, end in _ENDS.items() if end == file.suffix), "safetensors")
+    if file.suffix != _ENDS[form]:
+        ends = [_ENDS[form]] if args.format else _ENDS.values()
+        fix = f"Give {' or '.join(file.with_suffix(end).name for end in ends)}."
+        what = f"'{file.name}' is no name for {f'a file of {args.format}' if args.format else 'an export'}."
+        raise UserError(what, why="Libraries go by its end.", fix=fix)
+    with cli.run_to_read(args.run, env) as run:
+        imports = True
+        try:
+            config = cli.settings_to_read(run, args)
+        except RefusedError:
+            if form != "safetensors":
+                raise
+            from trainkit.config.loading import load
 
-        notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
-        step, stem = export(run_dir.checkpoints, args.checkpoint, stems, file, notes)
-    print(f"{file}: the {'averaged ' if stem == 'ema' else ''}weights of step {step} ({args.checkpoint}).")
+            config, imports = load(str(run.config), args.overrides).config, False  # weights are data
+        from trainkit.export import export_model
+
+        done = export_model(config, run, args.checkpoint, args.weights, file, form, imports=imports)
+    print(f"{file}: the {'averaged ' if done.kind == 'ema' else ''}weights of step {done.step} ({args.checkpoint}).")
+    if done.remark:
+        print(f"It {done.remark}.")
     return 0
 
 

@@ -32,6 +32,9 @@ BY_NAME = {"sklearn"}  # trainkit/data/datasets/digits.py looks for its file wit
 OF_COLAB = {"google", "IPython"}  # a notebook's own
 OF_ROCM = {"amdsmi"}  # fits one version of AMD's driver only, with which it comes
 
+OF_EXTRAS = {"onnxruntime": "onnx"}
+"""Modules that only an extra brings, whose name the error says that comes without it."""
+
 
 def requirements(table: str) -> list[Requirement]:
     """What pyproject.toml lists there, each with its lower bound."""
@@ -79,8 +82,14 @@ def imported() -> dict[str, str]:
 def test_what_is_imported_is_declared_with_a_lower_bound() -> None:
     names = declared()
     assert set(WITH_ANOTHER.values()) <= names
-    allowed = names | WITH_ANOTHER.keys() | OF_COLAB | OF_ROCM
+    allowed = names | WITH_ANOTHER.keys() | OF_COLAB | OF_ROCM | OF_EXTRAS.keys()
     assert {name: file for name, file in imported().items() if name not in allowed} == {}
+
+
+def test_what_an_extra_brings_is_declared_with_a_lower_bound() -> None:
+    text = (PROJECT / "pyproject.toml").read_text("utf-8")
+    for module, extra in OF_EXTRAS.items():
+        assert re.search(rf'^{extra} = \[.*"{module}>=[\d.]+"', text, re.MULTILINE), module
 
 
 def test_what_is_declared_is_imported() -> None:

@@ -1,5 +1,6 @@
 """What is gathered from any number of ranks and scattered to any other is the same, bit for bit."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,7 @@ def test_what_two_ranks_wrote_is_one_file(run: Path, tmp_path: Path, arguments: 
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     with safe_open(file, framework="pt") as opened:
         notes = opened.metadata()
+    assert json.loads(notes.pop("trainkit"))["classes"] == [str(digit) for digit in range(10)]
     assert notes == {"format": "pt", "step": "3", "run": "run", "model": "fashion_cnn", "data": "digits"}
     url = send_rest(RunDir(run), f"file://{tmp_path}/bucket")
     assert export_command.main([url, str(there), *arguments], {}) == 0

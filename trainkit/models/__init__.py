@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # timm's own ways to name a model outside its zoo. They hold a colon, as the user's functions do: look here first.
 TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
-_LIBRARIES = ("timm", "torchvision")
+LIBRARIES = ("timm", "torchvision")
 _FROM_THE_DATA = ("num_classes", "in_chans")
 _BRINGS_WEIGHTS = ("pretrained", "checkpoint_path")
 
@@ -39,7 +39,7 @@ _BRINGS_WEIGHTS = ("pretrained", "checkpoint_path")
 def check_model(config: ModelConfig) -> None:
     """Refuse, without importing torch, a model that does not exist and options that it cannot have."""
     home, name = resolve(config.name)
-    if home in _LIBRARIES:
+    if home in LIBRARIES:
         _check_library_options(config.options)
         return
     plugins.check_options(__name__, name, config.options, where="model")
@@ -94,7 +94,7 @@ def expected_input(config: ModelConfig, model: nn.Module, info: DataInfo) -> Mod
 def resolve(name: str) -> tuple[str, str]:
     """Where a model comes from (``trainkit``, ``user``, ``timm`` or ``torchvision``) and its name there."""
     library, slash, rest = name.partition("/")
-    if not slash or library not in _LIBRARIES:
+    if not slash or library not in LIBRARIES:
         library, rest = "", name
     if rest.startswith(TIMM_SOURCES) and library != "torchvision":
         return "timm", rest
@@ -108,7 +108,7 @@ def resolve(name: str) -> tuple[str, str]:
         return "timm", rest
     if library != "timm" and rest in torchvision_models():
         return "torchvision", rest
-    raise _unknown(name, [library] if library else _LIBRARIES, [f"{base}.{known}" for known in tags or ()])
+    raise _unknown(name, [library] if library else LIBRARIES, [f"{base}.{known}" for known in tags or ()])
 
 
 def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> UserError:
@@ -337,7 +337,7 @@ def told_model(config: ModelConfig, info: DataInfo, model: nn.Module | None = No
         model: of `build_model`; it may be left out where no library builds it.
     """
     home, name = resolve(config.name)
-    if home not in _LIBRARIES or model is None:
+    if home not in LIBRARIES or model is None:
         return {"library": home, "name": name, "options": dict(config.options), "enlarged": None}
     left_out = (*_BRINGS_WEIGHTS, "weights", "pretrained_cfg_overlay", "cache_dir")
     given = {key: value for key, value in config.options.items() if key not in left_out}
