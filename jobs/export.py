@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from trainkit.errors import RefusedError, UserError
+
+if TYPE_CHECKING:
+    from trainkit.run.folder import RunDir
 
 _ENDS = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 
@@ -17,6 +21,11 @@ def parser() -> cli.Parser:
     parser.taking("overrides", "--checkpoint", "--weights", "--allow-code")
     forms = "weights (safetensors), torch.export (torch) or ONNX (default: by the end of FILE: "
     parser.add_argument("--format", choices=tuple(_ENDS), help=f"{forms}{', '.join(_ENDS.values())})")
+    parser.add_argument(
+        "--card", action="store_true", help="also write README.md beside FILE, as the Hugging Face Hub reads it"
+    )
+    hub = "also send FILE and the card there, by your token; a new repository is private"
+    parser.add_argument("--to-hub", metavar="OWNER/NAME", help=hub)
     return parser
 
 
@@ -30,6 +39,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         fix = f"Give {' or '.join(file.with_suffix(end).name for end in ends)}."
         what = f"'{file.name}' is no name for {f'a file of {args.format}' if args.format else 'an export'}."
         raise UserError(what, why="Libraries go by its end.", fix=fix)
+    if args.card:
+        from trainkit.report.writers import place_of_card
+
+        place_of_card(file.parent)  # or it is refused once the model is written
     with cli.run_to_read(args.run, env) as run:
         imports = True
         try:
@@ -43,10 +56,29 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         from trainkit.export import export_model
 
         done = export_model(config, run, args.checkpoint, args.weights, file, form, imports=imports)
+        card = _card(run, done.about, file.name) if args.card or args.to_hub else ""
     print(f"{file}: the {'averaged ' if done.kind == 'ema' else ''}weights of step {done.step} ({args.checkpoint}).")
     if done.remark:
         print(f"It {done.remark}.")
+    if args.card:
+        from trainkit.report.writers import write_card
+
+        print(f"{write_card(card, file.parent)}: its card.")
+    if args.to_hub:
+        from trainkit.export import to_hub
+
+        print(f"{to_hub(args.to_hub, file, card, done.about, replace_card=args.card)}: sent.")
     return 0
+
+
+def _card(run: RunDir, about: Mapping[str, Any], file: str) -> str:
+    from trainkit.report.facts import Facts
+    from trainkit.report.writers import card
+
+    if not about:
+        why = "Nobody knows which images the model takes."
+        raise UserError(f"{file} has no card.", why=why, fix="Give the data: data.root=FOLDER; or leave --card out.")
+    return card(Facts(run, run.name), about, file)
 
 
 if __name__ == "__main__":

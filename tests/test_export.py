@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,16 @@ from PIL import Image
 from safetensors import safe_open
 
 import trainkit
+from tests.hub import Hub, hub
 from tests.rank_functions import run_command, run_ranks, train_run
+from tests.shell import python
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.export import export_model
+from trainkit.export import export_model, told_of
+from trainkit.report.facts import Facts
+from trainkit.report.writers import card
 from trainkit.run.folder import RunDir
+from trainkit.saved_model import open_saved
 
 OWN = """
 import torch
@@ -144,3 +150,81 @@ def test_a_file_that_gives_other_scores_is_not_written(
     with pytest.raises(UserError, match="gives other scores than the model"):
         export_model(config, RunDir(run), "best", None, tmp_path / "x.pt2", "torch")
     assert not os.listdir(tmp_path)
+
+
+# Cards, and the Hugging Face Hub.
+
+
+def test_a_card_is_read_by_the_hubs_own_library_and_tells_the_test_metrics(run: Path, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    done = run_command("export", str(run), "model.safetensors", "--card", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("timm", "image-classification")
+    test = json.loads((run / "summary.json").read_text())["test"]
+    assert card.data.eval_results is not None
+    told = {item.metric_type: item.metric_value for item in card.data.eval_results}
+    assert told == pytest.approx({"accuracy": test["ema_acc1"], "acc5": test["ema_acc5"]}, abs=1e-3)
+    assert "cat, dog" in card.text
+    assert "the shorter side is resized to 37 pixels (bilinear), the square of 32" in card.text
+    assert "enlarged to 160 pixels" in card.text
+    assert "http" not in card.text.replace("https://huggingface.co", "")
+
+
+def test_metrics_of_the_best_weights_are_not_told_of_others(run: Path, tmp_path: Path) -> None:
+    facts = Facts(RunDir(run), "run")
+    about = {**told_of(open_saved(load(str(run / "config.yaml"), []).config, RunDir(run)), "run")}
+    assert "Top-1 accuracy" in card(facts, about, "x.onnx")
+    assert "Top-1 accuracy" not in card(facts, {**about, "step": 1}, "x.onnx")
+
+
+def test_a_card_never_replaces_a_file_of_somebody_elses(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# My project\n")
+    done = run_command("export", str(run), "model.safetensors", "--card", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "README.md was not written by this command" in done.stderr
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
+    assert os.listdir(tmp_path) == ["README.md"], "it is refused before anything is written"
+
+
+def send(server: Hub, run: Path, home: Path, *words: str, token: str = "right") -> subprocess.CompletedProcess[str]:
+    env = {"HF_ENDPOINT": server.url, "HF_TOKEN": token, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    return python("-m", "jobs.export", str(run), "model.safetensors", "--to-hub", "me/net", *words, cwd=home, **env)
+
+
+def test_the_hub_gets_weights_card_and_what_timm_loads_them_by(run: Path, tmp_path: Path) -> None:
+    import timm
+
+    with hub() as server:
+        done = send(server, run, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"{server.url}/me/net: sent." in done.stdout
+        assert server.made[0].get("visibility", "private" if server.made[0].get("private") else "") == "private"
+        assert server.commits == ["model.safetensors of step 2 of run"]
+        assert server.files.keys() == {"model.safetensors", "README.md", "config.json"}
+        assert server.files["model.safetensors"] == (tmp_path / "model.safetensors").read_bytes()
+        assert not (tmp_path / "README.md").exists(), "the card of a project is its own"
+        server.files["README.md"] = b"mine"
+        assert send(server, run, tmp_path).returncode == 0
+        assert server.files["README.md"] == b"mine"
+        there = tmp_path / "there"
+        there.mkdir()
+        for name, content in server.files.items():
+            (there / name).write_bytes(content)
+    model = timm.create_model(f"local-dir:{there}", pretrained=True).eval()
+    images = torch.rand(2, 3, 160, 160)
+    ours = trainkit.open(run).model()
+    ours._forward_pre_hooks.clear()  # which enlarge
+    torch.testing.assert_close(model(images), ours(images))
+    assert dict(vars(model)["pretrained_cfg"])["label_names"] == ["cat", "dog"]
+
+
+def test_without_a_token_or_with_a_wrong_one_the_file_is_there_all_the_same(run: Path, tmp_path: Path) -> None:
+    with hub() as server:
+        for token, says in (("", "There is no token"), ("wrong", "could not be sent to me/net")):
+            done = send(server, run, tmp_path, token=token)
+            assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+            assert "wrong" not in done.stderr + done.stdout
+        assert server.files == {}
+    assert (tmp_path / "model.safetensors").exists()

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,8 @@ def export_model(
         notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
         notes |= {_NOTE: json.dumps(about)} if about else {}
         stems = (STEMS[kind],) if kind else (STEMS["ema"], STEMS["raw"])
+        with _written(file):
+            fileio.make_folder(file.parent)
         step, stem = state.export(run_dir.checkpoints, which, stems, file, notes)
         return Exported(step, "ema" if stem == STEMS["ema"] else "raw", about, remark)
     saved = open_saved(config, run_dir, which, kind)
@@ -82,15 +84,23 @@ def export_model(
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         fix = "Use --format safetensors, which holds the weights, or another model."
         raise UserError(f"{config.model.name} cannot be exported as {form}.", why=why, fix=fix) from error
-    try:
+    with _written(file):
+        fileio.make_folder(file.parent)
         with fileio.replacing(file) as out:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
+    return Exported(saved.step, saved.kind, about, checked)
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[None]:
+    """Raises UserError where the file cannot be written."""
+    try:
+        yield
     except OSError as error:
         fix = "Give another place, or make room."
         raise UserError(f"{file} cannot be written.", why=f"{error.strerror}.", fix=fix) from None
-    return Exported(saved.step, saved.kind, about, checked)
 
 
 @contextmanager
@@ -199,3 +209,59 @@ def _as_onnx(model: nn.Module, example: Tensor, about: str) -> tuple[bytes, str]
         return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
     return content, _require_same(run, model, example, "onnx")
+
+
+def to_hub(repo: str, file: Path, card: str, about: Mapping[str, Any], *, replace_card: bool) -> str:
+    """Send ``file`` and its ``card`` to a repository of the Hugging Face Hub, in one commit; its address.
+
+    A repository that is not there is made, and is private. ``README.md`` of one that is there stays, unless
+    ``replace_card``. Weights of a timm model get the ``config.json`` by which ``timm.create_model("hf-hub:...")``
+    loads them. The token is that of the user's environment or of ``hf auth login``.
+
+    Raises UserError where there is no token, or the hub refuses.
+    """
+    import httpx
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if get_token() is None:
+        fix = "Make one at https://huggingface.co/settings/tokens that may write, and call `hf auth login`."
+        raise UserError(
+            "There is no token for the Hugging Face Hub.", why="Neither HF_TOKEN has one nor a file.", fix=fix
+        )
+    api, contents = HfApi(), dict[str, Path | bytes]({file.name: file})
+    try:
+        made = api.create_repo(repo, private=True, exist_ok=True)
+        if replace_card or not api.file_exists(made.repo_id, "README.md"):
+            contents["README.md"] = card.encode(errors="replace")
+        if about["library"] == "timm" and ":" not in about["name"] and file.suffix == ".safetensors":
+            contents["config.json"] = json.dumps(_for_timm(about), indent=2).encode()
+        adding = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        api.create_commit(made.repo_id, adding, commit_message=f"{file.name} of step {about['step']} of {about['run']}")
+    except (HfHubHTTPError, HFValidationError, OSError, httpx.HTTPError) as error:
+        why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        fix = f"Check the name, the network, and that the token may write there. {file} is written."
+        raise UserError(f"The model could not be sent to {repo}.", why=why, fix=fix) from None
+    return str(made)
+
+
+def _for_timm(about: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` as `timm.models.load_model_config_from_hf` reads it."""
+    import timm
+
+    cfg, arguments = timm.get_pretrained_cfg(about["name"]), dict(about["arguments"])
+    known = cfg.to_dict() if cfg is not None else {}
+    of_network = {
+        key: known[key] for key in ("fixed_input_size", "first_conv", "classifier", "pool_size") if key in known
+    }
+    classes, channels = arguments.pop("num_classes"), arguments.pop("in_chans")
+    seen = about["enlarged"] or {"size": about["size"], "interpolation": about.get("interpolation", "bilinear")}
+    return {
+        "architecture": about["name"].partition(".")[0], "num_classes": classes, "label_names": about["classes"],
+        "model_args": {**arguments, "in_chans": channels},
+        "pretrained_cfg": {
+            **of_network,
+            "num_classes": classes, "input_size": [channels, *2 * [seen["size"]]], "crop_pct": about.get("crop", 1.0),
+            "interpolation": seen["interpolation"], "mean": about["mean"], "std": about["std"],
+        },
+    }  # fmt: skip

@@ -23,7 +23,7 @@ ON_A_CLUSTER = "tests/slurm/test_pages.py"
 HERE = "tests/docs/test_commands.py"
 RUN_BY = {
     ("first-steps", "install"): ".ci/run",
-    **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines")},
+    **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model")},
     ("machines", "two machines"): HERE,
     ("bench", "slurm"): "tests/slurm/test_guide.py",
     ("slurm", "slurm"): "tests/slurm/test_guide.py",
@@ -43,7 +43,7 @@ RUN_BY = {
 """Page and mark of a block -> the test file that types it."""
 PAPERS = [PROJECT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "README.md")]
 HAND_WRITTEN = [page for page in readme.PAGES if GENERATED not in page.read_text("utf-8")] + PAPERS
-IN_ORDER = ("first-steps", "report", "training", "machines")
+IN_ORDER = ("first-steps", "report", "training", "machines", "model")
 QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
 
 

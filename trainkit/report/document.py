@@ -57,7 +57,7 @@ def source(name: str) -> str:
 STYLE = source("chart.css")
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FunctionLoader(source),
-    autoescape=lambda name: name != "book.md",
+    autoescape=lambda name: not str(name).endswith(".md"),
     undefined=jinja2.StrictUndefined,
     finalize=lambda value: f"{value:.6g}" if isinstance(value, float) else value,
 )

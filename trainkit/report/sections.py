@@ -176,7 +176,7 @@ def cost(facts: Facts) -> list[doc.Part]:
         ("GPU utilisation, mean", _utilisation(facts)),
         ("model FLOPs utilisation", number(get("mfu"), ".1f", " %")),
         ("rank-hours on the CPU" if on_cpu else "GPU-hours", number(facts.processor_hours, ".3g")),
-        ("energy", _energy(get("energy"))),
+        ("energy", energy(get("energy"))),
         ("updates that came to nothing", facts.setbacks.in_words() or NONE),
         ("would be faster", text(get("advice"))),
         ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
@@ -349,9 +349,10 @@ def _utilisation(facts: Facts) -> str:
     return f"{sum(used) / len(used):.0f} % of {plural(len(used), 'GPU')}" if used else NONE
 
 
-def _energy(energy: Any) -> str:
-    if not isinstance(energy, dict):
+def energy(told: Any) -> str:
+    """``energy`` of a summary in words."""
+    if not isinstance(told, dict):
         return NONE
     kinds = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"}
-    known = [f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in kinds.items() if key in energy]
+    known = [f"{name} {number(told[key], '.3g', ' kWh')}" for name, key in kinds.items() if key in told]
     return ", ".join(known) or NONE

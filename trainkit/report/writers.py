@@ -10,27 +10,30 @@ import base64
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
+from trainkit.fileio import is_number
 from trainkit.report import document as doc
 from trainkit.report.comparison import comparison, comparison_table, outcome, sweep_tables
 from trainkit.report.document import COLOURS, NONE, duration, memory, number, rate, text
 from trainkit.report.facts import Facts
 from trainkit.report.figures import curves
-from trainkit.report.sections import headline, is_sweep, of_runs, of_several
+from trainkit.report.sections import energy, headline, is_sweep, of_runs, of_several
 from trainkit.run.folder import run_at
 
 RESULTS = "results.md"
 _LONGEST_SLUG = 100
 """No file system takes a name of more than 255 bytes, and a sweep of many settings makes long ones."""
 _BY = "<!-- Written by `python -m jobs.report`"
+_CARD_BY = "# Written by `trainkit export`, which replaces this file."
 _MOST_LINES = 12
+_MOST_CLASSES = 100
 
 
 class _Report(NamedTuple):
@@ -180,3 +183,45 @@ def _figures(facts: Facts) -> list[tuple[str, str]]:
         ("attempts", text(facts.attempts or None)),
     ]
     return [(name, value) for name, value in pairs if value != NONE]
+
+
+def card(facts: Facts, about: Mapping[str, Any], file: str) -> str:
+    """A model card (``README.md`` as the Hugging Face Hub reads it) of an exported ``file``, which says ``about``.
+
+    Test metrics are told of the best weights alone: they were measured of no others.
+    """
+    prefix, known = "ema_" if about["weights"] == "ema" else "", facts.described.metrics
+    record = (facts.test or {}) if about["step"] == facts.summary.get("best_step") else {}
+    measured = {name: record.get(f"{prefix}{name}", None) for name in known if name != "loss"}
+    results = [(name, known[name], round(float(value), 4)) for name, value in measured.items() if is_number(value)]
+    rows = [(f"{metric.label}, test", doc.measured(value, metric)) for _, metric, value in results]
+    params = facts.summary.get("params")
+    rows += [
+        ("parameters", f"{params:,}" if is_number(params) else NONE),
+        ("epochs", number(facts.summary.get("epochs"), ".4g")),
+        ("training time", duration(facts.train_seconds)),
+        ("processors", text(facts.processors)),
+        ("energy", energy(facts.summary.get("energy"))),
+        ("seed", text(facts.setting("seed"))),
+    ]
+    return doc.TEMPLATES.get_template("card.md").render(
+        facts=facts, about=about, file=file, mark=_CARD_BY, results=results, most=_MOST_CLASSES,
+        rows=[row for row in rows if row[1] != NONE], data=str(facts.setting("data.name")),
+        tags=sorted({"image-classification", "trainkit", about["library"]} - {"user"}),
+    )  # fmt: skip
+
+
+def place_of_card(folder: Path) -> Path:
+    """``README.md`` in that folder. Raises UserError where somebody else wrote the one that is there."""
+    path = folder / "README.md"
+    if path.exists() and _CARD_BY not in fileio.read_start(path, 400, follow=True):
+        why, fix = "It would be replaced.", "Export into a folder of its own, such as export/model.onnx."
+        raise UserError(f"{path} was not written by this command.", why=why, fix=fix)
+    return path
+
+
+def write_card(text: str, folder: Path) -> Path:
+    """Write `card` to `place_of_card`; its path."""
+    with written_to(place_of_card(folder)) as path:
+        fileio.write(path, text)
+    return path
