@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 from trainkit import terminal
 from trainkit.errors import TrainkitError, UserError, did_you_mean
@@ -115,6 +115,25 @@ def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:
     found = require_own_code(run.path, loaded, allow_code=args.allow_code, only_loads=True)
     plugins.search_snapshot(found.code, own=found.own)  # the code as it was in training
     return loaded.config
+
+
+@contextmanager
+def opened_table(file: str | None, flag: str) -> Iterator[TextIO]:
+    """A file for CSV that appears only when it is complete; None: standard output."""
+    from io import TextIOWrapper
+
+    from trainkit.fileio import replacing
+
+    if file is None:
+        yield sys.stdout
+        return
+    final = Path(file).expanduser()
+    try:
+        with replacing(final) as content, TextIOWrapper(content, encoding="utf-8", newline="") as out:
+            yield out
+    except OSError as error:
+        fix = f"Give another {flag}, or leave it out."
+        raise UserError(f"{final} cannot be written.", why=f"{error.strerror}.", fix=fix) from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
@@ -14,11 +16,13 @@ from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl, finite
 from trainkit.run.folder import RunDir, is_url
+from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
     from trainkit.inference import Evaluation
 
 _SHOWN = 5
+_WHOSE = {"raw": "", "ema": " (averaged weights)"}
 
 
 def parser() -> cli.Parser:
@@ -27,6 +31,13 @@ def parser() -> cli.Parser:
     add("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
     weights = "the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)"
     add("--weights", choices=("raw", "ema", "both"), help=weights)
+    add(
+        "--data",
+        metavar="FOLDER",
+        help="on images in folders that are called as the classes, in place of the run's data",
+    )
+    add("--per-class", action="store_true", help="precision, recall and F1 of every class")
+    add("--confusion", metavar="FILE.csv", help="write how many images of each class were taken for which")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -40,17 +51,25 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         config = cli.settings_to_read(run, args)
         from trainkit.inference import evaluate_checkpoint
 
-        done = evaluate_checkpoint(config, run, args.checkpoint, args.split, args.weights)
+        folder = Path(args.data).expanduser() if args.data else None
+        done = evaluate_checkpoint(config, run, args.checkpoint, args.split, args.weights, folder)
         if not is_url(args.run):
-            _record(run, {"split": args.split, "checkpoint": done.which, "settings": args.overrides}, done)
-    from trainkit.tasks.meter import confusion_json
+            settings = [*args.overrides, *([f"--data {folder}"] if folder else [])]
+            _record(run, {"split": args.split, "checkpoint": done.which, "settings": settings}, done)
+    from trainkit.tasks.meter import class_scores, confusion_json
 
     metrics, counts = done.found.metrics, done.found.counts
     confusion = confusion_json(done.info, counts)
-    names = confusion["classes"]
+    names, scores = (
+        confusion["classes"],
+        {kind: class_scores(each, confusion["classes"]) for kind, each in counts.items()},
+    )
+    if args.confusion:
+        _write_confusion(args.confusion, confusion)
     if args.json:
         told = {"run": str(run.path), "split": args.split, "step": done.step, **metrics, "classes": names}
-        told["confusion"] = {kind: confusion[kind] for kind in counts}
+        told |= {"ece": done.found.ece, "confusion": {kind: confusion[kind] for kind in counts}}
+        told |= {"per_class": {kind: [row._asdict() for row in rows] for kind, rows in scores.items()}}
         print(json.dumps(finite(told), allow_nan=False))
         return 0
     known = metrics_of(config.task.name)
@@ -58,11 +77,33 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         measured = [name for name in (*list(known.metrics)[1:], "loss") if f"{prefix}{name}" in metrics]
         if measured:
             values = "  ".join(known.words(name, metrics[f"{prefix}{name}"]) for name in measured)
-            place = f"{args.split} of step {done.step} ({done.which})"
+            place = f"{one_line(args.data) if args.data else args.split} of step {done.step} ({done.which})"
             print(f"{place}: {words}{values}  over {metrics['samples']:,.0f} images")
+    for kind, rows in scores.items():
+        if rows:
+            ece = f"  ECE {done.found.ece[kind]:.2f} %" if kind in done.found.ece else ""
+            print(f"macro F1{_WHOSE[kind]} {sum(row.f1 for row in rows) / len(rows):.2f} %{ece}")
     for kind, each in counts.items():
-        print(*_worst_classes(each, names, " (averaged weights)" if kind == "ema" else ""), sep="\n")
+        print(*_worst_classes(each, names, _WHOSE[kind]), sep="\n")
+        if args.per_class:
+            print(f"each class{_WHOSE[kind]}: precision, recall, F1 in %, images")
+            for name, precision, recall, f1, images in scores[kind]:
+                print(f"{precision:6.2f} {recall:6.2f} {f1:6.2f} {images:>7,}  {one_line(name)}")
     return 0
+
+
+def _write_confusion(file: str, confusion: Mapping[str, Any]) -> None:
+    """A row for each class, a column for each that its images were taken for; of the averaged weights, if any."""
+    names = confusion["classes"]
+    counts = {(label, told): count for label, told, count in confusion.get("ema") or confusion.get("raw") or ()}
+    if not counts:
+        why = "The task takes no image for one class, or there are too many classes."
+        raise UserError("There is no confusion matrix.", why=why, fix="Leave --confusion out.")
+    with cli.opened_table(file, "--confusion") as out:
+        table = csv.writer(out, lineterminator="\n")
+        table.writerow(["class", *map(cell, names)])
+        for label, name in enumerate(names):
+            table.writerow([cell(name), *(counts.get((label, told), 0) for told in range(len(names)))])
 
 
 def _record(run: RunDir, of: dict[str, Any], done: Evaluation) -> None:

@@ -6,15 +6,11 @@ import argparse
 import csv
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import TextIOWrapper
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from jobs import cli
-from trainkit.errors import UserError
-from trainkit.fileio import replacing
 from trainkit.run.folder import RunDir
 from trainkit.terminal import cell, one_line
 
@@ -64,7 +60,7 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
     images = images_in(folder)
     by_data = any(word.startswith("data.") for word in args.overrides)  # or they would be passed over in silence
     asked = predicting(config, run, args.checkpoint, args.weights, by_data=by_data)
-    with asked as predictor, _opened(args.out) as out:
+    with asked as predictor, cli.opened_table(args.out, "--out") as out:
         began = time.perf_counter()
         broken = _write(out, predictor, images, folder, args)
         seconds = time.perf_counter() - began
@@ -86,21 +82,6 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
         for size in args.speed:
             print(f"batch size {size:>5}: {_speed(predictor, whole, size)}", file=sys.stderr)
     return 0
-
-
-@contextmanager
-def _opened(file: str | None) -> Iterator[TextIO]:
-    """A file that appears only when it is complete; None: standard output."""
-    if file is None:
-        yield sys.stdout
-        return
-    final = Path(file).expanduser()
-    try:
-        with replacing(final) as content, TextIOWrapper(content, encoding="utf-8", newline="") as out:
-            yield out
-    except OSError as error:
-        fix = "Give another --out, or leave it out."
-        raise UserError(f"{final} cannot be written.", why=f"{error.strerror}.", fix=fix) from None
 
 
 def _write(

@@ -220,9 +220,7 @@ def to_hub(repo: str, file: Path, card: str, about: Mapping[str, Any], *, replac
 
     Raises UserError where there is no token, or the hub refuses.
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if get_token() is None:
         fix = "Make one at https://huggingface.co/settings/tokens that may write, and call `hf auth login`."
@@ -238,7 +236,7 @@ def to_hub(repo: str, file: Path, card: str, about: Mapping[str, Any], *, replac
             contents["config.json"] = json.dumps(_for_timm(about), indent=2).encode()
         adding = [CommitOperationAdd(name, content) for name, content in contents.items()]
         api.create_commit(made.repo_id, adding, commit_message=f"{file.name} of step {about['step']} of {about['run']}")
-    except (HfHubHTTPError, HFValidationError, OSError, httpx.HTTPError) as error:
+    except Exception as error:  # its own, and those of the library that carries its requests
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         fix = f"Check the name, the network, and that the token may write there. {file} is written."
         raise UserError(f"The model could not be sent to {repo}.", why=why, fix=fix) from None

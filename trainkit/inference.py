@@ -16,14 +16,16 @@ from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.data.base import DataInfo
-from trainkit.data.folders import read_image
+from trainkit.data.base import DataInfo, Splits
+from trainkit.data.folders import Files, images_of, read_image
 from trainkit.distributed.process_group import distributed
+from trainkit.errors import UserError
 from trainkit.fileio import write
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
-from trainkit.saved_model import STEMS, Kind, SavedModel, open_saved, require_kind
+from trainkit.saved_model import STEMS, Kind, SavedModel, open_saved, require_kind, without_class_weights
 from trainkit.tasks.base import require_same_classes
+from trainkit.terminal import one_line
 from trainkit.training.build import alone, build, to_device, use_process, wants_gpu
 from trainkit.training.precision import Precision, choose_precision
 from trainkit.training.recorder import Measured, measure_saved, too_many
@@ -44,7 +46,12 @@ class Evaluation:
 
 
 def evaluate_checkpoint(
-    config: Config, run_dir: RunDir, which: str, split: str, weights: Literal["raw", "ema", "both"] | None = None
+    config: Config,
+    run_dir: RunDir,
+    which: str,
+    split: str,
+    weights: Literal["raw", "ema", "both"] | None = None,
+    folder: Path | None = None,
 ) -> Evaluation:
     """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
 
@@ -54,6 +61,7 @@ def evaluate_checkpoint(
 
     Args:
         weights: the model's own, the averaged ones or both; None: all that there are.
+        folder: measure on images in folders that are called as the classes, in place of the run's data.
 
     Raises:
         UserError: no such checkpoint; it is broken; it lacks the averaged weights that ``weights`` asks for; the data
@@ -61,12 +69,15 @@ def evaluate_checkpoint(
     """
     batch_size = min(config.train.global_batch_size, 256)
     step = format.resolve(run_dir.checkpoints, which)
-    splits = build_data(config.data)
+    saved = None if folder is None else open_saved(config, run_dir, which)
+    splits = build_data(config.data) if folder is None or saved is None else _labelled(saved, folder)
+    if saved is not None:
+        config = without_class_weights(config)
     with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
         require_same_classes(checkpoints.described(step).state, splits, config.data.root)
         has_average = require_kind(step, checkpoints, weights)
-        parts = build(alone(config), dist, splits)
+        parts = build(alone(config), dist, splits, model=None if saved is None else saved.module)
         kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)]
         samples, or_newest = getattr(parts.splits, split), which in ("best", "latest")
         step, found = measure_saved(
@@ -74,7 +85,7 @@ def evaluate_checkpoint(
         )
         if or_newest and format.pointed(run_dir.checkpoints, which) != step:
             which = "newest"
-        is_shown = which == "best" and split != "train" and "raw" in found.mistakes
+        is_shown = folder is None and which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
             images = found.mistakes["raw"].read()
             shown = json.dumps({"split": split, "step": step, "images": images})
@@ -86,6 +97,24 @@ def evaluate_checkpoint(
     if left_out:
         print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)
     return Evaluation(step, found, parts.splits.info, which)
+
+
+def _labelled(saved: SavedModel, folder: Path) -> Splits:
+    """The images of a folder, each split alike, with the labels that its folders' names are in training.
+
+    Raises UserError where these are no classes of the model, and where there are no images.
+    """
+    classes, files = saved.info.class_names, Files.walk(folder, ("",))
+    unknown = sorted(files.splits[""].keys() - set(classes))
+    samples = images_of(files, "", classes, saved.info.in_chans)
+    if not saved.task.has("taken_for") or unknown or not len(samples):
+        why = f"'{one_line(unknown[0])}' is none of them" if unknown else "It holds no folder of a class with images"
+        if not saved.task.has("taken_for"):
+            why = f"The task {saved.config.task.name} does not take an image for one class"
+        known = ", ".join(map(one_line, classes[:8])) + (" ..." if len(classes) > 8 else "")
+        fix = "Put the images into FOLDER/CLASS/NAME.jpg, and call the folders as the classes of training."
+        raise UserError(f"{folder} cannot be evaluated on.", why=f"{why}: {known}.", fix=fix)
+    return replace(saved.splits, train=samples, val=samples, test=samples, in_memory=False)
 
 
 @contextmanager

@@ -134,9 +134,7 @@ class SavedModel:
     @cached_property
     def task(self) -> Task:
         """As in training, but for the weights of classes, which only data can tell."""
-        train = self.config.train.model_copy(update={"class_weights": None})
-        config = self.config.model_copy(update={"train": train})
-        return build_task(config, self.splits)
+        return build_task(without_class_weights(self.config), self.splits)
 
     @property
     def info(self) -> DataInfo:
@@ -228,6 +226,11 @@ def open_saved(
         splits = replace(splits, info=info, eval_transform=_of_any_size(splits))
     step = checkpoints.load_weights(module, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
     return SavedModel(module.eval(), splits, config, step, taken, renamed)
+
+
+def without_class_weights(config: Config) -> Config:
+    """For other data than it was trained on, or none."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"class_weights": None})})
 
 
 def require_kind(step: int, checkpoints: Checkpoints, kind: str | None) -> bool:

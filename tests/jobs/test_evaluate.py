@@ -1,3 +1,4 @@
+import csv
 import hashlib
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.shell import python
+from trainkit.data.datasets.digits import build
 from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
 
@@ -116,3 +118,54 @@ def test_a_model_of_the_runs_own_comes_from_its_snapshot(own_run: Path, tmp_path
     assert "test of step 2 (best): acc1" in done.stdout
     file = own_run / "evaluations.jsonl"
     assert f"Not recorded in {file}: {file} is a link to /dev/null." in done.stderr
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test split of the run, in folders called as its classes."""
+    folder = tmp_path_factory.mktemp("images")
+    test = build(folder).test
+    for index in range(len(test)):
+        pixels, label = test[index]
+        (folder / str(label)).mkdir(exist_ok=True)
+        Image.fromarray(pixels[0].numpy()).save(folder / str(label) / f"{index}.png")
+    return folder
+
+
+def test_a_folder_of_images_is_measured_as_the_data_that_they_are_of(
+    run: Path, images: Path, both: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the names of its folders: some classes, in an order of their own, are enough."""
+    before = Facts(RunDir(run), "run").test
+    found = json.loads(evaluate(run, "--json", "--data", str(images)))
+    assert [found[key] for key in ("samples", "acc1", "ema_acc1")] == [
+        both[key] for key in ("samples", "acc1", "ema_acc1")
+    ]
+    assert found["confusion"] == both["confusion"]
+    assert found["ece"] == pytest.approx(both["ece"])
+    assert found["per_class"]["raw"][3]["recall"] == pytest.approx(both["per_class"]["raw"][3]["recall"])
+    (tmp_path / "8").symlink_to(images / "8")
+    some = json.loads(evaluate(run, "--json", "--weights", "raw", "--data", str(tmp_path)))
+    assert [item for item in both["confusion"]["raw"] if item[0] == 8] == some["confusion"]["raw"]
+    assert [row["name"] for row in some["per_class"]["raw"]] == ["8"]
+    assert Facts(RunDir(run), "run").test == before, "other images are no test of the run"
+    (tmp_path / "zebra").symlink_to(images / "8")
+    for folder, says in ((tmp_path, "'zebra' is none of them: 0, 1, 2"), (tmp_path / "absent", "holds no folder")):
+        done = run_command("evaluate", str(run), "--data", str(folder), cwd=tmp_path)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+
+
+def test_every_class_is_listed_and_the_confusion_is_a_matrix(run: Path, both: dict[str, Any], tmp_path: Path) -> None:
+    said = evaluate(run, "--per-class", "--confusion", str(tmp_path / "x.csv"))
+    table = said.partition("each class (averaged weights): precision, recall, F1 in %, images\n")[2].splitlines()
+    assert [line.split()[-1] for line in table] == [str(digit) for digit in range(10)]
+    assert "macro F1 (averaged weights) " in said
+    assert f"ECE {both['ece']['ema']:.2f} %" in said
+    (head, *rows) = list(csv.reader((tmp_path / "x.csv").read_text().splitlines()))
+    assert head == ["class", *(str(digit) for digit in range(10))]
+    matrix = {(label, told): int(cell) for label, row in enumerate(rows) for told, cell in enumerate(row[1:])}
+    assert {pair: count for pair, count in matrix.items() if count} == {
+        (label, told): count for label, told, count in both["confusion"]["ema"]
+    }
+    done = run_command("evaluate", str(run), "--confusion", "absent/x.csv", cwd=tmp_path)
+    assert (done.returncode, "absent/x.csv cannot be written" in done.stderr) == (2, True)

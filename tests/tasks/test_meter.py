@@ -25,9 +25,11 @@ from trainkit.tasks.meter import (
     _MOST_PENDING_SCORES,
     LONGEST_SIDE,
     MOST,
+    Calibration,
     Confusion,
     Meter,
     Mistakes,
+    class_scores,
     confusion_json,
 )
 from trainkit.training import recorder
@@ -152,6 +154,45 @@ def test_images_whose_scores_are_not_finite_are_told_as_no_class() -> None:
     assert content["classes"] == [*SPLITS.info.class_names, "no class: NaN"]
     assert content["raw"] == [[0, 7, 1], [2, 2, 1], [6, 7, 1]]
     assert confusion_json(SPLITS.info, {"raw": {(0, 6): 1}})["classes"] == [*SPLITS.info.class_names]
+
+
+def test_the_calibration_error_is_that_of_the_paper_whatever_the_batches() -> None:
+    """Guo et al., equation 3: over 15 bins, how far accuracy is from confidence, weighted by samples."""
+    calibration, random = Calibration(TASK, ALONE), torch.Generator().manual_seed(0)
+    logits, labels = 3 * torch.randn(300, 7, generator=random), torch.randint(7, (300,), generator=random)
+    for part in range(0, 300, 50):
+        mask = torch.ones(51) > 0
+        mask[50] = False  # padding, and a row without a class
+        padded, targets = (
+            torch.cat([logits[part : part + 50], logits[:1]]),
+            torch.cat([labels[part : part + 50], labels[:1]]),
+        )
+        calibration.add(padded, padded, targets, mask)
+    calibration.add(logits[:1], torch.full((1, 7), float("nan")), labels[:1], torch.tensor([True]))
+    sure, told = (part.numpy() for part in logits.double().softmax(1).max(1))
+    expected = 0.0
+    for at in range(15):
+        inside = (sure > at / 15) & (sure <= (at + 1) / 15)
+        if inside.any():
+            off = (told[inside] == labels.numpy()[inside]).mean() - sure[inside].mean()
+            expected += inside.mean() * abs(off)
+    assert calibration.read() == pytest.approx(100 * expected, abs=1e-4)
+
+
+def test_precision_recall_and_f1_are_scikit_learns() -> None:
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+    random = torch.Generator().manual_seed(0)
+    labels, told = (torch.randint(6, (200,), generator=random).tolist() for _ in range(2))
+    told = [2 if each == 4 else each for each in told]  # to class 4 nothing is taken
+    matrix = confusion_matrix(labels, told)
+    counts = {(row, column): int(matrix[row, column]) for row in range(6) for column in range(6) if matrix[row, column]}
+    expected = precision_recall_fscore_support(labels, told, zero_division=0)
+    found = class_scores(counts, list("abcdef"))
+    assert [row.name for row in found] == list("abcdef")
+    for column, each in enumerate(expected):
+        scale = 1 if column == 3 else 100
+        assert [row[column + 1] for row in found] == pytest.approx((scale * each).tolist())
 
 
 def test_a_matrix_that_nobody_could_look_at_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,6 +194,62 @@ class Confusion:
         """The counts of all ranks. Every rank must call it."""
         counts = self._dist.all_reduce_sum(self._counts.clone()).tolist()
         return {divmod(place, self._classes + 1): count for place, count in enumerate(counts) if count}
+
+
+class Calibration:
+    """How far a model's confidence is from how often it is right, over one pass: the expected calibration error.
+
+    Of Guo et al., "On Calibration of Modern Neural Networks", arXiv 1706.04599: 15 bins of equal width. Images whose
+    scores are not finite have no confidence, and are left out.
+    """
+
+    BINS = 15
+
+    def __init__(self, task: Task, dist: Distributed) -> None:
+        self._task, self._dist = task, dist
+        self._sums = torch.zeros(self.BINS, 3, dtype=torch.float64, device=dist.device)
+        """Of each bin: samples, those that are right, confidence."""
+
+    def add(self, images: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
+        """Add a batch; ``mask`` [N] is False on padding."""
+        told = self._task.taken_for(output)
+        sure = self._task.probabilities(output).gather(1, told.clamp(min=0)[:, None])[:, 0].double().nan_to_num()
+        rows = torch.stack([torch.ones_like(sure), (told == target).double(), sure], dim=1)
+        rows *= (mask & (told >= 0))[:, None]
+        self._sums.index_add_(0, (sure * self.BINS).long().clamp(max=self.BINS - 1), rows)
+
+    def read(self) -> float:
+        """Percent over all ranks; NaN of no samples. Every rank must call it."""
+        count, right, sure = self._dist.all_reduce_sum(self._sums.clone()).unbind(1)
+        return float(100 * (right - sure).abs().sum() / count.sum())
+
+
+class ClassScores(NamedTuple):
+    """Of one class, against all others."""
+
+    name: str
+    precision: float
+    """Percent of the images taken for it that are of it; 0 where none is."""
+    recall: float
+    """Percent of its images that are taken for it."""
+    f1: float
+    """Their harmonic mean, in percent."""
+    images: int
+
+
+def class_scores(counts: Counts, names: Sequence[str]) -> list[ClassScores]:
+    """Scores of each class that has images, in order; the mean of their F1 is the macro F1."""
+    of, taken = Counter[int](), Counter[int]()
+    for (label, told), count in counts.items():
+        of[label] += count
+        taken[told] += count
+    found = []
+    for label in sorted(of):
+        right = counts.get((label, label), 0)
+        precision, recall = right / max(taken[label], 1), right / of[label]
+        f1 = 2 * right / (taken[label] + of[label])
+        found.append(ClassScores(names[label], 100 * precision, 100 * recall, 100 * f1, of[label]))
+    return found
 
 
 def confusion_json(info: DataInfo, counts: Mapping[str, Counts], **where: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from trainkit.run.events import Remark, Writer, read_events
 from trainkit.run.folder import RunDir
 from trainkit.saved_model import STEMS, told_input
 from trainkit.tasks.base import require_same_classes
-from trainkit.tasks.meter import MOST_CLASSES, Confusion, Counts, Meter, Mistakes, Pool, confusion_json
+from trainkit.tasks.meter import MOST_CLASSES, Calibration, Confusion, Counts, Meter, Mistakes, Pool, confusion_json
 from trainkit.training.build import TrainState
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
@@ -42,6 +42,8 @@ class Measured:
     """``loss``, the task's metrics and ``samples``; of averaged weights ``ema_loss`` and so on."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """Empty where nobody asked for them, and where the task knows no classes or too many."""
+    ece: dict[str, float] = field(default_factory=dict)
+    """`Calibration`; as ``counts``."""
     mistakes: dict[str, Mistakes] = field(default_factory=dict)
     """Empty where the task does not say what is wrong."""
 
@@ -108,6 +110,7 @@ def evaluate(
     mistakes = Mistakes(task, dist) if task.has("wrong") else None
     is_counted = confusion and task.has("taken_for") and classes <= MOST_CLASSES
     counts = Confusion(task, classes, dist) if is_counted else None
+    calibration = Calibration(task, dist) if is_counted and task.has("probabilities") else None
     loader = eval_batches(
         samples, state.splits.eval_transform, batch_size=batch_size or state.micro_batch_size, rank=dist.rank,
         world_size=dist.world_size, workers=state.workers, device=dist.device, broken=state.broken,
@@ -124,7 +127,7 @@ def evaluate(
                     output = model(state.normalized(images))
                 output = output.float()
                 meter.add_masked(task.loss(output, labels, "none"), output, labels, mask)
-                for each in (pool, mistakes, counts):
+                for each in (pool, mistakes, counts, calibration):
                     if each is not None:
                         each.add(images, output, labels, mask)
     finally:
@@ -137,6 +140,8 @@ def evaluate(
     found.metrics.update({f"{prefix}{key}": value for key, value in metrics.items()})
     if counts is not None:
         found.counts[kind] = counts.read()
+    if calibration is not None:
+        found.ece[kind] = calibration.read()
     if mistakes is not None:
         found.mistakes[kind] = mistakes
     return True
