@@ -117,3 +117,11 @@ def test_a_setting_that_holds_text_says_what_it_can_do() -> None:
 )  # fmt: skip
 def test_what_a_value_can_do(key: str, value: object, does: str) -> None:
     assert reach(key, value).does == does
+
+
+def test_carbon_intensity_is_a_number_or_a_country_that_is_known() -> None:
+    for given in (381.5, 20, "DE", "NO", None):
+        assert Config.model_validate({"launch": {"carbon_intensity": given}}).launch.carbon_intensity == given
+    for given in (0, -1, "D", "Germany"):
+        with pytest.raises((ValidationError, UserError)):
+            Config.model_validate({"launch": {"carbon_intensity": given}})

@@ -103,3 +103,31 @@ def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: M
     silent = summarized(make_run("ddp-0002"), energy=None, mfu=None, advice=None, max_memory_mb_of_ranks=[812.4])
     names = {"energy", "model FLOPs utilisation", "would be faster", "peak memory of every rank"}
     assert not names & {row[0] for row in rows_of(sections.cost(silent))}, "what a run does not tell has no row"
+
+
+@pytest.mark.parametrize(
+    ("intensity", "energy", "says"),
+    [
+        ("DE", {"gpu_kwh": 2.0}, "762, of GPUs alone (381 g/kWh, mean of DE in 2023 by Our World in Data"),
+        ("25.5", {"gpu_kwh": 1.0, "cpu_kwh": 1.0}, "51, of GPUs and processors alone (25.5 g/kWh, as launch.carbon"),
+        ("DE", None, ""),
+        ("null", {"gpu_kwh": 2.0}, ""),
+    ],
+)
+def test_co2_is_the_measured_energy_times_a_factor_with_its_source(
+    make_run: MakeRun, intensity: str, energy: dict[str, float] | None, says: str
+) -> None:
+    facts = summarized(make_run("ddp-0001", f"launch.carbon_intensity={intensity}"), energy=energy)
+    told = {row[0]: row[1] for row in rows_of(sections.cost(facts))}.get("g CO2 equivalent", "")
+    assert told.startswith(says) if says else told == "", "nothing is guessed"
+    lines = ["".join(line) for part in sections.missing(facts) for line in getattr(part, "lines", ())]
+    assert any(line.startswith("energy: ") for line in lines) == (energy is None)
+    assert any(line.startswith("g CO2: launch.carbon_intensity") for line in lines) == (intensity == "null")
+
+
+def test_gpu_hours_by_use_are_a_table_of_the_costs(make_run: MakeRun) -> None:
+    facts = summarized(make_run("ddp-0001"), seconds={"forward": 6.0, "data": 2.0})
+    (table,) = (part for part in sections.cost(facts) if isinstance(part, document.Table) and part.caption)
+    assert table.caption == "Rank-hours by use"
+    assert [row[0] for row in table.rows][:2] == ["training", "waiting for data"]
+    assert table.rows[0][2] == f"{600 / facts.spans[0].seconds:.1f} %"

@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainkit import plugins
+from trainkit.config import yaml
 from trainkit.config.slurm_options import time_minutes
 from trainkit.errors import UserError, unknown
 
@@ -353,6 +354,9 @@ class LaunchConfig(Section):
     """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True
     """Whether compute nodes reach the internet; false keeps W&B and model hubs offline there."""
+    carbon_intensity: Annotated[PositiveFloat | str | None, PLAIN] = None
+    """g of CO2 equivalent that a kWh of the site's electricity has emitted, or its country: DE, of which the report
+    knows the mean of a year. null: the report tells energy alone."""
     setup: Annotated[tuple[str, ...], STARTS] = ()
     """Shell lines before the job starts: module load, source ..."""
     modules: Annotated[tuple[str, ...], STARTS] = ()
@@ -383,6 +387,20 @@ class LaunchConfig(Section):
         if value not in known and ":" not in value:
             error = unknown("executor", value, known, own=True)
             raise ImpossibleError(error.what, why=error.why, fix=error.fix, keys=["launch.executor"])
+        return value
+
+    @field_validator("carbon_intensity", mode="before", json_schema_input_type=PositiveFloat | str | None)
+    @classmethod
+    def _is_a_country(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if re.fullmatch(r"\d+(\.\d*)?", value, re.ASCII):  # an override, which may be text
+            return float(value)
+        countries = yaml.packaged("carbon")["countries"]
+        if value not in countries:
+            what = f"launch.carbon_intensity={value} is no country whose mean is known."
+            why, fix = f"Known are: {', '.join(sorted(countries))}.", "Give a number: g of CO2 equivalent per kWh."
+            raise ImpossibleError(what, why=why, fix=fix)
         return value
 
     @field_validator("sbatch", "srun", mode="before", json_schema_input_type=dict[str, str | float | bool | None])

@@ -31,6 +31,9 @@ Measured on two cores: runs of 1, 2 and 4 ranks come to 0 or 1 alone, to 27 to 4
 81 beside eight.
 """
 
+_USES = {"waiting for data": "data", "start": "start", "saving": "checkpoint", "evaluation": "evaluation"}
+"""Uses of processor-hours besides training, and the part of a rank's time that each is."""
+
 
 def cpus_taken(taken: float | None) -> str:
     """Why speeds on the CPU are not compared: others had too much of it. Empty where they did not."""
@@ -428,11 +431,66 @@ class Facts:
         """Hours of all processors for which the run held them: of every attempt, from the start of its processes."""
         if not self.spans or not self.processors:
             return None
-        one_process = self.started("world_size") == 1  # which drives all GPUs under DataParallel
-        held = (
-            span.seconds * ((one_process and self.processors) or span.ranks or self.processors) for span in self.spans
-        )
-        return (sum(held) + self.spent.get("start", 0.0) * self.processors) / 3600
+        held = sum(span.seconds * self._held_by(span) for span in self.spans)
+        return (held + self.spent.get("start", 0.0) * self.processors) / 3600
+
+    def _held_by(self, span: Span) -> int:
+        """Processors of an attempt; one process drives all GPUs under DataParallel."""
+        return (self.started("world_size") == 1 and self.processors) or span.ranks or self.processors or 0
+
+    @property
+    def energy(self) -> dict[str, float]:
+        """``gpu_kwh`` and ``cpu_kwh`` over all hosts and attempts, what nothing measures left out; of a run that has
+        not ended as far as sampled."""
+        told = self.summary.get("energy")
+        told = told if isinstance(told, dict) else {}
+        found = {}
+        for key in ("gpu_kwh", "cpu_kwh"):
+            last = [curve[-1][1] for host in self.hosts if (curve := host.curve(key))]
+            found[key] = told[key] if fileio.is_number(told.get(key)) else sum(last) if last else None
+        return {key: float(value) for key, value in found.items() if value is not None and value >= 0}
+
+    @property
+    def lost_hours(self) -> float:
+        """Hours of all processors from the last save of an attempt that failed, or was killed, to its end."""
+        lost = 0.0
+        for span, after in zip(self.spans, [*self.spans[1:], None], strict=True):
+            if span.went_well or (after is None and not span.how):  # or goes on
+                continue
+            kept = [
+                event.get("time") for event in self.events_of("saved") if event.get("attempt") == span.number
+                and (after is None or (event.get("step") or 0) <= after.from_step)
+            ]  # fmt: skip
+            lost += max(span.ended - max([span.began, *numbers(kept)]), 0.0) * self._held_by(span)
+        return lost / 3600
+
+    @property
+    def hours_by_use(self) -> dict[str, float]:
+        """`processor_hours`, by what the processors did in them; empty where that is not known.
+
+        What was kept is told by rank 0, in the words of `trainkit.training.timing`, for all of them. The rest is what
+        is left: ends of attempts, and starts of those that saved nothing.
+        """
+        held, spent = self.processor_hours, dict(self.spent)
+        if not held or not spent:
+            return {}
+        spent.pop("end", None)
+        others = {use: spent.pop(part, 0.0) for use, part in _USES.items()}
+        uses = {"training": sum(spent.values()), **others}
+        found = {use: seconds * (self.processors or 0) / 3600 for use, seconds in uses.items()}
+        found["lost to failures"] = self.lost_hours
+        return {**found, "rest": max(held - sum(found.values()), 0.0)}
+
+    @property
+    def queue_hours(self) -> float:
+        """Hours from every submission and requeueing to the processes of the attempt that came of it."""
+        waited, since = 0.0, None
+        for event in self.events_of("submitted", "requeued", "started"):
+            if event["event"] != "started":
+                since = event.get("time")
+            elif since is not None:
+                waited, since = waited + max((event.get("time") or since) - since, 0.0), None
+        return max(waited - self.spent.get("start", 0.0), 0.0) / 3600
 
 
 def collect(runs: Sequence[RunDir]) -> list[Facts]:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit import fileio, terminal
+from trainkit.config import yaml
 from trainkit.config.loading import flatten, load
 from trainkit.config.schema import OptimConfig
 from trainkit.errors import TrainkitError
@@ -176,12 +177,22 @@ def cost(facts: Facts) -> list[doc.Part]:
         ("GPU utilisation, mean", _utilisation(facts)),
         ("model FLOPs utilisation", number(get("mfu"), ".1f", " %")),
         ("rank-hours on the CPU" if on_cpu else "GPU-hours", number(facts.processor_hours, ".3g")),
-        ("energy", energy(get("energy"))),
+        ("energy", energy(facts.energy)),
+        ("g CO2 equivalent", _carbon(facts)),
         ("updates that came to nothing", facts.setbacks.in_words() or NONE),
         ("would be faster", text(get("advice"))),
         ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
     ]
-    return _told(doc.MEASURE, rows)
+    return [*_told(doc.MEASURE, rows), *_by_use(facts, "Rank-hours" if on_cpu else "GPU-hours")]
+
+
+def _by_use(facts: Facts, unit: str) -> list[doc.Part]:
+    """Where the hours of the processors went, and how long nobody had any: in the queue."""
+    uses, held = facts.hours_by_use, facts.processor_hours or 1.0
+    rows = [(use, duration(3600 * hours), number(100 * hours / held, ".1f", " %")) for use, hours in uses.items()]
+    if uses and facts.queue_hours > 1 / 60:
+        rows.append(("in the queue, without processors", duration(3600 * facts.queue_hours), NONE))
+    return [doc.Table(("use", "time", "of all"), rows, 1, f"{unit} by use")]
 
 
 def rounds(facts: Facts) -> list[doc.Part]:
@@ -228,8 +239,10 @@ def missing(facts: Facts) -> list[doc.Part]:
         lines.append(["images that were told wrong: ", val, " keeps them"])
     if not facts.summary:
         lines.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
-    elif facts.summary.get("energy", 0) is None:
+    elif facts.summary.get("energy", 0) is None and not facts.energy:
         lines.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
+    elif facts.energy and facts.setting("launch.carbon_intensity") is None:
+        lines.append(["g CO2: ", doc.Code("launch.carbon_intensity"), " was not set, in the site's profile or the run"])
     if not facts.hosts:
         lines.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
     return [doc.Items(lines)]
@@ -349,10 +362,24 @@ def _utilisation(facts: Facts) -> str:
     return f"{sum(used) / len(used):.0f} % of {plural(len(used), 'GPU')}" if used else NONE
 
 
-def energy(told: Any) -> str:
-    """``energy`` of a summary in words."""
-    if not isinstance(told, dict):
+def _carbon(facts: Facts) -> str:
+    """What generating the measured energy has emitted, with where the factor is from."""
+    told, factor = facts.energy, facts.setting("launch.carbon_intensity")
+    known, of = yaml.packaged("carbon"), "as launch.carbon_intensity says"
+    if isinstance(factor, str):
+        of = f"mean of {terminal.one_line(factor)} in {known['year']} by {known['source']}"
+        factor = known["countries"].get(factor)
+    if not told or not fileio.is_number(factor):
         return NONE
-    kinds = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"}
-    known = [f"{name} {number(told[key], '.3g', ' kWh')}" for name, key in kinds.items() if key in told]
+    parts = " and ".join(name for name, key in _METERS.items() if key in told)
+    grams = sum(told.values()) * factor
+    return f"{number(grams, ',.0f' if grams >= 100 else '.3g')}, of {parts} alone ({number(factor, 'g')} g/kWh, {of})"
+
+
+_METERS = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"}
+
+
+def energy(told: Mapping[str, float]) -> str:
+    """`Facts.energy` in words."""
+    known = [f"{name} {number(told[key], '.3g', ' kWh')}" for name, key in _METERS.items() if key in told]
     return ", ".join(known) or NONE

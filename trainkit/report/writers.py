@@ -201,7 +201,7 @@ def card(facts: Facts, about: Mapping[str, Any], file: str) -> str:
         ("epochs", number(facts.summary.get("epochs"), ".4g")),
         ("training time", duration(facts.train_seconds)),
         ("processors", text(facts.processors)),
-        ("energy", energy(facts.summary.get("energy"))),
+        ("energy", energy(facts.energy)),
         ("seed", text(facts.setting("seed"))),
     ]
     return doc.TEMPLATES.get_template("card.md").render(
