@@ -23,7 +23,7 @@ from trainkit.data import check_data, train_size
 from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, UserError
 from trainkit.finish import full_name
-from trainkit.launch import submission
+from trainkit.launch import notify, submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.events import history_of
@@ -152,7 +152,9 @@ def plan_runs(prepared: Prepared) -> Planned:
         fix = f"Join with this machine as one peer: {join}, with --nproc for several GPUs."
         raise UserError("--array is for SLURM.", why="Here its peers would run one after the other.", fix=fix)
     plan = by_names(plan, env)
-    notes = validate(loadeds[0], plan, site, folder, cwd)
+    reaches = loadeds[0].config.launch.internet or not scheduler.batch
+    untold = notify.objection(env, reaches_internet=reaches)
+    notes = [*validate(loadeds[0], plan, site, folder, cwd), *filter(None, [untold])]
     largest = largest if scheduler.batch else points
     return Planned(plan, scheduler.script(plan, folder, cwd, min(points, largest)), notes, site, largest)
 

@@ -65,6 +65,7 @@ VARIABLES = {
     "TRAINKIT_RUNS": "the folder of new runs; else `./runs`",
     "TRAINKIT_RUN_MODE": "who may enter new runs, as for chmod: 700 (default), 750, 2770",
     "TRAINKIT_CLUSTER": "the site profile, as `--cluster`",
+    "TRAINKIT_NOTIFY": "who is told how a run has ended: addresses of apprise, with blanks between them",
     "TRAINKIT_SECRET": "what ranks of several machines must know, for `launch`",
     "TRAINKIT_TOKEN": "the invitation to a swarm, for `join`, `submit --join` and `swarm status`",
     "TRAINKIT_CONTINUE": "the run that an sbatch template goes on with",

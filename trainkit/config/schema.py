@@ -338,6 +338,9 @@ class LaunchConfig(Section):
     node. The backends' own variables, as GLOO_SOCKET_IFNAME, outrank it."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
+    notify: tuple[Literal["finished", "failed"], ...] = ("finished", "failed")
+    """What you are told of when you have left an address (TRAINKIT_NOTIFY, or ~/.local/state/trainkit/notify): failed:
+    also when it is not started again, or was stopped and does not go on by itself."""
     mail_user: Annotated[str | None, SENDS] = None
     """Address that SLURM sends mail to."""
     mail_type: Annotated[str | None, PLAIN] = None

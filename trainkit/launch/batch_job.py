@@ -28,6 +28,7 @@ from typing import Literal
 from trainkit import fileio, terminal
 from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
 from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.launch import notify
 from trainkit.process import NoAnswer, NoProgram, run_program
 from trainkit.ranks import HEAD_SUFFIX, Secret, expand, free_port, job_port
 from trainkit.ranks.signals import is_hang
@@ -409,6 +410,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         if verb == "begin":
             print(begin(env))
+            verb = ""  # it goes on
             return 0
         if verb == "preflight":
             attempt = Attempt.named_in(env)
@@ -418,6 +420,9 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     except TrainkitError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
+    finally:
+        if verb in ("begin", "end") and env.get(RUN_DIR):
+            notify.tell(RunDir(Path(env[RUN_DIR])), env)
 
 
 if __name__ == "__main__":

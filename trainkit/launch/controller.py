@@ -28,6 +28,7 @@ from typing import NamedTuple
 from trainkit.accelerators import mask_variables
 from trainkit.diagnosis.evidence import RankLog, is_lost_connection
 from trainkit.fileio import append
+from trainkit.launch import notify
 from trainkit.launch.batch_job import KILLED, budget_spent, passing_failure
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
@@ -347,7 +348,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
                     state = "FAILED"
                     never_began(run, job_id, state)
             states.append(state)
-            print(f"{path.name}: {state}")
+            print(f"{path.name}: {state}", flush=True)
+            notify.tell(run, env)
     return 0 if set(states) == {"COMPLETED"} else 1
 
 
@@ -482,6 +484,8 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
         ending = supervise(attempt, ranks, limits, requests, first_rank=node.first_rank, tick=tick)
     tick()
     attempt.ended(ending.state, job_id=str(me.pid), exit_codes=list(ending.codes))
+    if node.node_rank == 0:
+        notify.tell(run, env)
     return ending
 
 

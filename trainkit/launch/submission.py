@@ -18,6 +18,7 @@ from trainkit.accelerators import interface_variables, mask_variables
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config, LaunchConfig
 from trainkit.errors import RefusedError, SchedulerError, UserError
+from trainkit.launch import notify
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.process import MOST, leaked, python_path, scrubbed, set_variables
 from trainkit.ranks import Secret, free_port
@@ -175,6 +176,7 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
         raise
     finally:
         attempt.ended(state, job_id=str(me.pid))
+        notify.tell(run, env)
 
 
 # The job arrays of a sweep
